@@ -1,0 +1,17 @@
+"""A model small enough for two CPU cores, on the CPU stand-ins for the VAE and the language model."""
+
+num_frames = 8
+image_size = (64, 64)
+vae = dict(type="PatchPoolVAE", pool=(2, 4, 4))
+text_encoder = dict(type="HashedBagOfWords", width=64, max_length=24)
+model = dict(
+    type="STDiT3",
+    in_channels=3,
+    caption_channels=64,
+    model_max_length=24,
+    hidden_size=128,
+    depth=3,
+    num_heads=4,
+    input_sq_size=64,
+    pred_sigma=False,
+)

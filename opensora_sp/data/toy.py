@@ -1,0 +1,80 @@
+"""Toy clips: coloured shapes that move over a plain background, each with a caption that says so.
+
+Clip ``i`` of a seed is always the same; any two indices are independent draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (40, 80, 220),
+    "yellow": (235, 215, 50),
+    "purple": (150, 60, 190),
+    "white": (240, 240, 240),
+}
+SHAPES = ("circle", "square", "triangle")
+DIRECTIONS = {"right": (1.0, 0.0), "left": (-1.0, 0.0), "down": (0.0, 1.0), "up": (0.0, -1.0)}
+
+
+@dataclass(frozen=True)
+class ToyClip:
+    """What a toy clip shows. Positions and lengths are shares of the frame, speed is shares per clip."""
+
+    shape: str
+    colour: str
+    background: str
+    direction: str
+    start: tuple[float, float]
+    radius: float
+    speed: float
+
+    @property
+    def caption(self) -> str:
+        return f"a {self.colour} {self.shape} moving {self.direction} on a {self.background} background"
+
+    def draw(self, num_frames: int, size: int) -> np.ndarray:
+        """Frames ``[num_frames, size, size, 3]`` uint8, RGB, with soft edges one pixel wide."""
+        centres = (np.arange(size) + 0.5) / size
+        x, y = np.meshgrid(centres, centres)
+        frames = []
+        for moved in np.linspace(0, self.speed, num_frames):
+            dx, dy = (d * moved for d in DIRECTIONS[self.direction])
+            outside = self._distance(x - self.start[0] - dx, y - self.start[1] - dy)
+            cover = np.clip(0.5 - outside * size, 0, 1)[..., None]
+            colour, background = (np.array(COLOURS[c], dtype=np.float64) for c in (self.colour, self.background))
+            frames.append(np.rint(cover * colour + (1 - cover) * background))
+        return np.stack(frames).astype(np.uint8)
+
+    def _distance(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Distance to the shape's edge at an offset from its centre, negative inside."""
+        if self.shape == "circle":
+            return np.hypot(x, y) - self.radius
+        if self.shape == "square":
+            return np.maximum(abs(x), abs(y)) - 0.9 * self.radius
+        return np.maximum(y - 0.8 * self.radius, (0.894 * abs(x) - 0.447 * y) - 0.55 * self.radius)
+
+
+def toy_clip(seed: int, index: int) -> ToyClip:
+    """Draw clip ``index`` of a seed; the shape stays inside the frame while it moves."""
+    rng = np.random.Generator(np.random.Philox(key=[seed, index]))
+    colour, background = rng.permutation(list(COLOURS))[:2]
+    direction = str(rng.choice(list(DIRECTIONS)))
+    radius, speed = rng.uniform(0.18, 0.25), rng.uniform(0.3, 0.45)
+    across, along = rng.uniform(radius, 1 - radius), rng.uniform(radius, 1 - radius - speed)
+    horizontal, forward = direction in ("left", "right"), direction in ("right", "down")
+    along = along if forward else 1 - along
+    start = (along, across) if horizontal else (across, along)
+    return ToyClip(
+        shape=str(rng.choice(SHAPES)),
+        colour=str(colour),
+        background=str(background),
+        direction=direction,
+        start=start,
+        radius=radius,
+        speed=speed,
+    )

@@ -1,0 +1,149 @@
+"""Rectified flow (Liu et al., 2022; schedule and guidance as in Open-Sora 1.2).
+
+Data and noise are joined by a straight line, ``x_t = (1 - t/N) x_0 + (t/N) noise`` for t in 0 (data) .. N (noise), and
+the network learns its velocity ``x_0 - noise``. Sampling follows the velocity from t = N to 0 in Euler steps.
+
+Legend: B samples, c channels, F latent frames, n sampling steps, N ``num_timesteps``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Velocity = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""``velocity(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> guided velocity, shaped like x."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Pixel size and frames per sample, each ``[B]``, as the timestep transform needs them."""
+
+    height: Tensor
+    width: Tensor
+    num_frames: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RectifiedFlow:
+    """Timesteps, forward process, loss and sampler.
+
+    ``transform_scale`` multiplies the timestep transform; ``use_timestep_transform`` turns it on, moving timesteps
+    towards noise for larger and longer videos.
+    """
+
+    num_timesteps: int = 1000
+    num_sampling_steps: int = 30
+    cfg_scale: float = 7.0
+    use_discrete_timesteps: bool = False
+    use_timestep_transform: bool = False
+    transform_scale: float = 1.0
+
+    def timesteps_from(self, uniform: Tensor, geometry: Geometry | None = None) -> Tensor:
+        """Training timesteps ``[B]`` in [0, N] from uniform numbers in [0, 1) ``[B]``."""
+        t = uniform * self.num_timesteps
+        if self.use_discrete_timesteps:
+            t = t.floor()
+        return self._transform(t, geometry)
+
+    def add_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """``x_t`` for ``x_start`` and ``noise`` ``[B, c, F, h, w]`` at t ``[B]``."""
+        signal = (1 - t.to(x_start.dtype) / self.num_timesteps).view(-1, *[1] * (x_start.ndim - 1))
+        return signal * x_start + (1 - signal) * noise
+
+    def noisy_input(self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
+        """What the network sees: ``x_t``, and ``x_start`` itself in frames that are given (``x_mask`` False)."""
+        x_t = self.add_noise(x_start, noise, t)
+        if x_mask is None:
+            return x_t
+        return torch.where(x_mask[:, None, :, None, None], x_t, x_start)
+
+    @staticmethod
+    def target(x_start: Tensor, noise: Tensor) -> Tensor:
+        """The velocity that the network learns."""
+        return x_start - noise
+
+    def sampling_timesteps(self, num_samples: int, geometry: Geometry | None = None, **options) -> list[Tensor]:
+        """The n timesteps visited, each ``[B]``, from N down; ``options`` are the dtype and device of the latents."""
+        n = self.num_sampling_steps
+        steps = [(1 - i / n) * self.num_timesteps for i in range(n)]
+        if self.use_discrete_timesteps:
+            options = {**options, "dtype": torch.int64}
+            steps = [round(t) for t in steps]
+        return [self._transform(torch.full((num_samples,), t, **options), geometry) for t in steps]
+
+    def sample(
+        self,
+        velocity: Velocity,
+        z: Tensor,
+        *,
+        geometry: Geometry | None = None,
+        frame_levels: Tensor | None = None,
+        draw_noise: Callable[[int], Tensor] | None = None,
+    ) -> Iterator[Tensor]:
+        """Euler steps from noise ``z`` to data; yields ``z`` after each of the n steps.
+
+        Args:
+            velocity: the guided network.
+            z: noise ``[B, c, F, h, w]``, holding given frames where ``frame_levels`` is below 1.
+            frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a frame still has to go:
+                1 generates it, 0 keeps it, values between edit it.
+            draw_noise: ``draw_noise(step)`` shaped like z, needed with ``frame_levels``.
+        """
+        timesteps = self.sampling_timesteps(len(z), geometry, dtype=z.dtype, device=z.device)
+        started = None if frame_levels is None else frame_levels == 1
+        for i, t in enumerate(timesteps):
+            active = None
+            if frame_levels is not None:
+                assert draw_noise is not None and started is not None
+                active = frame_levels * self.num_timesteps >= t[:, None]  # [B, F]
+                given, noised = z, self.add_noise(z, draw_noise(i), t)
+                z = torch.where((active & ~started)[:, None, :, None, None], noised, given)
+                started = active
+            v = velocity(z, t, active)
+            following = timesteps[i + 1] if i + 1 < len(timesteps) else torch.zeros_like(t)
+            dt = (t - following) / self.num_timesteps  # [B]
+            moved = z + v * dt.to(z.dtype).view(-1, *[1] * (z.ndim - 1))
+            z = moved if active is None else torch.where(active[:, None, :, None, None], moved, given)
+            yield z
+
+    def _transform(self, t: Tensor, geometry: Geometry | None) -> Tensor:
+        """Shift timesteps by the square root of pixels x latent frames against 512 x 512 x 1."""
+        if not self.use_timestep_transform:
+            return t
+        if geometry is None:
+            raise ValueError(
+                "got no geometry; expected height, width and num_frames with use_timestep_transform; "
+                "pass them or turn the transform off"
+            )
+        ratio_space = (geometry.height * geometry.width / 512**2).sqrt()
+        # Released models decide by the first sample, and count 5 latent frames for each whole 17 frames.
+        frames = torch.ones_like(geometry.num_frames)
+        if geometry.num_frames[0] != 1:
+            frames = geometry.num_frames // 17 * 5
+        ratio = ratio_space * frames.sqrt() * self.transform_scale
+        t = t / self.num_timesteps
+        return ratio * t / (1 + (ratio - 1) * t) * self.num_timesteps
+
+
+def guided(model: Callable[..., Tensor], scale: float, *, drop_caption: Tensor, **inputs) -> Velocity:
+    """Classifier-free guidance (Ho & Salimans, 2022) over a doubled batch, captioned half first.
+
+    Args:
+        model: called as ``model(x, t, **inputs)`` on the doubled batch; a second half of output channels is ignored.
+        scale: 1 is the captioned prediction alone.
+        drop_caption: bool ``[2 * B]``, passed to the model.
+        inputs: further model inputs for the doubled batch.
+    """
+
+    def velocity(x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
+        x2, t2 = torch.cat([x, x]), torch.cat([t, t])
+        mask2 = None if x_mask is None else torch.cat([x_mask, x_mask])
+        out = model(x2, t2, x_mask=mask2, drop_caption=drop_caption, **inputs)
+        captioned, plain = out[:, : x.shape[1]].to(x.dtype).chunk(2)
+        return plain + scale * (captioned - plain)
+
+    return velocity

@@ -1,0 +1,57 @@
+"""Stand-ins that need no weights and no GPU: for the demo and for tests, not for real videos."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PatchPoolVAE(nn.Module):
+    """CPU stand-in for a VAE: latents are means over ``pool`` = (frames, height, width); decoding interpolates."""
+
+    channels = 3
+
+    def __init__(self, pool: tuple[int, int, int] = (2, 4, 4)) -> None:
+        super().__init__()
+        self.pool = tuple(pool)
+
+    def encode(self, video: Tensor) -> Tensor:
+        return F.avg_pool3d(video, self.pool, ceil_mode=True)
+
+    def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
+        factors = tuple(float(p) for p in self.pool)
+        video = F.interpolate(latents.float(), scale_factor=factors, mode="trilinear", align_corners=False)
+        return video[:, :, :num_frames]
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        f, h, w = (-(-n // p) for n, p in zip((num_frames, height, width), self.pool, strict=True))
+        return f, h, w
+
+
+class HashedBagOfWords(nn.Module):
+    """CPU stand-in for a language model: one fixed random vector for each word and each pair of neighbouring words."""
+
+    def __init__(self, width: int = 64, max_length: int = 24) -> None:
+        super().__init__()
+        self.width, self.max_length = width, max_length
+        self.register_buffer("device_marker", torch.empty(0), persistent=False)
+
+    def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        features = torch.zeros(len(texts), 1, self.max_length, self.width)
+        mask = torch.zeros(len(texts), self.max_length, dtype=torch.int64)
+        for i, text in enumerate(texts):
+            words = text.lower().split()
+            tokens = [*words, *(f"{a} {b}" for a, b in zip(words, words[1:]))][: self.max_length]
+            for j, token in enumerate(tokens):
+                features[i, 0, j] = self._vector(token)
+            mask[i, : len(tokens)] = 1
+        device = self.device_marker.device
+        return features.to(device), mask.to(device)
+
+    def _vector(self, token: str) -> Tensor:
+        seed = int.from_bytes(hashlib.sha256(token.encode()).digest()[:8], "little")
+        return torch.from_numpy(np.random.Generator(np.random.Philox(seed)).standard_normal(self.width)).float()

@@ -1,0 +1,8 @@
+"""STDiT models in plain torch. Nothing in here knows of processes or groups."""
+
+from .points import Gather, Point, Shard, Switch
+from .registry import build_model
+from .rows import PatchGrid, Rows
+from .stdit3 import STDiT3, STDiT3Config
+
+__all__ = ["Gather", "PatchGrid", "Point", "Rows", "STDiT3", "STDiT3Config", "Shard", "Switch", "build_model"]

@@ -1,0 +1,208 @@
+"""The small parts that the STDiT models share: embedders, norms, MLP, self- and cross-attention.
+
+Parameter names are those of the public Open-Sora checkpoints.
+
+Legend: B samples, R rows, L tokens of a row, T frames, S patches of a frame, C hidden width, H heads, D = C / H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from .attention import attention
+
+
+def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Angles ``positions[..., None] * frequencies`` in at least float32, ``[..., len(frequencies)]``."""
+    dtype = torch.promote_types(positions.dtype, torch.float32)
+    return positions.to(dtype)[..., None] * frequencies.to(dtype)
+
+
+class Mlp(nn.Module):
+    """Linear, tanh-GELU, Linear on the last dim."""
+
+    def __init__(self, width: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim (Zhang & Sennrich, 2019), computed in at least float32."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class PatchEmbed3D(nn.Module):
+    """Patches -> tokens. The weight is stored as that of a convolution whose stride is the patch."""
+
+    def __init__(self, patch_size: tuple[int, int, int], in_channels: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv3d(in_channels, width, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """``[R, L, V * c]``, a patch ordered (pt, ph, pw, c) -> ``[R, L, C]``."""
+        weight = rearrange(self.proj.weight, "width c pt ph pw -> width (pt ph pw c)")
+        return F.linear(patches, weight, self.proj.bias)
+
+
+class PositionEmbedding2D(nn.Module):
+    """Sine-cosine embedding of a patch's column and row, on a grid scaled to the resolution trained at.
+
+    The first half of the channels encodes the column, the second the row; each half is sines, then cosines.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        if width % 4:
+            raise ValueError(f"got hidden_size {width}; expected a multiple of 4; choose another hidden_size")
+        self.width = width
+
+    def forward(self, height: int, width: int, *, scale: float, base_size: int, device: torch.device) -> Tensor:
+        """Float32 ``[height * width, C]``; coordinates run to ``base_size / scale`` along each axis."""
+        half = self.width // 2
+        frequencies = 1.0 / 10000 ** (torch.arange(0, half, 2, device=device).float() / half)
+        axes = [torch.arange(n, device=device) / scale * (base_size / n) for n in (height, width)]
+        row, column = torch.meshgrid(*axes, indexing="ij")
+        angles = [sinusoid(axis.flatten(), frequencies) for axis in (column, row)]
+        return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=-1)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding over a row (Su et al., 2021): neighbouring channel pairs turn together."""
+
+    def __init__(self, head_width: int) -> None:
+        super().__init__()
+        frequencies = 1.0 / 10000 ** (torch.arange(0, head_width, 2).float() / head_width)
+        self.freqs = nn.Parameter(frequencies[: head_width // 2], requires_grad=False)
+
+    def forward(self, q: Tensor) -> Tensor:
+        """Turn queries or keys ``[R, L, H, D]`` by their position in the row."""
+        angles = sinusoid(torch.arange(q.shape[1], device=q.device), self.freqs)[:, None]  # [L, 1, D/2]
+        cos, sin = (f(angles).to(q.dtype) for f in (torch.cos, torch.sin))
+        even, odd = q.unflatten(-1, (-1, 2)).unbind(-1)  # [R, L, H, D/2] each
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys."""
+
+    def __init__(self, width: int, num_heads: int, *, qk_norm: bool, rope: RotaryEmbedding | None = None) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(width, width)
+        self.rotate = [rope] if rope is not None else []  # in a list: the model owns the parameter, not its blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[R, L, C]`` -> ``[R, L, C]``."""
+        q, k, v = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        for rope in self.rotate:
+            q, k = rope(q), rope(k)
+        return self.proj(attention(q, k, v).flatten(-2))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of tokens to the text of their own sample."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_linear = nn.Linear(width, width)
+        self.kv_linear = nn.Linear(width, 2 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, text: Tensor, lengths: tuple[Sequence[int], Sequence[int]]) -> Tensor:
+        """Tokens ``[R, L, C]`` in sample order and packed text ``[N, C]``; lengths of both, per sample."""
+        q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
+        k, v = rearrange(self.kv_linear(text), "n (two h d) -> two n h d", two=2, h=self.num_heads)
+        out = attention(q, k, v, lengths=lengths)  # [R * L, H, D]
+        return self.proj(out.reshape(x.shape))
+
+
+class TimestepEmbedder(nn.Module):
+    """Scalars -> vectors: cosines and sines of 128 frequencies, then a two-layer MLP."""
+
+    def __init__(self, width: int, num_frequencies: int = 256) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(num_frequencies, width), nn.SiLU(), nn.Linear(width, width))
+        self.num_frequencies = num_frequencies
+
+    def forward(self, t: Tensor) -> Tensor:
+        """``[...]`` -> ``[..., C]``."""
+        half = self.num_frequencies // 2
+        exponents = torch.arange(half, dtype=torch.float32, device=t.device) / half
+        angles = sinusoid(t, torch.exp(-math.log(10000) * exponents))
+        embedding = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return self.mlp(F.pad(embedding, (0, self.num_frequencies % 2)).to(self.mlp[0].weight.dtype))
+
+
+class SizeEmbedder(TimestepEmbedder):
+    """Scalars of a sample (fps, sizes), each embedded alone, then concatenated."""
+
+    def forward(self, s: Tensor, num_samples: int) -> Tensor:  # type: ignore[override]
+        """``[n]`` or ``[n, k]`` with n dividing ``num_samples`` (tiled) -> ``[num_samples, k * C]``."""
+        s = s[:, None] if s.ndim == 1 else s
+        if num_samples % s.shape[0]:
+            raise ValueError(f"got sizes for {s.shape[0]} samples; expected {num_samples}; pass one row per sample")
+        return super().forward(s.repeat(num_samples // s.shape[0], 1)).flatten(1)
+
+
+class CaptionEmbedder(nn.Module):
+    """Text features -> hidden width. ``y_embedding`` is the null caption, fixed at construction."""
+
+    y_embedding: Tensor
+
+    def __init__(self, in_channels: int, width: int, num_tokens: int) -> None:
+        super().__init__()
+        self.register_buffer("y_embedding", torch.randn(num_tokens, in_channels) / in_channels**0.5)
+        self.y_proj = Mlp(in_channels, width, width)
+
+    def forward(self, caption: Tensor) -> Tensor:
+        """``[..., Cy]`` -> ``[..., C]``."""
+        return self.y_proj(caption)
+
+    def pack(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
+        """The tokens in use of each sample, one sample after the other.
+
+        Args:
+            y: ``[B, 1, L, Cy]``.
+            mask: 1 for tokens in use, ``[n, L]`` or ``[n, 1, 1, L]`` with n dividing B (tiled); a row of zeros counts
+                as its first token in use.
+            drop: bool ``[B]``; True takes the null caption, all its tokens, instead of y.
+
+        Returns:
+            Packed text features ``[N, Cy]`` and the number of tokens of each sample, host integers.
+        """
+        num_samples, _, length, _ = y.shape
+        if mask is None:
+            used = y.new_ones((num_samples, length), dtype=torch.bool)
+        else:
+            used = mask.reshape(-1, length).bool()
+            used = used.repeat(num_samples // used.shape[0], 1)
+            empty = ~used.any(dim=1, keepdim=True)
+            used = used | (empty & (torch.arange(length, device=y.device) == 0))
+        dropped = [False] * num_samples if drop is None else drop.tolist()
+        null = self.y_embedding.to(y.dtype)
+        texts = [null if drop_it else y[b, 0, used[b]] for b, drop_it in enumerate(dropped)]
+        return torch.cat(texts), [text.shape[0] for text in texts]

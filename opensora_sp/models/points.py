@@ -1,0 +1,63 @@
+"""The three places where tokens enter a model, change layout, and leave it.
+
+A point does its local thing by itself. Whoever distributes the model hangs a function on it with ``attach``; that
+function receives the point's local one and its arguments. The points hold no parameters, so state dicts are the same
+with and without. Recompute under gradient checkpointing must not run through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from .rows import SPATIAL, PatchGrid, Rows, unpatchify
+
+
+class Point(nn.Module):
+    """A named place in the model's data flow, replaceable from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attached: Callable[..., Any] | None = None
+
+    def attach(self, function: Callable[..., Any]) -> None:
+        """Run ``function(local, *args)`` at this place from now on."""
+        self.attached = function
+
+    def detach(self) -> None:
+        """Go back to the local function."""
+        self.attached = None
+
+    def forward(self, *args: Any) -> Any:
+        if self.attached is None:
+            return self.local(*args)
+        return self.attached(self.local, *args)
+
+    def local(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+class Shard(Point):
+    """Where tokens enter: which spatial rows are held here."""
+
+    def local(self, grid: PatchGrid) -> Rows:
+        return grid.rows(SPATIAL)
+
+
+class Switch(Point):
+    """Where tokens change layout: spatial rows to temporal rows, or back."""
+
+    def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+        x = rearrange(x, "(b row) token c -> (b token) row c", row=rows.per_sample)  # whole samples
+        start, stop = (edge // rows.per_sample * rows.length for edge in (rows.start, rows.stop))
+        return x, rows.turned().take(start, stop)
+
+
+class Gather(Point):
+    """Where the output leaves: temporal rows ``[B * S, T, V * c]`` become latents ``[B, c, frames, height, width]``."""
+
+    def local(self, x: Tensor, rows: Rows) -> Tensor:
+        return unpatchify(x, rows.grid)

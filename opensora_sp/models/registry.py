@@ -1,0 +1,51 @@
+"""Models by name: classes, which take their whole configuration, and presets, which fill it in."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from torch import nn
+
+from .stdit3 import STDiT3
+
+CLASSES: dict[str, type[STDiT3]] = {"STDiT3": STDiT3}
+PRESETS: dict[str, tuple[type[STDiT3], dict[str, Any]]] = {
+    "STDiT3-XL/2": (STDiT3, dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))),
+    "STDiT3-3B/2": (STDiT3, dict(depth=28, hidden_size=1872, num_heads=26, patch_size=(1, 2, 2))),
+}
+
+
+def build_model(name: str, **config: Any) -> nn.Module:
+    """Build a model by class name or preset; keyword arguments override the preset's.
+
+    Raises:
+        ValueError: for an unknown name, an unknown configuration key (naming the nearest known one), or values that do
+            not fit each other.
+    """
+    return model_class(name)(resolve_config(name, **config))
+
+
+def model_class(name: str) -> type[STDiT3]:
+    """The class behind a class name or preset."""
+    known = {**CLASSES, **{preset: cls for preset, (cls, _) in PRESETS.items()}}
+    if name not in known:
+        raise ValueError(f"got model {name!r}; expected one of {list(known)}; {_nearest(name, list(known))}")
+    return known[name]
+
+
+def resolve_config(name: str, **config: Any) -> Any:
+    """The checked configuration that ``build_model`` would build from."""
+    cls = model_class(name)
+    keys = [field.name for field in dataclasses.fields(cls.Config)]
+    for key in config:
+        if key not in keys:
+            raise ValueError(f"got {key!r} for model {name}; expected one of {keys}; {_nearest(key, keys)}")
+    preset = PRESETS[name][1] if name in PRESETS else {}
+    return cls.Config(**{**preset, **config})
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else "take one of these"

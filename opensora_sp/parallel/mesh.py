@@ -1,0 +1,54 @@
+"""The dp x sp mesh of processes."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+class SequenceMesh:
+    """All processes, arranged as ``dp_size`` replicas of ``sp_size`` neighbouring ranks each.
+
+    The ranks of one replica (``sp_group``) share every batch and hold a part of its rows; ranks with equal
+    ``sp_rank`` (``dp_group``) hold different batches. Groups of one rank, and every group where no process group was
+    initialised, are None.
+
+    Creating a mesh is collective: every rank of the world does it, in the same order.
+
+    Raises:
+        ValueError: if ``sp_size`` does not divide the number of processes.
+    """
+
+    def __init__(self, sp_size: int = 1) -> None:
+        running = dist.is_available() and dist.is_initialized()
+        world = dist.get_world_size() if running else 1
+        rank = dist.get_rank() if running else 0
+        check_sp_size(sp_size, world)
+        self.world_size, self.rank = world, rank
+        self.sp_size, self.dp_size = sp_size, world // sp_size
+        self.dp_rank, self.sp_rank = divmod(rank, sp_size)
+        replicas = [list(range(first, first + sp_size)) for first in range(0, world, sp_size)]
+        self.sp_group = _my_group(replicas, rank, world)
+        self.dp_group = _my_group([list(peers) for peers in zip(*replicas, strict=True)], rank, world)
+
+    def __repr__(self) -> str:
+        return f"SequenceMesh(dp_size={self.dp_size}, sp_size={self.sp_size}, rank={self.rank})"
+
+
+def check_sp_size(sp_size: int, world_size: int) -> None:
+    """Raise ValueError unless the processes can be divided into groups of ``sp_size``."""
+    if sp_size < 1 or world_size % sp_size:
+        fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"got sp_size {sp_size} with {world_size} processes; expected an sp_size that divides the number of "
+            f"processes, one of {fitting}; change sp_size or the number of processes"
+        )
+
+
+def _my_group(groups: list[list[int]], rank: int, world: int) -> dist.ProcessGroup | None:
+    """Create all groups (every rank must) and return the one of this rank."""
+    if len(groups[0]) == 1:
+        return None
+    if len(groups[0]) == world:
+        return dist.group.WORLD
+    made = [dist.new_group(ranks) for ranks in groups]
+    return next(group for ranks, group in zip(groups, made, strict=True) if rank in ranks)

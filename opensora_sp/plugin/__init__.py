@@ -1,0 +1,7 @@
+"""The ColossalAI side: a Booster plugin. Nothing outside this folder imports colossalai."""
+
+from .launch import current_device, launch
+from .optimizer import NamedShards, SequenceZeroOptimizer
+from .plugin import SequenceParallelPlugin
+
+__all__ = ["NamedShards", "SequenceParallelPlugin", "SequenceZeroOptimizer", "current_device", "launch"]

@@ -1,0 +1,31 @@
+"""Join the processes that ``torchrun`` or ``colossalai run`` started."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from ._colossalai import colossalai, get_accelerator, get_dist_logger
+from .accelerator import use_cpu_if_nothing_else
+
+
+def launch(seed: int) -> None:
+    """Initialise the process group (NCCL on CUDA, gloo on CPU) from the launcher's environment, quietly."""
+    use_cpu_if_nothing_else()
+    get_dist_logger().set_level("ERROR")  # ColossalAI logs to stdout
+    if not dist.is_initialized():
+        if "WORLD_SIZE" not in os.environ:  # started by plain python: a world of one
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(alone)
+        colossalai.launch_from_torch(seed=seed, verbose=False)
+
+
+def current_device() -> torch.device:
+    """The torch device that ColossalAI computes on in this process."""
+    return get_accelerator().get_current_device()

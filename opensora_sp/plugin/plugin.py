@@ -1,0 +1,203 @@
+"""The Booster plugin: a dp x sp mesh, the wrapped model, ZeRO over the world, data per replica."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from opensora_sp.parallel import SequenceMesh, parallelize
+
+from ._colossalai import (
+    DistributedOptim,
+    LowLevelZeroModel,
+    LowLevelZeroPlugin,
+    ModelWrapper,
+    OptimizerWrapper,
+    cast_to_distributed,
+    get_accelerator,
+)
+from .accelerator import use_cpu_if_nothing_else
+from .optimizer import SequenceZeroOptimizer
+
+
+class SequenceParallelPlugin(LowLevelZeroPlugin):
+    """ColossalAI's ``LowLevelZeroPlugin`` with sequence parallelism for models that name their sharding points.
+
+    The processes form ``world / sp_size`` replicas of ``sp_size`` ranks. The ranks of a replica work on the same
+    batches and hold a part of their tokens each; ZeRO shards and averages over the whole world. Create it on every
+    rank, after the process group (``colossalai.launch_from_torch`` or ``torch.distributed``).
+
+    Args:
+        sp_size: ranks that share a batch; must divide the number of processes.
+        stage: ZeRO stage, 1 or 2.
+        precision: "fp32", "bf16", or on CUDA "fp16". Masters and moments are fp32.
+        max_norm: gradients are clipped to this global norm; 0 turns clipping off.
+        cast_inputs: cast floating-point inputs of the model to ``precision``. Off by default: the models of this
+            package cast what they compute on themselves, and a timestep rounded to bf16 is another timestep.
+        overlap_communication: reduce gradients while backward runs; by default on CUDA only, where it exists.
+        initial_scale: loss scale that fp16 starts with.
+        options: further arguments of ``LowLevelZeroPlugin``.
+
+    Raises:
+        ValueError: if ``sp_size`` does not divide the world, or stage, precision and device do not fit.
+    """
+
+    def __init__(
+        self,
+        sp_size: int = 1,
+        stage: int = 2,
+        precision: str = "bf16",
+        max_norm: float = 0.0,
+        *,
+        cast_inputs: bool = False,
+        overlap_communication: bool | None = None,
+        initial_scale: float = 2**16,
+        **options: Any,
+    ) -> None:
+        use_cpu_if_nothing_else()
+        on_cuda = get_accelerator().name == "cuda"
+        _check_arguments(stage, precision, on_cuda, overlap_communication, options)
+        self.mesh = SequenceMesh(sp_size)
+        name = type(self).__name__
+        super().__init__(
+            stage=stage,
+            precision=precision,
+            max_norm=max_norm,
+            cast_inputs=cast_inputs,
+            overlap_communication=on_cuda if overlap_communication is None else overlap_communication,
+            initial_scale=initial_scale,
+            **options,
+        )
+        type(self).__name__ = name  # ColossalAI renames the class
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
+        """Build from a training config's ``sp_size``, ``zero_stage``, ``precision`` and ``grad_clip``."""
+        return cls(sp_size=cfg.sp_size, stage=cfg.zero_stage, precision=cfg.precision, max_norm=cfg.grad_clip)
+
+    def supported_devices(self) -> list[str]:
+        return ["cuda", "npu", "cpu"]
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader, Any]:
+        """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
+        if isinstance(model, nn.Module) and not isinstance(model, ModelWrapper):
+            if self.mesh.sp_size > 1 or hasattr(model, "sharding_points"):
+                parallelize(model, self.mesh)
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            if isinstance(cast_to_distributed(optimizer), DistributedOptim):
+                raise ValueError(
+                    f"got optimizer {type(optimizer).__name__}, which ColossalAI replaces by a distributed one; "
+                    "expected an elementwise optimizer such as torch.optim.AdamW; choose another optimizer"
+                )
+            # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made here first.
+            exact = self._exact_weights(model)
+            model = LowLevelZeroModel(
+                model,
+                self.precision,
+                overlap_allgather=self.zero_optim_kwargs["overlap_allgather"],
+                cast_inputs=self.cast_inputs,
+                use_fp8=self.use_fp8,
+            )
+            optimizer = SequenceZeroOptimizer(
+                optimizer, **self.zero_optim_kwargs, verbose=self.verbose, backward_context=model._hook_context
+            )
+            model.update_master_params = MethodType(optimizer.update_master_params, model)
+            self._restore_exact(optimizer, exact)
+        return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    def _exact_weights(self, model: nn.Module) -> dict[int, torch.Tensor]:
+        """This rank's part of each trainable parameter before it is cast down."""
+        if self.precision == "fp32":
+            return {}
+        world, rank = dist.get_world_size(), dist.get_rank()
+        exact = {}
+        for p in model.parameters():
+            if p.requires_grad:
+                size = -(-p.numel() // world)
+                exact[id(p)] = p.detach().flatten()[rank * size : (rank + 1) * size].float().clone()
+        return exact
+
+    def _restore_exact(self, optimizer: SequenceZeroOptimizer, exact: dict[int, torch.Tensor]) -> None:
+        # ColossalAI copies fp32 masters from weights already rounded to the working dtype.
+        masters = optimizer.get_working_to_master_map()
+        for key, part in exact.items():
+            if key in masters and masters[key].dtype == torch.float32:
+                masters[key][: part.numel()].copy_(part)
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: type | None = None,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """A loader that gives the ranks of one replica the same batches, and each replica its own.
+
+        ``seed`` reaches the sampler, the loader's generator and the workers; ranks of a replica agree in all three,
+        replicas and workers differ.
+        """
+        sampler_cls = distributed_sampler_cls or DistributedSampler
+        sampler = sampler_cls(
+            dataset,
+            num_replicas=self.mesh.dp_size,
+            rank=self.mesh.dp_rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        replica_seed = int(np.random.SeedSequence([seed, self.mesh.dp_rank]).generate_state(1)[0])
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            worker_init_fn=_seed_worker,
+            generator=torch.Generator().manual_seed(replica_seed),
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            **kwargs,
+        )
+
+
+def _seed_worker(worker: int) -> None:
+    """Seed numpy and random from torch's worker seed, which is the loader's generator plus the worker's number."""
+    seed = torch.initial_seed() % 2**32
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def _check_arguments(
+    stage: int, precision: str, on_cuda: bool, overlap: bool | None, options: dict[str, Any]
+) -> None:
+    if stage not in (1, 2):
+        raise ValueError(f"got ZeRO stage {stage}; expected 1 or 2; choose one of these")
+    if precision not in ("fp32", "bf16", "fp16"):
+        raise ValueError(f"got precision {precision!r}; expected 'fp32', 'bf16' or 'fp16'; choose one of these")
+    if precision == "fp16" and not on_cuda:
+        raise ValueError("got precision 'fp16' on CPU; expected 'fp32' or 'bf16' there; fp16 training needs CUDA")
+    if overlap and not on_cuda:
+        raise ValueError("got overlap_communication=True on CPU; expected CUDA streams; leave it out")
+    if options.get("extra_dp_size", 1) != 1:
+        raise ValueError("got extra_dp_size; expected none: ZeRO shards over the whole dp x sp world; leave it out")

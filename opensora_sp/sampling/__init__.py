@@ -1,0 +1,6 @@
+"""The sampling run."""
+
+from .prompts import read_prompts
+from .run import sample
+
+__all__ = ["read_prompts", "sample"]

@@ -1,0 +1,35 @@
+"""Videos at a glance: frames side by side, the prompt above them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+MARGIN, LINE, CELL = 6, 18, 96
+
+
+def write_contact_sheet(path: str | Path, videos: list[tuple[str, np.ndarray]], *, num_frames: int = 8) -> None:
+    """Write a PNG with one strip per (title, frames uint8 ``[F, height, width, 3]``)."""
+    strips = [_strip(title, frames, num_frames) for title, frames in videos]
+    width = max(strip.width for strip in strips)
+    sheet = Image.new("RGB", (width, sum(strip.height for strip in strips)), "white")
+    top = 0
+    for strip in strips:
+        sheet.paste(strip, (0, top))
+        top += strip.height
+    sheet.save(path)
+
+
+def _strip(title: str, frames: np.ndarray, num_frames: int) -> Image.Image:
+    picked = np.unique(np.linspace(0, len(frames) - 1, num_frames).round().astype(int))
+    height, width = frames.shape[1:3]
+    factor = CELL / height
+    cell = (max(1, round(width * factor)), CELL)
+    strip = Image.new("RGB", (MARGIN + len(picked) * (cell[0] + MARGIN), LINE + CELL + 2 * MARGIN), "white")
+    ImageDraw.Draw(strip).text((MARGIN, 3), title, fill="black", font=ImageFont.load_default(size=13))
+    for i, index in enumerate(picked):
+        image = Image.fromarray(frames[index]).resize(cell, Image.Resampling.BILINEAR)
+        strip.paste(image, (MARGIN + i * (cell[0] + MARGIN), LINE + MARGIN))
+    return strip

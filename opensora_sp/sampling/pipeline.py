@@ -1,0 +1,63 @@
+"""From prompts to videos, on however many processes share the model.
+
+Legend: B prompts, c latent channels, f x h x w latent size, L text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora_sp.config import InferenceConfig, build_component
+from opensora_sp.diffusion import Geometry, RectifiedFlow, guided
+from opensora_sp.randomness import normal
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class Pipeline:
+    """A model with its encoders and scheduler.
+
+    The noise of a video depends on (seed, index of its prompt) alone, so the number of processes and how prompts are
+    batched do not change what is sampled.
+    """
+
+    def __init__(
+        self, cfg: InferenceConfig, model: nn.Module, vae: Any, text_encoder: Any, device: torch.device
+    ) -> None:
+        self.cfg, self.model, self.vae, self.text_encoder, self.device = cfg, model, vae, text_encoder, device
+        self.flow: RectifiedFlow = build_component(cfg.scheduler, {"rflow": RectifiedFlow})
+        self.dtype = torch.float64 if cfg.precision == "fp64" else torch.float32
+
+    @torch.no_grad()
+    def latents(
+        self, prompts: Sequence[str], indices: Sequence[int], *, on_step: Callable[[], object] | None = None
+    ) -> Tensor:
+        """Sample latents ``[B, c, f, h, w]`` for prompts whose noise is that of ``indices``. Collective in the SP group."""
+        cfg, size = self.cfg, len(prompts)
+        shape = (self.vae.channels, *self.vae.latent_size(cfg.num_frames, *cfg.size))
+        z = torch.stack([normal(shape, cfg.seed, "sample", index) for index in indices])
+        z = z.to(self.device, self.dtype)
+        y, mask = (part.to(self.device) for part in self.text_encoder.encode(list(prompts)))
+        height, width = (torch.full((size,), float(side), device=self.device) for side in cfg.size)
+        twice = dict(y=y, mask=mask, height=height, width=width, fps=torch.full_like(height, cfg.fps))
+        velocity = guided(
+            self.model,
+            self.flow.cfg_scale,
+            drop_caption=torch.arange(2 * size, device=self.device) >= size,
+            **{name: torch.cat([value, value]) for name, value in twice.items()},
+        )
+        geometry = Geometry(height, width, torch.full_like(height, cfg.num_frames))
+        for z in self.flow.sample(velocity, z, geometry=geometry):
+            if on_step is not None:
+                on_step()
+        return z
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Videos ``[B, 3, F, height, width]`` in [-1, 1]."""
+        video = self.vae.decode(latents.float(), num_frames=self.cfg.num_frames)
+        return video[..., : self.cfg.size[0], : self.cfg.size[1]].clamp(-1, 1)

@@ -1,0 +1,5 @@
+"""The training run."""
+
+from .run import train
+
+__all__ = ["train"]

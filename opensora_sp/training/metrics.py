@@ -1,0 +1,107 @@
+"""What a run reports: a progress bar, a log file, TensorBoard scalars, a JSONL with the same numbers, ``loss.png``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LOGGER = logging.getLogger("opensora_sp")
+WINDOW = 0.1  # share of the run that the running mean in loss.png covers
+
+
+class Reporter:
+    """Reports on rank 0; on other ranks every call does nothing."""
+
+    def __init__(self, run_dir: Path, *, enabled: bool, start: int, stop: int) -> None:
+        self.enabled, self.run_dir = enabled, run_dir
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+
+        self._drop_after(start)
+        self._jsonl = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1)
+        self._bar = tqdm(total=stop, initial=start, desc="train", unit="step", dynamic_ncols=True)
+
+    def step(self, step: int) -> None:
+        """Move the progress bar to this step."""
+        if self.enabled:
+            self._bar.update(step - self._bar.n)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Report the numbers of a step."""
+        if not self.enabled:
+            return
+        self._jsonl.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        shown = {"loss": f"{values['loss']:.4f}", "s/step": f"{values['step_time']:.2f}"}
+        self._bar.set_postfix({**shown, "tokens/s": f"{values['tokens_per_s']:.3g}"}, refresh=False)
+
+    def close(self) -> None:
+        if self.enabled:
+            self._bar.close()
+            self._board.close()
+            self._jsonl.close()
+            draw_loss(self.run_dir)
+
+    def _drop_after(self, step: int) -> None:
+        """Forget what a former attempt reported beyond the step that this one starts from."""
+        path = self.run_dir / "metrics.jsonl"
+        if path.is_file():
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+            path.write_text("".join(line + "\n" for line in kept))
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl``."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def running_mean(losses: np.ndarray) -> np.ndarray:
+    """Mean over a window of a tenth of the run, one value for each place where the window fits."""
+    width = max(1, int(len(losses) * WINDOW))
+    return np.convolve(losses, np.ones(width) / width, mode="valid")
+
+
+def draw_loss(run_dir: Path) -> Path | None:
+    """Draw ``loss.png`` from the run's metrics; returns its path, or None if nothing was logged yet."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    metrics = read_metrics(run_dir)
+    if not metrics:
+        return None
+    steps, losses = (np.array([line[key] for line in metrics]) for key in ("step", "loss"))
+    mean = running_mean(losses)
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=110, layout="constrained")
+    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="each step")
+    axes.plot(steps[len(steps) - len(mean) :], mean, color="tab:blue", label=f"running mean, {WINDOW:.0%} of the run")
+    axes.set(xlabel="optimizer step", ylabel="training loss", yscale="log", title=run_dir.name)
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    path = run_dir / "loss.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def log_to(run_dir: Path, *, enabled: bool) -> None:
+    """Send the package's log to ``train.log`` and the terminal; on ranks that do not report, only warnings."""
+    LOGGER.setLevel(logging.INFO if enabled else logging.WARNING)
+    LOGGER.propagate = False
+    for handler in list(LOGGER.handlers):
+        LOGGER.removeHandler(handler)
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if enabled:
+        handlers.append(logging.FileHandler(run_dir / "train.log"))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        LOGGER.addHandler(handler)

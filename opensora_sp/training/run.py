@@ -1,0 +1,251 @@
+"""The training run, top to bottom: check, launch, build, restore, step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from opensora_sp.config import TrainConfig, build_component, dump_config, split_type
+from opensora_sp.data import MicroBatchPlan, ReplicaBatches, VideoTextDataset, check_micro_batches
+from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.models import PatchGrid, build_model
+from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.parallel import check_sp_size, sequence_parallel
+from opensora_sp.weights import check_encoders, check_model_config, newest_checkpoint
+
+from .batch import BatchMaker, ClipPicker
+from .checkpoint import find_checkpoint, load_checkpoint, read_weights, save_checkpoint
+from .ema import ShardedEma
+from .metrics import Reporter, draw_loss, log_to
+
+logger = logging.getLogger(__name__)
+
+
+def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
+    """Train as the config says; returns the run's folder.
+
+    Args:
+        cfg: a checked config.
+        resume: None starts anew, "auto" goes on from the newest checkpoint in ``cfg.outputs`` if there is one, a path
+            from that checkpoint.
+
+    Raises:
+        ValueError: before any process group or model exists, if files, checkpoint and processes do not fit the config.
+    """
+    dataset, checkpoint = preflight(cfg, resume)
+    from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
+
+    launch(cfg.seed)
+    run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log_to(run_dir, enabled=is_main)
+    if is_main:
+        (run_dir / "config.py").write_text(dump_config(cfg))
+    try:
+        run = Run(cfg, dataset, checkpoint, current_device())
+        run.steps(run_dir)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return run_dir
+
+
+def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, Path | None]:
+    """Everything that can be checked without a process group or a model; the same on every rank."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_sp_size(cfg.sp_size, world_size)
+    num_replicas = world_size // cfg.sp_size
+    check_micro_batches(cfg.micro_batches_per_step or num_replicas, num_replicas)
+    if cfg.precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
+    dataset = VideoTextDataset(
+        cfg.dataset.manifest,
+        num_frames=cfg.num_frames,
+        image_size=cfg.size,
+        frame_interval=cfg.dataset.frame_interval,
+        cache=cfg.dataset.cache,
+    )
+    MicroBatchPlan(num_samples=len(dataset), batch_size=cfg.batch_size, micro_batches_per_step=1, seed=0)
+    checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
+    if resume is None and newest_checkpoint(Path(cfg.outputs)) is not None:
+        raise ValueError(
+            f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a new folder, or that "
+            "run to be continued; pass --resume auto or another --cfg-options outputs=..."
+        )
+    name, options = split_type("model", cfg.model)
+    for source in (checkpoint, find_checkpoint(Path(cfg.load), cfg.load) if cfg.load else None):
+        if source is not None:
+            check_model_config(source / "model", model_class(name).__name__, resolve_config(name, **options))
+    return dataset, checkpoint
+
+
+class Run:
+    """The parts of a training run. ``__init__`` builds and restores them, ``steps`` trains."""
+
+    def __init__(self, cfg: TrainConfig, dataset: VideoTextDataset, checkpoint: Path | None, device: torch.device) -> None:
+        from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
+        from opensora_sp.plugin._colossalai import Booster
+
+        self.cfg, self.device = cfg, device
+        plugin = SequenceParallelPlugin.from_config(cfg)
+        self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
+        vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
+        text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
+        name, options = split_type("model", cfg.model)
+        torch.manual_seed(cfg.seed)
+        model = build_model(name, **options)
+        check_encoders(model.config, vae, text_encoder)
+        model.set_grad_checkpoint(cfg.grad_checkpoint)
+        optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.module = model
+        self.shards = NamedShards(model, self.optimizer)
+        if cfg.load and checkpoint is None:
+            for key, whole in read_weights(find_checkpoint(Path(cfg.load), cfg.load) / "model", self.shards.working):
+                self.shards.set_weight(key, whole)
+        self.ema = ShardedEma(self.shards.masters, cfg.ema_decay)
+        state: dict[str, Any] = {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
+        if checkpoint is not None:
+            state = load_checkpoint(checkpoint, self.shards, self.ema)
+            logger.info("resumed from %s at step %d", checkpoint, state["step"])
+        self.start: int = state["step"]
+        self.plan = MicroBatchPlan(
+            num_samples=len(dataset),
+            batch_size=cfg.batch_size,
+            micro_batches_per_step=cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size,
+            seed=cfg.seed,
+        )
+        check_micro_batches(self.plan.micro_batches_per_step, self.mesh.dp_size)
+        self.dataset = dataset
+        self.picker = ClipPicker(dataset, self.mesh, cfg.seed)
+        self.batches = BatchMaker(cfg, model.config, vae, text_encoder, device)
+        latent_size = vae.latent_size(cfg.num_frames, *cfg.size)
+        grid = PatchGrid(num_samples=1, latent_size=latent_size, patch_size=model.config.patch_size)
+        self.tokens_per_sample = grid.frames * grid.patches_per_frame
+
+    def steps(self, run_dir: Path) -> None:
+        """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end."""
+        cfg, is_main = self.cfg, dist.get_rank() == 0
+        self._announce(run_dir)
+        reporter = Reporter(run_dir, enabled=is_main, start=self.start, stop=cfg.max_steps)
+        loader = iter(self._loader())
+        since, losses = time.perf_counter(), torch.zeros(2, device=self.device)  # sum of losses, number of steps
+        for step in range(self.start, cfg.max_steps):
+            losses += torch.stack([self._step(step, loader), losses.new_ones(())])
+            done = step + 1
+            if done % cfg.log_every == 0 or done == cfg.max_steps:
+                reporter.log(done, self._measure(losses, since, done))
+                since, losses = time.perf_counter(), torch.zeros_like(losses)
+            reporter.step(done)
+            if done % cfg.ckpt_every == 0 or done == cfg.max_steps:
+                state = {"step": done, "micro_batches_per_step": self.plan.micro_batches_per_step, "seed": cfg.seed}
+                path = save_checkpoint(run_dir, state, self.module, self.shards, self.ema, keep_last=cfg.keep_last)
+                logger.info("saved %s", path)
+                if is_main:
+                    draw_loss(run_dir)
+        reporter.close()
+        self._conclude()
+
+    def _step(self, step: int, loader: Any) -> torch.Tensor:
+        """One optimizer step; returns this rank's part of the mean loss over the step's samples."""
+        mean = torch.zeros((), device=self.device)
+        for micro_batch in self.plan.share(step, self.mesh.dp_rank, self.mesh.dp_size):
+            ids, clips = self.picker.pick(micro_batch, self.plan.ids(micro_batch), next(loader))
+            batch = self.batches.make(micro_batch, ids, clips)
+            shard = self.model(batch.x_t, **batch.inputs, output="shards")
+            losses = velocity_loss(shard, batch.target)
+            loss = rank_loss(losses, global_samples=self.plan.samples_per_step, world_size=dist.get_world_size())
+            self.booster.backward(loss, self.optimizer)
+            mean += losses.detach().sum() / self.plan.samples_per_step
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.cfg, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.ema.update(step)
+        return mean
+
+    def _loader(self) -> DataLoader:
+        sampler = ReplicaBatches(
+            self.plan,
+            start=self.start,
+            stop=self.cfg.max_steps,
+            replica=self.mesh.dp_rank,
+            num_replicas=self.mesh.dp_size,
+        )
+        return DataLoader(
+            self.dataset,
+            batch_sampler=sampler,  # type: ignore[arg-type]
+            collate_fn=list,
+            num_workers=self.cfg.num_workers,
+            generator=torch.Generator().manual_seed(self.cfg.seed),  # so that the loader leaves the global one alone
+        )
+
+    def _measure(self, losses: torch.Tensor, since: float, done: int) -> dict[str, float]:
+        total = losses[0].clone()
+        dist.all_reduce(total)
+        steps = losses[1].item()
+        step_time = (time.perf_counter() - since) / steps
+        return {
+            "loss": total.item() / steps,
+            "grad_norm": float(self.optimizer.get_grad_norm() or 0.0),
+            "lr": learning_rate(self.cfg, done - 1),
+            "step_time": step_time,
+            "tokens_per_s": self.plan.samples_per_step * self.tokens_per_sample / step_time,
+            "broken_clips": len(self.picker.broken),
+        }
+
+    def _announce(self, run_dir: Path) -> None:
+        mesh, plan = self.mesh, self.plan
+        parameters = sum(p.numel() for p in self.module.parameters())
+        logger.info("run folder %s", run_dir)
+        logger.info("%d processes: dp_size %d x sp_size %d, %s", mesh.world_size, mesh.dp_size, mesh.sp_size, self.device)
+        logger.info("%s, %.1f M parameters, %s", type(self.module).__name__, parameters / 1e6, self.cfg.precision)
+        logger.info(
+            "%d clips, %d per step (%d micro-batches of %d), %d tokens each, %.1f steps per epoch",
+            plan.num_samples,
+            plan.samples_per_step,
+            plan.micro_batches_per_step,
+            plan.batch_size,
+            self.tokens_per_sample,
+            plan.micro_batches_per_epoch / plan.micro_batches_per_step,
+        )
+
+    def _conclude(self) -> None:
+        parallel = sequence_parallel(self.module)
+        switches = 0 if parallel is None else parallel.switches
+        logger.info("done: %d layout switches between the ranks of this replica", switches)
+        if self.picker.broken:
+            logger.warning("%d clips could not be read and were replaced", len(self.picker.broken))
+
+
+def make_optimizer(cfg: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's AdamW, or ColossalAI's HybridAdam on CUDA."""
+    options = cfg.optimizer.model_dump(exclude={"type"})
+    if cfg.optimizer.type == "AdamW":
+        return torch.optim.AdamW(parameters, **options)
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
+            "build; change optimizer.type"
+        )
+    from opensora_sp.plugin.adam import hybrid_adam
+
+    return hybrid_adam(parameters, **options)
+
+
+def learning_rate(cfg: TrainConfig, step: int) -> float:
+    """Linear warm-up, then constant, or a cosine down to zero at ``max_steps``. A function of the step alone."""
+    warm = min(1.0, (step + 1) / (cfg.warmup_steps + 1))
+    if cfg.lr_schedule == "constant":
+        return cfg.optimizer.lr * warm
+    progress = max(0, step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    return cfg.optimizer.lr * warm * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,25 @@
+"""Train an STDiT model as a config says.
+
+torchrun --nproc_per_node 8 scripts/train.py configs/stdit3/train/64x512x512_sp8.py
+colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py configs/stdit3/train/64x512x512_sp8.py
+"""
+
+from opensora_sp.config import load_train_config
+from opensora_sp.console import config_arguments, told_errors
+from opensora_sp.training import train
+
+
+def main() -> None:
+    parser = config_arguments("Train an STDiT model. Start it with torchrun or colossalai run.")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on from the newest checkpoint in the run's folder, or from a given one",
+    )
+    args = parser.parse_args()
+    with told_errors():
+        train(load_train_config(args.config, args.cfg_options), resume=args.resume)
+
+
+if __name__ == "__main__":
+    main()
