@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def _take(results: Any, workers: list[Any], timeout: float) -> tuple[int, Any]:
         for worker in workers:
             worker.kill()
         raise AssertionError(f"rank {rank} failed:\n{error}")
-    return rank, value
+    return rank, pickle.loads(value)
 
 
 def _worker(rank: int, num_ranks: int, port: int, results: Any, function: Callable[..., Any], args: tuple) -> None:
@@ -59,10 +60,9 @@ def _worker(rank: int, num_ranks: int, port: int, results: Any, function: Callab
         OMP_NUM_THREADS="1",
     )
     try:
-        if not getattr(function, "launches_itself", False):
-            dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
         value = function(*args)
-        results.put((rank, None, value))
+        results.put((rank, None, pickle.dumps(value)))  # as bytes: this process ends before shared memory is read
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
     finally:

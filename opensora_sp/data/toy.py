@@ -18,6 +18,7 @@ COLOURS = {
     "white": (240, 240, 240),
 }
 SHAPES = ("circle", "square", "triangle")
+MARGIN = 0.06  # shares of the frame that shapes keep away from its edges
 DIRECTIONS = {"right": (1.0, 0.0), "left": (-1.0, 0.0), "down": (0.0, 1.0), "up": (0.0, -1.0)}
 
 
@@ -64,8 +65,9 @@ def toy_clip(seed: int, index: int) -> ToyClip:
     rng = np.random.Generator(np.random.Philox(key=[seed, index]))
     colour, background = rng.permutation(list(COLOURS))[:2]
     direction = str(rng.choice(list(DIRECTIONS)))
-    radius, speed = rng.uniform(0.18, 0.25), rng.uniform(0.3, 0.45)
-    across, along = rng.uniform(radius, 1 - radius), rng.uniform(radius, 1 - radius - speed)
+    radius, speed = rng.uniform(0.2, 0.25), rng.uniform(0.25, 0.36)
+    near = radius + MARGIN  # as near as the centre comes to an edge
+    across, along = rng.uniform(near, 1 - near), rng.uniform(near, 1 - near - speed)
     horizontal, forward = direction in ("left", "right"), direction in ("right", "down")
     along = along if forward else 1 - along
     start = (along, across) if horizontal else (across, along)

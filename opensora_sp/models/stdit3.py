@@ -91,10 +91,10 @@ class Condition:
     lengths: tuple[Sequence[int], Sequence[int]]  # tokens held and text tokens, per sample
 
     def per_token(self, table: Tensor, state: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Spread a table ``[B, m, k, C]`` over the tokens: k tensors ``[R, 1 or L, C]``."""
+        """Spread a table ``[B, m, k, C]`` over the tokens: k tensors ``[R, 1 or L, C]``, one at a time."""
         state = self.state if state is None else state
-        picked = table.flatten(0, 1).index_select(0, state.flatten())  # [R * (1 or L), k, C]
-        return picked.unflatten(0, state.shape).unbind(2)
+        entries = table.flatten(0, 1).unbind(1)  # k of [B * m, C]
+        return tuple(entry.index_select(0, state.flatten()).unflatten(0, state.shape) for entry in entries)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Legend: B clips, c latent channels, f x h x w latent size, L text tokens.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class ClipPicker:
     """Readable clips for the ids of a micro-batch, the same on every rank of the SP group.
 
     A clip that any rank of the group cannot read is replaced, on all of them, by one drawn for this micro-batch and
-    place. ``broken`` maps the paths found broken to the reason.
+    place. ``broken`` maps the paths found broken to the reason, ``files_read`` counts the clips used by kind of file.
 
     Raises:
         ValueError: if no replacement can be read either.
@@ -46,6 +47,7 @@ class ClipPicker:
     def __init__(self, dataset: VideoTextDataset, mesh: SequenceMesh, seed: int) -> None:
         self.dataset, self.mesh, self.seed = dataset, mesh, seed
         self.broken: dict[str, str] = {}
+        self.files_read: Counter[str] = Counter()
 
     def pick(self, micro_batch: int, ids: Sequence[int], items: Sequence[Clip | BrokenClip]) -> tuple[list[int], list[Clip]]:
         """The ids and clips to use, given what was read for ``ids``."""
@@ -53,6 +55,7 @@ class ClipPicker:
         for attempt in range(MAX_REPLACEMENTS + 1):
             unreadable = self._unreadable(items)
             if not unreadable:
+                self.files_read.update(self.dataset.rows[index][0].suffix for index in ids)
                 return ids, items  # type: ignore[return-value]
             for place in unreadable:
                 ids[place] = self._replacement(micro_batch, place, attempt)

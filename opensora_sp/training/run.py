@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -153,7 +154,7 @@ class Run:
                 if is_main:
                     draw_loss(run_dir)
         reporter.close()
-        self._conclude()
+        self._conclude(run_dir)
 
     def _step(self, step: int, loader: Any) -> torch.Tensor:
         """One optimizer step; returns this rank's part of the mean loss over the step's samples."""
@@ -219,10 +220,19 @@ class Run:
             plan.micro_batches_per_epoch / plan.micro_batches_per_step,
         )
 
-    def _conclude(self) -> None:
+    def _conclude(self, run_dir: Path) -> None:
+        """Say, and write to ``summary.json``, how this replica's ranks worked together and what they read."""
         parallel = sequence_parallel(self.module)
-        switches = 0 if parallel is None else parallel.switches
-        logger.info("done: %d layout switches between the ranks of this replica", switches)
+        summary = {
+            "dp_size": self.mesh.dp_size,
+            "sp_size": self.mesh.sp_size,
+            "switches": parallel.switches if parallel else 0,
+            "files_read": dict(self.picker.files_read),
+            "broken_clips": self.picker.broken,
+        }
+        if dist.get_rank() == 0:
+            (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        logger.info("done: %d layout switches between the ranks of this replica", summary["switches"])
         if self.picker.broken:
             logger.warning("%d clips could not be read and were replaced", len(self.picker.broken))
 

@@ -1,0 +1,44 @@
+# make demo   everything from nothing to sampled videos, on CPU
+# make test   the tests
+# Both make their own virtual environment in .venv and install what they need.
+
+VENV ?= .venv
+BIN := $(CURDIR)/$(VENV)/bin
+DEMO := outputs/demo
+export OMP_NUM_THREADS := 1
+export PATH := $(BIN):$(PATH)
+
+.PHONY: help demo test lint install clean
+
+help:
+	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh
+	sh scripts/make_venv.sh $(VENV)
+	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
+demo: $(VENV)/.installed
+	rm -rf $(DEMO) data/toy data/toy_heldout
+	$(BIN)/python scripts/make_toy_clips.py data/toy --num 768
+	$(BIN)/python scripts/make_toy_clips.py data/toy_heldout --num 64 --seed 1
+	$(BIN)/torchrun --nproc_per_node 2 scripts/train.py configs/demo/train.py
+	$(BIN)/torchrun --nproc_per_node 2 scripts/inference.py configs/demo/sample.py --ckpt $(DEMO) \
+		--prompt "a red circle moving right on a white background" \
+		--prompt "a yellow square moving up on a blue background" \
+		--prompt "a white triangle moving left on a purple background"
+	$(BIN)/python scripts/check_demo.py $(DEMO)
+	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.png"
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) outputs data/toy data/toy_heldout

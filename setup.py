@@ -1,0 +1,45 @@
+"""Packaging of opensora-sp; tools are configured in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "opensora_sp/__init__.py").read_text())[1]
+
+setup(
+    name="opensora-sp",
+    version=VERSION,
+    description="Sequence-parallel training and sampling of STDiT video diffusion transformers with ColossalAI",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["opensora_sp", "opensora_sp.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "colossalai==0.5.0",  # brings torch<=2.5.1, transformers and diffusers in the versions it pins
+        "av",
+        "einops",
+        "matplotlib",
+        "mmengine",
+        "numpy",
+        "pillow>=10.1",
+        "pydantic>=2",
+        "safetensors",
+        "sentencepiece",
+        "setuptools<81",  # mmengine and tensorboard import pkg_resources
+        "tensorboard",
+        "tqdm",
+    ],
+    extras_require={
+        "flash-attn": ["flash-attn>=2.5"],
+        "test": ["hypothesis", "pytest", "ruff", "mypy"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+    ],
+)

@@ -1,0 +1,73 @@
+"""Configs: what is shipped loads and builds; what is wrong is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora_sp.config import dump_config, load_inference_config, load_train_config, parse_override, split_type
+from opensora_sp.models import build_model
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TRAIN = [p for p in sorted(CONFIGS.rglob("*.py")) if p.parts[-2] != "_base_" and p.stem != "sample" and "inference" not in p.parts]  # fmt: skip
+SAMPLE = [p for p in sorted(CONFIGS.rglob("*.py")) if p.parts[-2] != "_base_" and p not in TRAIN]
+DEMO = CONFIGS / "demo" / "train.py"
+
+
+@pytest.mark.parametrize("path", TRAIN + SAMPLE, ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_path: Path) -> None:
+    load = load_train_config if path in TRAIN else load_inference_config
+    cfg = load(path)
+    name, options = split_type("model", cfg.model)
+    with torch.device("meta"):
+        model = build_model(name, **options)
+    assert sum(p.numel() for p in model.parameters()) > 1e6
+    (tmp_path / "config.py").write_text(dump_config(cfg))
+    assert load(tmp_path / "config.py") == cfg
+
+
+def test_all_configs_are_found() -> None:
+    assert len(TRAIN) == 3 and len(SAMPLE) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["optimiser.lr=1"], "unknown key 'optimiser'.*did you mean 'optimizer'"),
+        (["optimizer.learning_rate=1"], "unknown key 'optimizer.learning_rate'.*known keys are type, lr"),
+        (["dataset.manifst='a'"], "did you mean 'manifest'"),
+        (["model.hiden_size=4"], "did you mean 'hidden_size'"),
+        (["model.type=STDiT4"], "got model 'STDiT4'; expected one of"),
+        (["vae.pol=4"], "unknown key 'vae.pol'.*did you mean 'pool'"),
+        (["text_encoder.type=bert"], "got text_encoder.type 'bert'; expected one of"),
+        (["sp_size=0"], "got sp_size = 0"),
+        (["precision=fp64"], "expected 'fp32', 'bf16' or 'fp16' for training"),
+        (["resolution=64x64"], "expected exactly one of them"),
+        (["image_size=None", "resolution=big"], "expected 'HxW' or a number"),
+        (["noequals"], "expected key=value"),
+        (["sp_size.x=1"], "sp_size is 2; expected a dict there"),
+    ],
+)
+def test_mistakes_are_refused_by_name(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load_train_config(DEMO, options)
+    import re
+
+    assert re.search(message, str(error.value).replace("\n", " ")), error.value
+
+
+def test_overrides_are_data() -> None:
+    assert parse_override("sp_size=4") == (["sp_size"], 4)
+    assert parse_override("optimizer.betas=(0.9, 0.95)") == (["optimizer", "betas"], (0.9, 0.95))
+    assert parse_override("outputs=a red fox, running") == (["outputs"], "a red fox, running")
+    assert parse_override("x=False") == (["x"], False) and parse_override("x=none") == (["x"], None)
+    assert parse_override("x=__import__('os').getcwd()") == (["x"], "__import__('os').getcwd()")
+    cfg = load_train_config(DEMO, ["sp_size=4", "optimizer.lr=1e-5", "image_size=None", "resolution=32x48"])
+    assert (cfg.sp_size, cfg.optimizer.lr, cfg.size) == (4, 1e-5, (32, 48))
+
+
+def test_a_missing_config_is_named() -> None:
+    with pytest.raises(ValueError, match=r"got config 'nowhere.py', which is not a file"):
+        load_train_config("nowhere.py")

@@ -1,0 +1,151 @@
+"""Video files, manifests, and the sequence of samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import write_toy_set
+
+from opensora_sp.data import (
+    BrokenClip,
+    Clip,
+    MicroBatchPlan,
+    ReplicaBatches,
+    VideoTextDataset,
+    check_micro_batches,
+    read_video,
+    to_clip,
+    to_frames,
+    toy_clip,
+    write_video,
+)
+from opensora_sp.data.toy import COLOURS
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.training.batch import ClipPicker
+
+
+def test_toy_clips_are_deterministic_and_show_what_they_say() -> None:
+    for index in range(20):
+        clip = toy_clip(3, index)
+        assert clip == toy_clip(3, index) and clip != toy_clip(4, index)
+        frames = clip.draw(5, 48)
+        assert frames.shape == (5, 48, 48, 3) and np.array_equal(frames, clip.draw(5, 48))
+        assert clip.colour != clip.background
+        assert np.allclose(frames[:, 0, 0], COLOURS[clip.background])  # shapes stay inside the frame
+        seen = [np.argwhere((frame == COLOURS[clip.colour]).all(-1)).mean(0) for frame in (frames[0], frames[-1])]
+        down, right = seen[1] - seen[0]
+        moved = {"right": right, "left": -right, "down": down, "up": -down}
+        assert max(moved, key=moved.get) == clip.direction
+
+
+def test_a_written_video_reads_back(tmp_path: Path) -> None:
+    frames = toy_clip(0, 0).draw(10, 64)
+    write_video(tmp_path / "a.mp4", frames, fps=12)
+    back, fps = read_video(tmp_path / "a.mp4", num_frames=10)
+    assert fps == 12 and back.shape == frames.shape
+    assert np.abs(back.astype(int) - frames).mean() < 3  # H.264 is lossy
+    middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2)
+    assert fps == 6 and np.array_equal(middle, back[2:7:2])
+    with pytest.raises(ValueError, match="got 10 frames; expected at least 11"):
+        read_video(tmp_path / "a.mp4", num_frames=11)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]
+
+
+def test_clips_cover_the_frame_and_crop_the_centre() -> None:
+    frames = np.zeros((2, 20, 60, 3), dtype=np.uint8)
+    frames[:, :, 20:40] = 255
+    clip = to_clip(frames, (10, 10))
+    assert clip.shape == (3, 2, 10, 10) and (clip > 0.7).all() and (clip[..., 1:-1] == 1).all()
+    exact = to_clip(frames, (20, 60))
+    assert np.array_equal(to_frames(exact), frames)
+
+
+def test_a_dataset_reads_a_users_csv(tmp_path: Path) -> None:
+    dataset = VideoTextDataset(str(write_toy_set(tmp_path, 3, broken=(1,))), num_frames=4, image_size=(16, 16), cache=True)
+    clip = dataset[0]
+    assert isinstance(clip, Clip) and clip.video.shape == (3, 4, 16, 16) and clip.fps == 8
+    assert clip.text == toy_clip(0, 0).caption
+    assert isinstance(dataset[1], BrokenClip) and "1.mp4" in dataset[1].path
+    assert dataset[0] is clip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "which is not a file; expected a CSV with the columns path,text"),
+        ("path,text\n", "without clips; expected at least one line"),
+        ("file,text\na.mp4,b\n", r"with the columns \['file', 'text'\]; expected path and text; add path"),
+        ("", "expected path and text"),
+    ],
+)
+def test_manifests_that_cannot_be_used_are_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "clips.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=4, image_size=(16, 16))
+
+
+def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
+    plan = MicroBatchPlan(num_samples=23, batch_size=3, micro_batches_per_step=4, seed=5)
+    epoch = [i for m in range(plan.micro_batches_per_epoch) for i in plan.ids(m)]
+    assert len(set(epoch)) == len(epoch) == 21
+    assert plan.ids(0) != plan.ids(plan.micro_batches_per_epoch)  # epochs differ
+
+    def step_samples(step: int, replicas: int) -> list[int]:
+        shares = [plan.share(step, replica, replicas) for replica in range(replicas)]
+        return sorted(i for share in shares for m in share for i in plan.ids(m))
+
+    for step in range(5):
+        assert step_samples(step, 1) == step_samples(step, 2) == step_samples(step, 4)
+    whole = list(ReplicaBatches(plan, start=0, stop=6, replica=1, num_replicas=2))
+    later = list(ReplicaBatches(plan, start=4, stop=6, replica=1, num_replicas=2))
+    assert whole[-len(later) :] == later
+    with pytest.raises(ValueError, match="got micro_batches_per_step 4 with 3 data-parallel replicas"):
+        check_micro_batches(4, 3)
+    with pytest.raises(ValueError, match="got 2 clips and batch_size 3"):
+        MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0)
+
+
+class BrokenOnRank1(list):
+    """Clips of which rank 1 alone cannot read those with an odd index."""
+
+    rows = [(Path(f"{i}.mp4"), "") for i in range(8)]
+
+    def __getitem__(self, index: int) -> Clip | BrokenClip:
+        if dist.get_rank() == 1 and index % 2:
+            return BrokenClip(f"{index}.mp4", "unreadable here")
+        return Clip(torch.full((1,), float(index)), str(index), 8.0)
+
+    def __len__(self) -> int:
+        return 8
+
+
+def pick() -> tuple[list[int], list[str], list[str]]:
+    dataset = BrokenOnRank1()
+    picker = ClipPicker(dataset, SequenceMesh(sp_size=2), seed=0)
+    ids, clips = picker.pick(0, [0, 1, 2, 3], [dataset[i] for i in (0, 1, 2, 3)])
+    return ids, [clip.text for clip in clips], sorted(picker.broken)
+
+
+def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read() -> None:
+    first, second = run_ranks(2, pick)
+    assert first[:2] == second[:2]
+    ids, texts, _ = first
+    assert ids[0] == 0 and ids[2] == 2 and texts == [str(i) for i in ids] and all(i % 2 == 0 for i in ids)
+    assert first[2] == [] and {"1.mp4", "3.mp4"} <= set(second[2])
+
+
+class AllBroken(BrokenOnRank1):
+    def __getitem__(self, index: int) -> BrokenClip:
+        return BrokenClip(f"{index}.mp4", "gone")
+
+
+def test_a_set_without_a_readable_clip_is_an_error() -> None:
+    dataset = AllBroken()
+    with pytest.raises(ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"):
+        ClipPicker(dataset, SequenceMesh(1), seed=0).pick(0, [0], [dataset[0]])

@@ -1,0 +1,246 @@
+"""STDiT3 and its parts against the reference values of the public release."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from opensora_sp.models import PatchGrid, build_model
+from opensora_sp.models.layers import (
+    CaptionEmbedder,
+    CrossAttention,
+    PatchEmbed3D,
+    PositionEmbedding2D,
+    RMSNorm,
+    RotaryEmbedding,
+    SelfAttention,
+    SizeEmbedder,
+    TimestepEmbedder,
+)
+from opensora_sp.models.rows import SPATIAL, TEMPORAL
+from opensora_sp.models.stdit3 import FinalLayer, STDiT3Block, STDiT3Config, _condition
+
+pytestmark = pytest.mark.core
+GOLDEN = Path(__file__).parent / "golden"
+CASES = ["stdit3_v12_framemask", "stdit3_v12_image_cfg", "stdit3_v12_plain"]
+
+
+def load(kind: str, name: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    path = GOLDEN / kind / name
+    return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
+
+
+def under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_output_and_gradients(name: str, checkpointing: bool) -> None:
+    about, tensors = load("models", name)
+    model = build_model("STDiT3", **about["constructor"])
+    model.load_state_dict(under(tensors, "state/"), strict=True)
+    model.set_grad_checkpoint(checkpointing)
+    inputs = under(tensors, "input/")
+    inputs["x"].requires_grad_()
+    output = model(**inputs)
+    assert output.dtype == torch.float32
+    close(output, tensors["output"])
+    loss = (output * tensors["probe"]).sum()
+    torch.testing.assert_close(loss, tensors["loss"], rtol=0, atol=1e-3)
+    loss.backward()
+    wanted = under(tensors, "grad/")
+    close(inputs["x"].grad, wanted.pop("input_x"))
+    assert wanted
+    for parameter, gradient in wanted.items():
+        ours = model.get_parameter(parameter).grad
+        assert (ours - gradient).abs().max() <= 1e-4 * gradient.abs().max(), parameter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_alternates(name: str) -> None:
+    about, tensors = load("models", name)
+    for key, alternate in about["alternates"].items():
+        model = build_model("STDiT3", **{**about["constructor"], **alternate["config_overrides"]})
+        model.load_state_dict(under(tensors, "state/"), strict=True)
+        inputs = {k: v for k, v in under(tensors, "input/").items() if k not in alternate["arguments_not_passed"]}
+        inputs.update(under(tensors, f"alt/{key}/input/"))
+        close(model(**inputs), tensors[f"alt/{key}/output"])
+
+
+@pytest.mark.parametrize(
+    ("file", "preset"),
+    [
+        ("stdit3-xl-2_v120", "STDiT3-XL/2"),
+        ("stdit3-3b-2_v120", "STDiT3-3B/2"),
+        ("stdit3-xl-2_v120_qknorm-False", "STDiT3-XL/2"),
+    ],
+)
+def test_presets_have_the_released_names_and_shapes(file: str, preset: str) -> None:
+    about = json.loads(gzip.decompress((GOLDEN / "params" / f"{file}.json.gz").read_bytes()))
+    with torch.device("meta"):
+        model = build_model(preset, **about["constructor_overrides"])
+    ours = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert ours == {name: shape for name, shape in about["state_dict"]}
+    assert sum(p.numel() for p in model.parameters()) == about["parameters_total"]
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == about["parameters_trainable"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == about["frozen_parameters"]
+
+
+def block_cases(file: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
+    about, tensors = load("blocks", file)
+    return [(case, under(tensors, f"{case['case']}/")) for case in about["cases"]]
+
+
+def with_state(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    module.load_state_dict(under(tensors, "state/"), strict=True)
+    return module
+
+
+def conditioned(tensors: dict[str, torch.Tensor], layout: str, T: int, S: int, width: int, text=None, lengths=None):
+    """The conditions of all rows of a batch of B samples with T frames of S patches."""
+    t = tensors["input/t"]
+    states = [t] if "input/t0" not in tensors or "input/x_mask" not in tensors else [t, tensors["input/t0"]]
+    modulation = torch.stack([s.view(len(t), -1, width) for s in states], dim=1)
+    grid = PatchGrid(num_samples=len(t), latent_size=(T, 1, S), patch_size=(1, 1, 1))
+    given = ~tensors["input/x_mask"] if "input/x_mask" in tensors else None
+    return _condition(grid.rows(layout), modulation, given, text, lengths), modulation
+
+
+def test_stdit3_block() -> None:
+    for case, tensors in block_cases("stdit3_block"):
+        T, S, width = case["T"], case["S"], case["hidden"]
+        config = STDiT3Config(hidden_size=width, num_heads=case["heads"], mlp_ratio=case["mlp_ratio"])
+        rope = RotaryEmbedding(width // case["heads"]) if case["temporal"] else None
+        block = with_state(STDiT3Block(config, rope=rope), tensors)
+        lengths = tensors["input/lengths"].tolist()
+        layout = TEMPORAL if case["temporal"] else SPATIAL
+        condition, _ = conditioned(tensors, layout, T, S, width, tensors["input/y"][0], lengths)
+        x = tensors["input/x"].view(2, T, S, width)
+        rows = x.transpose(1, 2) if case["temporal"] else x
+        out = block(rows.flatten(0, 1), condition).view(rows.shape)
+        close((out.transpose(1, 2) if case["temporal"] else out).flatten(1, 2), tensors["output"])
+
+
+def test_final_layer() -> None:
+    for case, tensors in block_cases("final_layer"):
+        T, S, width = case["T"], case["S"], case["hidden"]
+        layer = with_state(FinalLayer(width, case["num_patch"] * case["out_channels"], legacy=True), tensors)
+        condition, t = conditioned(tensors, SPATIAL, T, S, width)
+        x = tensors["input/x"]
+        out = layer(x.view(-1, S, width), t[:, :, 0], condition)
+        close(out.view(tensors["output"].shape), tensors["output"])
+
+
+def test_rotary_attention() -> None:
+    for case, tensors in block_cases("rotary_attention"):
+        if case["case"].startswith("rope"):
+            rope = RotaryEmbedding(case["head_dim"])
+            close(rope.freqs, tensors["freqs"])
+            close(rope(tensors["input/q"].transpose(1, 2)).transpose(1, 2), tensors["output"])
+        elif not case["qk_norm_legacy"]:
+            rope = RotaryEmbedding(case["hidden"] // case["heads"]) if case["rotary"] else None
+            attention = SelfAttention(case["hidden"], case["heads"], qk_norm=case["qk_norm"], rope=rope)
+            close(with_state(attention, tensors)(tensors["input/x"]), tensors["output"])
+
+
+def test_norm_and_cross_attention() -> None:
+    for case, tensors in block_cases("norm_cross_attention"):
+        if case["case"].startswith("rmsnorm"):
+            norm = with_state(RMSNorm(12), tensors)
+            close(norm(tensors["input/x"]), tensors["output"])
+        else:
+            x, lengths = tensors["input/x"], tensors["input/lengths"].tolist()
+            attention = with_state(CrossAttention(case["hidden"], case["heads"]), tensors)
+            out = attention(x, tensors["input/cond"][0], ([x.shape[1]] * len(x), lengths))
+            close(out, tensors["output"])
+
+
+def test_patch_embedding() -> None:
+    for case, tensors in block_cases("patch_embed3d"):
+        embed = with_state(PatchEmbed3D(tuple(case["patch"]), case["in_channels"], case["embed_dim"]), tensors)
+        x = tensors["input/x"]
+        grid = PatchGrid(num_samples=len(x), latent_size=tuple(x.shape[2:]), patch_size=tuple(case["patch"]))
+        out = embed(grid.rows(SPATIAL).slice(x))
+        close(out.reshape(len(x), -1, case["embed_dim"]), tensors["output"])
+
+
+def test_embedders() -> None:
+    for case, tensors in block_cases("timestep_embedder"):
+        if case["case"].startswith("mlp"):
+            embedder = TimestepEmbedder(case["hidden_size"], case["frequency_embedding_size"])
+            close(with_state(embedder, tensors)(tensors["input/t"]), tensors["output"])
+    for case, tensors in block_cases("size_embedder"):
+        embedder = SizeEmbedder(case["hidden"], case["frequency_embedding_size"])
+        close(with_state(embedder, tensors)(tensors["input/s"], case["batch"]), tensors["output"])
+    for case, tensors in block_cases("caption_embedder"):
+        embedder = with_state(CaptionEmbedder(case["in_channels"], case["hidden"], case["token_num"]), tensors)
+        drop = tensors["input/force_drop_ids"] == 1 if "input/force_drop_ids" in tensors else None
+        packed, lengths = embedder.pack(tensors["input/caption"], None, drop)
+        assert lengths == [case["token_num"]] * 3
+        close(embedder(packed).view(tensors["output"].shape), tensors["output"])
+    for case, tensors in block_cases("pos_embed_2d"):
+        if case["case"].startswith("torch"):
+            base = case["base_size"]
+            table = PositionEmbedding2D(case["dim"])
+            h, w = case["h"], case["w"]
+            if base is None:
+                assert h == w  # then the base size is the side itself
+            out = table(h, w, scale=case["scale"], base_size=base or h, device=torch.device("cpu"))
+            close(out[None], tensors["output"])
+
+
+def test_forward_draws_no_random_numbers_and_works_without_optional_inputs() -> None:
+    model = build_model("STDiT3", hidden_size=16, depth=1, num_heads=2, caption_channels=4, model_max_length=3)
+    x, y = torch.randn(2, 4, 3, 4, 4), torch.randn(2, 1, 3, 4)
+    before = torch.get_rng_state()
+    output = model.train()(x, torch.tensor([10.0, 900.0]), y)
+    assert output.shape == (2, 8, 3, 4, 4) and torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_empty_text_mask_counts_as_its_first_token() -> None:
+    model = build_model("STDiT3", hidden_size=16, depth=1, num_heads=2, caption_channels=4, model_max_length=3)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, t, y = torch.randn(1, 4, 2, 4, 4), torch.tensor([500.0]), torch.randn(1, 1, 3, 4)
+    none, first = torch.tensor([[0, 0, 0]]), torch.tensor([[1, 0, 0]])
+    assert torch.equal(model(x, t, y, none), model(x, t, y, first))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 3, 2, 4, 4)}, r"got x of shape \(2, 3, 2, 4, 4\); expected \[B, 4,"),
+        ({"y": torch.zeros(2, 1, 3, 5)}, r"expected \[2, 1, L, 4\]"),
+        ({"y": torch.zeros(2, 1, 4, 4)}, "at most model_max_length = 3"),
+        ({"mask": torch.ones(2, 2)}, r"got a text mask of shape \(2, 2\); expected \[2, 3\]"),
+        ({"x_mask": torch.ones(2, 5, dtype=torch.bool)}, r"got x_mask of shape \(2, 5\); expected \[2, 3\]"),
+        ({"x_mask": torch.tensor([[True, False, True]] * 2)}, "differs inside a patch of 2 frames"),
+        ({"drop_path": torch.zeros(1, 2, dtype=torch.bool)}, r"expected \[2, 2\]"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(change: dict, message: str) -> None:
+    model = build_model(
+        "STDiT3", hidden_size=16, depth=1, num_heads=2, caption_channels=4, model_max_length=3, patch_size=(2, 2, 2)
+    )
+    inputs = dict(x=torch.zeros(2, 4, 3, 4, 4), timestep=torch.zeros(2), y=torch.zeros(2, 1, 3, 4))
+    with pytest.raises(ValueError, match=message):
+        model(**{**inputs, **change})
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'STDiT3-XL/2'"):
+        build_model("STDiT3-XL2")
+    with pytest.raises(ValueError, match="did you mean 'hidden_size'"):
+        build_model("STDiT3", hiden_size=8)
+    with pytest.raises(ValueError, match="even hidden_size / num_heads"):
+        build_model("STDiT3", hidden_size=30, num_heads=4)

@@ -1,0 +1,110 @@
+"""The rectified-flow scheduler and loss against the reference values of the public release."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_golden_models import close, load, under
+
+from opensora_sp.diffusion import Geometry, RectifiedFlow, guided, velocity_loss
+
+pytestmark = pytest.mark.core
+
+
+def toy_network(x, t, text_mean, x_mask):  # noqa: ANN001, ANN201
+    """The network that the reference values were made with; its formula is in the sidecar files."""
+    t, text_mean = (v.float().view(-1, 1, 1, 1, 1) for v in (t, text_mean))
+    masked = 0.0 if x_mask is None else x_mask.float()[:, None, :, None, None]
+    first = torch.tanh(0.9 * x + 0.6 * t / 1000 + 0.5 * text_mean) + 0.25 * masked
+    return torch.cat([first, torch.tanh(0.7 * x - 0.4 * t / 1000)], dim=1)
+
+
+def geometry_of(values: list[float] | None, batch: int) -> Geometry | None:
+    return None if values is None else Geometry(*(torch.full((batch,), float(v)) for v in values))
+
+
+def test_complete_sampling() -> None:
+    about, tensors = load("schedulers", "rflow_sample")
+    for case in about["cases"]:
+        one = under(tensors, case["case"] + "/")
+        flow = RectifiedFlow(**case["scheduler"])
+        z, draws = one["input/z"], one.get("input/noise_draws")
+        text = torch.cat([one["input/y"], one["input/y_null"]]).flatten(1).mean(1)
+        seen = []
+
+        def network(x, t, x_mask, drop_caption):  # noqa: ANN001, ANN202
+            seen.append((x, t, x_mask))
+            return toy_network(x, t, text, x_mask)  # noqa: B023
+
+        *_, out = flow.sample(
+            guided(network, flow.cfg_scale, drop_caption=torch.zeros(2 * len(z), dtype=torch.bool)),
+            z,
+            geometry=geometry_of(list(case["geometry"].values()) if case["geometry"] else None, len(z)),
+            frame_levels=one.get("input/mask"),
+            draw_noise=None if draws is None else draws.__getitem__,
+        )
+        close(out, one["output"])
+        close(torch.stack([x for x, _, _ in seen]), one["trace/x"])
+        close(torch.stack([t for _, t, _ in seen]), one["trace/t"])
+        if "trace/x_mask" in one:
+            assert torch.equal(torch.stack([m for _, _, m in seen]), one["trace/x_mask"])
+
+
+def test_sampling_timesteps() -> None:
+    about, tensors = load("schedulers", "rflow_timesteps")
+    for case in about["cases"]:
+        flow = RectifiedFlow(
+            num_sampling_steps=case["steps"],
+            use_discrete_timesteps=case["discrete"],
+            use_timestep_transform=case["geometry"] is not None,
+        )
+        close(torch.cat(flow.sampling_timesteps(1, geometry_of(case["geometry"], 1))), tensors[case["case"]])
+
+
+def test_timestep_transform() -> None:
+    _, tensors = load("schedulers", "rflow_timestep_transform")
+
+    def transform(t: torch.Tensor, geometry: Geometry, scale: float = 1.0) -> torch.Tensor:
+        flow = RectifiedFlow(use_timestep_transform=True, transform_scale=scale)
+        return flow.timesteps_from(t / 1000, geometry)
+
+    for s, scale in enumerate((1.0, 2.0)):
+        for g, geometry in enumerate(tensors["geometry"].tolist()):
+            close(transform(tensors["t"], geometry_of(geometry, 8), scale), tensors["output"][s, g])
+    batch = under(tensors, "batch/")
+    given = Geometry(batch["height"], batch["width"], batch["num_frames"])
+    close(transform(batch["t"], given), batch["output"])
+    close(transform(tensors["degenerate/t"], geometry_of([512, 512, 9], 3)), tensors["degenerate/output"])
+    first = Geometry(torch.full((3,), 512.0), torch.full((3,), 512.0), torch.tensor([1.0, 51.0, 102.0]))
+    close(transform(tensors["first_is_image/t"], first), tensors["first_is_image/output"])
+
+
+def test_forward_process() -> None:
+    _, tensors = load("schedulers", "rflow_add_noise")
+    one = under(tensors, "input/")
+    close(RectifiedFlow().add_noise(one["x_start"], one["noise"], one["t"]), tensors["output"])
+
+
+def test_training_loss_and_its_gradient() -> None:
+    about, tensors = load("schedulers", "rflow_training_losses")
+    for case in about["cases"]:
+        one = under(tensors, case["case"] + "/")
+        x, noise, t = one["input/x_start"].requires_grad_(), one["input/noise"], one["input/t"]
+        mask = one.get("input/mask")
+        flow = RectifiedFlow(**case["scheduler"])
+        x_t = flow.noisy_input(x, noise, t, mask)
+        close(x_t, one["network_x"])
+        output = toy_network(x_t, t, one["input/y"].flatten(1).mean(1), None)  # this network was not told the mask
+        loss = velocity_loss(output, flow.target(x, noise), mask)
+        if "input/weights" in one:
+            loss = loss * one["input/weights"][t]
+        close(loss, one["loss"])
+        loss.sum().backward()
+        close(x.grad, one["grad/x_start"])
+
+
+def test_a_sample_without_a_frame_that_counts_gives_zero() -> None:
+    output, target = torch.randn(2, 3, 2, 4, 4), torch.randn(2, 3, 2, 4, 4)
+    loss = velocity_loss(output, target, torch.tensor([[True, False], [False, False]]))
+    close(loss[0], (output - target)[0, :, 0].square().mean())
+    assert loss[1] == 0

@@ -1,0 +1,74 @@
+"""The arrows between the rooms, and what an import costs and prints."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "opensora_sp"
+BASE = {"models": {"torch", "einops"}, "parallel": {"torch"}}  # beside the standard library
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = path.relative_to(PACKAGE.parent).with_suffix("").parts[: -node.level] if node.level else ()
+            names.add(".".join([*package, *([node.module] if node.module else [])]))
+    return names
+
+
+def files(room: str = "") -> list[Path]:
+    found = sorted((PACKAGE / room).rglob("*.py"))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("room", BASE)
+def test_models_and_parallel_stand_alone(room: str) -> None:
+    for path in files(room):
+        for name in imported(path):
+            top = name.split(".")[0]
+            inside = name == f"opensora_sp.{room}" or name.startswith(f"opensora_sp.{room}.")
+            assert top in sys.stdlib_module_names or top in BASE[room] or inside or top == "flash_attn", (path, name)
+
+
+def test_models_know_nothing_of_processes() -> None:
+    for path in files("models"):
+        assert not any(name.startswith("torch.distributed") for name in imported(path)), path
+        text = path.read_text()
+        assert "sp_size" not in text and "process_group" not in text, path
+
+
+def test_colossalai_is_imported_in_the_plugin_only() -> None:
+    for path in files():
+        if path.relative_to(PACKAGE).parts[0] != "plugin":
+            assert not any(name.split(".")[0] == "colossalai" for name in imported(path)), path
+
+
+def test_nothing_imports_the_scripts_and_lower_rooms_not_the_runs() -> None:
+    runs = ("opensora_sp.training", "opensora_sp.sampling", "scripts")
+    for path in files():
+        room = path.relative_to(PACKAGE).parts[0]
+        if room in ("models", "parallel", "plugin", "diffusion", "encoders", "data", "config"):
+            assert not any(name.startswith(runs) for name in imported(path)), path
+
+
+@pytest.mark.parametrize("module", ["opensora_sp", "opensora_sp.training", "opensora_sp.sampling"])
+def test_importing_prints_nothing_and_leaves_colossalai_alone(module: str) -> None:
+    code = f"import sys, {module}; assert not {{'colossalai', 'diffusers', 'transformers'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_importing_the_plugin_is_quiet_about_absent_extras() -> None:
+    done = subprocess.run([sys.executable, "-c", "import opensora_sp.plugin"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not any(word in done.stderr + done.stdout for word in ("apex", "tensornvme", "bitsandbytes", "gemm_4bit"))

@@ -1,0 +1,140 @@
+"""Sampling: the same videos on any number of processes, the files it writes, the mistakes it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from ranks import run_ranks
+from runs import SAMPLE, run
+from safetensors.torch import save_file
+
+from opensora_sp.config import load_inference_config
+from opensora_sp.data import read_video
+from opensora_sp.models import build_model
+from opensora_sp.parallel import CommLedger, SequenceMesh
+from opensora_sp.sampling import read_prompts
+from opensora_sp.sampling.run import build_pipeline, preflight
+from opensora_sp.weights import write_model_config
+
+PROMPTS = ["a red circle", "a long caption of a blue square", "white", "a green triangle on a red background"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sampling config and weights drawn at random."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "sample.py").write_text(SAMPLE)
+    cfg = load_inference_config(folder / "sample.py")
+    model = build_model(cfg.model["type"], **{k: v for k, v in cfg.model.items() if k != "type"})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    write_model_config(folder, "STDiT3", model.config)
+    return folder
+
+
+CASES = [("fp64", 5, 1e-9), ("fp32", 5, 1e-4), ("fp64", 1, 1e-9), ("fp64", 16, 1e-9)]  # precision, frames, tolerance
+
+
+def sample_latents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """For each case ten steps with guidance 4, twice; and how many all-to-alls switched layouts."""
+    mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
+    found = []
+    for precision, num_frames, _ in CASES:
+        options = [f"precision={precision}", f"num_frames={num_frames}", "scheduler.num_sampling_steps=10"]
+        cfg = load_inference_config(folder / "sample.py", options)
+        pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
+        with CommLedger() as ledger:
+            first = pipeline.latents(PROMPTS[:1], [5])
+        found.append((first, pipeline.latents(PROMPTS[:1], [5]), ledger.calls["switch", "forward"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(trained: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    return sample_latents(trained)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_latents_do_not_depend_on_the_number_of_processes(trained: Path, alone: list, num_ranks: int) -> None:
+    """16 frames on 3 processes and one frame on 4 among them."""
+    for of_rank in run_ranks(num_ranks, sample_latents, trained):
+        for (ours, again, switches), (wanted, _, _), (precision, _, tolerance) in zip(
+            of_rank, alone, CASES, strict=True
+        ):
+            assert ours.dtype == (torch.float64 if precision == "fp64" else torch.float32)
+            assert torch.equal(ours, again)  # bitwise for the same number of processes
+            assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
+            # guidance doubles the batch of one: two ranks take a half each and exchange nothing
+            assert (switches == 0) == (num_ranks == 2)
+
+
+def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:
+    cfg = load_inference_config(trained / "sample.py", ["precision=fp64"])
+    pipeline = build_pipeline(cfg, trained, SequenceMesh(1), torch.device("cpu"))
+    batched = pipeline.latents(PROMPTS, [0, 1, 2, 3])
+    for i, prompt in enumerate(PROMPTS):
+        alone = pipeline.latents([prompt], [i])[0]
+        torch.testing.assert_close(batched[i], alone, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(pipeline.latents(PROMPTS[:1], [7])[0], batched[0])
+
+
+def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[1:]) + "\n\n")
+    done = run(
+        "scripts/inference.py", trained / "sample.py", "--ckpt", trained, "--prompt", PROMPTS[0],
+        "--prompts", tmp_path / "prompts.txt", "--outputs", tmp_path / "out", "--cfg-options", "sp_size=2",
+        launcher="torchrun", ranks=4,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    videos = sorted((tmp_path / "out").glob("*.mp4"))
+    assert [v.name for v in videos][:2] == ["000-a-red-circle.mp4", "001-a-long-caption-of-a-blue-square.mp4"]
+    assert len(videos) == len(PROMPTS)
+    for video, prompt in zip(videos, PROMPTS, strict=True):
+        frames, fps = read_video(video, num_frames=5)
+        assert frames.shape == (5, 28, 24, 3) and fps == 8
+        assert Image.open(video.with_suffix(".png")).width > 100
+        assert json.loads(video.with_suffix(".json").read_text())["prompt"] == prompt
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\n two \n")
+    (tmp_path / "a.csv").write_text('prompt,seed\n"one, two",1\nthree,2\n')
+    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
+    assert read_prompts(tmp_path / "a.csv") == ["one, two", "three"]
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "b.csv").write_text("words\na\n")
+    for name, message in [
+        ("none.txt", "which is not a file"),
+        ("empty.txt", "without prompts"),
+        ("b.csv", r"with the columns \['words'\]"),
+        ("a.json", "which is not a file"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read_prompts(tmp_path / name)
+
+
+def test_what_cannot_work_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    good = load_inference_config(trained / "sample.py").model_copy(update={"ckpt": str(trained), "prompts": ["a"]})
+    assert preflight(good) == (3, trained)
+    for change, message in [
+        ({"prompts": []}, "got no prompts"),
+        ({"ckpt": None}, "got no checkpoint"),
+        ({"ckpt": str(tmp_path)}, "which holds no weights"),
+        ({"sp_size": 2}, "got sp_size 2 with 3 processes"),
+        ({"model": {**good.model, "depth": 3}}, r"another model \(depth is 2 there, 3 here\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            preflight(good.model_copy(update=change))
+    (tmp_path / "config.json").write_text((trained / "config.json").read_text())
+    save_file({"rope.freqs": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="got weights of another model .*missing x_embedder.proj.weight"):
+        build_pipeline(good, tmp_path, SequenceMesh(1), torch.device("cpu"))

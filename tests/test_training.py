@@ -1,0 +1,142 @@
+"""Training runs as users start them: resume, another number of processes, broken clips, errors before the work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import TRAIN, run, write_toy_set
+from safetensors.torch import load_file
+
+from opensora_sp.config import load_train_config
+from opensora_sp.training.checkpoint import find_checkpoint, verify
+from opensora_sp.training.metrics import read_metrics
+from opensora_sp.training.run import learning_rate, preflight
+from opensora_sp.weights import check_model_config, committed_checkpoints
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    manifest = write_toy_set(folder, 14, broken=(4, 9))
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    return folder / "config.py"
+
+
+def train(config: Path, outputs: Path, *more: str, launcher: str = "torchrun", ranks: int = 2) -> str:
+    command = ("scripts/train.py", config, "--cfg-options", f"outputs={outputs}", *more)
+    done = run(*command, launcher=launcher, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(outputs: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(outputs)]
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    parts = ("model/model", "ema/model", "optimizer")
+    return {f"{p}:{k}": v for p in parts for k, v in load_file(checkpoint / f"{p}.safetensors").items()}
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps in one go, two processes, through ``colossalai run``."""
+    outputs = tmp_path_factory.mktemp("whole") / "run"
+    train(config, outputs, launcher="colossalai")
+    return outputs
+
+
+@pytest.mark.core
+def test_a_run_leaves_everything_behind(whole: Path) -> None:
+    names = {p.name for p in whole.iterdir()}
+    assert {"config.py", "train.log", "tensorboard", "loss.png", "metrics.jsonl", "summary.json"} <= names
+    assert [p.name for p in committed_checkpoints(whole)] == ["step_00000003", "step_00000006"]
+    assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG") and any((whole / "tensorboard").iterdir())
+    for checkpoint in committed_checkpoints(whole):
+        verify(checkpoint)
+    assert not [p for p in whole.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".pkl")]
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["sp_size"] == 2 and summary["switches"] > 0 and summary["files_read"] == {".mp4": 36}
+    assert {Path(path).name for path in summary["broken_clips"]} <= {"4.mp4", "9.mp4"} and summary["broken_clips"]
+    assert "skipped a clip that cannot be read" in (whole / "train.log").read_text()
+    assert load_train_config(whole / "config.py").sp_size == 2  # the dump loads again
+
+
+@pytest.mark.core
+def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "run"
+    train(config, outputs, "max_steps=3", launcher="colossalai")
+    log = train(config, outputs, "--resume", "auto", launcher="colossalai")
+    assert "resumed from" in log and "at step 3" in log
+    assert losses(outputs) == losses(whole)
+    ours, theirs = weights(outputs / "step_00000006"), weights(whole / "step_00000006")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("ranks", "sp_size"), [(3, 3), (2, 1)])
+def test_resume_with_another_number_of_processes(
+    config: Path, whole: Path, tmp_path: Path, ranks: int, sp_size: int
+) -> None:
+    outputs = tmp_path / "run"
+    train(config, outputs, f"sp_size={sp_size}", "--resume", str(whole / "step_00000003"), ranks=ranks)
+    assert losses(outputs) == pytest.approx(losses(whole)[3:], rel=1e-5)
+
+
+def test_user_errors_stop_every_rank_with_a_sentence(config: Path, tmp_path: Path) -> None:
+    done = run(
+        "scripts/train.py", config, "--cfg-options", "sp_size=3", f"outputs={tmp_path}", launcher="torchrun", ranks=2
+    )
+    assert done.returncode != 0
+    sentence = "got sp_size 3 with 2 processes; expected an sp_size that divides the number of processes, one of [1, 2]"
+    assert sentence in done.stderr and "scripts/train.py\", line" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "resume", "message"),
+    [
+        (["dataset.manifest=nowhere.csv"], None, "got manifest 'nowhere.csv', which is not a file"),
+        (["batch_size=15"], None, "got 14 clips and batch_size 15"),
+        (["micro_batches_per_step=3"], None, "got micro_batches_per_step 3 with 2 data-parallel replicas"),
+        (["precision=fp16"], None, "got precision 'fp16' without CUDA"),
+        (["load=nowhere"], None, "got checkpoint path 'nowhere', which holds no committed checkpoint"),
+        ([], "nowhere", "got checkpoint path 'nowhere', which holds no committed checkpoint"),
+        (["outputs={whole}"], None, "holds checkpoints of an earlier run.*pass --resume auto"),
+        (["outputs={whole}", "model.depth=1"], "auto", r"another model \(depth is 2 there, 1 here\)"),
+        (["load={whole}", "model.num_heads=2"], None, r"another model \(num_heads is 3 there, 2 here\)"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_process_group(
+    config: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list, resume: str, message: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    options = [f"outputs={tmp_path}", *(option.format(whole=whole) for option in options)]
+    with pytest.raises(ValueError, match=message):
+        preflight(load_train_config(config, options), resume)
+    assert not torch.distributed.is_initialized()
+
+
+def test_damaged_and_half_written_checkpoints_are_not_used(whole: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    newest = copy / "step_00000006"
+    (newest / "COMMIT").unlink()
+    assert find_checkpoint(copy, "auto") == copy / "step_00000003"
+    damaged = copy / "step_00000003" / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(ValueError, match="got a damaged checkpoint: .*optimizer.safetensors"):
+        verify(copy / "step_00000003")
+    with pytest.raises(ValueError, match="without config.json"):
+        check_model_config(tmp_path, "STDiT3", None)
+
+
+def test_learning_rate_is_a_function_of_the_step(config: Path) -> None:
+    cfg = load_train_config(config, ["warmup_steps=4", "max_steps=10", "lr_schedule=cosine", "optimizer.lr=1.0"])
+    rates = [learning_rate(cfg, step) for step in range(10)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and rates[4] == 1.0
+    assert rates[4:] == sorted(rates[4:], reverse=True) and 0 < rates[-1] < 0.1
