@@ -34,7 +34,7 @@ setup(
     ],
     extras_require={
         "flash-attn": ["flash-attn>=2.5"],
-        "test": ["hypothesis", "pytest", "ruff", "mypy"],
+        "test": ["hypothesis", "pytest", "ruff==0.17.5", "mypy==2.4.1"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

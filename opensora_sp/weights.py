@@ -1,4 +1,4 @@
-"""Weights on disk, and whether they fit: folders with ``config.json`` and ``model.safetensors``, a run's checkpoints."""
+"""Weights on disk, and whether they fit: folders of ``config.json`` and ``model.safetensors``, checkpoints of a run."""
 
 from __future__ import annotations
 

@@ -64,7 +64,9 @@ def write_toy_set(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Pat
     return folder / "clips.csv"
 
 
-def run(*command: str | Path, launcher: str = "python", ranks: int = 1, timeout: float = 300) -> subprocess.CompletedProcess:
+def run(
+    *command: str | Path, launcher: str = "python", ranks: int = 1, timeout: float = 300
+) -> subprocess.CompletedProcess:
     """Run a script of the project from its root, under ``python``, ``torchrun`` or ``colossalai run``."""
     port = str(free_port())
     start: list[str | Path] = {

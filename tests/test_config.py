@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from opensora_sp.config import dump_config, load_inference_config, load_train_co
 from opensora_sp.models import build_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-TRAIN = [p for p in sorted(CONFIGS.rglob("*.py")) if p.parts[-2] != "_base_" and p.stem != "sample" and "inference" not in p.parts]  # fmt: skip
-SAMPLE = [p for p in sorted(CONFIGS.rglob("*.py")) if p.parts[-2] != "_base_" and p not in TRAIN]
+ALL = [path for path in sorted(CONFIGS.rglob("*.py")) if path.parent.name != "_base_"]
+SAMPLE = [path for path in ALL if path.parent.name == "inference" or path.stem == "sample"]
+TRAIN = [path for path in ALL if path not in SAMPLE]
 DEMO = CONFIGS / "demo" / "train.py"
 
 
@@ -53,8 +55,6 @@ def test_all_configs_are_found() -> None:
 def test_mistakes_are_refused_by_name(options: list[str], message: str) -> None:
     with pytest.raises(ValueError) as error:
         load_train_config(DEMO, options)
-    import re
-
     assert re.search(message, str(error.value).replace("\n", " ")), error.value
 
 

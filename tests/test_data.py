@@ -66,7 +66,8 @@ def test_clips_cover_the_frame_and_crop_the_centre() -> None:
 
 
 def test_a_dataset_reads_a_users_csv(tmp_path: Path) -> None:
-    dataset = VideoTextDataset(str(write_toy_set(tmp_path, 3, broken=(1,))), num_frames=4, image_size=(16, 16), cache=True)
+    manifest = write_toy_set(tmp_path, 3, broken=(1,))
+    dataset = VideoTextDataset(str(manifest), num_frames=4, image_size=(16, 16), cache=True)
     clip = dataset[0]
     assert isinstance(clip, Clip) and clip.video.shape == (3, 4, 16, 16) and clip.fps == 8
     assert clip.text == toy_clip(0, 0).caption

@@ -54,7 +54,8 @@ def test_autoencoder_kl_frame_by_frame(vae_folder: Path) -> None:
     torch.testing.assert_close(latents[1, :, 3], one)
     decoded = encoder.decode(latents, num_frames=5)
     assert decoded.shape == video.shape
-    torch.testing.assert_close(decoded[1, :, 3], encoder.vae.decode(one[None] / encoder.vae.config.scaling_factor).sample[0])
+    frame = encoder.vae.decode(one[None] / encoder.vae.config.scaling_factor).sample[0]
+    torch.testing.assert_close(decoded[1, :, 3], frame)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def test_presets_have_the_released_names_and_shapes(file: str, preset: str) -> N
     with torch.device("meta"):
         model = build_model(preset, **about["constructor_overrides"])
     ours = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert ours == {name: shape for name, shape in about["state_dict"]}
+    assert ours == dict(about["state_dict"])
     assert sum(p.numel() for p in model.parameters()) == about["parameters_total"]
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == about["parameters_trainable"]
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == about["frozen_parameters"]

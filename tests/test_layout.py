@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ shapes = st.tuples(st.integers(1, 9), st.integers(1, 33), st.integers(1, 40), st
 def test_runs_cover_all_rows_and_differ_by_at_most_one(num_rows: int, num_ranks: int) -> None:
     runs = [balanced_run(num_rows, num_ranks, rank) for rank in range(num_ranks)]
     assert runs[0][0] == 0 and runs[-1][1] == num_rows
-    assert all(before[1] == after[0] for before, after in zip(runs, runs[1:]))
+    assert all(before[1] == after[0] for before, after in pairwise(runs))
     assert max(run_sizes(num_rows, num_ranks)) - min(run_sizes(num_rows, num_ranks)) <= 1
 
 

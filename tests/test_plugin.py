@@ -149,7 +149,7 @@ def test_the_mesh_and_data_per_replica() -> None:
         (2, 1, [1, 3], 2, 1, [2, 3]),
     ]
     assert batches[0] == batches[1] and batches[2] == batches[3]
-    assert not set(sum(batches[0], [])) & set(sum(batches[2], []))
+    assert not {i for batch in batches[0] for i in batch} & {i for batch in batches[2] for i in batch}
 
 
 def refusals() -> None:

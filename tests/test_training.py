@@ -92,7 +92,7 @@ def test_user_errors_stop_every_rank_with_a_sentence(config: Path, tmp_path: Pat
     )
     assert done.returncode != 0
     sentence = "got sp_size 3 with 2 processes; expected an sp_size that divides the number of processes, one of [1, 2]"
-    assert sentence in done.stderr and "scripts/train.py\", line" not in done.stderr
+    assert sentence in done.stderr and 'scripts/train.py", line' not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class TrainConfig(Common):
     max_steps: int = Field(ge=1)
     warmup_steps: int = Field(0, ge=0)
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    optimizer: Optimizer = Field(default_factory=Optimizer)
+    optimizer: Optimizer = Optimizer()
     grad_clip: float = Field(0.0, ge=0)
     grad_checkpoint: bool = False
     ema_decay: float = Field(0.999, ge=0, lt=1)
@@ -130,7 +130,7 @@ class TrainConfig(Common):
     @model_validator(mode="after")
     def _training_precision(self) -> TrainConfig:
         if self.precision == "fp64":
-            raise ValueError("got precision 'fp64'; expected 'fp32', 'bf16' or 'fp16' for training; choose one of these")
+            raise ValueError("got precision 'fp64'; expected 'fp32', 'bf16' or 'fp16' for training; choose one")
         return self
 
 
@@ -159,7 +159,7 @@ def check_component(key: str, value: dict[str, Any], known: dict[str, Any]) -> d
     name, options = split_type(key, value)
     if name not in known:
         raise ValueError(f"got {key}.type {name!r}; expected one of {sorted(known)}; choose one of these")
-    parameters = {n: p for n, p in inspect.signature(known[name]).parameters.items()}
+    parameters = dict(inspect.signature(known[name]).parameters)
     for option in options:
         if option not in parameters:
             close = difflib.get_close_matches(option, parameters, n=1, cutoff=0.5)

@@ -8,8 +8,9 @@ Legend: B samples, c channels, F latent frames, n sampling steps, N ``num_timest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class RectifiedFlow:
         """The velocity that the network learns."""
         return x_start - noise
 
-    def sampling_timesteps(self, num_samples: int, geometry: Geometry | None = None, **options) -> list[Tensor]:
+    def sampling_timesteps(self, num_samples: int, geometry: Geometry | None = None, **options: Any) -> list[Tensor]:
         """The n timesteps visited, each ``[B]``, from N down; ``options`` are the dtype and device of the latents."""
         n = self.num_sampling_steps
         steps = [(1 - i / n) * self.num_timesteps for i in range(n)]
@@ -83,8 +84,9 @@ class RectifiedFlow:
         geometry: Geometry | None = None,
         frame_levels: Tensor | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
-    ) -> Iterator[Tensor]:
-        """Euler steps from noise ``z`` to data; yields ``z`` after each of the n steps.
+        on_step: Callable[[], object] | None = None,
+    ) -> Tensor:
+        """Follow the velocity from noise ``z`` to data in n Euler steps; returns data, shaped like ``z``.
 
         Args:
             velocity: the guided network.
@@ -92,6 +94,7 @@ class RectifiedFlow:
             frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a frame still has to go:
                 1 generates it, 0 keeps it, values between edit it.
             draw_noise: ``draw_noise(step)`` shaped like z, needed with ``frame_levels``.
+            on_step: called after each step.
         """
         timesteps = self.sampling_timesteps(len(z), geometry, dtype=z.dtype, device=z.device)
         started = None if frame_levels is None else frame_levels == 1
@@ -108,7 +111,9 @@ class RectifiedFlow:
             dt = (t - following) / self.num_timesteps  # [B]
             moved = z + v * dt.to(z.dtype).view(-1, *[1] * (z.ndim - 1))
             z = moved if active is None else torch.where(active[:, None, :, None, None], moved, given)
-            yield z
+            if on_step is not None:
+                on_step()
+        return z
 
     def _transform(self, t: Tensor, geometry: Geometry | None) -> Tensor:
         """Shift timesteps by the square root of pixels x latent frames against 512 x 512 x 1."""
@@ -129,7 +134,7 @@ class RectifiedFlow:
         return ratio * t / (1 + (ratio - 1) * t) * self.num_timesteps
 
 
-def guided(model: Callable[..., Tensor], scale: float, *, drop_caption: Tensor, **inputs) -> Velocity:
+def guided(model: Callable[..., Tensor], scale: float, *, drop_caption: Tensor, **inputs: Any) -> Velocity:
     """Classifier-free guidance (Ho & Salimans, 2022) over a doubled batch, captioned half first.
 
     Args:

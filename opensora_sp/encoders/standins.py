@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class HashedBagOfWords(nn.Module):
         mask = torch.zeros(len(texts), self.max_length, dtype=torch.int64)
         for i, text in enumerate(texts):
             words = text.lower().split()
-            tokens = [*words, *(f"{a} {b}" for a, b in zip(words, words[1:]))][: self.max_length]
+            tokens = [*words, *(f"{a} {b}" for a, b in pairwise(words))][: self.max_length]
             for j, token in enumerate(tokens):
                 features[i, 0, j] = self._vector(token)
             mask[i, : len(tokens)] = 1

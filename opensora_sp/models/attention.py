@@ -21,9 +21,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, lengths: tuple[Sequence[int], Sequence[int]] | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, lengths: tuple[Sequence[int], Sequence[int]] | None = None) -> Tensor:
     """Softmax attention, ``softmax(q k^T / sqrt(D)) v``, per row or per packed sample.
 
     Args:
@@ -40,7 +38,8 @@ def attention(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Sequence[int], Sequence[int]] | None) -> Tensor:
     if lengths is None:
-        return F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v))).transpose(1, 2)
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # [R, H, L, D]
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
     out, q_from, k_from = [], 0, 0
     for (q_len, k_len), same in groupby(zip(*lengths, strict=True)):  # neighbours of equal lengths share a call
         n = len(list(same))

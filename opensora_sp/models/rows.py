@@ -33,6 +33,12 @@ class PatchGrid:
     latent_size: tuple[int, int, int]
     patch_size: tuple[int, int, int]
 
+    @classmethod
+    def of(cls, x: Tensor, patch_size: tuple[int, int, int]) -> PatchGrid:
+        """The grid of latents ``x`` ``[B, c, frames, height, width]``."""
+        num_samples, _, frames, height, width = x.shape
+        return cls(num_samples=num_samples, latent_size=(frames, height, width), patch_size=patch_size)
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Number of patches along time, height and width: (T, H, W)."""

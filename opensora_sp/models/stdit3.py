@@ -219,7 +219,7 @@ class STDiT3(nn.Module):
             ``[B, C_out, frames, height, width]`` in float32 (float64 when the model is float64).
         """
         self._check(x, timestep, y, mask, x_mask, drop_caption, drop_path)
-        grid = PatchGrid(num_samples=x.shape[0], latent_size=tuple(x.shape[2:]), patch_size=self.config.patch_size)
+        grid = PatchGrid.of(x, self.config.patch_size)
         t = self._embed_time(timestep, fps, with_zero=x_mask is not None)  # [B, m, C]
         modulation = self.t_block(t).unflatten(-1, (6, -1))  # [B, m, 6, C]
         text, text_lengths = self._embed_text(y, mask, drop_caption)  # [N, C]
@@ -244,7 +244,7 @@ class STDiT3(nn.Module):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.gather(x, rows)  # [B, C_out, frames, height, width]
 
-    def _block(self, block: STDiT3Block, x: Tensor, condition: Condition, keep: Tensor | None, index: int) -> Tensor:
+    def _block(self, block: nn.Module, x: Tensor, condition: Condition, keep: Tensor | None, index: int) -> Tensor:
         args = (x, condition, None if keep is None else keep[index])
         if self.grad_checkpoint and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
@@ -333,15 +333,16 @@ class STDiT3(nn.Module):
                 )
 
     def _initialize(self) -> None:
-        """The start of the released models: temporal branches and the output are zero, so it begins as an image model."""
+        """As the released models began: temporal branches and the output are zero, so it starts as an image model."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
-        for linear in (*self.t_embedder.mlp, *self.fps_embedder.mlp, self.t_block[1], *self.y_embedder.y_proj.children()):
-            if isinstance(linear, nn.Linear):
-                nn.init.normal_(linear.weight, std=0.02)
+        for embedder in (self.t_embedder, self.fps_embedder, self.t_block, self.y_embedder):
+            for linear in embedder.modules():
+                if isinstance(linear, nn.Linear):
+                    nn.init.normal_(linear.weight, std=0.02)
         zero = [self.final_layer.linear]
         zero += [linear for b in self.temporal_blocks for linear in (b.attn.proj, b.cross_attn.proj, b.mlp.fc2)]
         for linear in zero:

@@ -61,15 +61,15 @@ def plan_switch(
     B, A, L = num_samples, rows_per_sample, row_length
 
     def held(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample, row in the sample and place in the row of the tokens this rank holds, in order."""
+        """Of the tokens this rank holds, in order: sample, row in the sample, place in the row."""
         tokens = torch.arange(*(edge * length for edge in balanced_run(B * rows, num_ranks, rank)))
         return tokens // (rows * length), tokens // length % rows, tokens % length
 
-    b, a, place = held(A, L)
-    receiver = owners(b * L + place, B * L, num_ranks)
-    b_in, row_in, a_in = held(L, A)
-    sender = owners(b_in * A + a_in, B * A, num_ranks)
-    arrival = torch.argsort((b_in * A + a_in) * L + row_in)  # senders pack in the order of the layout left
+    b, _, l = held(A, L)
+    receiver = owners(b * L + l, B * L, num_ranks)
+    b, l, a = held(L, A)
+    sender = owners(b * A + a, B * A, num_ranks)
+    arrival = torch.argsort((b * A + a) * L + l)  # senders pack in the order of the layout left
     return SwitchPlan(
         pack=torch.argsort(receiver, stable=True).to(device),
         unpack=torch.argsort(arrival).to(device),

@@ -77,6 +77,7 @@ class SequenceParallel:
         there, back = (
             plan_switch(num_samples, *pair, num_ranks, self.mesh.sp_rank, x.device) for pair in (sizes, sizes[::-1])
         )
+        assert self.mesh.sp_group is not None
         tokens = switch_tokens(x.flatten(0, 1), there, back, self.mesh.sp_group)
         self.switches += 1
         turned = rows.turned()
@@ -86,7 +87,7 @@ class SequenceParallel:
     def _gather(self, local: Callable, x: Tensor, rows: Rows) -> Tensor | Shard:
         if self._output == "shards":
             return Shard(x, rows)
-        if self.mesh.sp_size > 1:
+        if self.mesh.sp_group is not None:
             x = gather_rows(x, run_sizes(rows.total, self.mesh.sp_size), self.mesh.sp_group)
             rows = rows.take(0, rows.total)
         return local(x, rows)

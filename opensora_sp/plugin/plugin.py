@@ -97,9 +97,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader, Any]:
         """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
-        if isinstance(model, nn.Module) and not isinstance(model, ModelWrapper):
-            if self.mesh.sp_size > 1 or hasattr(model, "sharding_points"):
-                parallelize(model, self.mesh)
+        if not isinstance(model, ModelWrapper) and (self.mesh.sp_size > 1 or hasattr(model, "sharding_points")):
+            parallelize(model, self.mesh)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             if isinstance(cast_to_distributed(optimizer), DistributedOptim):
                 raise ValueError(
@@ -118,7 +117,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             optimizer = SequenceZeroOptimizer(
                 optimizer, **self.zero_optim_kwargs, verbose=self.verbose, backward_context=model._hook_context
             )
-            model.update_master_params = MethodType(optimizer.update_master_params, model)
+            model.update_master_params = MethodType(optimizer.update_master_params, model)  # type: ignore[assignment]
             self._restore_exact(optimizer, exact)
         return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
 
@@ -188,9 +187,7 @@ def _seed_worker(worker: int) -> None:
     random.seed(seed)
 
 
-def _check_arguments(
-    stage: int, precision: str, on_cuda: bool, overlap: bool | None, options: dict[str, Any]
-) -> None:
+def _check_arguments(stage: int, precision: str, on_cuda: bool, overlap: bool | None, options: dict[str, Any]) -> None:
     if stage not in (1, 2):
         raise ValueError(f"got ZeRO stage {stage}; expected 1 or 2; choose one of these")
     if precision not in ("fp32", "bf16", "fp16"):

@@ -36,7 +36,7 @@ class Pipeline:
     def latents(
         self, prompts: Sequence[str], indices: Sequence[int], *, on_step: Callable[[], object] | None = None
     ) -> Tensor:
-        """Sample latents ``[B, c, f, h, w]`` for prompts whose noise is that of ``indices``. Collective in the SP group."""
+        """Sample latents ``[B, c, f, h, w]``; noise is that of ``indices``. Collective in the SP group."""
         cfg, size = self.cfg, len(prompts)
         shape = (self.vae.channels, *self.vae.latent_size(cfg.num_frames, *cfg.size))
         z = torch.stack([normal(shape, cfg.seed, "sample", index) for index in indices])
@@ -51,10 +51,7 @@ class Pipeline:
             **{name: torch.cat([value, value]) for name, value in twice.items()},
         )
         geometry = Geometry(height, width, torch.full_like(height, cfg.num_frames))
-        for z in self.flow.sample(velocity, z, geometry=geometry):
-            if on_step is not None:
-                on_step()
-        return z
+        return self.flow.sample(velocity, z, geometry=geometry, on_step=on_step)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

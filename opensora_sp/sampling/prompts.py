@@ -14,7 +14,7 @@ def read_prompts(path: str | Path) -> list[str]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"got prompts file {str(path)!r}, which is not a file; expected a .txt or .csv; check the path")
+        raise ValueError(f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the path")
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)

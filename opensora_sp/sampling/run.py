@@ -63,14 +63,14 @@ def preflight(cfg: InferenceConfig) -> tuple[int, Path]:
 
 
 def find_weights(ckpt: str, *, use_ema: bool) -> Path:
-    """The folder with ``config.json`` and ``model.safetensors`` that a run's folder, a checkpoint or itself stands for."""
+    """The folder of ``config.json`` and ``model.safetensors`` that a run's folder or a checkpoint stands for."""
     place = Path(ckpt)
     if not (place / "model.safetensors").is_file():
         checkpoint = newest_checkpoint(place)
         if checkpoint is None:
             raise ValueError(
-                f"got checkpoint {ckpt!r}, which holds no weights; expected a run's folder, a checkpoint step_..., or a "
-                "folder with config.json and model.safetensors; check --ckpt"
+                f"got checkpoint {ckpt!r}, which holds no weights; expected a run's folder, a checkpoint step_..., or "
+                "a folder with config.json and model.safetensors; check --ckpt"
             )
         place = checkpoint / ("ema" if use_ema else "model")
     return place

@@ -49,7 +49,9 @@ class ClipPicker:
         self.broken: dict[str, str] = {}
         self.files_read: Counter[str] = Counter()
 
-    def pick(self, micro_batch: int, ids: Sequence[int], items: Sequence[Clip | BrokenClip]) -> tuple[list[int], list[Clip]]:
+    def pick(
+        self, micro_batch: int, ids: Sequence[int], items: Sequence[Clip | BrokenClip]
+    ) -> tuple[list[int], list[Clip]]:
         """The ids and clips to use, given what was read for ``ids``."""
         ids, items = list(ids), list(items)
         for attempt in range(MAX_REPLACEMENTS + 1):
@@ -61,8 +63,9 @@ class ClipPicker:
                 ids[place] = self._replacement(micro_batch, place, attempt)
                 items[place] = self.dataset[ids[place]]
         raise ValueError(
-            f"got no readable clip in {MAX_REPLACEMENTS} tries for one place of a batch ({len(self.broken)} broken files, "
-            f"the last: {next(reversed(self.broken.items()), None)}); expected video files; check the manifest's paths"
+            f"got no readable clip in {MAX_REPLACEMENTS} tries for one place of a batch ({len(self.broken)} broken "
+            f"files, the last: {next(reversed(self.broken.items()), None)}); expected video files; check the "
+            "manifest's paths"
         )
 
     def _unreadable(self, items: Sequence[Clip | BrokenClip]) -> list[int]:

@@ -44,7 +44,13 @@ FORMAT = 1
 
 
 def save_checkpoint(
-    run_dir: Path, state: dict[str, Any], module: nn.Module, shards: NamedShards, ema: ShardedEma, *, keep_last: int | None
+    run_dir: Path,
+    state: dict[str, Any],
+    module: nn.Module,
+    shards: NamedShards,
+    ema: ShardedEma,
+    *,
+    keep_last: int | None,
 ) -> Path:
     """Write the checkpoint of ``state["step"]``. Collective; an error of the writer is raised on every rank.
 

@@ -83,16 +83,18 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
             "run to be continued; pass --resume auto or another --cfg-options outputs=..."
         )
     name, options = split_type("model", cfg.model)
-    for source in (checkpoint, find_checkpoint(Path(cfg.load), cfg.load) if cfg.load else None):
-        if source is not None:
-            check_model_config(source / "model", model_class(name).__name__, resolve_config(name, **options))
+    for weights in (checkpoint and checkpoint / "model", initial_weights(cfg)):
+        if weights is not None:
+            check_model_config(weights, model_class(name).__name__, resolve_config(name, **options))
     return dataset, checkpoint
 
 
 class Run:
     """The parts of a training run. ``__init__`` builds and restores them, ``steps`` trains."""
 
-    def __init__(self, cfg: TrainConfig, dataset: VideoTextDataset, checkpoint: Path | None, device: torch.device) -> None:
+    def __init__(
+        self, cfg: TrainConfig, dataset: VideoTextDataset, checkpoint: Path | None, device: torch.device
+    ) -> None:
         from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
         from opensora_sp.plugin._colossalai import Booster
 
@@ -110,8 +112,9 @@ class Run:
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.module = model
         self.shards = NamedShards(model, self.optimizer)
-        if cfg.load and checkpoint is None:
-            for key, whole in read_weights(find_checkpoint(Path(cfg.load), cfg.load) / "model", self.shards.working):
+        initial = initial_weights(cfg)
+        if initial is not None and checkpoint is None:
+            for key, whole in read_weights(initial, self.shards.working):
                 self.shards.set_weight(key, whole)
         self.ema = ShardedEma(self.shards.masters, cfg.ema_decay)
         state: dict[str, Any] = {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
@@ -208,7 +211,7 @@ class Run:
         mesh, plan = self.mesh, self.plan
         parameters = sum(p.numel() for p in self.module.parameters())
         logger.info("run folder %s", run_dir)
-        logger.info("%d processes: dp_size %d x sp_size %d, %s", mesh.world_size, mesh.dp_size, mesh.sp_size, self.device)
+        logger.info("dp_size %d x sp_size %d processes, %s", mesh.dp_size, mesh.sp_size, self.device.type)
         logger.info("%s, %.1f M parameters, %s", type(self.module).__name__, parameters / 1e6, self.cfg.precision)
         logger.info(
             "%d clips, %d per step (%d micro-batches of %d), %d tokens each, %.1f steps per epoch",
@@ -235,6 +238,17 @@ class Run:
         logger.info("done: %d layout switches between the ranks of this replica", summary["switches"])
         if self.picker.broken:
             logger.warning("%d clips could not be read and were replaced", len(self.picker.broken))
+
+
+def initial_weights(cfg: TrainConfig) -> Path | None:
+    """The folder of the weights that ``cfg.load`` names: a checkpoint's, a run's newest, or the folder itself."""
+    if cfg.load is None:
+        return None
+    if (Path(cfg.load) / "model.safetensors").is_file():
+        return Path(cfg.load)
+    checkpoint = find_checkpoint(Path(cfg.load), cfg.load)
+    assert checkpoint is not None
+    return checkpoint / "model"
 
 
 def make_optimizer(cfg: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
