@@ -8,7 +8,7 @@ Legend: B samples, R rows, L tokens of a row, T frames, S patches of a frame, C 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,13 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         frequencies = 1.0 / 10000 ** (torch.arange(0, head_width, 2).float() / head_width)
         self.freqs = nn.Parameter(frequencies[: head_width // 2], requires_grad=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """Casting a model leaves the frequencies in float32: rounded ones would turn long rows by wrong angles."""
+        exact = self.freqs.data
+        super()._apply(fn, recurse)
+        self.freqs.data = exact.to(self.freqs.device)
+        return self
 
     def forward(self, q: Tensor) -> Tensor:
         """Turn queries or keys ``[R, L, H, D]`` by their position in the row."""

@@ -105,6 +105,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
                     f"got optimizer {type(optimizer).__name__}, which ColossalAI replaces by a distributed one; "
                     "expected an elementwise optimizer such as torch.optim.AdamW; choose another optimizer"
                 )
+            for group in optimizer.param_groups:  # ColossalAI takes its dtype from the first parameter, frozen or not
+                group["params"] = [p for p in group["params"] if p.requires_grad]
             # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made here first.
             exact = self._exact_weights(model)
             model = LowLevelZeroModel(

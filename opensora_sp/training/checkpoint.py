@@ -47,6 +47,7 @@ def save_checkpoint(
     run_dir: Path,
     state: dict[str, Any],
     module: nn.Module,
+    fixed: dict[str, Tensor],
     shards: NamedShards,
     ema: ShardedEma,
     *,
@@ -57,12 +58,12 @@ def save_checkpoint(
     Args:
         run_dir: folder that holds the run's checkpoints.
         state: JSON values for ``state.json``, with the step.
-        module: the bare model, for its configuration, frozen parameters and buffers.
+        module: the bare model, for its configuration.
+        fixed: its frozen parameters and buffers, before they were cast to the training's precision.
         shards, ema: where trainable weights, optimizer state and averages come from.
         keep_last: remove older checkpoints beyond this many.
     """
     final = run_dir / checkpoint_name(state["step"])
-    fixed = {name: t.detach().float().cpu() for name, t in module.state_dict().items() if name not in shards.masters}
     weights = dict(shards.gather_all(shards.masters))
     averages = dict(shards.gather_all(ema.shards))
     moments = dict(_gather_moments(shards))
@@ -84,7 +85,9 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(folder: Path, shards: NamedShards, ema: ShardedEma) -> dict[str, Any]:
+def load_checkpoint(
+    folder: Path, module: nn.Module, fixed: dict[str, Tensor], shards: NamedShards, ema: ShardedEma
+) -> dict[str, Any]:
     """Put a checkpoint's weights, averages and optimizer state into this run's shards; returns ``state.json``.
 
     Raises:
@@ -93,8 +96,7 @@ def load_checkpoint(folder: Path, shards: NamedShards, ema: ShardedEma) -> dict[
     with on_rank_0("checking a checkpoint") as checker:
         if checker:
             verify(folder)
-    for name, whole in read_weights(folder / "model", shards.working):
-        shards.set_weight(name, whole)
+    load_model(folder / "model", module, fixed, shards)
     for name, whole in read_weights(folder / "ema", shards.working):
         ema.shards[name].copy_(shards.cut(name, whole))
     with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
@@ -105,6 +107,17 @@ def load_checkpoint(folder: Path, shards: NamedShards, ema: ShardedEma) -> dict[
     for name, moments in found.items():
         shards.set_state(name, moments)
     return json.loads((folder / "state.json").read_text())
+
+
+def load_model(folder: Path, module: nn.Module, fixed: dict[str, Tensor], shards: NamedShards) -> None:
+    """Put the weights in ``folder`` into the boosted model: masters, working parameters, and what is not trained."""
+    tensors = module.state_dict()
+    for name, whole in read_weights(folder, tensors):
+        if name in shards.masters:
+            shards.set_weight(name, whole)
+        else:
+            fixed[name] = whole
+            tensors[name].copy_(whole)
 
 
 def read_weights(folder: Path, wanted: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,7 @@ from opensora_sp.parallel import check_sp_size, sequence_parallel
 from opensora_sp.weights import check_encoders, check_model_config, newest_checkpoint
 
 from .batch import BatchMaker, ClipPicker
-from .checkpoint import find_checkpoint, load_checkpoint, read_weights, save_checkpoint
+from .checkpoint import find_checkpoint, load_checkpoint, load_model, save_checkpoint
 from .ema import ShardedEma
 from .metrics import Reporter, draw_loss, log_to
 
@@ -109,17 +109,17 @@ class Run:
         check_encoders(model.config, vae, text_encoder)
         model.set_grad_checkpoint(cfg.grad_checkpoint)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
+        self.fixed = fixed_tensors(model)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.module = model
         self.shards = NamedShards(model, self.optimizer)
         initial = initial_weights(cfg)
         if initial is not None and checkpoint is None:
-            for key, whole in read_weights(initial, self.shards.working):
-                self.shards.set_weight(key, whole)
+            load_model(initial, model, self.fixed, self.shards)
         self.ema = ShardedEma(self.shards.masters, cfg.ema_decay)
         state: dict[str, Any] = {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
         if checkpoint is not None:
-            state = load_checkpoint(checkpoint, self.shards, self.ema)
+            state = load_checkpoint(checkpoint, model, self.fixed, self.shards, self.ema)
             logger.info("resumed from %s at step %d", checkpoint, state["step"])
         self.start: int = state["step"]
         self.plan = MicroBatchPlan(
@@ -152,7 +152,9 @@ class Run:
             reporter.step(done)
             if done % cfg.ckpt_every == 0 or done == cfg.max_steps:
                 state = {"step": done, "micro_batches_per_step": self.plan.micro_batches_per_step, "seed": cfg.seed}
-                path = save_checkpoint(run_dir, state, self.module, self.shards, self.ema, keep_last=cfg.keep_last)
+                path = save_checkpoint(
+                    run_dir, state, self.module, self.fixed, self.shards, self.ema, keep_last=cfg.keep_last
+                )
                 logger.info("saved %s", path)
                 if is_main:
                     draw_loss(run_dir)
@@ -224,20 +226,29 @@ class Run:
         )
 
     def _conclude(self, run_dir: Path) -> None:
-        """Say, and write to ``summary.json``, how this replica's ranks worked together and what they read."""
+        """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""
         parallel = sequence_parallel(self.module)
+        found: list[dict[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(found, self.picker.broken)
+        broken = {path: reason for of_rank in found for path, reason in of_rank.items()}
         summary = {
             "dp_size": self.mesh.dp_size,
             "sp_size": self.mesh.sp_size,
             "switches": parallel.switches if parallel else 0,
             "files_read": dict(self.picker.files_read),
-            "broken_clips": self.picker.broken,
+            "broken_clips": broken,
         }
         if dist.get_rank() == 0:
             (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         logger.info("done: %d layout switches between the ranks of this replica", summary["switches"])
-        if self.picker.broken:
-            logger.warning("%d clips could not be read and were replaced", len(self.picker.broken))
+        if broken:
+            logger.warning("%d clips could not be read and were replaced", len(broken))
+
+
+def fixed_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of frozen parameters and buffers; training casts the model's own down to its precision."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in trained}
 
 
 def initial_weights(cfg: TrainConfig) -> Path | None:
