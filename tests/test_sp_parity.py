@@ -16,6 +16,8 @@ from ranks import run_ranks
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, unwrap
+from opensora_sp.parallel.collectives import switch_tokens
+from opensora_sp.parallel.layout import plan_switch
 
 pytestmark = pytest.mark.core
 DEPTH = 2
@@ -179,6 +181,29 @@ def gradients_of_rank_losses() -> None:
 
 def test_gather_backward_is_the_exact_adjoint() -> None:
     run_ranks(2, gradients_of_rank_losses)
+
+
+def compiled_switch() -> None:
+    """The switch lies inside one compiled graph, forward and backward, with the results of the plain one."""
+    plan = plan_switch(1, 5, 6, dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return switch_tokens(x * 2, plan, dist.group.WORLD).sin()
+
+    results = []
+    for function in (around, torch.compile(around, fullgraph=True, backend="aot_eager")):
+        x = torch.randn(len(plan.pack), 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with CommLedger() as ledger:
+            y = function(x)
+            y.square().sum().backward()
+        assert ledger.calls == {("switch", "forward"): 1, ("switch", "backward"): 1}
+        results.append((y, x.grad))
+    (y, grad), (compiled_y, compiled_grad) = results
+    assert torch.equal(y, compiled_y) and torch.equal(grad, compiled_grad)
+
+
+def test_torch_compile_takes_the_switch_into_its_graph() -> None:
+    run_ranks(3, compiled_switch)
 
 
 def test_sp_size_1_is_bitwise_the_bare_model_and_unwrap_restores_it() -> None:

@@ -1,6 +1,7 @@
 """The two exchanges of sequence parallelism, each with its exact adjoint as backward.
 
 Both are one ``all_to_all_single`` with split sizes that every rank knows beforehand. Ranks without rows call them too.
+The switch is a registered operator, so that ``torch.compile`` takes it into its graph as it is.
 """
 
 from __future__ import annotations
@@ -18,28 +19,55 @@ from .ledger import record
 def _all_to_all(x: Tensor, send: list[int], recv: list[int], group: dist.ProcessGroup, kind: str, bwd: bool) -> Tensor:
     """Entries ``[sum(send), ...]`` cut by receiver -> ``[sum(recv), ...]`` in order of the sender."""
     out = x.new_empty(sum(recv), *x.shape[1:])
-    rank = dist.get_rank(group)
-    record(kind, backward=bwd, elements=(sum(send) - send[rank]) * x[:1].numel())
+    record(kind, backward=bwd, elements=(sum(send) - send[dist.get_rank(group)]) * x[:1].numel())
     dist.all_to_all_single(out, x.contiguous(), output_split_sizes=recv, input_split_sizes=send, group=group)
     return out
 
 
-def _exchange(tokens: Tensor, plan: SwitchPlan, group: dist.ProcessGroup, bwd: bool) -> Tensor:
-    packed = tokens.index_select(0, plan.pack)
-    return _all_to_all(packed, plan.send_splits, plan.recv_splits, group, "switch", bwd).index_select(0, plan.unpack)
+_SCHEMA = "(Tensor tokens, Tensor pack, Tensor unpack, int[] send, int[] recv, str group, bool reverse) -> Tensor"
 
 
-class _SwitchTokens(torch.autograd.Function):
-    """Forward permutes tokens over the ranks; backward applies the inverse permutation."""
+@torch.library.custom_op("opensora_sp::exchange", mutates_args=(), schema=_SCHEMA)
+def _exchange(
+    tokens: Tensor, pack: Tensor, unpack: Tensor, send: list[int], recv: list[int], group: str, reverse: bool
+) -> Tensor:
+    """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in place.
 
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, there: SwitchPlan, back: SwitchPlan, group: dist.ProcessGroup) -> Tensor:
-        ctx.back, ctx.group = back, group
-        return _exchange(tokens, there, group, bwd=False)
+    In reverse each step is undone, the last one first: what was read by index is written by index.
+    """
+    process_group = dist.distributed_c10d._resolve_process_group(group)  # operators take no group objects
+    if reverse:
+        arrived = torch.empty_like(tokens).index_copy_(0, unpack, tokens)
+        packed = _all_to_all(arrived, recv, send, process_group, "switch", True)
+        return torch.empty_like(packed).index_copy_(0, pack, packed)
+    arrived = _all_to_all(tokens.index_select(0, pack), send, recv, process_group, "switch", False)
+    return arrived.index_select(0, unpack)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.back, ctx.group, bwd=True), None, None, None
+
+@_exchange.register_fake
+def _(
+    tokens: Tensor, pack: Tensor, unpack: Tensor, send: list[int], recv: list[int], group: str, reverse: bool
+) -> Tensor:
+    return tokens.new_empty((pack if reverse else unpack).shape[0], tokens.shape[1])
+
+
+def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, pack, unpack, ctx.send, ctx.recv, ctx.group, _ = inputs
+    ctx.save_for_backward(pack, unpack)
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple:
+    """A switch permutes tokens over the ranks, so its adjoint is the switch in reverse."""
+    pack, unpack = ctx.saved_tensors
+    return _exchange(grad.contiguous(), pack, unpack, ctx.send, ctx.recv, ctx.group, True), *[None] * 6
+
+
+_exchange.register_autograd(_exchange_back, setup_context=_remember)
+
+
+def switch_tokens(tokens: Tensor, plan: SwitchPlan, group: dist.ProcessGroup) -> Tensor:
+    """Exchange tokens ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by this rank's plan."""
+    return _exchange(tokens, plan.pack, plan.unpack, plan.send_splits, plan.recv_splits, group.group_name, False)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -57,14 +85,6 @@ class _GatherRows(torch.autograd.Function):
         num_ranks = len(ctx.sizes)
         parts = _all_to_all(grad, ctx.sizes, [ctx.rows] * num_ranks, ctx.group, "gather", bwd=True)
         return parts.unflatten(0, (num_ranks, ctx.rows)).sum(0), None, None
-
-
-def switch_tokens(tokens: Tensor, there: SwitchPlan, back: SwitchPlan, group: dist.ProcessGroup) -> Tensor:
-    """Exchange tokens ``[n, C]`` held in one layout for those held in the other, ``[n', C]``.
-
-    ``there`` and ``back`` are this rank's plans for the switch and for its reverse.
-    """
-    return _SwitchTokens.apply(tokens, there, back, group)
 
 
 def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -73,12 +73,9 @@ class SequenceParallel:
         num_samples, num_ranks = rows.total // rows.per_sample, self.mesh.sp_size
         if num_samples % num_ranks == 0:
             return local(x, rows)  # every rank holds whole samples
-        sizes = (rows.per_sample, rows.length)
-        there, back = (
-            plan_switch(num_samples, *pair, num_ranks, self.mesh.sp_rank, x.device) for pair in (sizes, sizes[::-1])
-        )
+        plan = plan_switch(num_samples, rows.per_sample, rows.length, num_ranks, self.mesh.sp_rank, x.device)
         assert self.mesh.sp_group is not None
-        tokens = switch_tokens(x.flatten(0, 1), there, back, self.mesh.sp_group)
+        tokens = switch_tokens(x.flatten(0, 1), plan, self.mesh.sp_group)
         self.switches += 1
         turned = rows.turned()
         turned = turned.take(*self._run(turned))
