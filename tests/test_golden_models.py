@@ -150,7 +150,9 @@ def test_rotary_attention() -> None:
         elif not case["qk_norm_legacy"]:
             rope = RotaryEmbedding(case["hidden"] // case["heads"]) if case["rotary"] else None
             attention = SelfAttention(case["hidden"], case["heads"], qk_norm=case["qk_norm"], rope=rope)
-            close(with_state(attention, tensors)(tensors["input/x"]), tensors["output"])
+            x = tensors["input/x"]
+            rows = PatchGrid(num_samples=1, latent_size=(len(x), 1, x.shape[1]), patch_size=(1, 1, 1)).rows(SPATIAL)
+            close(with_state(attention, tensors)(x, rows), tensors["output"])
 
 
 def test_norm_and_cross_attention() -> None:

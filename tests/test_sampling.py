@@ -44,7 +44,7 @@ CASES = [("fp64", 5, 1e-9), ("fp32", 5, 1e-4), ("fp64", 1, 1e-9), ("fp64", 16, 1
 
 
 def sample_latents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """For each case ten steps with guidance 4, twice; and how many all-to-alls switched layouts."""
+    """For each case ten steps with guidance 4, twice; and the number of exchanges between blocks."""
     mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
     found = []
     for precision, num_frames, _ in CASES:
@@ -53,7 +53,8 @@ def sample_latents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]
         pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
         with CommLedger() as ledger:
             first = pipeline.latents(PROMPTS[:1], [5])
-        found.append((first, pipeline.latents(PROMPTS[:1], [5]), ledger.calls["switch", "forward"]))
+        exchanges = ledger.calls["switch", "forward"] + ledger.calls["heads", "forward"]
+        found.append((first, pipeline.latents(PROMPTS[:1], [5]), exchanges))
     return found
 
 
@@ -66,14 +67,14 @@ def alone(trained: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
 def test_latents_do_not_depend_on_the_number_of_processes(trained: Path, alone: list, num_ranks: int) -> None:
     """16 frames on 3 processes and one frame on 4 among them."""
     for of_rank in run_ranks(num_ranks, sample_latents, trained):
-        for (ours, again, switches), (wanted, _, _), (precision, _, tolerance) in zip(
+        for (ours, again, exchanges), (wanted, _, _), (precision, _, tolerance) in zip(
             of_rank, alone, CASES, strict=True
         ):
             assert ours.dtype == (torch.float64 if precision == "fp64" else torch.float32)
             assert torch.equal(ours, again)  # bitwise for the same number of processes
             assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
             # guidance doubles the batch of one: two ranks take a half each and exchange nothing
-            assert (switches == 0) == (num_ranks == 2)
+            assert (exchanges == 0) == (num_ranks == 2)
 
 
 def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:

@@ -1,8 +1,20 @@
 """STDiT models in plain torch. Nothing in here knows of processes or groups."""
 
-from .points import Gather, Point, Shard, Switch
+from .points import Attend, Gather, Point, Recompute, Shard, Switch
 from .registry import build_model
 from .rows import PatchGrid, Rows
 from .stdit3 import STDiT3, STDiT3Config
 
-__all__ = ["Gather", "PatchGrid", "Point", "Rows", "STDiT3", "STDiT3Config", "Shard", "Switch", "build_model"]
+__all__ = [
+    "Attend",
+    "Gather",
+    "PatchGrid",
+    "Point",
+    "Recompute",
+    "Rows",
+    "STDiT3",
+    "STDiT3Config",
+    "Shard",
+    "Switch",
+    "build_model",
+]

@@ -16,6 +16,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attention
+from .points import Attend
+from .rows import Rows
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -118,15 +120,16 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
+        self.attend = Attend()
         self.rotate = [rope] if rope is not None else []  # in a list: the model owns the parameter, not its blocks
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``."""
         q, k, v = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.rotate:
             q, k = rope(q), rope(k)
-        return self.proj(attention(q, k, v).flatten(-2))
+        return self.proj(self.attend(q, k, v, rows).flatten(-2))
 
 
 class CrossAttention(nn.Module):

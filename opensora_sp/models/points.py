@@ -1,8 +1,8 @@
-"""The three places where tokens enter a model, change layout, and leave it.
+"""The places where tokens enter a model, change layout, attend to each other, are recomputed, and leave it.
 
 A point does its local thing by itself. Whoever distributes the model hangs a function on it with ``attach``; that
 function receives the point's local one and its arguments. The points hold no parameters, so state dicts are the same
-with and without. Recompute under gradient checkpointing must not run through them.
+with and without. ``Shard``, ``Switch`` and ``Gather`` lie outside of what gradient checkpointing recomputes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from .attention import attention
 from .rows import SPATIAL, PatchGrid, Rows, unpatchify
 
 
@@ -36,7 +38,7 @@ class Point(nn.Module):
             return self.local(*args)
         return self.attached(self.local, *args)
 
-    def local(self, *args: Any) -> Any:
+    def local(self, *args: Any, **options: Any) -> Any:
         raise NotImplementedError
 
 
@@ -54,6 +56,20 @@ class Switch(Point):
         x = rearrange(x, "(b row) token c -> (b token) row c", row=rows.per_sample)  # whole samples
         start, stop = (edge // rows.per_sample * rows.length for edge in (rows.start, rows.stop))
         return x, rows.turned().take(start, stop)
+
+
+class Attend(Point):
+    """Where the tokens of a row attend to each other; queries, keys and values are ``[R, L, H, D]``."""
+
+    def local(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return attention(q, k, v)
+
+
+class Recompute(Point):
+    """Where a block's inner tensors are dropped, to be computed again in backward."""
+
+    def local(self, block: nn.Module, rows: Rows, *args: Any, **options: Any) -> Tensor:
+        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 class Gather(Point):

@@ -133,6 +133,13 @@ class Rows:
             return per_frame.flatten()[self.start : self.stop, None]  # [R, 1]: a row is one frame
         return per_frame[self.samples(per_frame.device)]  # [R, T]: a row runs through all frames
 
+    def patch_values(self, per_patch: Tensor) -> Tensor:
+        """Values given per patch of a frame ``[S, C]``, laid out for the rows held: ``[1, S, C]`` or ``[R, 1, C]``."""
+        if self.layout == SPATIAL:
+            return per_patch[None]
+        patches = torch.arange(self.start, self.stop, device=per_patch.device) % self.per_sample
+        return per_patch[patches, None]
+
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.
 

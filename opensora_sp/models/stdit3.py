@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .layers import (
     CaptionEmbedder,
@@ -30,7 +29,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .points import Gather, Shard, Switch
+from .points import Gather, Recompute, Shard, Switch
 from .rows import PatchGrid, Rows
 
 DEFAULT_FPS = 24.0
@@ -121,7 +120,7 @@ class STDiT3Block(nn.Module):
             is_gate = torch.arange(6, device=x.device) % 3 == GATE
             table = table * torch.where(is_gate, keep[:, None], 1).to(table)[:, None, :, None]
         shift1, scale1, gate1, shift2, scale2, gate2 = condition.per_token(table)  # [R, 1 or L, C] each
-        x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1))
+        x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1), condition.rows)
         x = x + self.cross_attn(x, condition.text, condition.lengths)
         return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
@@ -155,7 +154,9 @@ class STDiT3(nn.Module):
     """
 
     Config = STDiT3Config
-    sharding_points = ("shard", "switch", "gather")  # where sequence parallelism attaches itself
+    sharding_points = dict(  # where sequence parallelism attaches itself
+        shard="shard", switch="switch", recompute="recompute", gather="gather", spatial="spatial_blocks.*.attn.attend"
+    )
 
     def __init__(self, config: STDiT3Config) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class STDiT3(nn.Module):
         self.spatial_blocks = nn.ModuleList(STDiT3Block(config) for _ in range(config.depth))
         self.temporal_blocks = nn.ModuleList(STDiT3Block(config, rope=self.rope) for _ in range(config.depth))
         self.final_layer = FinalLayer(width, patch_volume * config.out_channels, legacy=config.legacy_final_layer)
-        self.shard, self.switch, self.gather = Shard(), Switch(), Gather()
+        self.shard, self.switch, self.recompute, self.gather = Shard(), Switch(), Recompute(), Gather()
         self._initialize()
 
     def set_grad_checkpoint(self, enabled: bool = True) -> None:
@@ -231,7 +232,8 @@ class STDiT3(nn.Module):
 
         rows = self.shard(grid)  # spatial rows
         patches = rows.slice(x).to(self.dtype)  # [R, S, V * C_in]
-        x = self.x_embedder(patches) + self._embed_positions(grid, height, width, x.device)  # [R, S, C]
+        positions = self._embed_positions(grid, height, width, x.device)  # [S, C]
+        x = self.x_embedder(patches) + rows.patch_values(positions)  # [R, S, C]
         spatial, temporal = conditions(rows), None
         for i in range(self.config.depth):
             x = self._block(self.spatial_blocks[i], x, spatial, keep, 2 * i)  # [R, S, C]
@@ -247,7 +249,7 @@ class STDiT3(nn.Module):
     def _block(self, block: nn.Module, x: Tensor, condition: Condition, keep: Tensor | None, index: int) -> Tensor:
         args = (x, condition, None if keep is None else keep[index])
         if self.grad_checkpoint and torch.is_grad_enabled():
-            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+            return self.recompute(block, condition.rows, *args)
         return block(*args)
 
     def _embed_time(self, timestep: Tensor, fps: Tensor | None, *, with_zero: bool) -> Tensor:

@@ -2,15 +2,13 @@
 
 from .ledger import CommLedger
 from .mesh import SequenceMesh, check_sp_size
-from .wrap import SequenceParallel, Shard, parallelize, sequence_parallel, unwrap
+from .wrap import Shard, parallelize, unwrap
 
 __all__ = [
     "CommLedger",
     "SequenceMesh",
-    "SequenceParallel",
     "Shard",
     "check_sp_size",
     "parallelize",
-    "sequence_parallel",
     "unwrap",
 ]

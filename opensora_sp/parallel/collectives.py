@@ -6,11 +6,13 @@ The switch is a registered operator, so that ``torch.compile`` takes it into its
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .layout import SwitchPlan
 from .ledger import record
@@ -24,12 +26,14 @@ def _all_to_all(x: Tensor, send: list[int], recv: list[int], group: dist.Process
     return out
 
 
-_SCHEMA = "(Tensor tokens, Tensor pack, Tensor unpack, int[] send, int[] recv, str group, bool reverse) -> Tensor"
+_SCHEMA = (
+    "(Tensor tokens, Tensor pack, Tensor unpack, int[] send, int[] recv, str group, str kind, bool reverse) -> Tensor"
+)
 
 
 @torch.library.custom_op("opensora_sp::exchange", mutates_args=(), schema=_SCHEMA)
 def _exchange(
-    tokens: Tensor, pack: Tensor, unpack: Tensor, send: list[int], recv: list[int], group: str, reverse: bool
+    tokens: Tensor, pack: Tensor, unpack: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
 ) -> Tensor:
     """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in place.
 
@@ -38,36 +42,45 @@ def _exchange(
     process_group = dist.distributed_c10d._resolve_process_group(group)  # operators take no group objects
     if reverse:
         arrived = torch.empty_like(tokens).index_copy_(0, unpack, tokens)
-        packed = _all_to_all(arrived, recv, send, process_group, "switch", True)
+        packed = _all_to_all(arrived, recv, send, process_group, kind, True)
         return torch.empty_like(packed).index_copy_(0, pack, packed)
-    arrived = _all_to_all(tokens.index_select(0, pack), send, recv, process_group, "switch", False)
+    arrived = _all_to_all(tokens.index_select(0, pack), send, recv, process_group, kind, False)
     return arrived.index_select(0, unpack)
 
 
 @_exchange.register_fake
 def _(
-    tokens: Tensor, pack: Tensor, unpack: Tensor, send: list[int], recv: list[int], group: str, reverse: bool
+    tokens: Tensor, pack: Tensor, unpack: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
 ) -> Tensor:
     return tokens.new_empty((pack if reverse else unpack).shape[0], tokens.shape[1])
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, pack, unpack, ctx.send, ctx.recv, ctx.group, _ = inputs
+    _, pack, unpack, ctx.send, ctx.recv, ctx.group, ctx.kind, _ = inputs
     ctx.save_for_backward(pack, unpack)
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple:
     """A switch permutes tokens over the ranks, so its adjoint is the switch in reverse."""
     pack, unpack = ctx.saved_tensors
-    return _exchange(grad.contiguous(), pack, unpack, ctx.send, ctx.recv, ctx.group, True), *[None] * 6
+    back = _exchange(grad.contiguous(), pack, unpack, ctx.send, ctx.recv, ctx.group, ctx.kind, True)
+    return back, *[None] * 7
 
 
 _exchange.register_autograd(_exchange_back, setup_context=_remember)
 
 
-def switch_tokens(tokens: Tensor, plan: SwitchPlan, group: dist.ProcessGroup) -> Tensor:
-    """Exchange tokens ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by this rank's plan."""
-    return _exchange(tokens, plan.pack, plan.unpack, plan.send_splits, plan.recv_splits, group.group_name, False)
+def switch_tokens(tokens: Tensor, plan: SwitchPlan, group: dist.ProcessGroup, *, kind: str = "switch") -> Tensor:
+    """Exchange tokens ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by this rank's plan.
+
+    ``kind`` is what a ``CommLedger`` files it under.
+    """
+    return _exchange(tokens, plan.pack, plan.unpack, plan.send_splits, plan.recv_splits, group.group_name, kind, False)
+
+
+def keep_exchanged() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """For ``torch.utils.checkpoint``: keep what exchanges return, so that recompute sends nothing again."""
+    return create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
 
 
 class _GatherRows(torch.autograd.Function):

@@ -20,7 +20,7 @@ from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.parallel import check_sp_size, sequence_parallel
+from opensora_sp.parallel import CommLedger, check_sp_size
 from opensora_sp.weights import check_encoders, check_model_config, newest_checkpoint
 
 from .batch import BatchMaker, ClipPicker
@@ -142,9 +142,11 @@ class Run:
         self._announce(run_dir)
         reporter = Reporter(run_dir, enabled=is_main, start=self.start, stop=cfg.max_steps)
         loader = iter(self._loader())
+        ledger = CommLedger()
         since, losses = time.perf_counter(), torch.zeros(2, device=self.device)  # sum of losses, number of steps
         for step in range(self.start, cfg.max_steps):
-            losses += torch.stack([self._step(step, loader), losses.new_ones(())])
+            with ledger:
+                losses += torch.stack([self._step(step, loader), losses.new_ones(())])
             done = step + 1
             if done % cfg.log_every == 0 or done == cfg.max_steps:
                 reporter.log(done, self._measure(losses, since, done))
@@ -159,7 +161,7 @@ class Run:
                 if is_main:
                     draw_loss(run_dir)
         reporter.close()
-        self._conclude(run_dir)
+        self._conclude(run_dir, ledger)
 
     def _step(self, step: int, loader: Any) -> torch.Tensor:
         """One optimizer step; returns this rank's part of the mean loss over the step's samples."""
@@ -225,16 +227,16 @@ class Run:
             plan.micro_batches_per_epoch / plan.micro_batches_per_step,
         )
 
-    def _conclude(self, run_dir: Path) -> None:
+    def _conclude(self, run_dir: Path, ledger: CommLedger) -> None:
         """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""
-        parallel = sequence_parallel(self.module)
         found: list[dict[str, str]] = [{}] * dist.get_world_size()
         dist.all_gather_object(found, self.picker.broken)
         broken = {path: reason for of_rank in found for path, reason in of_rank.items()}
         summary = {
             "dp_size": self.mesh.dp_size,
             "sp_size": self.mesh.sp_size,
-            "switches": parallel.switches if parallel else 0,
+            "switches": ledger.calls["switch", "forward"],
+            "elements_sent": {" ".join(key): count for key, count in sorted(ledger.elements.items())},
             "files_read": dict(self.picker.files_read),
             "broken_clips": broken,
         }
