@@ -23,7 +23,7 @@ $(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh
 demo: $(VENV)/.installed
 	rm -rf $(DEMO) data/toy data/toy_heldout
 	$(BIN)/python scripts/make_toy_clips.py data/toy --num 768
-	$(BIN)/python scripts/make_toy_clips.py data/toy_heldout --num 64 --seed 1
+	$(BIN)/python scripts/make_toy_clips.py data/toy_heldout --num 64 --seed 1 --all-captions
 	$(BIN)/torchrun --nproc_per_node 2 scripts/train.py configs/demo/train.py
 	$(BIN)/torchrun --nproc_per_node 2 scripts/inference.py configs/demo/sample.py --ckpt $(DEMO) \
 		--prompt "a red circle moving right on a white background" \

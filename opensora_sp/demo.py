@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.data import BrokenClip, VideoTextDataset, to_frames, toy_clip
+from opensora_sp.data import BrokenClip, VideoTextDataset, is_held_out, to_frames, toy_clip
 from opensora_sp.data.toy import COLOURS, MARGIN
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
 from opensora_sp.parallel import SequenceMesh
@@ -127,12 +127,14 @@ def check_backgrounds(name: str, colours: np.ndarray, wanted: Sequence[str]) -> 
 
 
 def distinct_captions(count: int) -> list[str]:
-    """Captions of the check, neighbours in pairs differing in background."""
+    """Captions that toy training sets leave out, neighbours in pairs differing in background."""
     captions: list[str] = []
     index = 0
     while len(captions) < count:
         caption = toy_clip(CAPTION_SEED, index).caption
         index += 1
+        if not is_held_out(caption) or caption in captions:
+            continue
         if len(captions) % 2 == 0 or background_of(caption) != background_of(captions[-1]):
             captions.append(caption)
     return captions

@@ -39,14 +39,20 @@ def write_model_config(folder: Path, name: str, config: Any) -> None:
 
 
 def check_model_config(folder: Path, name: str, config: Any) -> None:
-    """Raise ValueError if the weights in ``folder`` are said to be of a model of another class or configuration."""
+    """Raise ValueError if the weights in ``folder`` are said to be of a model of another class or configuration.
+
+    Keys that this package does not know are ignored, and keys that the file lacks have their default; names and shapes
+    of the tensors are checked when they are loaded.
+    """
     if not (folder / "config.json").is_file():
         raise ValueError(f"got {folder} without config.json; expected the model's configuration; check the path")
     saved = json.loads((folder / "config.json").read_text())
+    defaults = json.loads(json.dumps(dataclasses.asdict(type(config)())))
     ours = {"_class_name": name, **json.loads(json.dumps(dataclasses.asdict(config)))}
-    differing = [key for key in sorted({*saved, *ours} - _MAY_DIFFER) if saved.get(key) != ours.get(key)]
+    theirs = {"_class_name": name, **defaults, **saved}
+    differing = [key for key in ours if key not in _MAY_DIFFER and theirs[key] != ours[key]]
     if differing:
-        shown = ", ".join(f"{key} is {saved.get(key)!r} there, {ours.get(key)!r} here" for key in differing[:4])
+        shown = ", ".join(f"{key} is {theirs[key]!r} there, {ours[key]!r} here" for key in differing[:4])
         raise ValueError(
             f"got checkpoint {folder} of another model ({shown}); expected one of the configured model; "
             "change the checkpoint or the config's model"

@@ -1,11 +1,15 @@
-"""Write a labelled set of small mp4 files, moving coloured shapes with captions, and its manifest clips.csv."""
+"""Write a labelled set of small mp4 files, moving coloured shapes with captions, and its manifest clips.csv.
+
+An eighth of all captions is left out, so that a model can be asked for what it was not shown.
+"""
 
 import argparse
 import csv
+from itertools import count, islice
 from pathlib import Path
 
 from opensora_sp.console import told_errors
-from opensora_sp.data import toy_clip, write_video
+from opensora_sp.data import is_held_out, toy_clip, write_video
 
 
 def main() -> None:
@@ -16,6 +20,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="height and width in pixels (default 64)")
     parser.add_argument("--fps", type=float, default=8, help="frames per second (default 8)")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other clips (default 0)")
+    parser.add_argument("--all-captions", action="store_true", help="also those that training sets leave out")
     args = parser.parse_args()
     with told_errors():
         if min(args.num, args.num_frames, args.size) < 1:
@@ -24,8 +29,10 @@ def main() -> None:
     with (args.folder / "clips.csv").open("w", newline="", encoding="utf-8") as file:
         manifest = csv.writer(file)
         manifest.writerow(["path", "text"])
-        for index in range(args.num):
-            clip, name = toy_clip(args.seed, index), f"{index:05d}.mp4"
+        drawn = (toy_clip(args.seed, index) for index in count())
+        kept = (clip for clip in drawn if args.all_captions or not is_held_out(clip.caption))
+        for number, clip in enumerate(islice(kept, args.num)):
+            name = f"{number:05d}.mp4"
             write_video(args.folder / name, clip.draw(args.num_frames, args.size), fps=args.fps)
             manifest.writerow([name, clip.caption])
 

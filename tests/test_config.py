@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_sp.config import dump_config, load_inference_config, load_train_config, parse_override, split_type
+from opensora_sp.config import (
+    build_component,
+    dump_config,
+    load_inference_config,
+    load_train_config,
+    parse_override,
+    split_type,
+)
+from opensora_sp.diffusion import Geometry, RectifiedFlow
+from opensora_sp.encoders import PatchPoolVAE
 from opensora_sp.models import build_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -41,6 +50,16 @@ def test_all_configs_are_found() -> None:
         (["optimizer.learning_rate=1"], "unknown key 'optimizer.learning_rate'.*known keys are type, lr"),
         (["dataset.manifst='a'"], "did you mean 'manifest'"),
         (["model.hiden_size=4"], "did you mean 'hidden_size'"),
+        (["model.depth=abc"], r"got model.depth = 'abc'; Input should be a valid integer"),
+        (["model.depth=2.5"], "got model.depth = 2.5; Input should be a valid integer"),
+        (["model.depth=0"], "got depth 0; expected a positive number"),
+        (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
+        (["model.patch_size=(2, 2)"], "got model.patch_size = .*Field required"),
+        (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; Input should be a valid boolean"),
+        (["model.type=3"], "got model without the name of a type"),
+        (["vae.pool=4"], "got vae.pool = 4; Input should be a valid tuple"),
+        (["scheduler.cfg_scale=high"], "got scheduler.cfg_scale = 'high'; Input should be a valid number"),
+        (["scheduler.num_sampling_steps=0"], "got num_sampling_steps 0; expected a positive number"),
         (["model.type=STDiT4"], "got model 'STDiT4'; expected one of"),
         (["vae.pol=4"], "unknown key 'vae.pol'.*did you mean 'pool'"),
         (["text_encoder.type=bert"], "got text_encoder.type 'bert'; expected one of"),
@@ -66,6 +85,29 @@ def test_overrides_are_data() -> None:
     assert parse_override("x=__import__('os').getcwd()") == (["x"], "__import__('os').getcwd()")
     cfg = load_train_config(DEMO, ["sp_size=4", "optimizer.lr=1e-5", "image_size=None", "resolution=32x48"])
     assert (cfg.sp_size, cfg.optimizer.lr, cfg.size) == (4, 1e-5, (32, 48))
+
+
+@pytest.mark.parametrize("path", TRAIN + SAMPLE, ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_timesteps_of_every_config_are_sound(path: Path) -> None:
+    """Finite, falling from noise to data, and spread out while training."""
+    cfg = (load_train_config if path in TRAIN else load_inference_config)(path)
+    flow = build_component(cfg.scheduler, {"rflow": RectifiedFlow})
+    frames = PatchPoolVAE().latent_size(cfg.num_frames, *cfg.size)[0]
+    assert not flow.legacy_frame_count  # so latent frames count
+    geometry = Geometry(*(torch.tensor([float(n)]) for n in (*cfg.size, frames)))
+    sampled = torch.cat(flow.sampling_timesteps(1, geometry))
+    assert sampled.isfinite().all() and (sampled.diff() < 0).all() and sampled[0] == 1000 and sampled[-1] > 0
+    drawn = flow.timesteps_from(torch.tensor([0.1, 0.5, 0.9]), geometry)
+    assert (drawn.diff() > 1).all() and drawn.min() > 0 and drawn.max() < 1000
+
+
+def test_files_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
+    for content, message in [("_base_ = 'gone.py'", "FileNotFoundError"), ("sp_size = (", "SyntaxError")]:
+        (tmp_path / "config.py").write_text(content)
+        with pytest.raises(ValueError, match=rf"config.py', which cannot be loaded \({message}"):
+            load_train_config(tmp_path / "config.py")
+    assert load_train_config(DEMO, ["scheduler.num_sampling_steps=5"]).scheduler["type"] == "rflow"
+    assert load_train_config(DEMO, ["model.qk_norm='False'"]).model["qk_norm"] is False
 
 
 def test_a_missing_config_is_named() -> None:

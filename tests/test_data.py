@@ -22,6 +22,7 @@ from opensora_sp.data import (
     to_clip,
     to_frames,
     toy_clip,
+    video,
     write_video,
 )
 from opensora_sp.data.toy import COLOURS
@@ -49,6 +50,7 @@ def test_a_written_video_reads_back(tmp_path: Path) -> None:
     back, fps = read_video(tmp_path / "a.mp4", num_frames=10)
     assert fps == 12 and back.shape == frames.shape
     assert np.abs(back.astype(int) - frames).mean() < 3  # H.264 is lossy
+    assert video._count_frames(tmp_path / "a.mp4") == 10  # where a header does not tell
     middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2)
     assert fps == 6 and np.array_equal(middle, back[2:7:2])
     with pytest.raises(ValueError, match="got 10 frames; expected at least 11"):

@@ -27,7 +27,7 @@ def test_complete_sampling() -> None:
     about, tensors = load("schedulers", "rflow_sample")
     for case in about["cases"]:
         one = under(tensors, case["case"] + "/")
-        flow = RectifiedFlow(**case["scheduler"])
+        flow = RectifiedFlow(**case["scheduler"], legacy_frame_count=True)
         z, draws = one["input/z"], one.get("input/noise_draws")
         text = torch.cat([one["input/y"], one["input/y_null"]]).flatten(1).mean(1)
         seen = []
@@ -57,6 +57,7 @@ def test_sampling_timesteps() -> None:
             num_sampling_steps=case["steps"],
             use_discrete_timesteps=case["discrete"],
             use_timestep_transform=case["geometry"] is not None,
+            legacy_frame_count=True,
         )
         close(torch.cat(flow.sampling_timesteps(1, geometry_of(case["geometry"], 1))), tensors[case["case"]])
 
@@ -65,7 +66,7 @@ def test_timestep_transform() -> None:
     _, tensors = load("schedulers", "rflow_timestep_transform")
 
     def transform(t: torch.Tensor, geometry: Geometry, scale: float = 1.0) -> torch.Tensor:
-        flow = RectifiedFlow(use_timestep_transform=True, transform_scale=scale)
+        flow = RectifiedFlow(use_timestep_transform=True, transform_scale=scale, legacy_frame_count=True)
         return flow.timesteps_from(t / 1000, geometry)
 
     for s, scale in enumerate((1.0, 2.0)):
@@ -77,6 +78,18 @@ def test_timestep_transform() -> None:
     close(transform(tensors["degenerate/t"], geometry_of([512, 512, 9], 3)), tensors["degenerate/output"])
     first = Geometry(torch.full((3,), 512.0), torch.full((3,), 512.0), torch.tensor([1.0, 51.0, 102.0]))
     close(transform(tensors["first_is_image/t"], first), tensors["first_is_image/output"])
+
+
+def test_the_transform_by_latent_frames_agrees_where_the_legacy_count_is_right_and_works_below_17_frames() -> None:
+    t = torch.tensor([0.1, 0.5, 0.9])
+
+    def transform(legacy: bool, frames: float) -> torch.Tensor:
+        flow = RectifiedFlow(use_timestep_transform=True, legacy_frame_count=legacy)
+        return flow.timesteps_from(t, geometry_of([240, 426, frames], 3))
+
+    assert torch.equal(transform(legacy=False, frames=15), transform(legacy=True, frames=51))
+    short = transform(legacy=False, frames=4)
+    assert (short > 0).all() and (short.diff() > 0).all()
 
 
 def test_forward_process() -> None:

@@ -26,7 +26,11 @@ def test_golden_output_on_cuda(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_in_half_precision(dtype: torch.dtype) -> None:
     """Whatever backend is chosen, rows and packed tokens, forward and backward, against float32."""
-    for shape, lengths in [((30, 100, 4, 72), None), ((120, 4, 72), ([50, 0, 70], [60, 20, 40]))]:
+    for shape, lengths in [
+        ((30, 100, 4, 72), None),
+        ((120, 4, 72), ([50, 0, 70], [60, 20, 40])),
+        ((0, 9, 4, 72), None),
+    ]:
         exact = [torch.randn(shape, device="cuda", requires_grad=True) for _ in range(3)]
         half = [z.detach().to(dtype).requires_grad_() for z in exact]
         wanted, found = _sdpa(*exact, lengths), attention(*half, lengths=lengths)

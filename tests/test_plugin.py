@@ -165,6 +165,8 @@ def refusals() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             SequenceParallelPlugin(**arguments)
+    with pytest.raises(ValueError, match="got 3 samples for 1 replicas and batch_size 4, not one batch each"):
+        SequenceParallelPlugin(precision="fp32").prepare_dataloader(TensorDataset(torch.ones(3)), 4, drop_last=True)
     plain = torch.nn.Linear(2, 2)  # without sharding points and without sequence parallelism: plain ZeRO
     Booster(plugin=SequenceParallelPlugin(precision="fp32")).boost(plain, torch.optim.AdamW(plain.parameters()))
 

@@ -6,6 +6,7 @@ averaging over the ranks, as ZeRO and DDP average them.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import pytest
@@ -187,6 +188,22 @@ def test_gather_backward_is_the_exact_adjoint() -> None:
     run_ranks(2, gradients_of_rank_losses)
 
 
+def sample_then_train() -> None:
+    """What a forward under inference mode leaves cached serves training, too."""
+    mesh = SequenceMesh(sp_size=dist.get_world_size())
+    case = Case((1, 3, 4, 10))
+    model = parallelize(make_model(case), mesh)
+    with torch.inference_mode():
+        model(**make_inputs(case))
+    model(**make_inputs(case)).square().mean().backward()
+    for group, size in ((mesh.sp_group, mesh.sp_size), (mesh.dp_group, mesh.dp_size)):
+        assert dist.get_world_size(group) == size  # a group of one rank is a group, not the world
+
+
+def test_training_after_sampling_and_the_groups() -> None:
+    run_ranks(2, sample_then_train)
+
+
 def compiled_switch() -> None:
     """The switch lies inside one compiled graph, forward and backward, with the results of the plain one."""
     plan = plan_switch(1, 5, 6, dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
@@ -228,3 +245,23 @@ def test_sp_size_1_is_bitwise_the_bare_model_and_unwrap_restores_it() -> None:
     with pytest.raises(TypeError, match="output"):
         wrapped(**inputs, output="shards")
     assert torch.equal(wrapped(**inputs), bare(**inputs))
+
+
+def test_what_cannot_be_parallelized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = parallelize(make_model(PLAIN[0]), SequenceMesh(1))
+    with pytest.raises(ValueError, match="got a model that is parallelized already"):
+        parallelize(model, SequenceMesh(1))
+    with pytest.raises(ValueError, match="got output='half'; expected 'full' or 'shards'"):
+        model(**make_inputs(PLAIN[0]), output="half")
+    with pytest.raises(ValueError, match="copy before parallelize"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"call unwrap\(model.module\)"):
+        unwrap(torch.nn.DataParallel(model))
+    with pytest.raises(ValueError, match="got a model of class Linear with sharding_points None"):
+        parallelize(torch.nn.Linear(1, 1), SequenceMesh(1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="got 2 processes without a process group"):
+        SequenceMesh(2)
+    with torch.device("meta"):
+        skeleton = build_model("STDiT3", hidden_size=8, num_heads=2, depth=1, caption_channels=5)
+    assert torch.equal(skeleton.to_empty(device="cpu").rope.freqs, torch.tensor([1.0, 0.01]))

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from runs import TRAIN, run, write_toy_set
 from safetensors.torch import load_file
 
 from opensora_sp.config import load_train_config
-from opensora_sp.training.checkpoint import find_checkpoint, verify
+from opensora_sp.training.checkpoint import _gather_moments, find_checkpoint, verify
 from opensora_sp.training.metrics import read_metrics
-from opensora_sp.training.run import learning_rate, preflight
+from opensora_sp.training.run import agree_on, learning_rate, preflight
 from opensora_sp.weights import check_model_config, committed_checkpoints
 
 
@@ -123,6 +124,15 @@ def test_user_errors_stop_every_rank_with_a_sentence(config: Path, tmp_path: Pat
         (["precision=fp16"], None, "got precision 'fp16' without CUDA"),
         (["load=nowhere"], None, "got checkpoint path 'nowhere', which holds no committed checkpoint"),
         ([], "nowhere", "got checkpoint path 'nowhere', which holds no committed checkpoint"),
+        (["optimizer.type=HybridAdam"], None, "got optimizer.type 'HybridAdam' without CUDA"),
+        (["outputs={whole}", "seed=7"], "auto", r"got seed 7 \(there 42\) to go on from"),
+        (["outputs={whole}", "batch_size=2"], "auto", r"got batch_size 2 \(there 3\) to go on from"),
+        (["outputs={whole}"], "{whole}/step_00000003", "holds newer checkpoints, up to step_00000006"),
+        (
+            ["outputs={whole}", "sp_size=1", "micro_batches_per_step=None"],
+            "auto",
+            "got micro_batches_per_step 2 with 4",
+        ),
         (["outputs={whole}"], None, "holds checkpoints of an earlier run.*pass --resume auto"),
         (["outputs={whole}", "model.depth=1"], "auto", r"another model \(depth is 2 there, 1 here\)"),
         (["load={whole}", "model.num_heads=2"], None, r"another model \(num_heads is 3 there, 2 here\)"),
@@ -133,6 +143,7 @@ def test_what_cannot_work_is_refused_before_any_process_group(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     options = [f"outputs={tmp_path}", *(option.format(whole=whole) for option in options)]
+    resume = resume and resume.format(whole=whole)
     with pytest.raises(ValueError, match=message):
         preflight(load_train_config(config, options), resume)
     assert not torch.distributed.is_initialized()
@@ -157,3 +168,36 @@ def test_learning_rate_is_a_function_of_the_step(config: Path) -> None:
     rates = [learning_rate(cfg, step) for step in range(10)]
     assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and rates[4] == 1.0
     assert rates[4:] == sorted(rates[4:], reverse=True) and 0 < rates[-1] < 0.1
+
+
+def agree(folders: list[Path]) -> str | None:
+    try:
+        agree_on(find_checkpoint(folders[torch.distributed.get_rank()], "auto"))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_see_different_checkpoints_say_so(whole: Path, tmp_path: Path) -> None:
+    assert run_ranks(2, agree, [whole, whole]) == [None, None]
+    told = run_ranks(2, agree, [whole, tmp_path])
+    assert told[0] == told[1] and "(['step_00000006', None], rank by rank)" in told[0]
+
+
+def test_integer_states_of_an_optimizer_stay_integers(tmp_path: Path) -> None:
+    """HybridAdam counts its steps in an int."""
+    from opensora_sp.plugin import NamedShards
+
+    class Zero:
+        def __init__(self, master: torch.Tensor, state: dict) -> None:
+            self.optim = type("Optim", (), {"state": {master: state}})()
+            self.get_working_to_master_map = lambda: {id(weight): master}
+
+    module = torch.nn.Linear(2, 2, bias=False)
+    weight, master = module.weight, torch.zeros(4)
+    shards = NamedShards(module, Zero(master, {"step": 3}))
+    saved = dict(_gather_moments(shards))
+    assert saved["step/weight"].dtype == torch.int64
+    shards.set_state("weight", {"step": saved["step/weight"]})
+    step = shards.states()["weight"]["step"]
+    assert step == 3 and isinstance(step, int)

@@ -58,7 +58,13 @@ def _load(schema: type[Checked], path: str | Path, overrides: list[str] | None) 
         raise ValueError(f"got config {str(path)!r}, which is not a file; expected a .py config; see configs/")
     from mmengine.config import Config
 
-    values = Config.fromfile(str(path), lazy_import=False).to_dict()
+    try:
+        values = Config.fromfile(str(path), lazy_import=False).to_dict()
+    except Exception as error:  # whatever the file's own code, or mmengine reading it, may raise
+        raise ValueError(
+            f"got config {str(path)!r}, which cannot be loaded ({type(error).__name__}: {error}); expected a Python "
+            "file whose _base_ files exist; correct it"
+        ) from error
     for text in overrides or []:
         keys, value = parse_override(text)
         _set(values, keys, value, text)

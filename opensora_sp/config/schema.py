@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.models.registry import resolve_config
+from opensora_sp.models.registry import model_class, resolve_config
 
 SCHEDULERS = {"rflow": RectifiedFlow}
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -85,14 +86,15 @@ class Common(Strict):
     @field_validator("scheduler")
     @classmethod
     def _scheduler(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("scheduler", value, SCHEDULERS)
+        return check_component("scheduler", {"type": "rflow", **value}, SCHEDULERS)
 
     @field_validator("model")
     @classmethod
     def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
         name, options = split_type("model", value)
+        options = check_values("model", options, model_class(name).Config)
         resolve_config(name, **options)
-        return value
+        return {"type": name, **options}
 
     @property
     def size(self) -> tuple[int, int]:
@@ -149,8 +151,8 @@ class InferenceConfig(Common):
 
 def split_type(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """``dict(type=name, **options)`` -> (name, options)."""
-    if "type" not in value:
-        raise ValueError(f"got {key} without a type; expected {key}=dict(type=..., ...); add type")
+    if not isinstance(value.get("type"), str):
+        raise ValueError(f"got {key} without the name of a type; expected {key}=dict(type='...', ...); add type")
     return value["type"], {k: v for k, v in value.items() if k != "type"}
 
 
@@ -168,7 +170,24 @@ def check_component(key: str, value: dict[str, Any], known: dict[str, Any]) -> d
     for option, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and option not in options:
             raise ValueError(f"got {key} of type {name!r} without {option!r}; expected a value; set {key}.{option}")
-    return value
+    options = check_values(key, options, known[name])
+    if dataclasses.is_dataclass(known[name]):
+        known[name](**options)  # checks itself
+    return {"type": name, **options}
+
+
+def check_values(key: str, options: dict[str, Any], cls: type) -> dict[str, Any]:
+    """The options converted to the types that the class annotates its arguments with."""
+    hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)  # type: ignore[misc]
+    checked = dict(options)
+    for option, value in options.items():
+        try:
+            checked[option] = TypeAdapter(hints[option]).validate_python(value) if option in hints else value
+        except ValidationError as error:
+            raise ValueError(
+                f"got {key}.{option} = {value!r}; {error.errors()[0]['msg']}; change {key}.{option}"
+            ) from None
+    return checked
 
 
 def build_component(value: dict[str, Any], known: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from .dataset import BrokenClip, Clip, VideoTextDataset, read_manifest
 from .sampler import MicroBatchPlan, ReplicaBatches, check_micro_batches
-from .toy import ToyClip, toy_clip
+from .toy import ToyClip, is_held_out, toy_clip
 from .video import read_video, to_clip, to_frames, write_video
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "ToyClip",
     "VideoTextDataset",
     "check_micro_batches",
+    "is_held_out",
     "read_manifest",
     "read_video",
     "to_clip",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 
 import av
@@ -31,12 +32,21 @@ def read_video(path: str | Path, *, num_frames: int, interval: int = 1) -> tuple
         stream = container.streams.video[0]
         stream.thread_type = "NONE"  # many small files: threads cost more than they give
         rate = float(stream.average_rate or 24) / interval
-        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-    span = (num_frames - 1) * interval + 1
-    if len(frames) < span:
-        raise ValueError(f"got {len(frames)} frames; expected at least {span}; use longer clips or fewer frames")
-    start = (len(frames) - span) // 2
-    return np.stack(frames[start : start + span : interval]), rate
+        span = (num_frames - 1) * interval + 1
+        available = stream.frames or _count_frames(path)
+        start = max(0, available - span) // 2
+        wanted = range(start, start + span, interval)
+        decoded = enumerate(islice(container.decode(stream), wanted[-1] + 1))
+        frames = [frame.to_ndarray(format="rgb24") for i, frame in decoded if i in wanted]
+    if len(frames) < num_frames:
+        raise ValueError(f"got {available} frames; expected at least {span}; use longer clips or fewer frames")
+    return np.stack(frames), rate
+
+
+def _count_frames(path: str | Path) -> int:
+    """Frames of a file whose header does not tell."""
+    with av.open(str(path)) as container:
+        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
 
 def to_clip(frames: np.ndarray, size: tuple[int, int]) -> Tensor:

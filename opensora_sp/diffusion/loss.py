@@ -25,6 +25,7 @@ def velocity_loss(prediction: Tensor | Any, target: Tensor, x_mask: Tensor | Non
         ranks. A sample without a frame that counts gives 0.
     """
     num_samples, channels, frames, height, width = target.shape
+    x_mask = None if x_mask is None else x_mask.bool()
     counted = torch.full((num_samples,), frames, device=target.device) if x_mask is None else x_mask.sum(1)
     whole = counted * height * width * channels  # [B]
     sums = _whole_sums if isinstance(prediction, Tensor) else _shard_sums

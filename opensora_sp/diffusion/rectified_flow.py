@@ -21,7 +21,10 @@ Velocity = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Pixel size and frames per sample, each ``[B]``, as the timestep transform needs them."""
+    """What the timestep transform needs of each sample, each ``[B]``: pixel size, and latent frames.
+
+    With ``legacy_frame_count`` the frames are those of the video.
+    """
 
     height: Tensor
     width: Tensor
@@ -32,8 +35,12 @@ class Geometry:
 class RectifiedFlow:
     """Timesteps, forward process, loss and sampler.
 
-    ``transform_scale`` multiplies the timestep transform; ``use_timestep_transform`` turns it on, moving timesteps
-    towards noise for larger and longer videos.
+    ``use_timestep_transform`` moves timesteps towards noise for larger and longer videos, ``transform_scale`` times as
+    far. ``legacy_frame_count`` estimates latent frames as Open-Sora 1.2 does, 5 for each whole 17 frames of a video,
+    which is right for its own VAE and collapses to none below 17 frames.
+
+    Raises:
+        ValueError: for numbers of steps below 1, or a scale that is not positive.
     """
 
     num_timesteps: int = 1000
@@ -42,6 +49,12 @@ class RectifiedFlow:
     use_discrete_timesteps: bool = False
     use_timestep_transform: bool = False
     transform_scale: float = 1.0
+    legacy_frame_count: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_timesteps", "num_sampling_steps", "transform_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"got {name} {getattr(self, name)}; expected a positive number; change it")
 
     def timesteps_from(self, uniform: Tensor, geometry: Geometry | None = None) -> Tensor:
         """Training timesteps ``[B]`` in [0, N] from uniform numbers in [0, 1) ``[B]``."""
@@ -125,10 +138,9 @@ class RectifiedFlow:
                 "pass them or turn the transform off"
             )
         ratio_space = (geometry.height * geometry.width / 512**2).sqrt()
-        # Released models decide by the first sample, and count 5 latent frames for each whole 17 frames.
-        frames = torch.ones_like(geometry.num_frames)
-        if geometry.num_frames[0] != 1:
-            frames = geometry.num_frames // 17 * 5
+        frames = geometry.num_frames
+        if self.legacy_frame_count:  # the first sample decides whether the batch holds images
+            frames = frames // 17 * 5 if frames[0] != 1 else torch.ones_like(frames)
         ratio = ratio_space * frames.sqrt() * self.transform_scale
         t = t / self.num_timesteps
         return ratio * t / (1 + (ratio - 1) * t) * self.num_timesteps

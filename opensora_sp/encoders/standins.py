@@ -19,6 +19,8 @@ class PatchPoolVAE(nn.Module):
     def __init__(self, pool: tuple[int, int, int] = (2, 4, 4)) -> None:
         super().__init__()
         self.pool = tuple(pool)
+        if len(self.pool) != 3 or min(self.pool) < 1:
+            raise ValueError(f"got pool {self.pool}; expected (frames, height, width) >= 1; change vae.pool")
 
     def encode(self, video: Tensor) -> Tensor:
         return F.avg_pool3d(video, self.pool, ceil_mode=True)

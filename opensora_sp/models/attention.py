@@ -32,8 +32,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, lengths: tuple[Sequence[int], 
     Returns:
         A tensor shaped like ``q``.
     """
-    backend = _flash if _use_flash(q.is_cuda, q.dtype) else _sdpa
-    return backend(q, k, v, lengths)
+    flash = _use_flash(q.is_cuda, q.dtype) and q.numel() > 0  # flash-attn refuses ranks that hold no token
+    return (_flash if flash else _sdpa)(q, k, v, lengths)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Sequence[int], Sequence[int]] | None) -> Tensor:

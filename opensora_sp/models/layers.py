@@ -92,14 +92,18 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_width: int) -> None:
         super().__init__()
-        frequencies = 1.0 / 10000 ** (torch.arange(0, head_width, 2).float() / head_width)
-        self.freqs = nn.Parameter(frequencies[: head_width // 2], requires_grad=False)
+        self.head_width = head_width
+        self.freqs = nn.Parameter(self._frequencies(), requires_grad=False)
+
+    def _frequencies(self, device: torch.device | None = None) -> Tensor:
+        return 1.0 / 10000 ** (torch.arange(0, self.head_width, 2, device=device).float() / self.head_width)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         """Casting a model leaves the frequencies in float32: rounded ones would turn long rows by wrong angles."""
         exact = self.freqs.data
         super()._apply(fn, recurse)
-        self.freqs.data = exact.to(self.freqs.device)
+        device = self.freqs.device
+        self.freqs.data = self._frequencies(device) if exact.is_meta else exact.to(device)
         return self
 
     def forward(self, q: Tensor) -> Tensor:

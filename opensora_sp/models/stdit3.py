@@ -64,6 +64,12 @@ class STDiT3Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
+        counts = ("in_channels", "input_sq_size", "hidden_size", "depth", "num_heads", "caption_channels")
+        for name in (*counts, "model_max_length", "mlp_ratio"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"got {name} {getattr(self, name)}; expected a positive number; change it")
+        if len(self.patch_size) != 3 or min(self.patch_size) < 1:
+            raise ValueError(f"got patch_size {self.patch_size}; expected (frames, height, width) >= 1; change it")
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
             raise ValueError(
                 f"got hidden_size {self.hidden_size} and num_heads {self.num_heads}; expected an even hidden_size / "

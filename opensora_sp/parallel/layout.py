@@ -58,8 +58,11 @@ def plan_switch(
     num_samples: int, rows_per_sample: int, row_length: int, num_ranks: int, rank: int, device: torch.device | str
 ) -> SwitchPlan:
     """Plan the switch away from the layout of ``rows_per_sample`` rows of ``row_length`` tokens."""
-    B, A, L = num_samples, rows_per_sample, row_length
+    with torch.inference_mode(False):  # a plan made while sampling serves training as well
+        return _plan_switch(num_samples, rows_per_sample, row_length, num_ranks, rank, device)
 
+
+def _plan_switch(B: int, A: int, L: int, num_ranks: int, rank: int, device: torch.device | str) -> SwitchPlan:
     def held(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of the tokens this rank holds, in order: sample, row in the sample, place in the row."""
         tokens = torch.arange(*(edge * length for edge in balanced_run(B * rows, num_ranks, rank)))

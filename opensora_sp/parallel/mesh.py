@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch.distributed as dist
 
 
@@ -9,17 +11,22 @@ class SequenceMesh:
     """All processes, arranged as ``dp_size`` replicas of ``sp_size`` neighbouring ranks each.
 
     The ranks of one replica (``sp_group``) share every batch and hold a part of its rows; ranks with equal
-    ``sp_rank`` (``dp_group``) hold different batches. Groups of one rank, and every group where no process group was
-    initialised, are None.
+    ``sp_rank`` (``dp_group``) hold different batches. Without a process group there is one process, and both are None.
 
     Creating a mesh is collective: every rank of the world does it, in the same order.
 
     Raises:
-        ValueError: if ``sp_size`` does not divide the number of processes.
+        ValueError: if ``sp_size`` does not divide the number of processes, or a launcher started several processes
+            that have not joined a process group.
     """
 
     def __init__(self, sp_size: int = 1) -> None:
         running = dist.is_available() and dist.is_initialized()
+        if not running and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"got {os.environ['WORLD_SIZE']} processes without a process group; expected one; call "
+                "colossalai.launch_from_torch() or torch.distributed.init_process_group() first"
+            )
         world = dist.get_world_size() if running else 1
         rank = dist.get_rank() if running else 0
         check_sp_size(sp_size, world)
@@ -46,7 +53,7 @@ def check_sp_size(sp_size: int, world_size: int) -> None:
 
 def _my_group(groups: list[list[int]], rank: int, world: int) -> dist.ProcessGroup | None:
     """Create all groups (every rank must) and return the one of this rank."""
-    if len(groups[0]) == 1:
+    if not dist.is_initialized():
         return None
     if len(groups[0]) == world:
         return dist.group.WORLD

@@ -61,6 +61,11 @@ class SequenceParallel:
                 self._points.append(point)
         self._handle = model.register_forward_pre_hook(self._take_output_argument, with_kwargs=True)
 
+    def __deepcopy__(self, memo: dict) -> SequenceParallel:
+        raise ValueError(
+            "got a parallelized model to copy; expected a bare one; copy before parallelize, or unwrap(model) first"
+        )
+
     def remove(self) -> None:
         self._handle.remove()
         for point in self._points:
@@ -120,7 +125,8 @@ class SequenceParallel:
     def _gather(self, local: Callable, x: Tensor, rows: Rows) -> Tensor | Shard:
         if self._output == "shards":
             return Shard(x, rows)
-        if self.mesh.sp_group is not None:
+        if self.mesh.sp_size > 1:
+            assert self.mesh.sp_group is not None
             x = gather_rows(x, run_sizes(rows.total, self.mesh.sp_size), self.mesh.sp_group)
             rows = rows.take(0, rows.total)
         return local(x, rows)
@@ -149,12 +155,14 @@ def parallelize(model: Model, mesh: SequenceMesh) -> Model:
     model's output on every rank, ``output="shards"`` a ``Shard`` of it.
 
     Raises:
-        ValueError: if the model names no sharding points, or is parallelized already.
+        ValueError: if the model does not name its sharding points, or is parallelized already.
     """
-    if not hasattr(model, "sharding_points"):
+    named = getattr(model, "sharding_points", None)
+    needed = {"shard", "switch", "gather", "spatial", "recompute"}
+    if not isinstance(named, dict) or set(named) != needed:
         raise ValueError(
-            f"got a model of class {type(model).__name__} without sharding_points; expected a model that names where "
-            "its tokens enter, change layout and leave; see docs/architecture.md"
+            f"got a model of class {type(model).__name__} with sharding_points {named!r}; expected a dict that names "
+            f"its {sorted(needed)} points; see docs/architecture.md"
         )
     if hasattr(model, _ATTRIBUTE):
         raise ValueError("got a model that is parallelized already; expected a bare one; call unwrap(model) first")
@@ -163,7 +171,15 @@ def parallelize(model: Model, mesh: SequenceMesh) -> Model:
 
 
 def unwrap(model: Model) -> Model:
-    """Undo ``parallelize``: the same object, bare again. A bare model is returned as it is."""
+    """Undo ``parallelize``: the same object, bare again. A bare model is returned as it is.
+
+    Raises:
+        ValueError: if ``model`` is a wrapper (of DDP or a Booster) around a parallelized model.
+    """
+    if hasattr(getattr(model, "module", None), _ATTRIBUTE):
+        raise ValueError(
+            f"got a {type(model).__name__} around a parallelized model; expected that model; call unwrap(model.module)"
+        )
     if hasattr(model, _ATTRIBUTE):
         getattr(model, _ATTRIBUTE).remove()
         delattr(model, _ATTRIBUTE)

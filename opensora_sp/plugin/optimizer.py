@@ -46,7 +46,7 @@ class NamedShards:
         self.working = {name: p for name, p in module.named_parameters() if id(p) in masters}
         self.masters: dict[str, Tensor] = {name: masters[id(p)] for name, p in self.working.items()}
 
-    def states(self) -> dict[str, dict[str, Tensor]]:
+    def states(self) -> dict[str, dict[str, Tensor | int]]:
         """The wrapped optimizer's state per parameter name, shards and scalars alike; empty before the first step."""
         return {name: dict(self.optimizer.optim.state.get(master, {})) for name, master in self.masters.items()}
 
@@ -76,6 +76,11 @@ class NamedShards:
         self.working[name].copy_(whole)
 
     def set_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Replace the optimizer state of one parameter by whole tensors (scalars are kept as they are)."""
-        kept = {key: value.clone() if value.ndim == 0 else self.cut(name, value) for key, value in state.items()}
-        self.optimizer.optim.state[self.masters[name]] = kept
+        """Replace the optimizer state of one parameter by whole tensors; scalars stay whole, integers become int."""
+
+        def own(value: Tensor) -> Tensor | int:
+            if value.ndim:
+                return self.cut(name, value)
+            return value.clone() if value.is_floating_point() else int(value)
+
+        self.optimizer.optim.state[self.masters[name]] = {key: own(value) for key, value in state.items()}

@@ -158,6 +158,9 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
         ``seed`` reaches the sampler, the loader's generator and the workers; ranks of a replica agree in all three,
         replicas and workers differ.
+
+        Raises:
+            ValueError: if not even one batch comes out.
         """
         sampler_cls = distributed_sampler_cls or DistributedSampler
         sampler = sampler_cls(
@@ -168,6 +171,12 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             seed=seed,
             drop_last=drop_last,
         )
+        batches = len(sampler) // batch_size if drop_last else -(-len(sampler) // batch_size)
+        if batches == 0:
+            raise ValueError(
+                f"got {len(dataset)} samples for {self.mesh.dp_size} replicas and batch_size {batch_size}, "  # type: ignore
+                "not one batch each; expected at least that; add samples, lower batch_size, or set drop_last=False"
+            )
         replica_seed = int(np.random.SeedSequence([seed, self.mesh.dp_rank]).generate_state(1)[0])
         return DataLoader(
             dataset,

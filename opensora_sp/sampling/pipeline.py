@@ -50,8 +50,15 @@ class Pipeline:
             drop_caption=torch.arange(2 * size, device=self.device) >= size,
             **{name: torch.cat([value, value]) for name, value in twice.items()},
         )
-        geometry = Geometry(height, width, torch.full_like(height, cfg.num_frames))
-        return self.flow.sample(velocity, z, geometry=geometry, on_step=on_step)
+        frames = cfg.num_frames if self.flow.legacy_frame_count else z.shape[2]
+        geometry = Geometry(height, width, torch.full_like(height, frames))
+        latents = self.flow.sample(velocity, z, geometry=geometry, on_step=on_step)
+        if not latents.isfinite().all():
+            raise ValueError(
+                f"got latents that are not finite for {list(prompts)}; expected numbers; check the checkpoint, or "
+                "sample with precision 'fp32'"
+            )
+        return latents
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class ClipPicker:
         self.dataset, self.mesh, self.seed = dataset, mesh, seed
         self.broken: dict[str, str] = {}
         self.files_read: Counter[str] = Counter()
+        self.replaced = 0  # places of batches that got another clip; equal on all ranks of the group
 
     def pick(
         self, micro_batch: int, ids: Sequence[int], items: Sequence[Clip | BrokenClip]
@@ -59,6 +60,7 @@ class ClipPicker:
             if not unreadable:
                 self.files_read.update(self.dataset.rows[index][0].suffix for index in ids)
                 return ids, items  # type: ignore[return-value]
+            self.replaced += len(unreadable)
             for place in unreadable:
                 ids[place] = self._replacement(micro_batch, place, attempt)
                 items[place] = self.dataset[ids[place]]
@@ -75,7 +77,7 @@ class ClipPicker:
                 self.broken[item.path] = item.reason
                 logger.warning("skipped a clip that cannot be read: %s (%s)", item.path, item.reason)
         readable = torch.tensor([isinstance(item, Clip) for item in items], dtype=torch.int32)
-        if self.mesh.sp_group is not None:
+        if self.mesh.sp_size > 1:
             on_cuda = dist.get_backend(self.mesh.sp_group) == "nccl"
             readable = readable.cuda() if on_cuda else readable
             dist.all_reduce(readable, op=dist.ReduceOp.MIN, group=self.mesh.sp_group)
@@ -103,7 +105,7 @@ class BatchMaker:
         noise = torch.stack([normal(tuple(latents.shape[1:]), cfg.seed, "noise", *key) for key in keys])
         noise = noise.to(self.device)
         height, width = (torch.full((size,), float(side), device=self.device) for side in cfg.size)
-        geometry = Geometry(height, width, torch.full_like(height, cfg.num_frames))
+        geometry = Geometry(height, width, torch.full_like(height, self._frames(latents)))
         t = torch.tensor([uniform(cfg.seed, "timestep", *key) for key in keys], device=self.device)
         t = self.flow.timesteps_from(t, geometry)
         inputs = dict(
@@ -117,6 +119,9 @@ class BatchMaker:
             drop_path=self._drop_path(keys),
         )
         return Batch(self.flow.add_noise(latents, noise, t), self.flow.target(latents, noise), inputs)
+
+    def _frames(self, latents: Tensor) -> int:
+        return self.cfg.num_frames if self.flow.legacy_frame_count else latents.shape[2]
 
     def _drop_caption(self, keys: list[tuple[int, int]]) -> Tensor | None:
         rate = self.model_config.class_dropout_prob

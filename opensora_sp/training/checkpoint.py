@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -175,6 +176,8 @@ class on_rank_0:  # noqa: N801  (used like a function)
 def _gather_moments(shards: NamedShards) -> Iterator[tuple[str, Tensor]]:
     for name, state in shards.states().items():
         for kind, value in state.items():
+            if isinstance(value, int):  # as HybridAdam counts its steps
+                value = torch.tensor(value)
             if value.ndim == 0:
                 yield f"{kind}/{name}", value.cpu().clone()
             elif (whole := shards.gather(name, value)) is not None:

@@ -76,7 +76,14 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
         cache=cfg.dataset.cache,
     )
     MicroBatchPlan(num_samples=len(dataset), batch_size=cfg.batch_size, micro_batches_per_step=1, seed=0)
+    if cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
+        raise ValueError(
+            "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
+            "build; change optimizer.type"
+        )
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
+    if checkpoint is not None:
+        check_resume(cfg, checkpoint, len(dataset), num_replicas)
     if resume is None and newest_checkpoint(Path(cfg.outputs)) is not None:
         raise ValueError(
             f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a new folder, or that "
@@ -89,6 +96,41 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
     return dataset, checkpoint
 
 
+def check_resume(cfg: TrainConfig, checkpoint: Path, num_samples: int, num_replicas: int) -> None:
+    """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    ours = {"seed": cfg.seed, "batch_size": cfg.batch_size, "num_samples": num_samples}
+    if cfg.micro_batches_per_step is not None:
+        ours["micro_batches_per_step"] = cfg.micro_batches_per_step
+    differing = [f"{key} {value} (there {state[key]})" for key, value in ours.items() if state[key] != value]
+    if differing:
+        raise ValueError(
+            f"got {', '.join(differing)} to go on from {checkpoint}; expected what it was written with, which data "
+            "order and random draws depend on; change it back, or start a new run from these weights with "
+            f"--cfg-options load={checkpoint}"
+        )
+    check_micro_batches(state["micro_batches_per_step"], num_replicas)
+    newest = newest_checkpoint(Path(cfg.outputs))
+    if newest is not None and newest.name > checkpoint.name:
+        raise ValueError(
+            f"got --resume {checkpoint} while {cfg.outputs} holds newer checkpoints, up to {newest.name}; expected the "
+            "newest of them; move the newer ones away, or pass another --cfg-options outputs=..."
+        )
+
+
+def agree_on(checkpoint: Path | None) -> None:
+    """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
+    mine = None if checkpoint is None else (checkpoint.name, (checkpoint / "manifest.json").read_text())
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    if any(other != seen[0] for other in seen):
+        names = [None if other is None else other[0] for other in seen]
+        raise ValueError(
+            f"got different checkpoints on different ranks ({names}, rank by rank); expected the same; put the run's "
+            "folder on a disk that all nodes share"
+        )
+
+
 class Run:
     """The parts of a training run. ``__init__`` builds and restores them, ``steps`` trains."""
 
@@ -99,6 +141,7 @@ class Run:
         from opensora_sp.plugin._colossalai import Booster
 
         self.cfg, self.device = cfg, device
+        agree_on(checkpoint)
         plugin = SequenceParallelPlugin.from_config(cfg)
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
@@ -148,12 +191,19 @@ class Run:
             with ledger:
                 losses += torch.stack([self._step(step, loader), losses.new_ones(())])
             done = step + 1
-            if done % cfg.log_every == 0 or done == cfg.max_steps:
+            saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps
+            if done % cfg.log_every == 0 or saves:
                 reporter.log(done, self._measure(losses, since, done))
                 since, losses = time.perf_counter(), torch.zeros_like(losses)
             reporter.step(done)
-            if done % cfg.ckpt_every == 0 or done == cfg.max_steps:
-                state = {"step": done, "micro_batches_per_step": self.plan.micro_batches_per_step, "seed": cfg.seed}
+            if saves:
+                state = {
+                    "step": done,
+                    "seed": cfg.seed,
+                    "batch_size": cfg.batch_size,
+                    "micro_batches_per_step": self.plan.micro_batches_per_step,
+                    "num_samples": self.plan.num_samples,
+                }
                 path = save_checkpoint(
                     run_dir, state, self.module, self.fixed, self.shards, self.ema, keep_last=cfg.keep_last
                 )
@@ -198,17 +248,23 @@ class Run:
         )
 
     def _measure(self, losses: torch.Tensor, since: float, done: int) -> dict[str, float]:
-        total = losses[0].clone()
-        dist.all_reduce(total)
         steps = losses[1].item()
+        sums = torch.stack([losses[0], losses.new_tensor(self.picker.replaced / self.mesh.sp_size)])
+        dist.all_reduce(sums)
+        total, replaced = sums.tolist()
+        if not math.isfinite(total):
+            raise ValueError(
+                f"got a loss of {total} up to step {done}; expected a number; lower optimizer.lr or set grad_clip, and "
+                "go on from the last checkpoint with --resume auto"
+            )
         step_time = (time.perf_counter() - since) / steps
         return {
-            "loss": total.item() / steps,
+            "loss": total / steps,
             "grad_norm": float(self.optimizer.get_grad_norm() or 0.0),
             "lr": learning_rate(self.cfg, done - 1),
             "step_time": step_time,
             "tokens_per_s": self.plan.samples_per_step * self.tokens_per_sample / step_time,
-            "broken_clips": len(self.picker.broken),
+            "replaced_clips": replaced,
         }
 
     def _announce(self, run_dir: Path) -> None:
@@ -269,11 +325,6 @@ def make_optimizer(cfg: TrainConfig, parameters: list[torch.nn.Parameter]) -> to
     options = cfg.optimizer.model_dump(exclude={"type"})
     if cfg.optimizer.type == "AdamW":
         return torch.optim.AdamW(parameters, **options)
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
-            "build; change optimizer.type"
-        )
     from opensora_sp.plugin.adam import hybrid_adam
 
     return hybrid_adam(parameters, **options)
