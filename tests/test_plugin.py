@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
 
 GLOBAL_BATCH, STEPS = 6, 2
+README = Path(__file__).parent.parent / "README.md"
 
 
 def make_model() -> torch.nn.Module:
@@ -127,6 +131,24 @@ def test_a_users_own_loop_with_the_plain_booster() -> None:
     first, second = run_ranks(2, users_own_loop)
     assert first == second  # ranks of one replica see the same batches and outputs
     assert first[-1] < 0.5 * first[0]
+
+
+def loop_of_the_readme() -> None:
+    """The README's snippet as it stands, with a small model, and one step of it."""
+    snippet = re.search(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)[1]
+    dataset = TensorDataset(*(make_batch(0)[name] for name in ("x", "timestep", "y")))
+    scope: dict = {"dataset": dataset, "small_model": make_model}
+    exec(snippet.replace('build_model("STDiT3-XL/2")', "small_model()"), scope)
+    for x, timestep, y in scope["dataloader"]:
+        loss = scope["model"](x, timestep, y).square().mean()
+        scope["optimizer"].backward(loss)
+        scope["optimizer"].step()
+        break
+    assert scope["optimizer"].get_grad_norm() > 0 and "small_model()" not in snippet
+
+
+def test_the_loop_of_the_readme() -> None:
+    run_ranks(2, loop_of_the_readme)
 
 
 def replica_of_this_rank() -> tuple[tuple, list[list[int]]]:
