@@ -26,9 +26,9 @@ demo: $(VENV)/.installed
 	$(BIN)/python scripts/make_toy_clips.py data/toy_heldout --num 64 --seed 1 --all-captions
 	$(BIN)/torchrun --nproc_per_node 2 scripts/train.py configs/demo/train.py
 	$(BIN)/torchrun --nproc_per_node 2 scripts/inference.py configs/demo/sample.py --ckpt $(DEMO) \
-		--prompt "a red circle moving right on a white background" \
-		--prompt "a yellow square moving up on a blue background" \
-		--prompt "a white triangle moving left on a purple background"
+		--prompt "a green square moving right on a yellow background" \
+		--prompt "a blue circle moving left on a white background" \
+		--prompt "a red triangle moving up on a blue background"
 	$(BIN)/python scripts/check_demo.py $(DEMO)
 	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.png"
 

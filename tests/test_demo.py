@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from runs import ROOT, run
 
-from opensora_sp.data import toy_clip
+from opensora_sp.data import is_held_out, read_manifest, toy_clip
 from opensora_sp.data.toy import COLOURS
 from opensora_sp.demo import (
     LinearPredictor,
@@ -69,6 +73,17 @@ def test_the_linear_predictor_is_the_least_squares_one() -> None:
     best = (design @ torch.linalg.lstsq(design, target).solution - target).square().mean()
     closed_form = (scales**2 / (0.49 * scales**2 + 0.09)).mean()
     assert ours == pytest.approx(best.item(), rel=0.01) and ours == pytest.approx(closed_form.item(), rel=0.03)
+
+
+def test_the_demo_asks_for_captions_that_training_leaves_out(tmp_path: Path) -> None:
+    for more, held_out in [((), False), (("--all-captions",), True)]:
+        done = run("scripts/make_toy_clips.py", tmp_path, "--num", "40", "--size", "16", "--num-frames", "2", *more)
+        assert done.returncode == 0, done.stderr
+        rows = read_manifest(tmp_path / "clips.csv")
+        assert len(rows) == 40 and all(path.is_file() for path, _ in rows)
+        assert any(is_held_out(text) for _, text in rows) == held_out
+    prompts = re.findall(r'--prompt "(.+?)"', (ROOT / "Makefile").read_text())
+    assert len(prompts) == 3 and all(is_held_out(prompt) for prompt in [*prompts, *distinct_captions(8)])
 
 
 def test_colours() -> None:
