@@ -175,6 +175,8 @@ def test_the_mesh_and_data_per_replica() -> None:
 
 
 def refusals() -> None:
+    from mmengine.config import Config
+
     from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
 
@@ -189,6 +191,8 @@ def refusals() -> None:
             SequenceParallelPlugin(**arguments)
     with pytest.raises(ValueError, match="got 3 samples for 1 replicas and batch_size 4, not one batch each"):
         SequenceParallelPlugin(precision="fp32").prepare_dataloader(TensorDataset(torch.ones(3)), 4, drop_last=True)
+    plugin = SequenceParallelPlugin.from_config(Config(dict(sp_size=1, zero_stage=1, grad_clip=0.5)))
+    assert (plugin.stage, plugin.precision, plugin.zero_optim_kwargs["clip_grad_norm"]) == (1, "bf16", 0.5)
     plain = torch.nn.Linear(2, 2)  # without sharding points and without sequence parallelism: plain ZeRO
     Booster(plugin=SequenceParallelPlugin(precision="fp32")).boost(plain, torch.optim.AdamW(plain.parameters()))
 

@@ -82,8 +82,17 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
-        """Build from a training config's ``sp_size``, ``zero_stage``, ``precision`` and ``grad_clip``."""
-        return cls(sp_size=cfg.sp_size, stage=cfg.zero_stage, precision=cfg.precision, max_norm=cfg.grad_clip)
+        """Build from a config's ``sp_size``, ``zero_stage``, ``precision`` and ``grad_clip``; what it lacks has defaults.
+
+        Args:
+            cfg: a checked training config, or any object with these attributes, such as an mmengine ``Config``.
+        """
+        return cls(
+            sp_size=getattr(cfg, "sp_size", 1),
+            stage=getattr(cfg, "zero_stage", 2),
+            precision=getattr(cfg, "precision", "bf16"),
+            max_norm=getattr(cfg, "grad_clip", 0.0),
+        )
 
     def supported_devices(self) -> list[str]:
         return ["cuda", "npu", "cpu"]
