@@ -82,7 +82,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
-        """Build from a config's ``sp_size``, ``zero_stage``, ``precision`` and ``grad_clip``; what it lacks has defaults.
+        """Build from a config's ``sp_size``, ``zero_stage``, ``precision``, ``grad_clip``; what it lacks has defaults.
 
         Args:
             cfg: a checked training config, or any object with these attributes, such as an mmengine ``Config``.
