@@ -33,7 +33,7 @@ from .points import Gather, Recompute, Shard, Switch
 from .rows import PatchGrid, Rows
 
 DEFAULT_FPS = 24.0
-SHIFT, SCALE, GATE = range(3)  # order of a branch's three entries in a modulation table
+GATE = 2  # a branch has three entries in a modulation table: shift, scale, gate
 
 
 @dataclass(frozen=True, kw_only=True)
