@@ -5,13 +5,13 @@ _base_ = ["../_base_/demo_model.py"]
 sp_size = 2
 precision = "fp32"
 dataset = dict(manifest="data/toy/clips.csv", cache=True)
-batch_size = 15  # not a multiple of sp_size: nothing has to divide
-max_steps = 1200
+batch_size = 9  # not a multiple of sp_size: nothing has to divide
+max_steps = 1800
 warmup_steps = 50
 lr_schedule = "cosine"
 optimizer = dict(lr=2e-3, betas=(0.9, 0.99))
 grad_clip = 1.0
 ema_decay = 0.99
-ckpt_every = 400
+ckpt_every = 600
 keep_last = 2
 outputs = "outputs/demo"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -39,9 +40,11 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     sp_size, weights = preflight(cfg)
     device = join_processes()
     try:
-        mesh = SequenceMesh(sp_size)
-        pipeline = build_pipeline(cfg, weights, mesh, device)
-        return _sample_all(cfg, pipeline, mesh)
+        written = _sample_on(SequenceMesh(sp_size), cfg, weights, device)
+        gc.collect()  # no group of the run may outlive the process group: its threads would abort the interpreter's exit
+        if dist.is_initialized():
+            dist.barrier()
+        return written
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -106,9 +109,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     model.load_state_dict(state)
 
 
-def _sample_all(cfg: InferenceConfig, pipeline: Pipeline, mesh: SequenceMesh) -> list[Path]:
+def _sample_on(mesh: SequenceMesh, cfg: InferenceConfig, weights: Path, device: torch.device) -> list[Path]:
     from tqdm import tqdm
 
+    pipeline = build_pipeline(cfg, weights, mesh, device)
     folder = Path(cfg.outputs)
     folder.mkdir(parents=True, exist_ok=True)
     numbered = list(enumerate(cfg.prompts))

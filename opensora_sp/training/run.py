@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -52,8 +53,9 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     if is_main:
         (run_dir / "config.py").write_text(dump_config(cfg))
     try:
-        run = Run(cfg, dataset, checkpoint, current_device())
-        run.steps(run_dir)
+        Run(cfg, dataset, checkpoint, current_device()).steps(run_dir)
+        gc.collect()  # no group of the run may outlive the process group: its threads would abort the interpreter's exit
+        dist.barrier()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
