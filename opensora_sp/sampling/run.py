@@ -41,7 +41,7 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     device = join_processes()
     try:
         written = _sample_on(SequenceMesh(sp_size), cfg, weights, device)
-        gc.collect()  # no group of the run may outlive the process group: its threads would abort the interpreter's exit
+        gc.collect()  # groups that outlive the process group can abort the interpreter at exit
         if dist.is_initialized():
             dist.barrier()
         return written

@@ -54,7 +54,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
         (run_dir / "config.py").write_text(dump_config(cfg))
     try:
         Run(cfg, dataset, checkpoint, current_device()).steps(run_dir)
-        gc.collect()  # no group of the run may outlive the process group: its threads would abort the interpreter's exit
+        gc.collect()  # groups that outlive the process group can abort the interpreter at exit
         dist.barrier()
     finally:
         if dist.is_initialized():
