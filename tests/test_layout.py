@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import prod
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opensora_sp.models.rows import SPATIAL, TEMPORAL, PatchGrid, unpatchify
-from opensora_sp.parallel.layout import balanced_run, plan_switch, run_sizes
+from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, balanced_run, plan_exchange, run_sizes
 
-shapes = st.tuples(st.integers(1, 9), st.integers(1, 33), st.integers(1, 40), st.integers(1, 16))
+shapes = st.tuples(st.integers(1, 9), st.integers(1, 33), st.integers(1, 400), st.integers(1, 16))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64))
@@ -22,10 +24,11 @@ def test_runs_cover_all_rows_and_differ_by_at_most_one(num_rows: int, num_ranks:
     assert max(run_sizes(num_rows, num_ranks)) - min(run_sizes(num_rows, num_ranks)) <= 1
 
 
-@settings(max_examples=150, deadline=None)
-@given(shapes)
-def test_a_switch_brings_every_token_to_its_place_and_back(shape: tuple[int, int, int, int]) -> None:
+@settings(max_examples=100, deadline=None)
+@given(shapes, st.sampled_from([1, 1, 2, 3]))
+def test_a_switch_brings_every_token_to_its_place_and_back(shape: tuple[int, int, int, int], chunks: int) -> None:
     B, T, S, P = shape
+    axes = {"b": B, "t": T, "s": S}
     tokens = torch.arange(B * T * S)
     spatial, temporal = tokens, tokens.view(B, T, S).transpose(1, 2).flatten()
 
@@ -33,19 +36,67 @@ def test_a_switch_brings_every_token_to_its_place_and_back(shape: tuple[int, int
         edges = [balanced_run(B * rows, P, rank) for rank in range(P)]
         return [x[start * length : stop * length] for start, stop in edges]
 
-    def exchange(held: list[torch.Tensor], rows: int, length: int) -> list[torch.Tensor]:
-        plans = [plan_switch(B, rows, length, P, rank, "cpu") for rank in range(P)]
-        sent = [x[plan.pack].split(plan.send_splits) for x, plan in zip(held, plans)]
-        for r, plan in enumerate(plans):  # what r expects from q is what q sends to r
-            assert plan.recv_splits == [plans[q].send_splits[r] for q in range(P)]
-        return [torch.cat([sent[q][r] for q in range(P)])[plan.unpack] for r, plan in enumerate(plans)]
+    def exchange(held: list[torch.Tensor], left: str, entered: str, length: int) -> list[torch.Tensor]:
+        """The exchange by its plans, a chunk of each rank's rows at a time."""
+        arrived = [[] for _ in range(P)]
+        for chunk in range(chunks):
+            plans = [plan_exchange(axes, left, entered, P, rank, "cpu", chunk, chunks) for rank in range(P)]
+            own = []
+            for x in held:
+                start, stop = balanced_run(len(x) // length, chunks, chunk)
+                own.append(x[start * length : stop * length])
+            sent = [x[plan.pack].split(plan.send_splits) for x, plan in zip(own, plans)]
+            for r, plan in enumerate(plans):  # what r expects from q is what q sends to r
+                assert plan.recv_splits == [plans[q].send_splits[r] for q in range(P)]
+                arrived[r].append((plan.place, torch.cat([sent[q][r] for q in range(P)])))
+        results = []
+        for parts in arrived:
+            places = torch.cat([place for place, _ in parts])
+            assert torch.equal(places.sort().values, torch.arange(len(places)))  # every place once
+            results.append(torch.empty_like(places).index_copy_(0, places, torch.cat([x for _, x in parts])))
+        return results
 
-    there = exchange(shards(spatial, T, S), T, S)
-    assert all(torch.equal(ours, wanted) for ours, wanted in zip(there, shards(temporal, S, T)))
-    back = exchange(there, S, T)
-    assert all(torch.equal(ours, wanted) for ours, wanted in zip(back, shards(spatial, T, S)))
+    there = exchange(shards(spatial, T, S), SPATIAL_ROWS, TEMPORAL_ROWS, S)
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(there, shards(temporal, S, T), strict=True))
+    back = exchange(there, TEMPORAL_ROWS, SPATIAL_ROWS, T)
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(back, shards(spatial, T, S), strict=True))
     if B % P == 0:
-        assert all(plan_switch(B, T, S, P, rank, "cpu").sent_elsewhere(rank) == 0 for rank in range(P))
+        for rank in range(P):
+            assert plan_exchange(axes, SPATIAL_ROWS, TEMPORAL_ROWS, P, rank, "cpu").sent_elsewhere(rank) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(*[st.integers(1, 6)] * 5), st.sampled_from(["b t h | s", "h | b t s", "b h | t s"]))
+def test_units_of_heads_get_every_entry_once(shape: tuple[int, ...], units: str) -> None:
+    B, T, S, H, P = shape
+    axes, left = {"b": B, "t": T, "s": S, "h": H}, TEMPORAL_ROWS + " h"
+    entries = torch.arange(B * S * T * H).view(B, S, T, H)
+    order = ["bsth".index(axis) for axis in units.replace("|", "").split()]
+    wanted = entries.permute(order).flatten()  # all units, one after the other
+    num_units, size = (
+        prod(axes[a] for a in units.split("|")[0].split()),
+        prod(axes[a] for a in units.split("|")[1].split()),
+    )
+    plans = [plan_exchange(axes, left, units, P, rank, "cpu") for rank in range(P)]
+    held = [entries.flatten(0, 1)[slice(*balanced_run(B * S, P, rank))].flatten() for rank in range(P)]
+    sent = [x[plan.pack].split(plan.send_splits) for x, plan in zip(held, plans, strict=True)]
+    for rank, plan in enumerate(plans):
+        start, stop = balanced_run(num_units, P, rank)
+        arrived = torch.cat([sent[q][rank] for q in range(P)])
+        ours = torch.empty_like(arrived).index_copy_(0, plan.place, arrived)
+        assert torch.equal(ours, wanted[start * size : stop * size])
+
+
+def test_few_units_are_shared_where_padding_would_waste_most() -> None:
+    held = run_sizes(3 * 5, 8)  # B=3, T=5 on 8 ranks
+    assert max(held) / (sum(held) / 8) - 1 <= 0.07
+    padded_to = -(-5 // 8) * 8  # frames of each sample, where every rank must hold as many
+    assert padded_to / 5 - 1 == pytest.approx(0.6)
+
+
+def test_a_layout_names_every_axis_once() -> None:
+    with pytest.raises(ValueError, match=r"got layout 'b t' for the axes \['b', 's', 't'\]"):
+        plan_exchange({"b": 1, "t": 1, "s": 1}, "b t", "b s | t", 1, 0, "cpu")
 
 
 sizes = st.tuples(*[st.integers(1, 7)] * 3)

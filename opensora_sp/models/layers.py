@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attention
-from .points import Attend
+from .points import Attend, Point
 from .rows import Rows
 
 
@@ -114,7 +114,7 @@ class RotaryEmbedding(nn.Module):
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Point):
     """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys."""
 
     def __init__(self, width: int, num_heads: int, *, qk_norm: bool, rope: RotaryEmbedding | None = None) -> None:
@@ -127,7 +127,7 @@ class SelfAttention(nn.Module):
         self.attend = Attend()
         self.rotate = [rope] if rope is not None else []  # in a list: the model owns the parameter, not its blocks
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def local(self, x: Tensor, rows: Rows) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``."""
         q, k, v = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)

@@ -1,8 +1,9 @@
 """The places where tokens enter a model, change layout, attend to each other, are recomputed, and leave it.
 
 A point does its local thing by itself. Whoever distributes the model hangs a function on it with ``attach``; that
-function receives the point's local one and its arguments. The points hold no parameters, so state dicts are the same
-with and without. ``Shard``, ``Switch`` and ``Gather`` lie outside of what gradient checkpointing recomputes.
+function receives the point's local one and its arguments. The points below hold no parameters, so state dicts are the
+same with and without. ``Shard``, ``Switch`` and ``Gather`` lie outside of what gradient checkpointing recomputes.
+A self-attention (``layers.py``) is a point as well: what goes in and comes out can be brought into another layout.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class Point(nn.Module):
         """Go back to the local function."""
         self.attached = None
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **options: Any) -> Any:
         if self.attached is None:
-            return self.local(*args)
-        return self.attached(self.local, *args)
+            return self.local(*args, **options)
+        return self.attached(self.local, *args, **options)
 
     def local(self, *args: Any, **options: Any) -> Any:
         raise NotImplementedError
@@ -65,11 +66,25 @@ class Attend(Point):
         return attention(q, k, v)
 
 
-class Recompute(Point):
-    """Where a block's inner tensors are dropped, to be computed again in backward."""
+class Segment(Point):
+    """Where the work between two switches runs, plainly or dropping its inner tensors, to compute them in backward.
 
-    def local(self, block: nn.Module, rows: Rows, *args: Any, **options: Any) -> Tensor:
-        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **options)
+    ``last`` says that no switch follows.
+    """
+
+    def local(
+        self, function: Callable[..., Any], rows: Rows, *args: Any, recompute: bool, last: bool, **options: Any
+    ) -> Any:
+        if not recompute:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+class Rowwise(Point):
+    """Where a block ends with work on single tokens, so that rows may be finished a few at a time."""
+
+    def local(self, function: Callable[..., Tensor], rows: Rows, *per_row: Tensor) -> Tensor:
+        return function(*per_row)
 
 
 class Gather(Point):

@@ -29,7 +29,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .points import Gather, Recompute, Shard, Switch
+from .points import Gather, Rowwise, Segment, Shard, Switch
 from .rows import PatchGrid, Rows
 
 DEFAULT_FPS = 24.0
@@ -118,6 +118,7 @@ class STDiT3Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
+        self.rowwise = Rowwise()
 
     def forward(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``; ``keep`` ``[B]`` scales each sample's branches (drop-path)."""
@@ -128,7 +129,10 @@ class STDiT3Block(nn.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = condition.per_token(table)  # [R, 1 or L, C] each
         x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1), condition.rows)
         x = x + self.cross_attn(x, condition.text, condition.lengths)
-        return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return self.rowwise(self._feed_forward, condition.rows, x, shift2, scale2, gate2)
+
+    def _feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        return x + gate * self.mlp(modulate(self.norm2(x), shift, scale))
 
 
 class FinalLayer(nn.Module):
@@ -161,7 +165,13 @@ class STDiT3(nn.Module):
 
     Config = STDiT3Config
     sharding_points = dict(  # where sequence parallelism attaches itself
-        shard="shard", switch="switch", recompute="recompute", gather="gather", spatial="spatial_blocks.*.attn.attend"
+        shard="shard",
+        switch="switch",
+        segment="segment",
+        gather="gather",
+        spatial="spatial_blocks.*.attn",
+        temporal="temporal_blocks.*.attn",
+        rowwise="*_blocks.*.rowwise",
     )
 
     def __init__(self, config: STDiT3Config) -> None:
@@ -181,7 +191,7 @@ class STDiT3(nn.Module):
         self.spatial_blocks = nn.ModuleList(STDiT3Block(config) for _ in range(config.depth))
         self.temporal_blocks = nn.ModuleList(STDiT3Block(config, rope=self.rope) for _ in range(config.depth))
         self.final_layer = FinalLayer(width, patch_volume * config.out_channels, legacy=config.legacy_final_layer)
-        self.shard, self.switch, self.recompute, self.gather = Shard(), Switch(), Recompute(), Gather()
+        self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
         self._initialize()
 
     def set_grad_checkpoint(self, enabled: bool = True) -> None:
@@ -253,10 +263,15 @@ class STDiT3(nn.Module):
         return self.gather(x, rows)  # [B, C_out, frames, height, width]
 
     def _block(self, block: nn.Module, x: Tensor, condition: Condition, keep: Tensor | None, index: int) -> Tensor:
-        args = (x, condition, None if keep is None else keep[index])
-        if self.grad_checkpoint and torch.is_grad_enabled():
-            return self.recompute(block, condition.rows, *args)
-        return block(*args)
+        return self.segment(
+            block,
+            condition.rows,
+            x,
+            condition,
+            None if keep is None else keep[index],
+            recompute=self.grad_checkpoint and torch.is_grad_enabled(),
+            last=index == 2 * self.config.depth - 1,
+        )
 
     def _embed_time(self, timestep: Tensor, fps: Tensor | None, *, with_zero: bool) -> Tensor:
         """Embeddings of each sample's timestep and, for given frames, of timestep 0: ``[B, m, C]``."""

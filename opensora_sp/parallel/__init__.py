@@ -2,13 +2,21 @@
 
 from .ledger import CommLedger
 from .mesh import SequenceMesh, check_sp_size
+from .modes import Options
+from .plan import ShardPlan, register_plan
+from .verify import Verdict, verify_step
 from .wrap import Shard, parallelize, unwrap
 
 __all__ = [
     "CommLedger",
+    "Options",
     "SequenceMesh",
     "Shard",
+    "ShardPlan",
+    "Verdict",
     "check_sp_size",
     "parallelize",
+    "register_plan",
     "unwrap",
+    "verify_step",
 ]

@@ -1,7 +1,7 @@
-"""The two exchanges of sequence parallelism, each with its exact adjoint as backward.
+"""The exchanges of sequence parallelism, each with its exact adjoint as backward.
 
-Both are one ``all_to_all_single`` with split sizes that every rank knows beforehand. Ranks without rows call them too.
-The switch is a registered operator, so that ``torch.compile`` takes it into its graph as it is.
+All are ``all_to_all_single`` with split sizes that every rank knows beforehand. Ranks without rows call them too.
+``exchange`` is a registered operator, so that ``torch.compile`` takes it into its graph as it is.
 """
 
 from __future__ import annotations
@@ -14,26 +14,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from .layout import SwitchPlan
+from .layout import ExchangePlan
 from .ledger import record
 
 
-def _all_to_all(x: Tensor, send: list[int], recv: list[int], group: dist.ProcessGroup, kind: str, bwd: bool) -> Tensor:
-    """Entries ``[sum(send), ...]`` cut by receiver -> ``[sum(recv), ...]`` in order of the sender."""
+def all_to_all(
+    x: Tensor,
+    send: list[int],
+    recv: list[int],
+    group: dist.ProcessGroup,
+    *,
+    kind: str,
+    backward: bool,
+    async_op: bool = False,
+) -> tuple[Tensor, dist.Work | None]:
+    """Entries ``[sum(send), ...]`` cut by receiver -> ``[sum(recv), ...]`` in order of the sender.
+
+    With ``async_op`` the result is under way until the work returned is waited for, and ``x`` must live as long.
+    """
     out = x.new_empty(sum(recv), *x.shape[1:])
-    record(kind, backward=bwd, elements=(sum(send) - send[dist.get_rank(group)]) * x[:1].numel())
-    dist.all_to_all_single(out, x.contiguous(), output_split_sizes=recv, input_split_sizes=send, group=group)
-    return out
+    elsewhere = sum(send) - send[dist.get_rank(group)]
+    record(kind, backward=backward, elements=elsewhere * x[:1].numel(), element_size=x.element_size())
+    work = dist.all_to_all_single(out, x.contiguous(), recv, send, group=group, async_op=async_op)
+    return out, work
 
 
 _SCHEMA = (
-    "(Tensor tokens, Tensor pack, Tensor unpack, int[] send, int[] recv, str group, str kind, bool reverse) -> Tensor"
+    "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, bool reverse) -> Tensor"
 )
 
 
 @torch.library.custom_op("opensora_sp::exchange", mutates_args=(), schema=_SCHEMA)
 def _exchange(
-    tokens: Tensor, pack: Tensor, unpack: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
+    tokens: Tensor, pack: Tensor, place: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
 ) -> Tensor:
     """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in place.
 
@@ -41,41 +54,41 @@ def _exchange(
     """
     process_group = dist.distributed_c10d._resolve_process_group(group)  # operators take no group objects
     if reverse:
-        arrived = torch.empty_like(tokens).index_copy_(0, unpack, tokens)
-        packed = _all_to_all(arrived, recv, send, process_group, kind, True)
-        return torch.empty_like(packed).index_copy_(0, pack, packed)
-    arrived = _all_to_all(tokens.index_select(0, pack), send, recv, process_group, kind, False)
-    return arrived.index_select(0, unpack)
+        send, recv, pack, place = recv, send, place, pack
+    arrived, _ = all_to_all(tokens.index_select(0, pack), send, recv, process_group, kind=kind, backward=reverse)
+    return torch.empty_like(arrived).index_copy_(0, place, arrived)
 
 
 @_exchange.register_fake
 def _(
-    tokens: Tensor, pack: Tensor, unpack: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
+    tokens: Tensor, pack: Tensor, place: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
 ) -> Tensor:
-    return tokens.new_empty((pack if reverse else unpack).shape[0], tokens.shape[1])
+    return tokens.new_empty((pack if reverse else place).shape[0], tokens.shape[1])
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, pack, unpack, ctx.send, ctx.recv, ctx.group, ctx.kind, _ = inputs
-    ctx.save_for_backward(pack, unpack)
+    _, pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, _ = inputs
+    ctx.save_for_backward(pack, place)
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple:
-    """A switch permutes tokens over the ranks, so its adjoint is the switch in reverse."""
-    pack, unpack = ctx.saved_tensors
-    back = _exchange(grad.contiguous(), pack, unpack, ctx.send, ctx.recv, ctx.group, ctx.kind, True)
+    """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
+    pack, place = ctx.saved_tensors
+    back = _exchange(grad.contiguous(), pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, True)
     return back, *[None] * 7
 
 
 _exchange.register_autograd(_exchange_back, setup_context=_remember)
 
 
-def switch_tokens(tokens: Tensor, plan: SwitchPlan, group: dist.ProcessGroup, *, kind: str = "switch") -> Tensor:
-    """Exchange tokens ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by this rank's plan.
+def exchange(
+    tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str = "switch", reverse: bool = False
+) -> Tensor:
+    """Exchange entries ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by this rank's plan.
 
-    ``kind`` is what a ``CommLedger`` files it under.
+    ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
     """
-    return _exchange(tokens, plan.pack, plan.unpack, plan.send_splits, plan.recv_splits, group.group_name, kind, False)
+    return _exchange(tokens, plan.pack, plan.place, plan.send_splits, plan.recv_splits, group.group_name, kind, reverse)
 
 
 def keep_exchanged() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -87,22 +100,22 @@ class _GatherRows(torch.autograd.Function):
     """Forward gives every rank all rows; backward gives every row's holder the sum of all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group, ctx.rows = sizes, group, len(x)
+    def forward(ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup, kind: str) -> Tensor:
+        ctx.sizes, ctx.group, ctx.kind, ctx.rows = sizes, group, kind, len(x)
         num_ranks = len(sizes)
         copies = x.repeat(num_ranks, *[1] * (x.ndim - 1))
-        return _all_to_all(copies, [len(x)] * num_ranks, sizes, group, "gather", bwd=False)
+        return all_to_all(copies, [len(x)] * num_ranks, sizes, group, kind=kind, backward=False)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         num_ranks = len(ctx.sizes)
-        parts = _all_to_all(grad, ctx.sizes, [ctx.rows] * num_ranks, ctx.group, "gather", bwd=True)
-        return parts.unflatten(0, (num_ranks, ctx.rows)).sum(0), None, None
+        parts, _ = all_to_all(grad, ctx.sizes, [ctx.rows] * num_ranks, ctx.group, kind=ctx.kind, backward=True)
+        return parts.unflatten(0, (num_ranks, ctx.rows)).sum(0), None, None, None
 
 
-def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup, *, kind: str = "gather") -> Tensor:
     """All ranks' rows ``[sum(sizes), ...]`` from the rows ``[sizes[rank], ...]`` of each.
 
     A loss computed on the result by every rank counts once per rank; averaged over the group that is the loss itself.
     """
-    return _GatherRows.apply(x, sizes, group)
+    return _GatherRows.apply(x, sizes, group, kind)

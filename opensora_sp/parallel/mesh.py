@@ -36,6 +36,9 @@ class SequenceMesh:
         replicas = [list(range(first, first + sp_size)) for first in range(0, world, sp_size)]
         self.sp_group = _my_group(replicas, rank, world)
         self.dp_group = _my_group([list(peers) for peers in zip(*replicas, strict=True)], rank, world)
+        self.host_group = self.sp_group  # the same ranks, for tensors on the CPU
+        if self.sp_group is not None and "gloo" not in dist.get_backend_config(self.sp_group):
+            self.host_group = _my_group(replicas, rank, world, backend="gloo")
 
     def __repr__(self) -> str:
         return f"SequenceMesh(dp_size={self.dp_size}, sp_size={self.sp_size}, rank={self.rank})"
@@ -51,11 +54,11 @@ def check_sp_size(sp_size: int, world_size: int) -> None:
         )
 
 
-def _my_group(groups: list[list[int]], rank: int, world: int) -> dist.ProcessGroup | None:
+def _my_group(groups: list[list[int]], rank: int, world: int, backend: str | None = None) -> dist.ProcessGroup | None:
     """Create all groups (every rank must) and return the one of this rank."""
     if not dist.is_initialized():
         return None
-    if len(groups[0]) == world:
+    if len(groups[0]) == world and backend is None:
         return dist.group.WORLD
-    made = [dist.new_group(ranks) for ranks in groups]
+    made = [dist.new_group(ranks, backend=backend) for ranks in groups]
     return next(group for ranks, group in zip(groups, made, strict=True) if rank in ranks)

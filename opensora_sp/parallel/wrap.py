@@ -1,34 +1,32 @@
 """Sequence parallelism put on a model from outside, and taken off again.
 
-A model names the points where its tokens enter, change layout and leave (``sharding_points``); ``parallelize`` hangs
-the distributed versions there:
-
-* shard: this rank takes its balanced run of spatial rows; only these are embedded;
-* switch: one all-to-all between spatial and temporal rows (none where whole samples lie on each rank);
-* spatial attention: local, or where there are fewer spatial rows than ranks, split by rows x heads while all tokens
-  stay in temporal rows;
-* recompute: as before, but what was received inside a block is kept, so that nothing is sent twice;
-* gather: the output rows of all ranks are collected, or stay where they are as a ``Shard``.
+A model names the points where its tokens enter, change layout, attend and leave (``sharding_points``); ``parallelize``
+hangs a mode of sharing the batch there (``modes.py``), chosen for each shape. At the last point, ``gather``, the output
+rows of all ranks are collected, or stay where they are as a ``Shard``. Models that name no points take part by a
+``ShardPlan`` (``plan.py``).
 
 The gradient rule: the mean over the ranks of each rank's gradient is the gradient of the mean of the ranks' losses.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from .collectives import gather_rows, keep_exchanged, switch_tokens
-from .layout import balanced_run, plan_switch, run_sizes
+from .collectives import gather_rows
+from .layout import run_sizes
 from .mesh import SequenceMesh
+from .modes import Options, Rows, WholeSamples, choose_mode
+from .plan import find, registered_plan
+from .same_batch import SameBatch
+from .verify import verify_first_step
 
 Model = TypeVar("Model", bound=nn.Module)
-Rows = Any  # the model's own description of the rows held: grid, layout, per_sample, length, total, turned(), take()
+POINTS = ("shard", "switch", "segment", "gather", "spatial", "temporal", "rowwise")
 _ATTRIBUTE = "_sequence_parallel"
 
 
@@ -44,32 +42,62 @@ class Shard:
     tensor: Tensor
     layout: Rows
 
+    def combine(self, function: Callable[..., Tensor], *others: Shard) -> Shard:
+        """``function(tensor, *tensors of the others)`` as a shard of the same layout.
+
+        Raises:
+            ValueError: if the shards hold different rows.
+        """
+        for other in others:
+            if other.layout != self.layout:
+                raise ValueError(
+                    f"got shards of different layouts, {_described(self.layout)} and {_described(other.layout)}; "
+                    "expected the same rows of the same batch; combine outputs of batches of one shape"
+                )
+        return Shard(function(self.tensor, *(other.tensor for other in others)), self.layout)
+
 
 class SequenceParallel:
-    """What hangs on a parallelized model."""
+    """What hangs on a parallelized model that names its points."""
 
-    def __init__(self, model: nn.Module, mesh: SequenceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, model: nn.Module, mesh: SequenceMesh, options: Options) -> None:
+        self.model, self.mesh, self.options = model, mesh, options
+        self.exact = options.comm_dtype is None
         self._output = "full"
-        attached: dict[str, Callable[..., Any]] = {"gather": self._gather}
-        if mesh.sp_size > 1:
-            attached |= dict(shard=self._shard, switch=self._switch, recompute=self._recompute, spatial=self._attend)
-        self._points = []
-        for name, function in attached.items():
-            for point in _find(model, model.sharding_points[name]):  # type: ignore[index]
-                point.attach(function)
-                self._points.append(point)
-        self._handle = model.register_forward_pre_hook(self._take_output_argument, with_kwargs=True)
+        self._modes: dict[tuple[int, int, int], WholeSamples] = {}
+        self._points: list[Any] = []
+        self.attach()
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
         raise ValueError(
             "got a parallelized model to copy; expected a bare one; copy before parallelize, or unwrap(model) first"
         )
 
+    def attach(self) -> None:
+        named = self.model.sharding_points
+        self._attach(named["gather"], self._gather)
+        if self.mesh.sp_size > 1:
+            self._attach(named["shard"], self._shard)
+            for name in ("switch", "segment", "spatial", "temporal", "rowwise"):
+                self._attach(named[name], partial(self._in_mode, name))
+            for name in ("spatial", "temporal"):
+                self._attach(f"{named[name]}.attend", partial(self._in_mode, f"attend_{name}"))
+        self._handles: list[Any] = []
+        if self.mesh.sp_size > 1:
+            self._handles.append(self.model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True))
+        self._handles.append(self.model.register_forward_pre_hook(self._take_output_argument, with_kwargs=True))
+
     def remove(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         for point in self._points:
             point.detach()
+        self._points = []
+
+    def _attach(self, pattern: str, function: Callable[..., Any]) -> None:
+        for point in find(self.model, pattern):
+            point.attach(function)
+            self._points.append(point)
 
     def _take_output_argument(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         self._output = kwargs.pop("output", "full")
@@ -77,50 +105,26 @@ class SequenceParallel:
             raise ValueError(f"got output={self._output!r}; expected 'full' or 'shards'; pass one of these")
         return args, kwargs
 
-    def _shard(self, local: Callable, *args: Any) -> Rows:
-        rows = local(*args)
-        if self._splits_heads(rows):
-            rows = rows.turned()
-        return rows.take(*self._run(rows))
+    def _shard(self, local: Callable, grid: Any) -> Rows:
+        return self._mode(grid).shard(local, grid)
 
-    def _switch(self, local: Callable, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        num_samples = rows.total // rows.per_sample
-        if num_samples % self.mesh.sp_size == 0:
-            return local(x, rows)  # every rank holds whole samples
-        if self._splits_heads(rows):
-            return x, rows
-        tokens = self._exchange(x.flatten(0, 1), num_samples, rows.per_sample, rows.length, "switch")
-        turned = rows.turned()
-        turned = turned.take(*self._run(turned))
-        return tokens.unflatten(0, (turned.count, turned.length)), turned
+    def _in_mode(self, name: str, local: Callable, *args: Any, **options: Any) -> Any:
+        """What the mode of this batch does at a point; every point is told the rows that are held."""
+        rows = next(arg for arg in args if hasattr(arg, "grid"))
+        if isinstance(args[0], Tensor) and args[0].shape[:2] != (rows.count, rows.length):
+            raise ValueError(
+                f"got tokens {tuple(args[0].shape)} as {_described(rows)}; expected [{rows.count}, {rows.length}, ..]; "
+                "pass each point the rows that its tokens lie in"
+            )
+        return getattr(self._mode(rows.grid), name)(local, *args, **options)
 
-    def _attend(self, local: Callable, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        """Spatial attention while tokens stay in temporal rows ``[R, T, H, D]``: one unit is a frame's S tokens of one
-        head, and units are dealt out as rows are. So this is a switch of D-wide tokens in rows of T * H."""
-        if not self._splits_heads(rows):
-            return local(q, k, v, rows)
-        num_samples, S, units = rows.total // rows.per_sample, rows.per_sample, rows.length * q.shape[2]
-        qkv = torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)  # [R * T * H, 3 * D]
-        qkv = self._exchange(qkv, num_samples, S, units, "heads").view(-1, S, 1, 3, q.shape[3])
-        out = local(*qkv.unbind(3), rows)  # [units held, S, 1, D]
-        return self._exchange(out.flatten(0, 2), num_samples, units, S, "heads").view(q.shape)
-
-    def _recompute(self, local: Callable, block: nn.Module, rows: Rows, *args: Any) -> Tensor:
-        if self._splits_heads(rows):  # then the block communicates
-            return local(block, rows, *args, context_fn=keep_exchanged)
-        return local(block, rows, *args)
-
-    def _splits_heads(self, rows: Rows) -> bool:
-        """Whether whole spatial rows would leave ranks empty, so that spatial attention is split by heads as well."""
-        spatial = rows if rows.layout == "spatial" else rows.turned()
-        return spatial.total < self.mesh.sp_size
-
-    def _exchange(self, tokens: Tensor, num_samples: int, per_sample: int, length: int, kind: str) -> Tensor:
-        """From ``per_sample`` rows of ``length`` tokens a sample to ``length`` rows of ``per_sample`` tokens."""
-        mesh = self.mesh
-        assert mesh.sp_group is not None
-        plan = plan_switch(num_samples, per_sample, length, mesh.sp_size, mesh.sp_rank, tokens.device)
-        return switch_tokens(tokens, plan, mesh.sp_group, kind=kind)
+    def _mode(self, grid: Any) -> WholeSamples:
+        shape = (grid.num_samples, grid.frames, grid.patches_per_frame)
+        if shape not in self._modes:
+            config = self.model.config
+            mode = choose_mode(self.options, shape, config.hidden_size, config.num_heads, self.mesh.sp_size)
+            self._modes[shape] = mode(self.mesh, self.options, grid.num_samples)
+        return self._modes[shape]
 
     def _gather(self, local: Callable, x: Tensor, rows: Rows) -> Tensor | Shard:
         if self._output == "shards":
@@ -131,43 +135,76 @@ class SequenceParallel:
             rows = rows.take(0, rows.total)
         return local(x, rows)
 
-    def _run(self, rows: Rows) -> tuple[int, int]:
-        return balanced_run(rows.total, self.mesh.sp_size, self.mesh.sp_rank)
+
+def _described(rows: Rows) -> str:
+    return f"{rows.layout} rows [{rows.start}, {rows.stop}) of {rows.total}"
 
 
-def _find(model: nn.Module, pattern: str) -> list[Any]:
-    """Modules whose dotted name fits a pattern, where * stands for one part of it."""
-    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    found = [module for name, module in model.named_modules() if expression.fullmatch(name)]
-    if not found:
-        raise ValueError(
-            f"got sharding point {pattern!r}, which fits no module of {type(model).__name__}; expected the name of "
-            "one; correct sharding_points"
-        )
-    return found
-
-
-def parallelize(model: Model, mesh: SequenceMesh) -> Model:
+def parallelize(
+    model: Model,
+    mesh: SequenceMesh,
+    *,
+    strategy: str = "switch",
+    placement: str = "stream",
+    comm_dtype: str | None = None,
+    overlap_chunks: int = 1,
+    overlap_backward: bool = False,
+    recompute_communication: bool = False,
+    verify: bool = False,
+) -> Model:
     """Make a model compute each batch together with the other ranks of ``mesh.sp_group``.
 
     Works in place and returns the same object: same class, parameters and state dict. Every rank of the group calls
-    the model with the same inputs. ``forward`` takes one more keyword: ``output="full"`` (default) returns the bare
-    model's output on every rank, ``output="shards"`` a ``Shard`` of it.
+    the model with the same inputs; inputs of different shapes are refused on all of them. For models that name their
+    ``sharding_points``, ``forward`` takes one more keyword: ``output="full"`` (default) returns the bare model's
+    output on every rank, ``output="shards"`` a ``Shard`` of it.
+
+    Args:
+        strategy: "switch" turns tokens between spatial and temporal rows; "ulysses" and "split_gather" are exact
+            baselines to compare with, which send more.
+        placement: "stream" switches the residual stream between blocks; "branch" keeps it in temporal rows and
+            switches the input and output of each spatial attention.
+        comm_dtype: None sends the model's dtype; with placement "branch" "bf16", or "fp8" (e4m3 forward, e5m2
+            backward, a scale for each token).
+        overlap_chunks: switch the end of a block in so many chunks, each while the next is computed.
+        overlap_backward: under gradient checkpointing, recompute a block while its gradient travels.
+        recompute_communication: under gradient checkpointing, receive what blocks exchange once more in recompute
+            instead of keeping it.
+        verify: run the first batch with and without the other ranks, log the largest relative differences of output
+            and gradients, and raise ValueError if they are not those of rounding.
 
     Raises:
-        ValueError: if the model does not name its sharding points, or is parallelized already.
+        ValueError: if the model neither names its sharding points nor has a registered ``ShardPlan``, is parallelized
+            already, or options do not fit each other.
     """
-    named = getattr(model, "sharding_points", None)
-    needed = {"shard", "switch", "gather", "spatial", "recompute"}
-    if not isinstance(named, dict) or set(named) != needed:
-        raise ValueError(
-            f"got a model of class {type(model).__name__} with sharding_points {named!r}; expected a dict that names "
-            f"its {sorted(needed)} points; see docs/architecture.md"
-        )
+    options = Options(
+        strategy=strategy,
+        placement=placement,
+        comm_dtype=comm_dtype,
+        overlap_chunks=overlap_chunks,
+        overlap_backward=overlap_backward,
+        recompute_communication=recompute_communication,
+    )
     if hasattr(model, _ATTRIBUTE):
         raise ValueError("got a model that is parallelized already; expected a bare one; call unwrap(model) first")
-    setattr(model, _ATTRIBUTE, SequenceParallel(model, mesh))
+    setattr(model, _ATTRIBUTE, _hooks(model, mesh, options))
+    if verify and mesh.sp_size > 1:
+        verify_first_step(model, getattr(model, _ATTRIBUTE), mesh)
     return model
+
+
+def _hooks(model: nn.Module, mesh: SequenceMesh, options: Options) -> Any:
+    plan = registered_plan(model)
+    if plan is not None:
+        return plan.hooks(model, mesh, options)
+    named = getattr(model, "sharding_points", None)
+    if not isinstance(named, dict) or set(named) != set(POINTS):
+        raise ValueError(
+            f"got a model of class {type(model).__name__} with sharding_points {named!r}; expected a dict that names "
+            f"its {sorted(POINTS)} points, or a plan; call register_plan({type(model).__name__}, ShardPlan(...)), see "
+            "docs/own_model.md"
+        )
+    return SequenceParallel(model, mesh, options)
 
 
 def unwrap(model: Model) -> Model:

@@ -1,0 +1,272 @@
+"""Sequence parallelism for models that name no sharding points: a plan, as data, of where to take hold of them.
+
+Such a model keeps its tokens in one tensor with an axis of frames and one of patches. A rank then holds a run of the
+frames of every sample (before modules that attend over patches) or a run of the patches (before modules that attend
+over frames); torch's forward hooks on the modules that the plan lists do the rest. The model is not edited.
+
+Hooks can be passed by (``checkpoint(block.forward, ...)`` skips them), so their calls are counted in every forward.
+
+Legend: b samples, t frames, s patches of a frame, c channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import exchange, gather_rows
+from .layout import balanced_run, plan_exchange, run_sizes
+from .mesh import SequenceMesh
+from .modes import Options
+from .same_batch import SameBatch
+
+TOKENS = ("b t s c", "b (t s) c")
+SHARDED_ALONG = {"spatial": "t", "temporal": "s"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """Where to take hold of a model. Modules are dotted names, in which * stands for one part, or a part of one.
+
+    Args:
+        enter: the module before which tokens are cut; its first argument are all tokens.
+        spatial, temporal: modules that attend over the patches of a frame, over the frames of a patch. Each takes the
+            tokens as first argument and returns as many.
+        leave: the module behind which the outputs of all ranks are put together; what it returns has the tokens' axes.
+        tokens: the tokens' axes, "b t s c" or "b (t s) c".
+        placement: "stream" where the modules listed follow each other and hand on all there is; "branch" where what
+            they return is added to tokens that went past them.
+        arguments: axes of other arguments of the modules listed, by name: a tensor "b t" is cut to the frames held
+            here, an integer "t" becomes their number. "b (t s) c" needs an integer argument of ``enter`` with axis "t".
+    """
+
+    enter: str
+    spatial: tuple[str, ...]
+    temporal: tuple[str, ...]
+    leave: str
+    tokens: str = "b t s c"
+    placement: str = "stream"
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.tokens not in TOKENS:
+            raise ValueError(f"got tokens {self.tokens!r}; expected one of {TOKENS}; rearrange before {self.enter!r}")
+        if self.placement not in ("stream", "branch"):
+            raise ValueError(f"got placement {self.placement!r}; expected 'stream' or 'branch'; choose one of them")
+        for name, axes in self.arguments.items():
+            if not axes or set(axes.split()) - {"b", "t", "s", "c"}:
+                raise ValueError(
+                    f"got axes {axes!r} for argument {name!r}; expected some of b, t, s, c; write for example 'b t'"
+                )
+
+    def hooks(self, model: nn.Module, mesh: SequenceMesh, options: Options) -> PlanHooks:
+        """Hang the plan on a model."""
+        if options != Options():
+            raise ValueError(
+                f"got {options} for a model that takes part by a ShardPlan; expected the defaults; name "
+                "sharding_points in the model to choose how ranks share it (docs/own_model.md)"
+            )
+        return PlanHooks(self, model, mesh)
+
+
+_PLANS: dict[type[nn.Module], ShardPlan] = {}
+
+
+def register_plan(model_class: type[nn.Module], plan: ShardPlan) -> None:
+    """Let ``parallelize``, and with it the plugin, take models of this class by this plan."""
+    _PLANS[model_class] = plan
+
+
+def registered_plan(model: nn.Module) -> ShardPlan | None:
+    """The plan registered for the class of a model or for a class it derives from."""
+    return next((_PLANS[cls] for cls in type(model).__mro__ if cls in _PLANS), None)
+
+
+def find(model: nn.Module, pattern: str) -> list[Any]:
+    """Modules whose dotted name fits a pattern, where * stands for one part of it, or for some of its letters."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    found = [module for name, module in model.named_modules() if expression.fullmatch(name)]
+    if not found:
+        raise ValueError(
+            f"got {pattern!r} as the place of a sharding point, which fits no module of {type(model).__name__}; "
+            "expected the name of one; correct its sharding_points or ShardPlan"
+        )
+    return found
+
+
+class PlanHooks:
+    """What hangs on a model that takes part by a plan."""
+
+    def __init__(self, plan: ShardPlan, model: nn.Module, mesh: SequenceMesh) -> None:
+        self.plan, self.model, self.mesh = plan, model, mesh
+        self._sizes: dict[str, int] = {}  # of the batch at hand: b, t, s
+        self._layout: str | None = None  # the layout of the stream, between enter and leave
+        self._came_in: dict[nn.Module, str] = {}  # the layout each module's tokens came in; recomputation asks again
+        self.attach()
+
+    def __deepcopy__(self, memo: dict) -> PlanHooks:
+        raise ValueError(
+            "got a parallelized model to copy; expected a bare one; copy before parallelize, or unwrap(model) first"
+        )
+
+    def attach(self) -> None:
+        plan, model = self.plan, self.model
+        self._handles: list[Any] = []
+        if self.mesh.sp_size == 1:
+            return
+        (enter,), (leave,) = find(model, plan.enter), find(model, plan.leave)
+        self._handles += [
+            model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True),
+            enter.register_forward_pre_hook(self._enter, with_kwargs=True),
+        ]
+        self._listed: dict[nn.Module, str] = {}
+        for layout, patterns in (("spatial", plan.spatial), ("temporal", plan.temporal)):
+            for module in (module for pattern in patterns for module in find(model, pattern)):
+                self._listed[module] = layout
+                self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                if plan.placement == "branch":
+                    self._handles.append(module.register_forward_hook(self._behind_branch))
+        self._handles.append(leave.register_forward_hook(self._leave))
+        self._handles.append(model.register_forward_hook(self._finished))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        x = args[0]
+        frames = x.shape[1]
+        if self.plan.tokens == "b (t s) c":
+            frames = self._bound(module, args, kwargs).get(self._frames_argument())
+        self._sizes = {"b": x.shape[0], "t": frames, "s": x.shape[1:-1].numel() // frames}
+        self._layout, self._came_in = "temporal", {}
+        x = self._whole(x)
+        x = x[:, :, slice(*self._run("s"))]
+        return self._with_arguments(module, (self._flat(x), *args[1:]), kwargs, "temporal")
+
+    def _frames_argument(self) -> str:
+        names = [name for name, axes in self.plan.arguments.items() if axes == "t"]
+        if len(names) != 1:
+            raise ValueError(
+                f"got tokens 'b (t s) c' and the arguments {dict(self.plan.arguments)}; expected one with axis 't', "
+                f"the number of frames that {self.plan.enter!r} is called with; name it in ShardPlan(arguments=...)"
+            )
+        return names[0]
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        """Bring the tokens of a listed module into the layout that it attends in."""
+        recomputes = torch._C._current_graph_task_id() != -1
+        if not recomputes:
+            assert self._layout is not None
+            if module in self._came_in:
+                raise ValueError(
+                    f"got {self._name(module)!r} twice in one forward; expected each module of a ShardPlan once; list "
+                    "the modules around it"
+                )
+            self._came_in[module] = self._layout
+        wanted = self._listed[module]
+        x = self._switched(args[0], self._came_in[module], wanted)
+        if self.plan.placement == "stream":
+            self._layout = wanted
+        return self._with_arguments(module, (x, *args[1:]), kwargs, wanted)
+
+    def _behind_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return self._switched(output, self._listed[module], self._came_in[module])
+
+    def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        missing = [self._name(m) for m in self._listed if m not in self._came_in]
+        if missing:
+            raise ValueError(
+                f"got a forward that passed by {len(missing)} modules of its ShardPlan ({missing[0]}, ...); "
+                "expected a call of each; call modules, not their forward methods (checkpoint(block, x))"
+            )
+        assert self._layout is not None
+        along = SHARDED_ALONG[self._layout]
+        self._layout = None
+        x = self._sharded(output, along)
+        dim = 1 if along == "t" else 2
+        whole = gather_rows(
+            x.transpose(0, dim).contiguous(), run_sizes(self._sizes[along], self.mesh.sp_size), self._group
+        )
+        return self._flat(whole.transpose(0, dim))
+
+    def _finished(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if self._layout is not None:
+            raise ValueError(
+                f"got a forward that did not call {self.plan.leave!r}; expected its call, where the ranks' outputs are "
+                "put together; correct leave in the ShardPlan"
+            )
+
+    def _switched(self, x: Tensor, left: str, entered: str) -> Tensor:
+        """``[b, frames held, s, c]`` <-> ``[b, t, patches held, c]``."""
+        if left == entered:
+            return x
+        layouts = {"spatial": "t | b s", "temporal": "s | b t"}
+        plan = plan_exchange(
+            self._sizes, layouts[left], layouts[entered], self.mesh.sp_size, self.mesh.sp_rank, x.device
+        )
+        x = self._sharded(x, SHARDED_ALONG[left])  # [b, t, s, c], one of t and s held in part
+        b, t, s = self._sizes["b"], self._sizes["t"], self._sizes["s"]
+        tokens = x.permute(1, 0, 2, 3) if left == "spatial" else x.permute(2, 0, 1, 3)
+        tokens = exchange(tokens.flatten(0, 2), plan, self._group)
+        if entered == "temporal":
+            x = tokens.view(-1, b, t, x.shape[-1]).permute(1, 2, 0, 3)
+        else:
+            x = tokens.view(-1, b, s, x.shape[-1]).permute(1, 0, 2, 3)
+        return self._flat(x)
+
+    def _with_arguments(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layout: str
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Cut the arguments that the plan gives axes for to what is held in a layout."""
+        axis = SHARDED_ALONG[layout]
+        signature = inspect.signature(module.forward).bind(*args, **kwargs)
+        for name, axes in self.plan.arguments.items():
+            if axis in axes.split() and signature.arguments.get(name) is not None:
+                signature.arguments[name] = self._cut(name, signature.arguments[name], axes.split(), axis)
+        return signature.args, signature.kwargs
+
+    def _cut(self, name: str, value: Any, axes: list[str], axis: str) -> Any:
+        start, stop = self._run(axis)
+        if isinstance(value, int):
+            return stop - start
+        if value.ndim != len(axes) or value.shape[axes.index(axis)] != self._sizes[axis]:
+            raise ValueError(
+                f"got {name!r} of shape {tuple(value.shape)}; expected axes {' '.join(axes)} with {axis} = "
+                f"{self._sizes[axis]}; correct arguments in the ShardPlan"
+            )
+        return value.narrow(axes.index(axis), start, stop - start)
+
+    def _bound(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self._sizes["t"], self._sizes["s"])) if self.plan.tokens == "b (t s) c" else x
+
+    def _sharded(self, x: Tensor, along: str) -> Tensor:
+        """``[b, t, s, c]`` of which t or s is held in part."""
+        if self.plan.tokens == "b t s c":
+            return x
+        start, stop = self._run(along)
+        held = {**self._sizes, along: stop - start}
+        return x.unflatten(1, (held["t"], held["s"]))
+
+    def _flat(self, x: Tensor) -> Tensor:
+        return x.flatten(1, 2) if self.plan.tokens == "b (t s) c" else x
+
+    def _run(self, axis: str) -> tuple[int, int]:
+        return balanced_run(self._sizes[axis], self.mesh.sp_size, self.mesh.sp_rank)
+
+    def _name(self, module: nn.Module) -> str:
+        return next(name for name, candidate in self.model.named_modules() if candidate is module)
+
+    @property
+    def _group(self) -> Any:
+        return self.mesh.sp_group

@@ -1,0 +1,120 @@
+"""One step with and without the other ranks, compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .mesh import SequenceMesh
+
+logger = logging.getLogger(__name__)
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+NOISE_FLOOR = 1e-3  # of the largest gradient: smaller ones (of a key bias, zero but for rounding) count as this large
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Largest relative differences, ``max|ours - one process| / max|one process|``, the largest over the group.
+
+    ``gradients`` maps parameter names to theirs; ``all_zero`` names parameters whose gradient is zero, of which a step
+    shows nothing.
+    """
+
+    output: float
+    gradients: dict[str, float]
+    all_zero: tuple[str, ...]
+    tolerance: float
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        found = {"the output": self.output, **self.gradients}
+        name = max(found, key=lambda n: found[n] if found[n] == found[n] else float("inf"))
+        return name, found[name]
+
+    @property
+    def agrees(self) -> bool:
+        return self.worst[1] <= self.tolerance  # false for NaN
+
+    def __str__(self) -> str:
+        name, difference = self.worst
+        return (
+            f"with and without sequence parallelism the output differs by {self.output:.1e}, {len(self.gradients)} "
+            f"gradients by at most {difference:.1e} ({name}), relative; {len(self.all_zero)} gradients are zero in both"
+        )
+
+
+def verify_step(model: nn.Module, hooks: Any, mesh: SequenceMesh, args: tuple, kwargs: dict[str, Any]) -> Verdict:
+    """Run one forward and backward pass of a parallelized model on a whole batch, bare and parallel. Collective.
+
+    Parameters keep their gradients. ``hooks`` is what hangs on the model.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name != "output"}
+    with _taken_off(hooks):
+        wanted, wanted_gradients = _step(model, args, kwargs)
+    output, gradients = _step(model, args, kwargs)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient, group=mesh.sp_group)
+        gradient /= mesh.sp_size
+    largest = max((g.abs().max().item() for g in wanted_gradients.values()), default=0.0)
+    found = [_difference(output, wanted, 0.0)]
+    found += [_difference(gradients[name], g, largest * NOISE_FLOOR) for name, g in wanted_gradients.items()]
+    over_ranks = torch.tensor(found, dtype=torch.float64, device=output.device)
+    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=mesh.sp_group)
+    first, *rest = over_ranks.tolist()
+    zero = [name for name, g in wanted_gradients.items() if not g.any() and not gradients[name].any()]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), output.dtype)
+    tolerance = TOLERANCE.get(dtype, 1e-3) if getattr(hooks, "exact", True) else 0.2
+    return Verdict(first, dict(zip(wanted_gradients, rest, strict=True)), tuple(zero), tolerance)
+
+
+def verify_first_step(model: nn.Module, hooks: Any, mesh: SequenceMesh) -> None:
+    """Verify the first batch that the model is called with, log what was found, and refuse to go on if it is wrong."""
+
+    def check(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        verdict = verify_step(module, hooks, mesh, args, kwargs)
+        if not verdict.agrees:
+            raise ValueError(
+                f"got another result under sequence parallelism: {verdict}; expected at most {verdict.tolerance:.0e}; "
+                f"correct the model's ShardPlan or sharding_points"
+            )
+        logger.info("%s", verdict)
+
+    handle = model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+
+
+def _step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
+    with torch.enable_grad():
+        output = model(*args, **kwargs)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        found: tuple[Tensor | None, ...] = ()
+        if named:
+            found = torch.autograd.grad((output * weights).sum(), list(named.values()), allow_unused=True)
+    gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), found)}
+    return output.detach(), gradients
+
+
+def _difference(ours: Tensor, theirs: Tensor, floor: float) -> float:
+    if not theirs.numel():
+        return 0.0
+    scale = max(theirs.abs().max().item(), floor)
+    difference = (ours - theirs).abs().max().item()
+    return difference / scale if scale else difference
+
+
+@contextmanager
+def _taken_off(hooks: Any) -> Iterator[None]:
+    hooks.remove()
+    try:
+        yield
+    finally:
+        hooks.attach()
