@@ -1,11 +1,14 @@
 """Count what one training step sends, per rank, against the prediction. Counted, not timed; runs on CPU.
 
-python benchmarks/communication.py                  # the table of docs/communication.md
-python benchmarks/communication.py --batch 3 --frames 5 --ranks 8
+python benchmarks/communication.py                                     # the tables of docs/communication.md
+python benchmarks/communication.py --batch 3 --frames 5 --ranks 8      # another shape
 """
 
 import argparse
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,71 +18,137 @@ from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 
-WIDTH, DEPTH = 288, 4
+DEPTH, HEADS = 4, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step: a batch of B clips of T frames of S patches, C wide, and how ranks share it."""
+
+    batch: int
+    frames: int
+    patches: int
+    width: int = 288
+    checkpointing: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(str(value) for value in self.options.values()) or "switch"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int)
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--patches", type=int, default=256)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     args = parser.parse_args()
-    print(
-        f"B={args.batch} T={args.frames} S={args.patches} C={WIDTH}, {DEPTH} pairs, fp32; MB = 1e6 bytes sent per rank"
-    )
-    print("| ranks | checkpointing | mean MB | busiest rank MB | recompute MB | predicted mean MB |")
-    print("|---|---|---|---|---|---|")
+    print(f"T={args.frames} S={args.patches} C=288, {DEPTH} pairs, fp32; MB = 1e6 bytes sent per rank and step\n")
+    print("| ranks | B | how | checkpointing | mean MB | busiest MB | of it recompute | predicted mean MB |")
+    print("|---|---|---|---|---|---|---|---|")
     for ranks in args.ranks:
-        for checkpointing in (False, True):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            mp.spawn(step, (ranks, port, args, checkpointing), nprocs=ranks)
+        batches = [args.batch] if args.batch else [1]
+        cases = [
+            Case(batch, args.frames, args.patches, checkpointing=checkpointing, options=options)
+            for batch in batches
+            for options in WAYS
+            for checkpointing in (False, True)
+        ]
+        if not args.batch:
+            cases += [Case(batch, args.frames, args.patches) for batch in (2, 3, 4, 8)]
+        for case, sent in zip(cases, count(cases, ranks), strict=True):
+            mean, busiest, again = (value / 1e6 for value in sent)
+            predicted = predicted_bytes(case, ranks)
+            print(
+                f"| {ranks} | {case.batch} | {case.name} | {'yes' if case.checkpointing else 'no'} | {mean:.2f} | "
+                f"{busiest:.2f} | {again:.2f} | {'' if predicted is None else f'{predicted / 1e6:.2f}'} |"
+            )
 
 
-def step(rank: int, ranks: int, port: int, args: argparse.Namespace, checkpointing: bool) -> None:
-    """One forward and backward pass on shards; rank 0 prints what all ranks sent."""
+WAYS: list[dict[str, Any]] = [
+    {},
+    dict(placement="branch"),
+    dict(placement="branch", comm_dtype="bf16"),
+    dict(placement="branch", comm_dtype="fp8"),
+    dict(strategy="ulysses"),
+    dict(strategy="split_gather"),
+]
+
+
+def count(cases: list[Case], ranks: int) -> list[tuple[float, float, float]]:
+    """For each case the bytes of the mean rank, of the busiest one, and of the mean rank in recompute."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_steps, (ranks, port, cases, results), nprocs=ranks)
+    return results.get()
+
+
+def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    torch.manual_seed(0)
-    model = build_model(
-        "STDiT3", hidden_size=WIDTH, depth=DEPTH, num_heads=4, mlp_ratio=1.0, caption_channels=8, model_max_length=4,
-        patch_size=(1, 1, 1),
-    )  # fmt: skip
-    model.set_grad_checkpoint(checkpointing)
-    parallelize(model, SequenceMesh(ranks))
-    x = torch.randn(args.batch, 4, args.frames, 1, args.patches)
-    with CommLedger() as ledger:
-        shard = model(x, torch.full((args.batch,), 500.0), torch.randn(args.batch, 1, 4, 8), output="shards")
-        rank_loss(velocity_loss(shard, x), global_samples=args.batch, world_size=ranks).backward()
-    sent = torch.zeros(2, ranks)
-    sent[0, rank] = sum(ledger.elements.values()) * 4 / 1e6
-    sent[1, rank] = sum(n for (_, phase), n in ledger.elements.items() if phase == "recompute") * 4 / 1e6
-    dist.all_reduce(sent)
+    mesh, found = SequenceMesh(ranks), []
+    for case in cases:
+        ledger = step(case, mesh)
+        sent = torch.zeros(2, ranks, dtype=torch.float64)
+        sent[0, rank] = sum(bytes_of(ledger).values())
+        sent[1, rank] = sum(n for (_, phase), n in bytes_of(ledger).items() if phase == "recompute")
+        dist.all_reduce(sent)
+        found.append((sent[0].mean().item(), sent[0].max().item(), sent[1].mean().item()))
     if rank == 0:
-        switches = 2 * DEPTH - 1
-        tokens = args.batch * args.frames * args.patches
-        # of a token's C numbers each switch moves the share that does not already lie on the right rank
-        share = moved_share(args.batch, args.frames, args.patches, ranks)
-        predicted = 2 * switches * share * tokens * WIDTH / ranks * 4 / 1e6
-        total, again = sent
-        print(
-            f"| {ranks} | {'yes' if checkpointing else 'no'} | {total.mean():.2f} | {total.max():.2f} | "
-            f"{again.sum():.2f} | {predicted:.2f} |"
-        )
+        results.put(found)
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def moved_share(batch: int, frames: int, patches: int, ranks: int) -> float:
-    """Share of all tokens whose holder differs between the layouts, by brute force over every token."""
-    moved = 0
-    for b in range(batch):
-        for t in range(frames):
-            for s in range(patches):
-                spatial, temporal = b * frames + t, b * patches + s
-                moved += holder(spatial, batch * frames, ranks) != holder(temporal, batch * patches, ranks)
-    return moved / (batch * frames * patches)
+def bytes_of(ledger: CommLedger) -> dict[tuple[str, str], int]:
+    """Without the comparison of shapes, 16 bytes a step."""
+    return {key: n for key, n in ledger.bytes.items() if key[0] != "check"}
+
+
+def step(case: Case, mesh: SequenceMesh) -> CommLedger:
+    """What this rank sends in one forward and backward pass on shards."""
+    torch.manual_seed(0)
+    model = build_model(
+        "STDiT3", hidden_size=case.width, depth=DEPTH, num_heads=HEADS, mlp_ratio=1.0, caption_channels=8,
+        model_max_length=4, patch_size=(1, 1, 1),
+    )  # fmt: skip
+    model.set_grad_checkpoint(case.checkpointing)
+    parallelize(model, mesh, **case.options)
+    x = torch.randn(case.batch, 4, case.frames, 1, case.patches)
+    with CommLedger() as ledger:
+        shard = model(x, torch.full((case.batch,), 500.0), torch.randn(case.batch, 1, 4, 8), output="shards")
+        rank_loss(velocity_loss(shard, x), global_samples=case.batch, world_size=mesh.sp_size).backward()
+    return ledger
+
+
+def predicted_bytes(case: Case, ranks: int) -> float | None:
+    """Bytes of the mean rank, by brute force over all tokens; None for ways that this says nothing of."""
+    token = {None: 4 * case.width, "bf16": 2 * case.width, "fp8": case.width + 4}[case.options.get("comm_dtype")]
+    tokens, switched = case.batch * case.frames * case.patches, moved_tokens(case, ranks)
+    if case.options.get("strategy") == "split_gather":  # all tokens to all others, before each attention
+        return 2 * DEPTH * (3 if case.checkpointing else 2) * (ranks - 1) * tokens * token / ranks
+    if case.options.get("strategy") == "ulysses":
+        return None
+    switches = 2 * DEPTH if case.options.get("placement") == "branch" else 2 * DEPTH - 1
+    return 2 * switches * switched * token / ranks
+
+
+def moved_tokens(case: Case, ranks: int) -> int:
+    """Tokens whose holder differs between the layouts, counted one by one."""
+    return sum(
+        holder(spatial, case.batch * case.frames, ranks) != holder(temporal, case.batch * case.patches, ranks)
+        for spatial, temporal in rows_of_all_tokens(case)
+    )
+
+
+def rows_of_all_tokens(case: Case) -> Iterator[tuple[int, int]]:
+    for b in range(case.batch):
+        for t in range(case.frames):
+            for s in range(case.patches):
+                yield b * case.frames + t, b * case.patches + s
 
 
 def holder(row: int, rows: int, ranks: int) -> int:

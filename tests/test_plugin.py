@@ -103,7 +103,8 @@ def users_own_loop() -> list[float]:
 
     torch.manual_seed(0)
     data = TensorDataset(*(make_batch(0)[name] for name in ("x", "timestep", "y")))
-    plugin = SequenceParallelPlugin(sp_size=2, stage=2, precision="bf16", max_norm=1.0)
+    together = dict(overlap_chunks=2, overlap_backward=True, verify=True)  # the first batch with and without the peer
+    plugin = SequenceParallelPlugin(sp_size=2, stage=2, precision="bf16", max_norm=1.0, sequence_parallel=together)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # frozen ones among them
     masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -186,6 +187,7 @@ def refusals() -> None:
         (dict(precision="fp8"), "got precision 'fp8'"),
         (dict(precision="fp16"), "fp16 training needs CUDA"),
         (dict(overlap_communication=True), "expected CUDA streams"),
+        (dict(sequence_parallel=dict(strategy="ring")), "got strategy 'ring'; expected one of"),
     ]:
         with pytest.raises(ValueError, match=message):
             SequenceParallelPlugin(**arguments)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.parallel import Options
 
 SCHEDULERS = {"rflow": RectifiedFlow}
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -43,6 +44,23 @@ class Optimizer(Strict):
     weight_decay: float = Field(0.0, ge=0)
 
 
+class SequenceParallel(Strict):
+    """How ``sp_size`` ranks share a batch: the keyword arguments of ``opensora_sp.parallel.parallelize``."""
+
+    strategy: Literal["switch", "ulysses", "split_gather"] = "switch"
+    placement: Literal["stream", "branch"] = "stream"
+    comm_dtype: Literal["bf16", "fp8"] | None = None
+    overlap_chunks: int = Field(1, ge=1)
+    overlap_backward: bool = False
+    recompute_communication: bool = False
+    verify: bool = False
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> SequenceParallel:
+        Options(**self.model_dump(exclude={"verify"}))
+        return self
+
+
 class Common(Strict):
     """What training and sampling share. The frame size is ``resolution`` ("HxW" or one number) or ``image_size``."""
 
@@ -50,6 +68,7 @@ class Common(Strict):
     resolution: str | int | None = None
     image_size: tuple[int, int] | None = None
     sp_size: int = Field(1, ge=1)
+    sequence_parallel: SequenceParallel = SequenceParallel()
     seed: int = Field(42, ge=0)
     model: dict[str, Any]
     vae: dict[str, Any]

@@ -7,7 +7,7 @@ All are ``all_to_all_single`` with split sizes that every rank knows beforehand.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,14 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .layout import ExchangePlan
 from .ledger import record
+from .mesh import ImaginedGroup
 
 
 def all_to_all(
     x: Tensor,
     send: list[int],
     recv: list[int],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | ImaginedGroup,
     *,
     kind: str,
     backward: bool,
@@ -33,6 +34,8 @@ def all_to_all(
     With ``async_op`` the result is under way until the work returned is waited for, and ``x`` must live as long.
     """
     out = x.new_empty(sum(recv), *x.shape[1:])
+    if isinstance(group, ImaginedGroup):
+        return out, cast(dist.Work, group)
     elsewhere = sum(send) - send[dist.get_rank(group)]
     record(kind, backward=backward, elements=elsewhere * x[:1].numel(), element_size=x.element_size())
     work = dist.all_to_all_single(out, x.contiguous(), recv, send, group=group, async_op=async_op)

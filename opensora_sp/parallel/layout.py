@@ -23,6 +23,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 SPATIAL_ROWS = "b t | s"
 TEMPORAL_ROWS = "b s | t"
@@ -89,7 +90,8 @@ def _cached_plan(
     num_chunks: int,
 ) -> ExchangePlan:
     left_layout, entered_layout = _Layout(dict(sizes), left), _Layout(dict(sizes), entered)
-    with torch.inference_mode(False):  # a plan made while sampling serves training as well
+    # a plan made while sampling serves training as well, one made while tracing with fake tensors is real
+    with torch.inference_mode(False), unset_fake_temporarily():
         stops = [left_layout.run(num_ranks, r, c, num_chunks)[1] for r in range(num_ranks) for c in range(num_chunks)]
         held = torch.arange(*left_layout.run(num_ranks, rank, chunk, num_chunks))
         receiver = _piece(left_layout.positions_in(entered_layout, held), entered_layout.stops(num_ranks))

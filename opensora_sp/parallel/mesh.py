@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
+
+
+class ImaginedGroup:
+    """Stands where a process group would be if nothing is to be sent: exchanges return tensors without content."""
+
+    group_name = "imagined"
+
+    def wait(self) -> None:
+        """As the work of an exchange: nothing is under way."""
 
 
 class SequenceMesh:
@@ -39,6 +49,20 @@ class SequenceMesh:
         self.host_group = self.sp_group  # the same ranks, for tensors on the CPU
         if self.sp_group is not None and "gloo" not in dist.get_backend_config(self.sp_group):
             self.host_group = _my_group(replicas, rank, world, backend="gloo")
+
+    @classmethod
+    def imagined(cls, sp_size: int, sp_rank: int) -> SequenceMesh:
+        """The mesh as one rank of ``sp_size`` would see it, without processes, to trace a model with fake tensors."""
+        mesh = cls.__new__(cls)
+        mesh.world_size, mesh.rank = sp_size, sp_rank
+        mesh.sp_size, mesh.dp_size, mesh.sp_rank, mesh.dp_rank = sp_size, 1, sp_rank, 0
+        group: Any = ImaginedGroup()
+        mesh.sp_group = mesh.dp_group = mesh.host_group = group
+        return mesh
+
+    @property
+    def is_imagined(self) -> bool:
+        return isinstance(self.sp_group, ImaginedGroup)
 
     def __repr__(self) -> str:
         return f"SequenceMesh(dp_size={self.dp_size}, sp_size={self.sp_size}, rank={self.rank})"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,37 +108,40 @@ class PlanHooks:
         self._sizes: dict[str, int] = {}  # of the batch at hand: b, t, s
         self._layout: str | None = None  # the layout of the stream, between enter and leave
         self._came_in: dict[nn.Module, str] = {}  # the layout each module's tokens came in; recomputation asks again
-        self.attach()
+        self.suspended = False  # while True, the model is as it was
+        self._handles: list[Any] = []
+        if mesh.sp_size > 1:
+            self._attach()
 
     def __deepcopy__(self, memo: dict) -> PlanHooks:
         raise ValueError(
             "got a parallelized model to copy; expected a bare one; copy before parallelize, or unwrap(model) first"
         )
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         plan, model = self.plan, self.model
-        self._handles: list[Any] = []
-        if self.mesh.sp_size == 1:
-            return
         (enter,), (leave,) = find(model, plan.enter), find(model, plan.leave)
         self._handles += [
             model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True),
-            enter.register_forward_pre_hook(self._enter, with_kwargs=True),
+            enter.register_forward_pre_hook(self._unless_suspended(self._enter), with_kwargs=True),
         ]
         self._listed: dict[nn.Module, str] = {}
+        before, behind = self._unless_suspended(self._before), self._unless_suspended(self._behind_branch)
         for layout, patterns in (("spatial", plan.spatial), ("temporal", plan.temporal)):
             for module in (module for pattern in patterns for module in find(model, pattern)):
                 self._listed[module] = layout
-                self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 if plan.placement == "branch":
-                    self._handles.append(module.register_forward_hook(self._behind_branch))
-        self._handles.append(leave.register_forward_hook(self._leave))
-        self._handles.append(model.register_forward_hook(self._finished))
+                    self._handles.append(module.register_forward_hook(behind))
+        self._handles.append(leave.register_forward_hook(self._unless_suspended(self._leave)))
+        self._handles.append(model.register_forward_hook(self._unless_suspended(self._finished)))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+
+    def _unless_suspended(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: None if self.suspended else hook(*args)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         x = args[0]
@@ -237,10 +240,11 @@ class PlanHooks:
         start, stop = self._run(axis)
         if isinstance(value, int):
             return stop - start
-        if value.ndim != len(axes) or value.shape[axes.index(axis)] != self._sizes[axis]:
+        expected = [self._sizes.get(name, size) for name, size in zip(axes, value.shape)]
+        if value.ndim != len(axes) or list(value.shape) != expected:
             raise ValueError(
-                f"got {name!r} of shape {tuple(value.shape)}; expected axes {' '.join(axes)} with {axis} = "
-                f"{self._sizes[axis]}; correct arguments in the ShardPlan"
+                f"got {name!r} of shape {tuple(value.shape)}; expected axes {' '.join(axes)} of sizes "
+                f"{[self._sizes.get(one, 'any') for one in axes]}; correct arguments in the ShardPlan"
             )
         return value.narrow(axes.index(axis), start, stop - start)
 

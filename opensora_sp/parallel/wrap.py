@@ -63,17 +63,18 @@ class SequenceParallel:
     def __init__(self, model: nn.Module, mesh: SequenceMesh, options: Options) -> None:
         self.model, self.mesh, self.options = model, mesh, options
         self.exact = options.comm_dtype is None
+        self.suspended = False  # while True, points do their local thing
         self._output = "full"
         self._modes: dict[tuple[int, int, int], WholeSamples] = {}
         self._points: list[Any] = []
-        self.attach()
+        self._attach_all()
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
         raise ValueError(
             "got a parallelized model to copy; expected a bare one; copy before parallelize, or unwrap(model) first"
         )
 
-    def attach(self) -> None:
+    def _attach_all(self) -> None:
         named = self.model.sharding_points
         self._attach(named["gather"], self._gather)
         if self.mesh.sp_size > 1:
@@ -92,7 +93,6 @@ class SequenceParallel:
             handle.remove()
         for point in self._points:
             point.detach()
-        self._points = []
 
     def _attach(self, pattern: str, function: Callable[..., Any]) -> None:
         for point in find(self.model, pattern):
@@ -106,10 +106,12 @@ class SequenceParallel:
         return args, kwargs
 
     def _shard(self, local: Callable, grid: Any) -> Rows:
-        return self._mode(grid).shard(local, grid)
+        return local(grid) if self.suspended else self._mode(grid).shard(local, grid)
 
     def _in_mode(self, name: str, local: Callable, *args: Any, **options: Any) -> Any:
         """What the mode of this batch does at a point; every point is told the rows that are held."""
+        if self.suspended:
+            return local(*args, **options)
         rows = next(arg for arg in args if hasattr(arg, "grid"))
         if isinstance(args[0], Tensor) and args[0].shape[:2] != (rows.count, rows.length):
             raise ValueError(
@@ -129,7 +131,7 @@ class SequenceParallel:
     def _gather(self, local: Callable, x: Tensor, rows: Rows) -> Tensor | Shard:
         if self._output == "shards":
             return Shard(x, rows)
-        if self.mesh.sp_size > 1:
+        if self.mesh.sp_size > 1 and not self.suspended:
             assert self.mesh.sp_group is not None
             x = gather_rows(x, run_sizes(rows.total, self.mesh.sp_size), self.mesh.sp_group)
             rows = rows.take(0, rows.total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from opensora_sp.parallel import SequenceMesh, parallelize
+from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
 from ._colossalai import (
     DistributedOptim,
@@ -46,6 +46,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             package cast what they compute on themselves, and a timestep rounded to bf16 is another timestep.
         overlap_communication: reduce gradients while backward runs; by default on CUDA only, where it exists.
         initial_scale: loss scale that fp16 starts with.
+        sequence_parallel: how the ranks of a replica share a batch: keyword arguments of ``parallelize``.
         options: further arguments of ``LowLevelZeroPlugin``.
 
     Raises:
@@ -62,11 +63,14 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         cast_inputs: bool = False,
         overlap_communication: bool | None = None,
         initial_scale: float = 2**16,
+        sequence_parallel: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         use_cpu_if_nothing_else()
         on_cuda = get_accelerator().name == "cuda"
         _check_arguments(stage, precision, on_cuda, overlap_communication, options)
+        self.sequence_parallel = dict(sequence_parallel or {})
+        Options(**{key: value for key, value in self.sequence_parallel.items() if key != "verify"})  # checks itself
         self.mesh = SequenceMesh(sp_size)
         name = type(self).__name__
         super().__init__(
@@ -82,16 +86,19 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
-        """Build from a config's ``sp_size``, ``zero_stage``, ``precision``, ``grad_clip``; what it lacks has defaults.
+        """Build from a config's ``sp_size``, ``zero_stage``, ``precision``, ``grad_clip`` and ``sequence_parallel``.
 
         Args:
-            cfg: a checked training config, or any object with these attributes, such as an mmengine ``Config``.
+            cfg: a checked training config, or any object with some of these attributes, such as an mmengine
+                ``Config``; what it lacks has defaults.
         """
+        how = getattr(cfg, "sequence_parallel", None) or {}
         return cls(
             sp_size=getattr(cfg, "sp_size", 1),
             stage=getattr(cfg, "zero_stage", 2),
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
+            sequence_parallel=dict(how),
         )
 
     def supported_devices(self) -> list[str]:
@@ -107,7 +114,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     ) -> tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader, Any]:
         """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
         if not isinstance(model, ModelWrapper) and (self.mesh.sp_size > 1 or hasattr(model, "sharding_points")):
-            parallelize(model, self.mesh)
+            parallelize(model, self.mesh, **self.sequence_parallel)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             if isinstance(cast_to_distributed(optimizer), DistributedOptim):
                 raise ValueError(

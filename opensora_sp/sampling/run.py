@@ -99,7 +99,8 @@ def build_pipeline(cfg: InferenceConfig, weights: Path, mesh: SequenceMesh, devi
     check_encoders(model.config, vae, text_encoder)
     load_weights(model, weights)
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
-    return Pipeline(cfg, parallelize(model, mesh), vae, text_encoder, device)
+    parallelize(model, mesh, **dict(cfg.sequence_parallel))
+    return Pipeline(cfg, model, vae, text_encoder, device)
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

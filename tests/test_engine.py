@@ -1,0 +1,127 @@
+"""The engine from its user's side: what it costs without other ranks, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_sp_parity import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, parallelize, unwrap
+
+pytestmark = pytest.mark.core
+
+
+class Operators(TorchDispatchMode):
+    """Counts every operator that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(model: torch.nn.Module, case: Case) -> Counter[str]:
+    inputs = make_inputs(case)
+    with Operators() as seen:
+        model(**inputs).sum().backward()
+    return seen.counts
+
+
+@pytest.mark.parametrize("case", [PLAIN[0], replace(FULL, size=(2, 5, 7, 9), checkpoint=True)])
+def test_one_rank_runs_the_operators_of_the_bare_model(case: Case) -> None:
+    bare = operators(make_model(case), case)
+    mesh = SequenceMesh(1)
+    with CommLedger() as ledger:
+        for options in ({}, dict(overlap_chunks=4, overlap_backward=True), dict(strategy="ulysses")):
+            assert operators(parallelize(make_model(case), mesh, **options), case) == bare
+    assert not ledger.calls
+
+
+def refused_everywhere() -> list[str]:
+    """The same error on every rank, and the model of use afterwards."""
+    mesh = SequenceMesh(dist.get_world_size())
+    case = Case((1, 5, 7, 9))
+    model, rank = parallelize(make_model(case), mesh), mesh.sp_rank
+    model(**make_inputs(case))  # all ranks have seen this shape
+    told = []
+    other = make_inputs(Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9)))  # for rank 0 not even a new one
+    mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
+    longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
+    for inputs in (other, mixed, longer):
+        with CommLedger() as ledger, pytest.raises(ValueError, match="got inputs of different shapes") as error:
+            model(**inputs)
+        assert set(ledger.calls) == {("check", "forward")}
+        told.append(str(error.value))
+    model(**make_inputs(case))
+    return told
+
+
+def counted() -> tuple[str, str]:
+    mesh = SequenceMesh(dist.get_world_size())
+    case = replace(PLAIN[0], size=(1, 5, 7, 9), checkpoint=True)
+    model = parallelize(make_model(case), mesh, strategy="ulysses")
+    with CommLedger() as ledger:
+        model(**make_inputs(case)).sum().backward()
+    return ledger.table(), ledger.table(mesh.sp_group)
+
+
+def mixed_layouts() -> None:
+    mesh = SequenceMesh(dist.get_world_size())
+    model = parallelize(make_model(PLAIN[0]), mesh)
+    double, single = (model(**make_inputs(Case(size)), output="shards") for size in [(2, 5, 7, 9), (1, 5, 7, 9)])
+    assert torch.equal(double.combine(torch.sub, double).tensor, torch.zeros_like(double.tensor))
+    with pytest.raises(ValueError, match="got shards of different layouts"):
+        double.combine(torch.sub, single)
+    with pytest.raises(ValueError, match=r"expected \[2, channels, 5, 7, 9\]"):
+        double.layout.slice(make_inputs(PLAIN[0])["x"])
+    block, rows = model.spatial_blocks[0], single.layout.turned()
+    with pytest.raises(ValueError, match=r"got tokens \(3, 7, 12\) as spatial rows \[0, 5\) of 5; expected \[5, 20"):
+        block.attn(torch.zeros(3, 7, 12, dtype=torch.float64), rows)
+
+
+def in_turn(*functions) -> list:
+    return [function() for function in functions]
+
+
+def test_errors_and_counts_on_ranks() -> None:
+    results = run_ranks(2, in_turn, refused_everywhere, counted, mixed_layouts)
+    (told, *_), (told_elsewhere, *_) = results
+    assert told == told_elsewhere
+    assert "rank 0: drop_caption" not in told[0] and "x [1, 2, 5, 7, 9] float64" in told[0]
+    assert "x [1, 2, 4, 7, 9] float64" in told[0] and "'shards'" in told[1] and "y [1, 1, 5, 5]" in told[2]
+    own, over_ranks = results[0][1]
+    for table in (own, over_ranks):
+        kinds = [line.split()[:3] for line in table.splitlines()[1:]]
+        calls = str(4 * DEPTH)  # two attentions a pair, there and back
+        for phase in ("forward", "recompute", "backward"):
+            assert ["heads", phase, calls] in kinds, table
+
+
+def test_bad_options_are_refused() -> None:
+    for options, told in [
+        (dict(strategy="ring"), "got strategy 'ring'; expected one of ('switch', 'ulysses', 'split_gather')"),
+        (dict(placement="head"), "got placement 'head'"),
+        (dict(comm_dtype="fp4", placement="branch"), "got comm_dtype 'fp4'"),
+        (dict(comm_dtype="bf16"), "which moves the residual stream; expected None"),
+        (dict(strategy="ulysses", placement="branch"), "got placement 'branch' with strategy 'ulysses'"),
+        (dict(overlap_chunks=0), "got overlap_chunks 0; expected at least 1"),
+        (dict(overlap_backward=True, placement="branch"), "where switches lie between blocks"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            Options(**options)
+        assert told in str(error.value)
+        model = make_model(PLAIN[0])
+        with pytest.raises(ValueError, match="; "):
+            parallelize(model, SequenceMesh(1), **options)
+        assert unwrap(model) is model and not model._forward_pre_hooks
+    with pytest.raises(ValueError, match=r"got sp_size 4 with 1 processes; expected an sp_size that divides"):
+        SequenceMesh(4)
