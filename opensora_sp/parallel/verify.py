@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .mesh import SequenceMesh
 
 logger = logging.getLogger(__name__)
+ATTRIBUTE = "_sequence_parallel"  # of a parallelized model: what hangs on it
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 NOISE_FLOOR = 1e-3  # of the largest gradient: smaller ones (of a key bias, zero but for rounding) count as this large
 
@@ -50,11 +51,12 @@ class Verdict:
         )
 
 
-def verify_step(model: nn.Module, hooks: Any, mesh: SequenceMesh, args: tuple, kwargs: dict[str, Any]) -> Verdict:
+def verify_step(model: nn.Module, mesh: SequenceMesh, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and parallel. Collective.
 
-    Parameters keep their gradients. ``hooks`` is what hangs on the model.
+    Parameters keep their gradients. The model returns one tensor, or a ``Shard`` if asked to, which it is not here.
     """
+    hooks, kwargs = getattr(model, ATTRIBUTE), kwargs or {}
     kwargs = {name: value for name, value in kwargs.items() if name != "output"}
     with _suspended(hooks):
         wanted, wanted_gradients = _step(model, args, kwargs)
@@ -74,12 +76,12 @@ def verify_step(model: nn.Module, hooks: Any, mesh: SequenceMesh, args: tuple, k
     return Verdict(first, dict(zip(wanted_gradients, rest, strict=True)), tuple(zero), tolerance)
 
 
-def verify_first_step(model: nn.Module, hooks: Any, mesh: SequenceMesh) -> None:
+def verify_first_step(model: nn.Module, mesh: SequenceMesh) -> None:
     """Verify the first batch that the model is called with, log what was found, and refuse to go on if it is wrong."""
 
     def check(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         handle.remove()
-        verdict = verify_step(module, hooks, mesh, args, kwargs)
+        verdict = verify_step(module, mesh, args, kwargs)
         if not verdict.agrees:
             raise ValueError(
                 f"got another result under sequence parallelism: {verdict}; expected at most {verdict.tolerance:.0e}; "

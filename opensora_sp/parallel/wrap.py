@@ -23,11 +23,10 @@ from .mesh import SequenceMesh
 from .modes import Options, Rows, WholeSamples, choose_mode
 from .plan import find, registered_plan
 from .same_batch import SameBatch
-from .verify import verify_first_step
+from .verify import ATTRIBUTE, verify_first_step
 
 Model = TypeVar("Model", bound=nn.Module)
 POINTS = ("shard", "switch", "segment", "gather", "spatial", "temporal", "rowwise")
-_ATTRIBUTE = "_sequence_parallel"
 
 
 @dataclass(frozen=True)
@@ -187,11 +186,11 @@ def parallelize(
         overlap_backward=overlap_backward,
         recompute_communication=recompute_communication,
     )
-    if hasattr(model, _ATTRIBUTE):
+    if hasattr(model, ATTRIBUTE):
         raise ValueError("got a model that is parallelized already; expected a bare one; call unwrap(model) first")
-    setattr(model, _ATTRIBUTE, _hooks(model, mesh, options))
+    setattr(model, ATTRIBUTE, _hooks(model, mesh, options))
     if verify and mesh.sp_size > 1:
-        verify_first_step(model, getattr(model, _ATTRIBUTE), mesh)
+        verify_first_step(model, mesh)
     return model
 
 
@@ -215,11 +214,11 @@ def unwrap(model: Model) -> Model:
     Raises:
         ValueError: if ``model`` is a wrapper (of DDP or a Booster) around a parallelized model.
     """
-    if hasattr(getattr(model, "module", None), _ATTRIBUTE):
+    if hasattr(getattr(model, "module", None), ATTRIBUTE):
         raise ValueError(
             f"got a {type(model).__name__} around a parallelized model; expected that model; call unwrap(model.module)"
         )
-    if hasattr(model, _ATTRIBUTE):
-        getattr(model, _ATTRIBUTE).remove()
-        delattr(model, _ATTRIBUTE)
+    if hasattr(model, ATTRIBUTE):
+        getattr(model, ATTRIBUTE).remove()
+        delattr(model, ATTRIBUTE)
     return model
