@@ -1,7 +1,8 @@
-"""STDiT3 and its parts against the reference values of the public release."""
+"""STDiT, STDiT2, STDiT3 and their parts against the reference values of the public releases."""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from opensora_sp.models import PatchGrid, build_model
+from opensora_sp.models.conditioning import Condition, FinalLayer
 from opensora_sp.models.layers import (
     CaptionEmbedder,
     CrossAttention,
@@ -21,13 +23,19 @@ from opensora_sp.models.layers import (
     SelfAttention,
     SizeEmbedder,
     TimestepEmbedder,
+    frame_position_embedding,
+    position_embedding,
 )
 from opensora_sp.models.rows import SPATIAL, TEMPORAL
-from opensora_sp.models.stdit3 import FinalLayer, STDiT3Block, STDiT3Config, _condition
+from opensora_sp.models.stdit3 import STDiT3Block, STDiT3Config
 
 pytestmark = pytest.mark.core
 GOLDEN = Path(__file__).parent / "golden"
-CASES = ["stdit3_v12_framemask", "stdit3_v12_image_cfg", "stdit3_v12_plain"]
+CASES = [
+    *("stdit_v10_video", "stdit_v12_framemask", "stdit_v12_image"),
+    *("stdit2_v11_legacy_norm", "stdit2_v12_framemask"),
+    *("stdit3_v12_framemask", "stdit3_v12_image_cfg", "stdit3_v12_plain"),
+]
 
 
 def load(kind: str, name: str) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -43,12 +51,22 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def built(about: dict, tensors: dict[str, torch.Tensor], **overrides) -> torch.nn.Module:
+    """The model of a case with its weights."""
+    legacy = dict(qk_norm_legacy=True) if (about["model"], about["upstream_release"]) == ("STDiT2", "v1.1.0") else {}
+    model = build_model(about["model"], **{**about["constructor"], **legacy, **overrides})
+    if about["model"] == "STDiT":  # its position tables are buffers: computed like those stored
+        for name in ("pos_embed", "pos_embed_temporal"):
+            torch.testing.assert_close(model.get_buffer(name), tensors[f"state/{name}"], rtol=0, atol=1e-6)
+    model.load_state_dict(under(tensors, "state/"), strict=True)
+    return model
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_output_and_gradients(name: str, checkpointing: bool) -> None:
     about, tensors = load("models", name)
-    model = build_model("STDiT3", **about["constructor"])
-    model.load_state_dict(under(tensors, "state/"), strict=True)
+    model = built(about, tensors)
     model.set_grad_checkpoint(checkpointing)
     inputs = under(tensors, "input/")
     inputs["x"].requires_grad_()
@@ -70,8 +88,7 @@ def test_output_and_gradients(name: str, checkpointing: bool) -> None:
 def test_alternates(name: str) -> None:
     about, tensors = load("models", name)
     for key, alternate in about["alternates"].items():
-        model = build_model("STDiT3", **{**about["constructor"], **alternate["config_overrides"]})
-        model.load_state_dict(under(tensors, "state/"), strict=True)
+        model = built(about, tensors, **alternate["config_overrides"])
         inputs = {k: v for k, v in under(tensors, "input/").items() if k not in alternate["arguments_not_passed"]}
         inputs.update(under(tensors, f"alt/{key}/input/"))
         close(model(**inputs), tensors[f"alt/{key}/output"])
@@ -80,6 +97,12 @@ def test_alternates(name: str) -> None:
 @pytest.mark.parametrize(
     ("file", "preset"),
     [
+        ("stdit-xl-2_v100", "STDiT-XL/2"),
+        ("stdit-xl-2_v100_inputsize-16x32x32", "STDiT-XL/2"),
+        ("stdit-xl-2_v120", "STDiT-XL/2"),
+        ("stdit2-xl-2_v110", "STDiT2-XL/2"),
+        ("stdit2-xl-2_v110_qknorm-True_modelmaxlength-200", "STDiT2-XL/2"),
+        ("stdit2-xl-2_v120", "STDiT2-XL/2"),
         ("stdit3-xl-2_v120", "STDiT3-XL/2"),
         ("stdit3-3b-2_v120", "STDiT3-3B/2"),
         ("stdit3-xl-2_v120_qknorm-False", "STDiT3-XL/2"),
@@ -89,8 +112,10 @@ def test_presets_have_the_released_names_and_shapes(file: str, preset: str) -> N
     about = json.loads(gzip.decompress((GOLDEN / "params" / f"{file}.json.gz").read_bytes()))
     with torch.device("meta"):
         model = build_model(preset, **about["constructor_overrides"])
-    ours = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert ours == dict(about["state_dict"])
+    ours = [[name, list(tensor.shape)] for name, tensor in model.state_dict().items()]
+    if preset.startswith("STDiT3"):  # whose entries are in another order here
+        ours, about["state_dict"] = sorted(ours), sorted(about["state_dict"])
+    assert ours == about["state_dict"]
     assert sum(p.numel() for p in model.parameters()) == about["parameters_total"]
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == about["parameters_trainable"]
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == about["frozen_parameters"]
@@ -113,7 +138,7 @@ def conditioned(tensors: dict[str, torch.Tensor], layout: str, T: int, S: int, w
     modulation = torch.stack([s.view(len(t), -1, width) for s in states], dim=1)
     grid = PatchGrid(num_samples=len(t), latent_size=(T, 1, S), patch_size=(1, 1, 1))
     given = ~tensors["input/x_mask"] if "input/x_mask" in tensors else None
-    return _condition(grid.rows(layout), modulation, given, text, lengths), modulation
+    return Condition.of(grid.rows(layout), modulation, given, text, lengths), modulation
 
 
 def test_stdit3_block() -> None:
@@ -147,9 +172,10 @@ def test_rotary_attention() -> None:
             rope = RotaryEmbedding(case["head_dim"])
             close(rope.freqs, tensors["freqs"])
             close(rope(tensors["input/q"].transpose(1, 2)).transpose(1, 2), tensors["output"])
-        elif not case["qk_norm_legacy"]:
+        else:
             rope = RotaryEmbedding(case["hidden"] // case["heads"]) if case["rotary"] else None
-            attention = SelfAttention(case["hidden"], case["heads"], qk_norm=case["qk_norm"], rope=rope)
+            options = dict(qk_norm=case["qk_norm"], rope=rope, norm_last=case["qk_norm_legacy"])
+            attention = SelfAttention(case["hidden"], case["heads"], **options)
             x = tensors["input/x"]
             rows = PatchGrid(num_samples=1, latent_size=(len(x), 1, x.shape[1]), patch_size=(1, 1, 1)).rows(SPATIAL)
             close(with_state(attention, tensors)(x, rows), tensors["output"])
@@ -199,14 +225,52 @@ def test_embedders() -> None:
                 assert h == w  # then the base size is the side itself
             out = table(h, w, scale=case["scale"], base_size=base or h, device=torch.device("cpu"))
             close(out[None], tensors["output"])
+        else:
+            sides, base = (case["h"], case["w"]), case["base_size"]
+            axes = [torch.arange(n) / case["scale"] * (base / n if base else 1) for n in sides]
+            out = frame_position_embedding(*(axis.double() for axis in axes), case["dim"])
+            torch.testing.assert_close(out, tensors["output"], rtol=0, atol=1e-6)  # of float32 coordinates
+    for case, tensors in block_cases("pos_embed_1d"):
+        out = position_embedding(torch.arange(case["length"]).double() / case["scale"], case["dim"])
+        torch.testing.assert_close(out, tensors["output"], rtol=0, atol=1e-12)
 
 
-def test_forward_draws_no_random_numbers_and_works_without_optional_inputs() -> None:
-    model = build_model("STDiT3", hidden_size=16, depth=1, num_heads=2, caption_channels=4, model_max_length=3)
+SMALL = dict(hidden_size=24, depth=2, num_heads=2, caption_channels=4, model_max_length=3)
+OWN_OPTIONS = {"STDiT": dict(input_size=(3, 4, 4)), "STDiT2": dict(qk_norm=True), "STDiT3": {}}
+SIZES = {name: torch.tensor([8.0, 16.0]) for name in ("num_frames", "height", "width", "ar", "fps")}
+
+
+@pytest.mark.parametrize("name", list(OWN_OPTIONS))
+def test_forward_draws_no_random_numbers_and_works_without_optional_inputs(name: str) -> None:
+    model = build_model(name, **SMALL, **OWN_OPTIONS[name])
     x, y = torch.randn(2, 4, 3, 4, 4), torch.randn(2, 1, 3, 4)
     before = torch.get_rng_state()
-    output = model.train()(x, torch.tensor([10.0, 900.0]), y)
+    output = model.train()(x, torch.tensor([10.0, 900.0]), y, **(SIZES if name == "STDiT2" else {}))
     assert output.shape == (2, 8, 3, 4, 4) and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["STDiT", "STDiT2"])
+def test_drop_path_takes_the_branches_of_one_part_away(name: str) -> None:
+    """Entry 2i belongs to the spatial attention of block i, 2i + 1 to its temporal attention and MLP."""
+    model = build_model(name, **SMALL, **OWN_OPTIONS[name], drop_path=0.5).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    x, y = (torch.randn(shape, generator=generator).double() for shape in [(2, 4, 3, 4, 4), (2, 1, 3, 4)])
+    inputs = dict(x=x, timestep=torch.tensor([10.0, 900.0]), y=y, **(SIZES if name == "STDiT2" else {}))
+    branches = [["0.attn.proj"], ["0.attn_temp.proj", "0.mlp.fc2"], ["1.attn.proj"], ["1.attn_temp.proj", "1.mlp.fc2"]]
+    for dropped, layers in enumerate(branches):
+        without = copy.deepcopy(model)
+        drop_path = torch.zeros(4, 2, dtype=torch.bool)
+        drop_path[dropped, 1] = True
+        output = model(**inputs, drop_path=drop_path)
+        for layer in layers:
+            for parameter in without.blocks.get_submodule(layer).parameters():
+                torch.nn.init.zeros_(parameter)
+        nothing = torch.zeros_like(drop_path)
+        torch.testing.assert_close(output[1], without(**inputs, drop_path=nothing)[1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(output[0], model(**inputs, drop_path=nothing)[0], rtol=0, atol=1e-12)
+        assert (output[1] - model(**inputs, drop_path=nothing)[1]).abs().max() > 1e-3
 
 
 def test_an_empty_text_mask_counts_as_its_first_token() -> None:
@@ -237,6 +301,21 @@ def test_inputs_that_do_not_fit_are_refused(change: dict, message: str) -> None:
     inputs = dict(x=torch.zeros(2, 4, 3, 4, 4), timestep=torch.zeros(2), y=torch.zeros(2, 1, 3, 4))
     with pytest.raises(ValueError, match=message):
         model(**{**inputs, **change})
+
+
+def test_sizes_that_a_model_cannot_take_are_refused() -> None:
+    inputs = dict(x=torch.zeros(2, 4, 3, 4, 4), timestep=torch.zeros(2), y=torch.zeros(2, 1, 3, 4))
+    stdit, stdit2 = (build_model(name, **SMALL, **OWN_OPTIONS[name]) for name in ("STDiT", "STDiT2"))
+    with pytest.raises(ValueError, match=r"got latents of size \(3, 4, 6\); expected the input_size \(3, 4, 4\)"):
+        stdit(**{**inputs, "x": torch.zeros(2, 4, 3, 4, 6)})
+    with pytest.raises(ValueError, match=r"got input_size \(3, 5, 4\) and patch_size \(1, 2, 2\); .* in whole patches"):
+        build_model("STDiT", input_size=(3, 5, 4))
+    with pytest.raises(ValueError, match="got no height, ar; expected one number per sample"):
+        stdit2(**inputs, **{name: size for name, size in SIZES.items() if name not in ("height", "ar")})
+    with pytest.raises(ValueError, match="got hidden_size 32; expected a multiple of 3"):
+        build_model("STDiT2", hidden_size=32, num_heads=4)
+    with pytest.raises(ValueError, match="expected num_heads to divide hidden_size"):
+        build_model("STDiT", hidden_size=32, num_heads=3)
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:

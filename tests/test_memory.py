@@ -27,13 +27,16 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def largest(T: int, side: int, masks: bool) -> tuple[LargestTensor, int]:
-    width, text = 8, 40
+def largest(name: str, T: int, side: int, masks: bool) -> tuple[LargestTensor, int]:
+    width, text = 12, 40
+    size = dict(input_size=(T, side, side)) if name == "STDiT" else {}
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=width, depth=1, num_heads=2, mlp_ratio=1.0, caption_channels=4,
-        model_max_length=text, patch_size=(1, 1, 1),
+        name, in_channels=2, hidden_size=width, depth=1, num_heads=2, mlp_ratio=1.0, caption_channels=4,
+        model_max_length=text, patch_size=(1, 1, 1), **size,
     )  # fmt: skip
     inputs = dict(x=torch.randn(2, 2, T, side, side), timestep=torch.tensor([1.0, 2.0]), y=torch.randn(2, 1, text, 4))
+    if name == "STDiT2":
+        inputs.update((size, torch.tensor([1.0, 2.0])) for size in ("num_frames", "height", "width", "ar", "fps"))
     if masks:
         inputs["mask"] = torch.arange(text) < torch.tensor([[25], [10]])
         inputs["x_mask"] = torch.rand(2, T) < 0.5
@@ -42,10 +45,11 @@ def largest(T: int, side: int, masks: bool) -> tuple[LargestTensor, int]:
     return seen, 2 * T * side * side * width
 
 
+@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("T", "side"), [(2, 24), (500, 1)], ids=["long spatial rows", "long temporal rows"])
-def test_no_tensor_is_quadratic_in_a_length(T: int, side: int, masks: bool) -> None:
-    seen, activation = largest(T, side, masks)
+def test_no_tensor_is_quadratic_in_a_length(name: str, T: int, side: int, masks: bool) -> None:
+    seen, activation = largest(name, T, side, masks)
     assert seen.numel <= 4 * activation, f"{seen.operation} makes {seen.numel} numbers"
     scores = 2 * 2 * T * (side * side) ** 2 if side > 1 else 2 * 2 * T**2
     assert scores > 4 * activation  # so the bound would catch an explicit matrix of scores

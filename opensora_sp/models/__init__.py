@@ -3,6 +3,8 @@
 from .points import Attend, Gather, Point, Rowwise, Segment, Shard, Switch
 from .registry import build_model
 from .rows import PatchGrid, Rows
+from .stdit import STDiT, STDiTConfig
+from .stdit2 import STDiT2, STDiT2Config
 from .stdit3 import STDiT3, STDiT3Config
 
 __all__ = [
@@ -12,8 +14,12 @@ __all__ = [
     "Point",
     "Rows",
     "Rowwise",
+    "STDiT",
+    "STDiT2",
+    "STDiT2Config",
     "STDiT3",
     "STDiT3Config",
+    "STDiTConfig",
     "Segment",
     "Shard",
     "Switch",

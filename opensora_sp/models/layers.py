@@ -17,13 +17,34 @@ from torch import Tensor, nn
 
 from .attention import attention
 from .points import Attend, Point
-from .rows import Rows
+from .rows import PatchGrid, Rows
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
     """Angles ``positions[..., None] * frequencies`` in at least float32, ``[..., len(frequencies)]``."""
     dtype = torch.promote_types(positions.dtype, torch.float32)
     return positions.to(dtype)[..., None] * frequencies.to(dtype)
+
+
+def position_embedding(positions: Tensor, width: int) -> Tensor:
+    """Positions ``[...]`` -> ``[..., width]``: sines, then cosines, of frequencies from 1 down to 1 / 10000.
+
+    Computed in the dtype of the positions.
+    """
+    exponents = torch.arange(0, width, 2, device=positions.device).to(positions.dtype) / width
+    angles = sinusoid(positions, 1.0 / 10000**exponents)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def frame_position_embedding(height: Tensor, width: Tensor, channels: int) -> Tensor:
+    """Coordinates of a frame's rows ``[H]`` and columns ``[W]`` -> ``[H * W, channels]``.
+
+    The first half of the channels encodes the column, the second the row.
+    """
+    assert channels % 4 == 0, channels
+    row, column = torch.meshgrid(height, width, indexing="ij")
+    halves = [position_embedding(axis.flatten(), channels // 2) for axis in (column, row)]
+    return torch.cat(halves, dim=-1)
 
 
 class Mlp(nn.Module):
@@ -66,25 +87,27 @@ class PatchEmbed3D(nn.Module):
 
 
 class PositionEmbedding2D(nn.Module):
-    """Sine-cosine embedding of a patch's column and row, on a grid scaled to the resolution trained at.
-
-    The first half of the channels encodes the column, the second the row; each half is sines, then cosines.
-    """
+    """Sine-cosine embedding of a patch's column and row, on a grid scaled to the resolution trained at."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        if width % 4:
-            raise ValueError(f"got hidden_size {width}; expected a multiple of 4; choose another hidden_size")
         self.width = width
 
     def forward(self, height: int, width: int, *, scale: float, base_size: int, device: torch.device) -> Tensor:
         """Float32 ``[height * width, C]``; coordinates run to ``base_size / scale`` along each axis."""
-        half = self.width // 2
-        frequencies = 1.0 / 10000 ** (torch.arange(0, half, 2, device=device).float() / half)
-        axes = [torch.arange(n, device=device) / scale * (base_size / n) for n in (height, width)]
-        row, column = torch.meshgrid(*axes, indexing="ij")
-        angles = [sinusoid(axis.flatten(), frequencies) for axis in (column, row)]
-        return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=-1)
+        rows, columns = (torch.arange(n, device=device) / scale * (base_size / n) for n in (height, width))
+        return frame_position_embedding(rows, columns, self.width)
+
+    def of_frame(
+        self, grid: PatchGrid, height: Tensor | None, width: Tensor | None, *, trained_at: int, device: torch.device
+    ) -> Tensor:
+        """``[S, C]`` for the patches of a frame. The scale is the side of a square as large as the first sample's
+        pixels, over ``trained_at``; without pixels it is 1."""
+        _, rows, columns = grid.shape
+        scale = 1.0
+        if height is not None and width is not None:
+            scale = (float(height[0]) * float(width[0])) ** 0.5 / trained_at
+        return self(rows, columns, scale=scale, base_size=round((rows * columns) ** 0.5), device=device)
 
 
 class RotaryEmbedding(nn.Module):
@@ -115,11 +138,22 @@ class RotaryEmbedding(nn.Module):
 
 
 class SelfAttention(Point):
-    """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys."""
+    """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys.
 
-    def __init__(self, width: int, num_heads: int, *, qk_norm: bool, rope: RotaryEmbedding | None = None) -> None:
+    They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        qk_norm: bool,
+        rope: RotaryEmbedding | None = None,
+        norm_last: bool = False,
+    ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.norm_last = num_heads, norm_last
         self.qkv = nn.Linear(width, 3 * width)
         self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
@@ -130,9 +164,12 @@ class SelfAttention(Point):
     def local(self, x: Tensor, rows: Rows) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``."""
         q, k, v = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if not self.norm_last:
+            q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.rotate:
             q, k = rope(q), rope(k)
+        if self.norm_last:
+            q, k = self.q_norm(q), self.k_norm(k)
         return self.proj(self.attend(q, k, v, rows).flatten(-2))
 
 

@@ -8,10 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from .conditioning import ConditionedModel
+from .stdit import STDiT
+from .stdit2 import STDiT2
 from .stdit3 import STDiT3
 
-CLASSES: dict[str, type[STDiT3]] = {"STDiT3": STDiT3}
-PRESETS: dict[str, tuple[type[STDiT3], dict[str, Any]]] = {
+CLASSES: dict[str, type[ConditionedModel]] = {"STDiT": STDiT, "STDiT2": STDiT2, "STDiT3": STDiT3}
+PRESETS: dict[str, tuple[type[ConditionedModel], dict[str, Any]]] = {
+    "STDiT-XL/2": (STDiT, dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))),
+    "STDiT2-XL/2": (STDiT2, dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))),
     "STDiT3-XL/2": (STDiT3, dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))),
     "STDiT3-3B/2": (STDiT3, dict(depth=28, hidden_size=1872, num_heads=26, patch_size=(1, 2, 2))),
 }
@@ -27,7 +32,7 @@ def build_model(name: str, **config: Any) -> nn.Module:
     return model_class(name)(resolve_config(name, **config))
 
 
-def model_class(name: str) -> type[STDiT3]:
+def model_class(name: str) -> type[ConditionedModel]:
     """The class behind a class name or preset."""
     known = {**CLASSES, **{preset: cls for preset, (cls, _) in PRESETS.items()}}
     if name not in known:

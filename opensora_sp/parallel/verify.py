@@ -51,7 +51,9 @@ class Verdict:
         )
 
 
-def verify_step(model: nn.Module, mesh: SequenceMesh, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Verdict:
+def verify_step(
+    model: nn.Module, mesh: SequenceMesh, args: tuple = (), kwargs: dict[str, Any] | None = None
+) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and parallel. Collective.
 
     Parameters keep their gradients. The model returns one tensor, or a ``Shard`` if asked to, which it is not here.

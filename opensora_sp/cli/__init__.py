@@ -1,0 +1,25 @@
+"""The command ``opensora-sp``. A subcommand is a module with ``HELP``, ``parser()`` and ``run(args)``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from opensora_sp.console import told_errors
+
+from . import plan, verify
+
+COMMANDS = {"plan": plan, "verify": verify}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a subcommand; a user's error is told in one sentence, with exit status 2."""
+    parser = argparse.ArgumentParser(prog="opensora-sp", description="Tools around training with sequence parallelism.")
+    subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        subcommands.add_parser(
+            name, help=module.HELP, description=module.HELP, parents=[module.parser()], add_help=False
+        )
+    args = parser.parse_args(arguments)
+    with told_errors():
+        COMMANDS[args.command].run(args)

@@ -1,0 +1,152 @@
+"""``opensora-sp plan``: what a config will do on some number of GPUs, as a table or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from opensora_sp.console import config_arguments
+
+if TYPE_CHECKING:
+    from opensora_sp.planner import BucketPlan, Plan
+
+HELP = "say how ranks would share the batches of a config, what they would send, what it takes, what to change"
+INSTEAD_OF_TOKENS = {
+    "WholeSamples": "no token",
+    "SplitHeads": "heads of queries, keys, values and outputs of spatial attention; no whole token",
+    "Ulysses": "heads of queries, keys, values and outputs of every attention; no whole token",
+    "SplitGather": "all tokens to all ranks, for every attention",
+}
+COLUMNS = 100
+MARGIN = 11
+Cells = list[tuple[str, tuple[str, ...]]]
+NAMES = {
+    "WholeSamples": "whole samples",
+    "SwitchRows": "switch",
+    "BranchSwitch": "switch of branches",
+    "SplitHeads": "split heads",
+    "Ulysses": "ulysses",
+    "SplitGather": "split_gather",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = config_arguments(HELP)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="processes of the run, one for each GPU")
+    parser.add_argument("--gpus-per-node", type=int, metavar="M", help="to say whether a batch is shared across nodes")
+    parser.add_argument("--memory-gb", type=float, metavar="G", help="of one GPU, 1e9 bytes, to say what does not fit")
+    parser.add_argument("--json", action="store_true", help="all numbers, in bytes, as JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    from opensora_sp.planner import plan  # takes seconds, which --help need not
+
+    cfg = load_either(args.config, args.cfg_options)
+    made = plan(cfg, args.gpus, gpus_per_node=args.gpus_per_node, memory_gb=args.memory_gb)
+    sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
+
+
+def load_either(path: str, overrides: list[str]) -> Any:
+    """A training config, or else a sampling config; of a config that is neither, the shorter complaint."""
+    from opensora_sp.config import load_inference_config, load_train_config
+
+    errors = []
+    for load in (load_train_config, load_inference_config):
+        try:
+            return load(path, overrides)
+        except ValueError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: str(error).count("\n"))
+
+
+def table(plan: Plan) -> str:
+    """The plan in lines of at most 100 characters."""
+    lines = [
+        f"{plan.model}, {plan.parameters / 1e6:.1f} M parameters, {plan.purpose} in {plan.precision}, "
+        f"{plan.num_gpus} GPUs = dp_size {plan.dp_size} x sp_size {plan.sp_size}"
+    ]
+    if plan.spans_nodes is not None:
+        where = "spans nodes: its exchanges use the network" if plan.spans_nodes else "lies on one node"
+        lines.append(f"a group of {plan.sp_size} ranks {where}")
+    for bucket in plan.buckets:
+        lines += ["", *_bucket(plan, bucket)]
+    return "\n".join(lines)
+
+
+def _bucket(plan: Plan, bucket: BucketPlan) -> list[str]:
+    shape, tokens = bucket.bucket, bucket.tokens
+    height, width = shape.image_size
+    guided = ", doubled for guidance" if plan.purpose == "sampling" else ""
+    lines = [
+        f"batches of {shape.batch_size} x {shape.num_frames} frames x {height}x{width}{guided}: B={tokens['samples']} "
+        f"T={tokens['frames']} S={tokens['patches']}, {tokens['total']:,} tokens"
+    ]
+    lines += _told("strategy", f"{NAMES[bucket.sharing.mode]}: {bucket.sharing.why}")
+    for what, sizes in bucket.sharing.units.items():
+        lines += _told("rows", f"{what}: {_held(sizes)}")
+    lines += _told("balance", f"the busiest rank computes {bucket.sharing.imbalance:.1%} more than the mean")
+    for warning in bucket.sharing.idle:
+        lines += _told("warning", warning)
+    share = bucket.tokens_changing_rank / tokens["total"]
+    moved = f"{bucket.tokens_changing_rank:,} tokens ({share:.1%}) change rank at each switch"
+    lines += _told("moved", INSTEAD_OF_TOKENS.get(bucket.sharing.mode, moved))
+    return (
+        lines + _sent(plan, bucket) + _memory(plan, bucket) + [line for a in bucket.advice for line in _told("try", a)]
+    )
+
+
+def _sent(plan: Plan, bucket: BucketPlan) -> list[str]:
+    """Mean over the ranks by phase, and mean and busiest of the whole step."""
+    per = "step" if plan.purpose == "training" else "call of the model"
+    times = f" of {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    rows: Cells = [(f"MB per {per}{times}", ("forward", "recompute", "backward", "mean", "busiest"))]
+    others = {f"with {name!r}": sent for name, sent in bucket.compared.items() if sent != bucket.traffic}
+    for name, sent in {"as configured": bucket.traffic, **others}.items():
+        phases = [sum(phase) / len(phase) for phase in (sent.forward, sent.recompute, sent.backward)]
+        numbers = [one * plan.micro_batches / 1e6 for one in (*phases, sent.mean, sent.busiest)]
+        rows.append((name, tuple(f"{number:,.2f}" for number in numbers)))
+    return _columns("sent", rows, width=11)
+
+
+def _memory(plan: Plan, bucket: BucketPlan) -> list[str]:
+    memory, kept = bucket.memory, bucket.memory.kept
+    rows: Cells = [("GB on a rank", ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at"))]
+    states = (kept.weights, kept.masters + kept.moments, kept.ema)
+    peaks = {"checkpointing": memory.checkpointed, "no checkpointing": memory.plain}
+    if memory.checkpointed is None:
+        peaks = {"as configured": memory.plain}
+    for name, peak in peaks.items():
+        if peak is not None:
+            asked = " *" if len(peaks) > 1 and peak is memory.configured else ""
+            numbers = (peak.total, *states, peak.gradients, peak.activations)
+            rows.append((name + asked, (*(f"{number / 1e9:.3f}" for number in numbers), _AT[peak.moment])))
+    return _columns("memory", rows, width=10)
+
+
+_AT = {"forward": "forward", "backward": "backward", "optimizer step": "step"}
+
+
+def _columns(label: str, rows: Cells, width: int) -> list[str]:
+    lines = []
+    for place, (name, cells) in enumerate(rows):
+        cells_text = "".join(f"{cell:>{max(width, len(cell) + 1)}}" for cell in cells)
+        lines.append(f"  {label if place == 0 else '':{MARGIN - 2}}{name:19}{cells_text}")
+    return lines
+
+
+def _told(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, COLUMNS, initial_indent=f"  {label:{MARGIN - 2}}", subsequent_indent=" " * MARGIN, break_long_words=False
+    )
+
+
+def _held(sizes: list[int]) -> str:
+    counted = Counter(sizes)
+    if len(counted) == 1:
+        return f"{sizes[0]:,} on every rank" if len(sizes) > 1 else f"{sizes[0]:,}"
+    return ", ".join(f"{size:,} on {number} rank{'s' * (number > 1)}" for size, number in sorted(counted.items()))

@@ -1,0 +1,102 @@
+"""One small step of a config's model with and without sequence parallelism, on processes of its own, on CPU."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from opensora_sp.config import TrainConfig, split_type
+from opensora_sp.encoders import planned_latent_size
+from opensora_sp.models import build_model
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import SequenceMesh, Verdict, parallelize, verify_step
+
+Shape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
+
+
+def verify_config(cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int) -> tuple[Shape, Verdict]:
+    """Compare in float64 on ``ranks`` processes, with ``depth`` blocks and about ``max_tokens`` tokens of a sample.
+
+    Raises:
+        ValueError: if there are fewer than two ranks to share a batch.
+    """
+    if ranks < 2:
+        raise ValueError(f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks 2")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_verify_on, (ranks, port, cfg, depth, max_tokens, results), nprocs=ranks)
+    return results.get()
+
+
+def _verify_on(rank: int, ranks: int, port: int, cfg: TrainConfig, depth: int, max_tokens: int, results: Any) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    mesh, shape = SequenceMesh(ranks), small_shape(cfg, max_tokens)
+    model = small_model(cfg, depth, shape)
+    parallelize(model, mesh, **{**dict(cfg.sequence_parallel), "verify": False})
+    verdict = verify_step(model, mesh, (), small_batch(model, shape))
+    if rank == 0:
+        results.put((shape, verdict))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def small_shape(cfg: TrainConfig, max_tokens: int) -> Shape:
+    """Samples and latent size of the config, frames in whole, with frames made smaller until the tokens are few."""
+    frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
+    name, options = split_type("model", cfg.model)
+    patch = resolve_config(name, **options).patch_size
+    while frames * height * width > max_tokens * patch[0] * patch[1] * patch[2] and max(height, width) > 1:
+        height, width = (side if side < 2 else -(-side // 2) for side in (height, width))
+    height, width = (-(-side // p) * p for side, p in zip((height, width), patch[1:], strict=True))
+    return min(cfg.batch_size, 3), frames, height, width
+
+
+def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
+    """The config's model with fewer blocks, in float64, with no parameter left zero, which would hide differences."""
+    name, options = split_type("model", cfg.model)
+    full = resolve_config(name, **options)
+    smaller: dict[str, Any] = {"depth": min(depth, full.depth)}
+    if hasattr(full, "input_size"):
+        smaller["input_size"] = shape[1:]
+    torch.manual_seed(cfg.seed)
+    model = build_model(name, **{**options, **smaller}).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.any():
+                parameter.normal_(std=0.02)
+    model.set_grad_checkpoint(cfg.grad_checkpoint)  # type: ignore[operator]
+    return model
+
+
+def small_batch(model: Any, shape: Shape) -> dict[str, Any]:
+    """Inputs drawn for ``forward``, whatever of these it takes."""
+    num_samples, frames, height, width = shape
+    config, double = model.config, torch.float64
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=double)
+
+    length = min(config.model_max_length, 16)
+    inputs = dict(
+        x=normal(num_samples, config.in_channels, frames, height, width),
+        timestep=torch.linspace(900, 100, num_samples, dtype=double),
+        y=normal(num_samples, 1, length, config.caption_channels),
+        mask=(torch.arange(length) < torch.arange(length, length - num_samples, -1)[:, None]).long(),
+        x_mask=torch.arange(frames).expand(num_samples, -1) >= config.patch_size[0],
+        fps=torch.full((num_samples,), 24.0, dtype=double),
+        height=torch.full((num_samples,), 8.0 * height, dtype=double),
+        width=torch.full((num_samples,), 8.0 * width, dtype=double),
+    )
+    takes = inspect.signature(type(model).forward).parameters
+    return {name: value for name, value in inputs.items() if name in takes}

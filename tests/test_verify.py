@@ -1,0 +1,56 @@
+"""``opensora-sp verify`` on shipped configs and on a broken engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opensora_sp.cli import main, verify
+from opensora_sp.config import load_train_config
+from opensora_sp.parallel import Verdict
+from opensora_sp.verification import small_shape
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "configs/demo/train.py"
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    code = "import sys; from opensora_sp.cli import main; main(sys.argv[1:])"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_verify_compares_a_config() -> None:
+    options = ("sequence_parallel.overlap_chunks=2", "grad_checkpoint=True")
+    done = command("verify", str(DEMO), "--ranks", "3", "--depth", "1", "--max-tokens", "64", "--cfg-options", *options)
+    assert done.returncode == 0, done.stderr
+    assert "on 3 ranks and on one" in done.stdout and "'overlap_chunks': 2" in done.stdout
+    assert "equal (allowed: 1e-08)" in done.stdout and "NOT" not in done.stdout
+
+
+def test_what_is_made_small() -> None:
+    cfg = load_train_config(DEMO, ["num_frames=14", "batch_size=7", "image_size=(64, 80)"])
+    assert small_shape(cfg, 10**6) == (3, 7, 16, 20)
+    B, frames, height, width = small_shape(cfg, 100)
+    assert (B, frames) == (3, 7) and frames * height * width / 4 <= 100
+
+
+def test_a_difference_is_told_with_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    wrong = Verdict(output=1e-12, gradients={"a": 1e-12, "b": 0.5}, all_zero=("c",), tolerance=1e-8)
+    monkeypatch.setattr("opensora_sp.verification.verify_config", lambda *_, **__: ((1, 2, 3, 4), wrong))
+    with pytest.raises(SystemExit) as left:
+        main(["verify", str(DEMO), "--ranks", "2"])
+    told = capsys.readouterr().out
+    assert left.value.code == 1 and "NOT EQUAL" in told and told.index("5.0e-01  b") < told.index("1.0e-12  a")
+    nan = Verdict(output=float("nan"), gradients={}, all_zero=(), tolerance=1e-8)
+    assert not nan.agrees and "NOT EQUAL" in verify.report(nan, shown=None)
+
+
+def test_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["verify", str(DEMO), "--ranks", "1"])
+    assert left.value.code == 2 and "got 1 rank to share a batch; expected at least 2" in capsys.readouterr().err
