@@ -88,16 +88,35 @@ def mixed_layouts() -> None:
         block.attn(torch.zeros(3, 7, 12, dtype=torch.float64), rows)
 
 
+def edges() -> tuple[int, int]:
+    """Tokens embedded here, and of how many patches positions were computed; a switch is three operators."""
+    mesh = SequenceMesh(dist.get_world_size())
+    case, seen = Case((1, 2, 7, 9), heads=4), []
+    model = parallelize(make_model(case), mesh, placement="branch")  # temporal rows from the start
+    model.x_embedder.register_forward_hook(lambda _, args, out: seen.append(out.shape[:2].numel()))
+    of_rows = model.pos_embed.of_rows
+    model.pos_embed.of_rows = lambda *args, **kwargs: (seen.append((z := of_rows(*args, **kwargs)).shape[0]), z)[1]
+    with Operators() as counts, torch.no_grad():
+        model(**make_inputs(case), output="shards")
+    switches = 2 * DEPTH
+    assert counts.counts["c10d.alltoall_base_.default"] == switches
+    assert counts.counts["aten.index_copy_.default"] == switches  # what arrives is put in place by one copy
+    assert not any(name.startswith(("c10d.alltoall_.", "c10d.allgather")) for name in counts.counts), counts.counts
+    return tuple(seen)
+
+
 def in_turn(*functions) -> list:
     return [function() for function in functions]
 
 
 def test_errors_and_counts_on_ranks() -> None:
-    results = run_ranks(2, in_turn, refused_everywhere, counted, mixed_layouts)
+    results = run_ranks(2, in_turn, refused_everywhere, counted, mixed_layouts, edges)
     (told, *_), (told_elsewhere, *_) = results
     assert told == told_elsewhere
     assert "rank 0: drop_caption" not in told[0] and "x [1, 2, 5, 7, 9] float64" in told[0]
     assert "x [1, 2, 4, 7, 9] float64" in told[0] and "'shards'" in told[1] and "y [1, 1, 5, 5]" in told[2]
+    tokens, positions = zip(*(result[3] for result in results), strict=True)
+    assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5  # each once: 2 frames of 4 x 5 patches
     own, over_ranks = results[0][1]
     for table in (own, over_ranks):
         kinds = [line.split()[:3] for line in table.splitlines()[1:]]

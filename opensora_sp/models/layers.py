@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .attention import attention
 from .points import Attend, Point
-from .rows import PatchGrid, Rows
+from .rows import Rows
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -95,19 +95,27 @@ class PositionEmbedding2D(nn.Module):
 
     def forward(self, height: int, width: int, *, scale: float, base_size: int, device: torch.device) -> Tensor:
         """Float32 ``[height * width, C]``; coordinates run to ``base_size / scale`` along each axis."""
-        rows, columns = (torch.arange(n, device=device) / scale * (base_size / n) for n in (height, width))
-        return frame_position_embedding(rows, columns, self.width)
+        axes = (_coordinates(n, scale=scale, base_size=base_size, device=device) for n in (height, width))
+        return frame_position_embedding(*axes, self.width)
 
-    def of_frame(
-        self, grid: PatchGrid, height: Tensor | None, width: Tensor | None, *, trained_at: int, device: torch.device
+    def of_rows(
+        self, rows: Rows, height: Tensor | None, width: Tensor | None, *, trained_at: int, device: torch.device
     ) -> Tensor:
-        """``[S, C]`` for the patches of a frame. The scale is the side of a square as large as the first sample's
-        pixels, over ``trained_at``; without pixels it is 1."""
-        _, rows, columns = grid.shape
+        """For the patches of the rows held, ``[1, S, C]`` or ``[R, 1, C]``. The scale is the side of a square as large
+        as the first sample's pixels, over ``trained_at``; without pixels it is 1."""
+        _, lines, columns = rows.grid.shape
         scale = 1.0
         if height is not None and width is not None:
             scale = (float(height[0]) * float(width[0])) ** 0.5 / trained_at
-        return self(rows, columns, scale=scale, base_size=round((rows * columns) ** 0.5), device=device)
+        base_size = round((lines * columns) ** 0.5)
+        line, column = (_coordinates(n, scale=scale, base_size=base_size, device=device) for n in (lines, columns))
+        patches = rows.patches(device)  # [1, S] or [R, 1]
+        halves = column[patches % columns], line[patches // columns]
+        return torch.cat([position_embedding(axis, self.width // 2) for axis in halves], dim=-1)
+
+
+def _coordinates(n: int, *, scale: float, base_size: int, device: torch.device) -> Tensor:
+    return torch.arange(n, device=device) / scale * (base_size / n)
 
 
 class RotaryEmbedding(nn.Module):

@@ -133,12 +133,11 @@ class Rows:
             return per_frame.flatten()[self.start : self.stop, None]  # [R, 1]: a row is one frame
         return per_frame[self.samples(per_frame.device)]  # [R, T]: a row runs through all frames
 
-    def patch_values(self, per_patch: Tensor) -> Tensor:
-        """Values given per patch of a frame ``[S, C]``, laid out for the rows held: ``[1, S, C]`` or ``[R, 1, C]``."""
+    def patches(self, device: torch.device) -> Tensor:
+        """The patch of a frame, 0 to S - 1, that each row and token held is of, int64: ``[1, S]`` or ``[R, 1]``."""
         if self.layout == SPATIAL:
-            return per_patch[None]
-        patches = torch.arange(self.start, self.stop, device=per_patch.device) % self.per_sample
-        return per_patch[patches, None]
+            return torch.arange(self.length, device=device)[None]  # a row runs through all patches
+        return torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.

@@ -158,7 +158,7 @@ class STDiT(ConditionedModel):
 
         rows = self.shard(grid)  # spatial rows
         patches = rows.slice(x).to(self.dtype)  # [R, S, V * C_in]
-        x = self.x_embedder(patches) + rows.patch_values(self.pos_embed[0])  # [R, S, C]
+        x = self.x_embedder(patches) + self.pos_embed[0, rows.patches(x.device)]  # [R, S, C]
         pairs = [(block.spatial, block.temporal) for block in self.blocks]
         pairs[0] = (self.blocks[0].spatial, partial(self.blocks[0].temporal, positions=self.pos_embed_temporal))
         x, condition = self.run_pairs(pairs, x, condition_of, rows, drop_path)  # [R, T, C], temporal rows

@@ -140,14 +140,14 @@ class STDiT3(ConditionedModel):
         text, text_lengths = self._embed_text(y, mask, drop_caption)  # [N, C]
         given = self._given_frames(x_mask)  # [B, T]
         trained_at = self.config.input_sq_size
-        positions = self.pos_embed.of_frame(grid, height, width, trained_at=trained_at, device=x.device)  # [S, C]
 
         def condition_of(rows: Rows) -> Condition:
             return Condition.of(rows, modulation, given, text, text_lengths)
 
         rows = self.shard(grid)  # spatial rows
         patches = rows.slice(x).to(self.dtype)  # [R, S, V * C_in]
-        x = self.x_embedder(patches) + rows.patch_values(positions.to(self.dtype))  # [R, S, C]
+        positions = self.pos_embed.of_rows(rows, height, width, trained_at=trained_at, device=x.device)  # [1, S, C]
+        x = self.x_embedder(patches) + positions.to(self.dtype)  # [R, S, C]
         pairs = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
         x, condition = self.run_pairs(pairs, x, condition_of, rows, drop_path)  # [R, T, C], temporal rows
         x = self.final_layer(x, t, condition)  # [R, T, V * C_out]
