@@ -12,7 +12,8 @@ from ranks import run_ranks
 from test_sp_parity import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_sp.parallel import CommLedger, Options, SequenceMesh, parallelize, unwrap
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, collectives, parallelize, unwrap
+from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
 
 pytestmark = pytest.mark.core
 
@@ -96,12 +97,20 @@ def edges() -> tuple[int, int]:
     model.x_embedder.register_forward_hook(lambda _, args, out: seen.append(out.shape[:2].numel()))
     of_rows = model.pos_embed.of_rows
     model.pos_embed.of_rows = lambda *args, **kwargs: (seen.append((z := of_rows(*args, **kwargs)).shape[0]), z)[1]
-    with Operators() as counts, torch.no_grad():
+    with torch.no_grad():
         model(**make_inputs(case), output="shards")
-    switches = 2 * DEPTH
-    assert counts.counts["c10d.alltoall_base_.default"] == switches
-    assert counts.counts["aten.index_copy_.default"] == switches  # what arrives is put in place by one copy
-    assert not any(name.startswith(("c10d.alltoall_.", "c10d.allgather")) for name in counts.counts), counts.counts
+    plan = plan_exchange({"b": 1, "t": 5, "s": 6}, SPATIAL_ROWS, TEMPORAL_ROWS, mesh.sp_size, mesh.sp_rank, "cpu")
+    splits = plan.send_splits, plan.recv_splits
+    for reverse, held in ((False, plan.pack), (True, plan.place)):  # the body: a mode sees only the operator around it
+        body, tokens = collectives._exchange._init_fn, torch.ones(len(held), 3)
+        with Operators() as inside:
+            body(tokens, plan.pack, plan.place, *splits, mesh.sp_group.group_name, "switch", reverse)
+        found = {name: n for name, n in inside.counts.items() if "empty" not in name and "slice" not in name}
+        assert found == {
+            "aten.index_select.default": 1,
+            "c10d.alltoall_base_.default": 1,
+            "aten.index_copy_.default": 1,
+        }, found
     return tuple(seen)
 
 
