@@ -32,6 +32,7 @@ setup(
         "tensorboard",
         "tqdm",
     ],
+    entry_points={"console_scripts": ["opensora-sp = opensora_sp.cli:main"]},
     extras_require={
         "flash-attn": ["flash-attn>=2.5"],
         "test": ["hypothesis", "pytest", "ruff==0.17.5", "mypy==2.4.1"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
 from typing import Any
@@ -79,7 +78,7 @@ def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
 
 
 def small_batch(model: Any, shape: Shape) -> dict[str, Any]:
-    """Inputs drawn for ``forward``, whatever of these it takes."""
+    """Inputs drawn for ``forward``."""
     num_samples, frames, height, width = shape
     config, double = model.config, torch.float64
     generator = torch.Generator().manual_seed(0)
@@ -94,9 +93,7 @@ def small_batch(model: Any, shape: Shape) -> dict[str, Any]:
         y=normal(num_samples, 1, length, config.caption_channels),
         mask=(torch.arange(length) < torch.arange(length, length - num_samples, -1)[:, None]).long(),
         x_mask=torch.arange(frames).expand(num_samples, -1) >= config.patch_size[0],
-        fps=torch.full((num_samples,), 24.0, dtype=double),
-        height=torch.full((num_samples,), 8.0 * height, dtype=double),
-        width=torch.full((num_samples,), 8.0 * width, dtype=double),
     )
-    takes = inspect.signature(type(model).forward).parameters
-    return {name: value for name, value in inputs.items() if name in takes}
+    sides = dict(height=8.0 * height, width=8.0 * width, ar=height / width, fps=24.0, num_frames=4.0 * frames)
+    inputs |= {name: torch.full((num_samples,), sides[name], dtype=double) for name in model.sample_inputs}
+    return inputs

@@ -125,17 +125,20 @@ def _memory(plan: Plan, bucket: BucketPlan) -> list[str]:
             asked = " *" if len(peaks) > 1 and peak is memory.configured else ""
             numbers = (peak.total, *states, peak.gradients, peak.activations)
             rows.append((name + asked, (*(f"{number / 1e9:.3f}" for number in numbers), _AT[peak.moment])))
-    return _columns("memory", rows, width=10)
+    note = "* as configured. " if memory.checkpointed is not None else ""
+    note += "On top come the VAE, the text encoder, and what the allocator loses."
+    return _columns("memory", rows, width=9) + _told("", note)
 
 
 _AT = {"forward": "forward", "backward": "backward", "optimizer step": "step"}
 
 
 def _columns(label: str, rows: Cells, width: int) -> list[str]:
+    widths = [max(width, 1 + max(map(len, column))) for column in zip(*(cells for _, cells in rows), strict=True)]
     lines = []
     for place, (name, cells) in enumerate(rows):
-        cells_text = "".join(f"{cell:>{max(width, len(cell) + 1)}}" for cell in cells)
-        lines.append(f"  {label if place == 0 else '':{MARGIN - 2}}{name:19}{cells_text}")
+        numbers = "".join(f"{cell:>{column}}" for cell, column in zip(cells, widths, strict=True))
+        lines.append(f"  {label if place == 0 else '':{MARGIN - 2}}{name:19}{numbers}")
     return lines
 
 

@@ -1,11 +1,23 @@
 """Video autoencoders and text encoders, behind two small protocols; weights are loaded when one is built."""
 
+from typing import Any
+
 from .base import LatentEncoder, TextEncoder
 from .pretrained import ImageVAE, T5TextEncoder
 from .standins import HashedBagOfWords, PatchPoolVAE
 
 LATENT_ENCODERS = {"PatchPoolVAE": PatchPoolVAE, "VideoAutoencoderKL": ImageVAE}
 TEXT_ENCODERS = {"HashedBagOfWords": HashedBagOfWords, "t5": T5TextEncoder}
+
+
+def planned_latent_size(vae: dict[str, Any], num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+    """The size (frames, height, width) of the latents that a config's ``vae`` would make; no weights are loaded."""
+    options = {key: value for key, value in vae.items() if key != "type"}
+    encoder = LATENT_ENCODERS[vae["type"]]
+    if hasattr(encoder, "planned_latent_size"):
+        return encoder.planned_latent_size(num_frames, height, width, **options)
+    return encoder(**options).latent_size(num_frames, height, width)  # it has no weights
+
 
 __all__ = [
     "LATENT_ENCODERS",
@@ -16,4 +28,5 @@ __all__ = [
     "PatchPoolVAE",
     "T5TextEncoder",
     "TextEncoder",
+    "planned_latent_size",
 ]

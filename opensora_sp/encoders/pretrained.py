@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -47,6 +49,18 @@ class ImageVAE(nn.Module):
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
         return num_frames, height // self.factor, width // self.factor
+
+    @classmethod
+    def planned_latent_size(
+        cls, num_frames: int, height: int, width: int, *, from_pretrained: str, subfolder: str | None = None, **_: Any
+    ) -> tuple[int, int, int]:
+        """``latent_size`` of an autoencoder that is not loaded: by its folder's ``config.json``, or, where only a name
+        on the hub is known, with 8 pixels to a latent position, as all autoencoders of Stable Diffusion have."""
+        described = Path(from_pretrained, subfolder or "", "config.json")
+        factor = 8
+        if described.is_file():
+            factor = 2 ** (len(json.loads(described.read_text())["block_out_channels"]) - 1)
+        return num_frames, height // factor, width // factor
 
 
 class T5TextEncoder(nn.Module):

@@ -202,6 +202,7 @@ class ConditionedModel(nn.Module):
 
     Config: ClassVar[type[SharedConfig]]
     sharding_points: ClassVar[dict[str, str]]  # where sequence parallelism attaches itself
+    sample_inputs: ClassVar[tuple[str, ...]] = ()  # numbers of a sample that forward takes, ``[B]`` each, by name
     config: SharedConfig
     x_embedder: PatchEmbed3D
     y_embedder: CaptionEmbedder

@@ -95,8 +95,8 @@ class PositionEmbedding2D(nn.Module):
 
     def forward(self, height: int, width: int, *, scale: float, base_size: int, device: torch.device) -> Tensor:
         """Float32 ``[height * width, C]``; coordinates run to ``base_size / scale`` along each axis."""
-        axes = (_coordinates(n, scale=scale, base_size=base_size, device=device) for n in (height, width))
-        return frame_position_embedding(*axes, self.width)
+        line, column = (_coordinates(n, scale=scale, base_size=base_size, device=device) for n in (height, width))
+        return frame_position_embedding(line, column, self.width)
 
     def of_rows(
         self, rows: Rows, height: Tensor | None, width: Tensor | None, *, trained_at: int, device: torch.device
@@ -104,9 +104,9 @@ class PositionEmbedding2D(nn.Module):
         """For the patches of the rows held, ``[1, S, C]`` or ``[R, 1, C]``. The scale is the side of a square as large
         as the first sample's pixels, over ``trained_at``; without pixels it is 1."""
         _, lines, columns = rows.grid.shape
-        scale = 1.0
+        scale = torch.ones((), device=device)
         if height is not None and width is not None:
-            scale = (float(height[0]) * float(width[0])) ** 0.5 / trained_at
+            scale = ((height[0].double() * width[0]).sqrt() / trained_at).float()
         base_size = round((lines * columns) ** 0.5)
         line, column = (_coordinates(n, scale=scale, base_size=base_size, device=device) for n in (lines, columns))
         patches = rows.patches(device)  # [1, S] or [R, 1]
@@ -114,7 +114,7 @@ class PositionEmbedding2D(nn.Module):
         return torch.cat([position_embedding(axis, self.width // 2) for axis in halves], dim=-1)
 
 
-def _coordinates(n: int, *, scale: float, base_size: int, device: torch.device) -> Tensor:
+def _coordinates(n: int, *, scale: float | Tensor, base_size: int, device: torch.device) -> Tensor:
     return torch.arange(n, device=device) / scale * (base_size / n)
 
 

@@ -85,6 +85,7 @@ class STDiT2(ConditionedModel):
 
     Config = STDiT2Config
     config: STDiT2Config
+    sample_inputs = ("num_frames", "height", "width", "ar", "fps")
     sharding_points = dict(
         shard="shard",
         switch="switch",

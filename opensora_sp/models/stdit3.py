@@ -69,6 +69,7 @@ class STDiT3(ConditionedModel):
 
     Config = STDiT3Config
     config: STDiT3Config
+    sample_inputs = ("fps", "height", "width")
     sharding_points = dict(
         shard="shard",
         switch="switch",

@@ -1,0 +1,134 @@
+"""What is given of a video: frames of references, put into its latent before sampling, and prompts that change.
+
+The notation is that of Open-Sora 1.2: insertions separated by ``;``, each up to six numbers separated by ``,``
+
+    loop, reference, first frame of the reference, first frame of the video, frames, edit
+
+of which those left out are ``0, 0, 0, 0, 1, 0.0``. Frames are frames of latents, and a negative first frame counts from
+the end. ``edit`` is the share of the noise schedule in which a frame is generated: 0 keeps it, 1 replaces it.
+
+Legend: c latent channels, f latent frames, h x w latent size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """``length`` frames of a reference, put into the video of one loop."""
+
+    loop: int = 0
+    reference: int = 0
+    reference_start: int = 0
+    start: int = 0
+    length: int = 1
+    edit: float = 0.0
+
+    def __str__(self) -> str:
+        return ",".join(str(value) for value in astuple(self))
+
+
+def parse_mask_strategy(text: str) -> list[Insertion]:
+    """``"0,0,0,0,1,0.0;1,0,-1"`` -> insertions; empty text gives none.
+
+    Raises:
+        ValueError: for anything but up to six numbers, a loop or reference below 0, a length below 1, or an edit
+            outside [0, 1].
+    """
+    return [_parse_insertion(part.strip(), text) for part in text.split(";") if part.strip()]
+
+
+def _parse_insertion(part: str, text: str) -> Insertion:
+    numbers = [number.strip() for number in part.split(",")]
+    names = [field.name for field in fields(Insertion)]
+    try:
+        if len(numbers) > len(names):
+            raise ValueError
+        values = {name: int(number) if name != "edit" else float(number) for name, number in zip(names, numbers)}
+        insertion = Insertion(**values)  # type: ignore[arg-type]
+        if min(insertion.loop, insertion.reference) < 0 or insertion.length < 1 or not 0 <= insertion.edit <= 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"got {part!r} in mask strategy {text!r}; expected up to six numbers: loop, reference, first frame of the "
+            "reference, first frame of the video, frames (at least 1), edit (0 to 1); write for example '0,0,0,0,1,0.0'"
+        ) from None
+    return insertion
+
+
+def insert_references(
+    latent: Tensor, references: Sequence[Tensor], insertions: Sequence[Insertion], *, loop: int, align: int | None
+) -> tuple[Tensor, Tensor]:
+    """Put frames of references into a video's latent.
+
+    Args:
+        latent: ``[c, f, h, w]``, the noise or latent to put them into; not changed.
+        references: latents ``[c, f_i, h, w]``.
+        insertions: those of other loops than ``loop`` are left out; a later one wins over an earlier one.
+        align: move first frames to the nearest multiple of this, the latent frames of a chunk of the autoencoder; None
+            leaves them.
+
+    Returns:
+        The latent, and float ``[f]``: the edit of each frame, 1 where it is generated from noise.
+
+    Raises:
+        ValueError: if an insertion names a reference or a frame that does not exist.
+    """
+    latent, mask = latent.clone(), torch.ones(latent.shape[1], device=latent.device)
+    for insertion in insertions:
+        if insertion.loop != loop:
+            continue
+        if insertion.reference >= len(references):
+            raise ValueError(
+                f"got mask strategy {insertion} with {len(references)} references; expected a reference below that "
+                "number (the first is 0); pass more references or change the second number"
+            )
+        reference = references[insertion.reference]
+        source = _first_frame(insertion.reference_start, reference.shape[1], align, insertion, "reference")
+        target = _first_frame(insertion.start, latent.shape[1], align, insertion, "video")
+        length = min(insertion.length, reference.shape[1] - source, latent.shape[1] - target)
+        latent[:, target : target + length] = reference[:, source : source + length]
+        mask[target : target + length] = insertion.edit
+    return latent, mask
+
+
+def _first_frame(start: int, frames: int, align: int | None, insertion: Insertion, what: str) -> int:
+    first = start + frames if start < 0 else start
+    if not 0 <= first < frames:
+        raise ValueError(
+            f"got mask strategy {insertion} for a {what} of {frames} latent frames; expected a first frame from "
+            f"{-frames} to {frames - 1}; change it"
+        )
+    return first if align is None else nearest_point(first, align, frames)
+
+
+def nearest_point(value: int, grid: int, maximum: int) -> int:
+    """The multiple of ``grid`` nearest to ``value`` (the lower of two) whose whole stretch lies below ``maximum``."""
+    below, rest = divmod(value, grid)
+    rounds_up = 2 * rest > grid and below + 1 < maximum // grid
+    return (below + rounds_up) * grid
+
+
+def prompt_of_loop(prompt: str, loop: int) -> str:
+    """``"|0|a cat|2|a dog"`` means a cat from loop 0 on, a dog from loop 2 on; other prompts hold for all loops.
+
+    Raises:
+        ValueError: if a number is missing or none is 0.
+    """
+    if not prompt.startswith("|"):
+        return prompt
+    numbers, texts = prompt[1:].split("|")[0::2], prompt[1:].split("|")[1::2]
+    if len(numbers) != len(texts) or not all(re.fullmatch(r"\s*\d+\s*", n) for n in numbers) or int(numbers[0]) != 0:
+        raise ValueError(
+            f"got prompt {prompt!r}; expected '|0|first|2|from loop 2 on', numbers and texts in turn from 0 on; "
+            "correct it, or start it with another sign than |"
+        )
+    begun = [text for number, text in zip(numbers, texts, strict=True) if int(number) <= loop]
+    return begun[-1]
