@@ -317,7 +317,7 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
     assert bucket.sharing.mode == "SwitchRows"
     a_switch = bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2  # bytes of a rank
     assert bucket.traffic.mean == pytest.approx(2 * sent * a_switch)
-    assert bucket.memory.checkpointed.total < bucket.memory.plain.total
+    assert 0 < bucket.memory.checkpointed.activations <= bucket.memory.plain.activations
 
 
 def test_the_command_needs_no_colossalai(small: str) -> None:
