@@ -25,13 +25,14 @@ def unit(case: Case, ranks: int) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_step_sends_what_is_predicted(ranks: int) -> None:
-    checkpointed = replace(ONE, checkpointing=True)
-    plain = [ONE, checkpointed]
-    batches = [replace(ONE, batch=batch) for batch in (2, 3, 4, 8)]
+    small = Case(1, 8, 16, width=8)
+    both = [small, replace(small, checkpointing=True)]
+    plain = [ONE, replace(ONE, checkpointing=True)]
+    batches = [replace(small, batch=batch) for batch in (2, 3, 4, 8)]
     odd = [Case(3, 5, 63, width=8), Case(5, 7, 33, width=8)]
-    branch = [replace(case, options=BRANCH) for case in (ONE, checkpointed, odd[0])]
-    gather = [replace(case, options=GATHER) for case in (ONE, checkpointed)]
-    ulysses = [replace(case, options=ULYSSES) for case in (ONE, checkpointed)]
+    branch = [replace(case, options=BRANCH) for case in (*both, odd[0])]
+    gather = [replace(case, options=GATHER) for case in both]
+    ulysses = [replace(case, options=ULYSSES) for case in both]
     cases = [*plain, *batches, *odd, *branch, *gather, *ulysses]
     sent = dict(zip(map(repr, cases), count(cases, ranks), strict=True))
     for case in (*plain, *batches, *odd, *branch, *gather):

@@ -10,6 +10,10 @@ from test_golden_models import CASES, close, load, under
 
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import _sdpa, attention
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import Options
+from opensora_sp.parallel.narrow import from_bytes, to_bytes
+from opensora_sp.planner.trace import trace_activations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -39,6 +43,38 @@ def test_attention_in_half_precision(dtype: torch.dtype) -> None:
         found.float().square().sum().backward()
         for a, b in zip(half, exact, strict=True):
             torch.testing.assert_close(a.grad.float(), b.grad, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(("narrow", "error"), [(torch.float8_e4m3fn, 2**-4), (torch.float8_e5m2, 2**-3)])
+def test_rounding_to_8_bits(narrow: torch.dtype, error: float) -> None:
+    x = torch.randn(50, 32, device="cuda") * torch.logspace(-20, 20, 50, device="cuda")[:, None]
+    back = from_bytes(to_bytes(x, narrow), narrow, x.dtype)
+    assert ((back - x).abs() <= error * x.abs() + 1e-4 * x.abs().amax(dim=1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
+def test_memory_is_predicted_on_cuda(name: str) -> None:
+    """Activations traced on fake tensors against the allocator's peak, one process, bf16, with checkpointing."""
+    size = dict(input_size=(8, 32, 32)) if name == "STDiT" else {}
+    options = dict(hidden_size=576, depth=4, num_heads=8, caption_channels=64, model_max_length=20, **size)
+    latents = (1, 4, 8, 32, 32)
+    traced = trace_activations(
+        name, resolve_config(name, **options), latents, options=Options(), ranks=1, dtype=torch.bfloat16,
+        checkpointing=True, training=True,
+    )  # fmt: skip
+    model = build_model(name, **options).cuda().bfloat16()
+    model.set_grad_checkpoint(True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    inputs = dict(
+        timestep=torch.zeros(1), y=torch.zeros(1, 1, 20, 64), **{n: torch.ones(1) for n in model.sample_inputs}
+    )
+    inputs = {key: value.cuda() for key, value in inputs.items()}
+    kept = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(torch.zeros(latents, device="cuda"), **inputs).square().mean().backward()
+    assert torch.cuda.max_memory_allocated() - kept == pytest.approx(traced.at(4), rel=0.15)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

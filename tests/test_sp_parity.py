@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -144,9 +145,14 @@ def run_step(
     return whole, found, ledger
 
 
+@cache
+def one_process_step(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor], CommLedger]:
+    return run_step(case, None)
+
+
 def assert_one_process_result(case: Case, mesh: SequenceMesh, **options) -> CommLedger:
     whole, found, ledger = run_step(case, mesh, **options)
-    reference, wanted, _ = run_step(case, None)
+    reference, wanted, _ = one_process_step(case)
     largest = max(g.abs().max().item() for g in wanted.values())
     pairs = {"output": (whole, reference), **{name: (found[name], wanted[name]) for name in wanted}}
     for name, (ours, theirs) in pairs.items():

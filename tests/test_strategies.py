@@ -20,7 +20,6 @@ from opensora_sp.parallel.layout import run_sizes
 pytestmark = pytest.mark.core
 CASES = [
     PLAIN[0],
-    replace(PLAIN[1], checkpoint=True),
     replace(PLAIN[3], checkpoint=True),  # an image
     Case((1, 2, 3, 5), heads=4, checkpoint=True),
     replace(FULL, size=(3, 5, 6, 5), output="full"),
@@ -61,7 +60,7 @@ def patches(case: Case) -> int:
     return -(-case.size[2] // case.patch[1]) * -(-case.size[3] // case.patch[2])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_strategies_equal_one_process(num_ranks: int) -> None:
     run_ranks(num_ranks, compare_strategies)
 
@@ -73,7 +72,7 @@ def compare_few_rows() -> None:
     sizes = {4: [(1, 1, 6, 10)], 8: [(1, 5, 4, 6)]}[mesh.sp_size]
     for size in sizes:
         for heads in (2, 3, 4):
-            for more in ({}, dict(recompute_communication=True)):
+            for more in ({}, dict(recompute_communication=True)) if heads == 3 else ({},):
                 case = Case(size, heads=heads, checkpoint=True)
                 ledger = assert_one_process_result(case, mesh, **more)
                 assert ledger.calls["heads", "forward"] == ledger.calls["heads", "backward"] == 2 * DEPTH

@@ -1,0 +1,249 @@
+"""Time one training step of two ranks on a link so slow that plain ``switch`` spends half of its step on it.
+
+python benchmarks/slow_link.py    # the table, about four minutes, --repeats 1 two; fails where a limit is missed
+
+Each rank lives in a network namespace of its own; ``tc`` holds back what leaves either. The rate is set so that a
+checkpointed step of plain ``switch`` takes twice as long as without a limit, and all cases run at that rate, in turn.
+A step is forward and backward on shards, without averaging gradients, which costs all cases the same.
+
+gloo answers "ready to receive" behind what it is sending already, so that one all_to_all mostly uses one direction
+after the other and carries half of the rate. Several under way fill both directions: a part of what chunks gain here.
+
+Needs root and iproute2 (``ip``, ``tc``); exits with 2 without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.models import build_model
+from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, unwrap
+
+RANKS, PATCHES, WIDTH, HEADS = 2, 256, 288, 4
+DEVICE, ADDRESSES = "eth0", ("10.87.0.1", "10.87.0.2")  # seen inside the two namespaces only
+STORE = f"tcp://{ADDRESSES[0]}:29500"
+PROBE_BYTES = 4_000_000
+SWITCH_TO_ULYSSES, OVERLAP_TO_SWITCH = 0.6, 0.9  # limits of the ratios, with checkpointing
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: options of ``parallelize``, on the slowed link or on the free one."""
+
+    name: str
+    options: dict[str, object]
+    slowed: bool = True
+
+
+FREE, PLAIN = Case("switch, no limit", {}, slowed=False), Case("switch", {})
+ULYSSES = Case("ulysses", dict(strategy="ulysses"))
+
+
+def main() -> None:
+    args = parse_args()
+    if args.rank is not None:
+        sys.exit(work(args))
+    lacking = ["root"] * (os.geteuid() != 0) + [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if lacking:
+        print(f"slow_link.py needs root and iproute2 to slow a link down; missing here: {', '.join(lacking)}.")
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go in any case
+    with namespaces() as names:
+        sys.exit(run_ranks(names))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8, 4, 2], help="the limit is for the first")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds in which every case is timed once")
+    parser.add_argument("--only-limits", action="store_true", help="leave out what no limit is set for")
+    parser.add_argument("--no-limits", action="store_true", help="only report; never fail")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+@contextmanager
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces and a cable between them, which goes with them."""
+    names = [f"slow-link-{os.getpid()}-{rank}" for rank in range(RANKS)]
+    try:
+        for name in names:
+            command("ip", "netns", "add", name)
+        cable = "ip link add {0} netns {1} type veth peer name {0} netns {2}"
+        command(*cable.format(DEVICE, *names).split())
+        for name, address in zip(names, ADDRESSES, strict=True):
+            command("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
+            for device in (DEVICE, "lo"):
+                command("ip", "-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:  # some may not have been made
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def command(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def run_ranks(names: list[str]) -> int:
+    """Run this script once in each namespace; the first exit code that is not 0 ends both."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(["ip", "netns", "exec", name, sys.executable, *sys.argv, "--rank", str(rank)], env=environment)
+        for rank, name in enumerate(names)
+    ]
+    try:
+        while any(worker.poll() is None for worker in workers) and not any(worker.returncode for worker in workers):
+            time.sleep(0.1)
+        return max(abs(worker.returncode or 0) for worker in workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def work(args: argparse.Namespace) -> int:
+    """One rank. Times are those of the slower rank, known to both, so that both decide alike."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", STORE, rank=args.rank, world_size=RANKS, timeout=timedelta(minutes=2))
+    bench = Bench(args)
+    bench.set_rate()
+    overlaps = [
+        Case(f"switch, {n} chunks, backward", dict(overlap_chunks=n, overlap_backward=True)) for n in args.chunks
+    ]
+    bench.say("| case | checkpointing | seconds | ratio to switch | MB sent per rank and step |\n|---|---|---|---|---|")
+    seconds = bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=True)
+    if not args.only_limits:
+        bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=False)
+    part = f"{share(seconds[PLAIN.name], seconds[FREE.name]):.0%}"
+    bench.say(f"communication in these rounds: {part} of a step of plain switch with checkpointing")
+    missed = 0
+    for case, base, limit in ((PLAIN, ULYSSES, SWITCH_TO_ULYSSES), (overlaps[0], PLAIN, OVERLAP_TO_SWITCH)):
+        ratio = seconds[case.name] / seconds[base.name]
+        missed += ratio > limit
+        bench.say(f"{case.name} / {base.name}: {ratio:.2f}, limit {limit}: {'missed' if ratio > limit else 'kept'}")
+    dist.destroy_process_group()
+    return int(missed > 0 and not args.no_limits and args.rank == 0)  # who reports; the others just end
+
+
+def share(slowed: float, free: float) -> float:
+    """Of a slowed step, the part that is communication."""
+    return 1 - free / slowed
+
+
+class Bench:
+    """One model on two ranks, and the link between them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rank, self.repeats, self.mesh = args.rank, args.repeats, SequenceMesh(RANKS)
+        torch.manual_seed(0)
+        self.model = build_model(
+            "STDiT3", hidden_size=WIDTH, depth=args.pairs, num_heads=HEADS, mlp_ratio=4.0, caption_channels=8,
+            model_max_length=4, patch_size=(1, 1, 1),
+        )  # fmt: skip
+        self.x = torch.randn(1, 4, args.frames, 1, PATCHES)
+        self.inputs = self.x, torch.full((1,), 500.0), torch.randn(1, 1, 4, 8)
+        self.rate = 0.0  # bit/s
+        self.say(f"{RANKS} ranks, B=1 T={args.frames} S={PATCHES} C={WIDTH}, {args.pairs} pairs, fp32")
+
+    def say(self, line: str) -> None:
+        if self.rank == 0:
+            print(line, flush=True)
+
+    def set_rate(self) -> None:
+        """Find the rate at which communication takes as long as everything else, in two steps, and say what it is."""
+        self.step(FREE)
+        free, sent = self.several(FREE)
+        self.rate = 8 * sent / free
+        slowed, _ = self.several(PLAIN)
+        if abs(share(slowed, free) - 0.5) > 0.03:
+            self.say(f"at {self.rate / 1e6:.1f} Mbit/s communication is {share(slowed, free):.0%} of a step; adjusted")
+            self.rate *= min(max((slowed - free) / free, 0.5), 3.0)  # no further, should other processes disturb
+            slowed, _ = self.several(PLAIN)
+        broadcast = self.carried(lambda received, _: dist.broadcast(received[0], 0))
+        self.say(
+            f"without a limit a step takes {free:.2f} s and each rank sends {sent / 1e6:.2f} MB; at "
+            f"{self.rate / 1e6:.1f} Mbit/s it takes {slowed:.2f} s: communication is {share(slowed, free):.0%}\n"
+            f"a message travels at {broadcast:.1f} Mbit/s one way, "
+            f"in an all_to_all at {self.carried(dist.all_to_all_single):.1f} each way\n"
+        )
+
+    def several(self, case: Case) -> tuple[float, int]:
+        """Median seconds, and bytes sent, of a step with checkpointing."""
+        seconds, sent = zip(*(self.step(case) for _ in range(self.repeats)))
+        return median(seconds), sent[0]
+
+    def time_all(self, cases: list[Case], *, checkpointing: bool) -> dict[str, float]:
+        """Median seconds of each case, and a table's rows. Rounds in turn: what slows the machine hits all alike."""
+        repeats = self.repeats if checkpointing else (self.repeats + 1) // 2  # no limit is set for the latter
+        rounds = [[self.step(case, checkpointing=checkpointing) for case in cases] for _ in range(repeats)]
+        timed = {case.name: median(seconds for seconds, _ in steps) for case, steps in zip(cases, zip(*rounds))}
+        for case, (_, sent) in zip(cases, rounds[0], strict=True):
+            self.say(
+                f"| {case.name} | {'yes' if checkpointing else 'no'} | {timed[case.name]:.2f} | "
+                f"{timed[case.name] / timed[PLAIN.name]:.2f} | {sent / 1e6:.2f} |"
+            )
+        return timed
+
+    def step(self, case: Case, *, checkpointing: bool = True) -> tuple[float, int]:
+        """Seconds and bytes sent of one forward and backward pass."""
+        self.model.set_grad_checkpoint(checkpointing)
+        self.model.zero_grad()
+        parallelize(self.model, self.mesh, **case.options)
+        self.limit(self.rate if case.slowed else None)
+        with CommLedger() as ledger, Clock() as clock:
+            shard = self.model(*self.inputs, output="shards")
+            rank_loss(velocity_loss(shard, self.x), global_samples=1, world_size=RANKS).backward()
+        unwrap(self.model)
+        return clock.seconds, sum(ledger.bytes.values())
+
+    def carried(self, transfer: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
+        """Mbit a second that ``transfer(received, sent)`` brings to the other rank at the rate set."""
+        received, sent = torch.zeros(2, RANKS, PROBE_BYTES // 4)
+        self.limit(self.rate)
+        with Clock() as clock:
+            transfer(received, sent)
+        return 8 * PROBE_BYTES / clock.seconds / 1e6
+
+    def limit(self, rate: float | None) -> None:
+        """Hold back what this rank sends; a short burst, so that pauses are not made up for."""
+        command("tc", "qdisc", "replace", "dev", DEVICE, "root", *(
+            ["pfifo"] if rate is None else ["tbf", "rate", f"{rate:.0f}bit", "burst", "16kb", "latency", "500ms"]
+        ))  # fmt: skip
+
+
+class Clock:
+    """Seconds from when all ranks have arrived until the slower one has left."""
+
+    def __enter__(self) -> Clock:
+        dist.barrier()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        seconds = torch.tensor(time.perf_counter() - self._start, dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        self.seconds = seconds.item()
+
+
+if __name__ == "__main__":
+    main()
