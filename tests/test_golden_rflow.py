@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
+
 import pytest
 import torch
 from test_golden_models import close, load, under
 
-from opensora_sp.diffusion import Geometry, RectifiedFlow, guided, velocity_loss
+from opensora_sp.diffusion import Geometry, Noised, RectifiedFlow, guided, velocity_loss
 
 pytestmark = pytest.mark.core
 
@@ -109,6 +112,7 @@ def test_training_loss_and_its_gradient() -> None:
         close(x_t, one["network_x"])
         output = toy_network(x_t, t, one["input/y"].flatten(1).mean(1), None)  # this network was not told the mask
         loss = velocity_loss(output, flow.target(x, noise), mask)
+        assert torch.equal(loss, flow.losses(output, Noised.of(flow, x, noise, t, mask)))
         if "input/weights" in one:
             loss = loss * one["input/weights"][t]
         close(loss, one["loss"])
@@ -121,3 +125,37 @@ def test_a_sample_without_a_frame_that_counts_gives_zero() -> None:
     loss = velocity_loss(output, target, torch.tensor([[True, False], [False, False]]))
     close(loss[0], (output - target)[0, :, 0].square().mean())
     assert loss[1] == 0
+
+
+def test_training_timesteps() -> None:
+    """Uniform, whole, and logit-normal: the logit of t / N at a quantile is loc + scale x the normal quantile."""
+    u = torch.tensor([0.0, 0.02, 0.25, 0.5, 0.9, 0.999, 1.0])
+    close(RectifiedFlow().timesteps_from(u), u * 1000)
+    assert RectifiedFlow(use_discrete_timesteps=True).timesteps_from(u).tolist() == [0, 20, 250, 500, 900, 999, 999]
+    for loc, scale in ((0.0, 1.0), (-0.5, 0.7)):
+        flow = RectifiedFlow(sample_method="logit-normal", loc=loc, scale=scale)
+        t = flow.timesteps_from(u)
+        assert t[0] == 0 and t[-1] == 1000  # the ends of the path, which are never drawn inside it
+        for quantile, ours in zip(u[1:-1].tolist(), t[1:-1].tolist()):
+            assert ours == pytest.approx(1000 / (1 + math.exp(-loc - scale * NormalDist().inv_cdf(quantile))), rel=1e-4)
+    geometry = geometry_of([512, 512, 4], 7)  # the transform follows: a clip of 4 latent frames moves to the noise
+    moved = RectifiedFlow(sample_method="logit-normal", use_timestep_transform=True).timesteps_from(u, geometry)
+    plain = RectifiedFlow(sample_method="logit-normal").timesteps_from(u) / 1000
+    close(moved, 2 * plain / (1 + plain) * 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(sample_method="normal"), "got sample_method 'normal'; expected 'uniform' or 'logit-normal'"),
+        (dict(scale=0.0), "got scale 0.0; expected a positive number"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RectifiedFlow(**options)
+
+
+def test_levels_of_frames_need_noise() -> None:
+    with pytest.raises(ValueError, match="got frame_levels without draw_noise"):
+        RectifiedFlow().sample(lambda x, t, m: x, torch.zeros(1, 2, 1, 1, 1), frame_levels=torch.zeros(1, 1))

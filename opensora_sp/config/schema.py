@@ -10,12 +10,12 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion import IDDPM, RectifiedFlow, check_mask_ratios
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options
 
-SCHEDULERS = {"rflow": RectifiedFlow}
+SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
@@ -115,6 +115,13 @@ class Common(Strict):
         resolve_config(name, **options)
         return {"type": name, **options}
 
+    @model_validator(mode="after")
+    def _scheduler_fits_model(self) -> Common:
+        name, options = split_type("model", self.model)
+        model = resolve_config(name, **options)
+        build_component(self.scheduler, SCHEDULERS).check_channels(model.in_channels, model.out_channels)
+        return self
+
     @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
@@ -126,7 +133,8 @@ class TrainConfig(Common):
     """A training run.
 
     ``batch_size`` counts clips of a micro-batch; an optimizer step consumes ``micro_batches_per_step`` of them over all
-    replicas (by default one each), whatever the number of processes is.
+    replicas (by default one each), whatever the number of processes is. ``mask_ratios`` says how often which frames of
+    a clip are given to the model, for example ``dict(image_head=0.1)``; see ``diffusion/frame_masks.py``.
     """
 
     precision: Precision = "bf16"
@@ -147,6 +155,14 @@ class TrainConfig(Common):
     keep_last: int | None = Field(None, ge=1)
     outputs: str = "outputs"
     load: str | None = None
+    mask_ratios: dict[str, float] | None = None
+
+    @field_validator("mask_ratios")
+    @classmethod
+    def _mask_ratios(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None:
+            check_mask_ratios(value)
+        return value
 
     @model_validator(mode="after")
     def _training_precision(self) -> TrainConfig:

@@ -1,6 +1,22 @@
 """Diffusion processes: what the model is trained to predict, and how samples are drawn from it."""
 
-from .loss import rank_loss, velocity_loss
-from .rectified_flow import Geometry, RectifiedFlow, guided
+from .frame_masks import check_mask_ratios, draw_frame_mask, frame_mask
+from .iddpm import IDDPM
+from .loss import Positions, rank_loss, velocity_loss
+from .process import DiffusionProcess, Geometry, Noised, guided
+from .rectified_flow import RectifiedFlow
 
-__all__ = ["Geometry", "RectifiedFlow", "guided", "rank_loss", "velocity_loss"]
+__all__ = [
+    "DiffusionProcess",
+    "Geometry",
+    "IDDPM",
+    "Noised",
+    "Positions",
+    "RectifiedFlow",
+    "check_mask_ratios",
+    "draw_frame_mask",
+    "frame_mask",
+    "guided",
+    "rank_loss",
+    "velocity_loss",
+]

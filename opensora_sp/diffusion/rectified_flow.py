@@ -10,25 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-Velocity = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""``velocity(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> guided velocity, shaped like x."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What the timestep transform needs of each sample, each ``[B]``: pixel size, and latent frames.
-
-    With ``legacy_frame_count`` the frames are those of the video.
-    """
-
-    height: Tensor
-    width: Tensor
-    num_frames: Tensor
+from .loss import velocity_loss
+from .process import Geometry, Noised, Prediction, by_frame, guided, per_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +26,9 @@ class RectifiedFlow:
     ``use_timestep_transform`` moves timesteps towards noise for larger and longer videos, ``transform_scale`` times as
     far. ``legacy_frame_count`` estimates latent frames as Open-Sora 1.2 does, 5 for each whole 17 frames of a video,
     which is right for its own VAE and collapses to none below 17 frames.
+
+    ``sample_method`` "logit-normal" trains on timesteps whose logit is normal with mean ``loc`` and deviation ``scale``
+    (Esser et al., 2024), more of them in the middle of the path than "uniform" does.
 
     Raises:
         ValueError: for numbers of steps below 1, or a scale that is not positive.
@@ -50,22 +41,43 @@ class RectifiedFlow:
     use_timestep_transform: bool = False
     transform_scale: float = 1.0
     legacy_frame_count: bool = False
+    sample_method: Literal["uniform", "logit-normal"] = "uniform"
+    loc: float = 0.0
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("num_timesteps", "num_sampling_steps", "transform_scale"):
+        for name in ("num_timesteps", "num_sampling_steps", "transform_scale", "scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"got {name} {getattr(self, name)}; expected a positive number; change it")
+        if self.sample_method not in ("uniform", "logit-normal"):
+            raise ValueError(
+                f"got sample_method {self.sample_method!r}; expected 'uniform' or 'logit-normal'; choose one of them"
+            )
+
+    def check_channels(self, in_channels: int, out_channels: int) -> None:
+        """Any model will do: output channels beyond those of the latent are ignored."""
+
+    def geometry(self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int) -> Geometry:
+        """Pixel size ``[B]`` and the frames that this transform counts."""
+        frames = video_frames if self.legacy_frame_count else latent_frames
+        return Geometry(height, width, torch.full_like(height, frames))
 
     def timesteps_from(self, uniform: Tensor, geometry: Geometry | None = None) -> Tensor:
         """Training timesteps ``[B]`` in [0, N] from uniform numbers in [0, 1) ``[B]``."""
+        if self.sample_method == "logit-normal":
+            uniform = torch.sigmoid(self.loc + self.scale * torch.special.ndtri(uniform))
         t = uniform * self.num_timesteps
         if self.use_discrete_timesteps:
-            t = t.floor()
+            t = t.floor().clamp(max=self.num_timesteps - 1)  # a float32 just below 1 may have been rounded up to it
         return self._transform(t, geometry)
+
+    def network_time(self, t: Tensor) -> Tensor:
+        """The network is told t itself."""
+        return t
 
     def add_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """``x_t`` for ``x_start`` and ``noise`` ``[B, c, F, h, w]`` at t ``[B]``."""
-        signal = (1 - t.to(x_start.dtype) / self.num_timesteps).view(-1, *[1] * (x_start.ndim - 1))
+        signal = per_sample(1 - t.to(x_start.dtype) / self.num_timesteps, x_start)
         return signal * x_start + (1 - signal) * noise
 
     def noisy_input(self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
@@ -73,12 +85,20 @@ class RectifiedFlow:
         x_t = self.add_noise(x_start, noise, t)
         if x_mask is None:
             return x_t
-        return torch.where(x_mask[:, None, :, None, None], x_t, x_start)
+        return torch.where(by_frame(x_mask), x_t, x_start)
 
     @staticmethod
     def target(x_start: Tensor, noise: Tensor) -> Tensor:
         """The velocity that the network learns."""
         return x_start - noise
+
+    def losses(self, prediction: Tensor | Any, noised: Noised) -> Tensor:
+        """Squared error of the velocity, ``[B]``; see ``velocity_loss``."""
+        return velocity_loss(prediction, noised.target, noised.x_mask)
+
+    def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor, **inputs: Any) -> Prediction:
+        """The guided velocity of a model; see ``guided``."""
+        return guided(model, self.cfg_scale, drop_caption=drop_caption, **inputs)
 
     def sampling_timesteps(self, num_samples: int, geometry: Geometry | None = None, **options: Any) -> list[Tensor]:
         """The n timesteps visited, each ``[B]``, from N down; ``options`` are the dtype and device of the latents."""
@@ -91,7 +111,7 @@ class RectifiedFlow:
 
     def sample(
         self,
-        velocity: Velocity,
+        predict: Prediction,
         z: Tensor,
         *,
         geometry: Geometry | None = None,
@@ -102,7 +122,7 @@ class RectifiedFlow:
         """Follow the velocity from noise ``z`` to data in n Euler steps; returns data, shaped like ``z``.
 
         Args:
-            velocity: the guided network.
+            predict: the guided network; output channels beyond those of z are ignored.
             z: noise ``[B, c, F, h, w]``, holding given frames where ``frame_levels`` is below 1.
             frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a frame still has to go:
                 1 generates it, 0 keeps it, values between edit it.
@@ -114,16 +134,18 @@ class RectifiedFlow:
         for i, t in enumerate(timesteps):
             active = None
             if frame_levels is not None:
-                assert draw_noise is not None and started is not None
+                assert started is not None
+                if draw_noise is None:
+                    raise ValueError("got frame_levels without draw_noise; expected noise for each step; pass it")
                 active = frame_levels * self.num_timesteps >= t[:, None]  # [B, F]
                 given, noised = z, self.add_noise(z, draw_noise(i), t)
-                z = torch.where((active & ~started)[:, None, :, None, None], noised, given)
+                z = torch.where(by_frame(active & ~started), noised, given)
                 started = active
-            v = velocity(z, t, active)
+            v = predict(z, t, active)[:, : z.shape[1]]
             following = timesteps[i + 1] if i + 1 < len(timesteps) else torch.zeros_like(t)
             dt = (t - following) / self.num_timesteps  # [B]
-            moved = z + v * dt.to(z.dtype).view(-1, *[1] * (z.ndim - 1))
-            z = moved if active is None else torch.where(active[:, None, :, None, None], moved, given)
+            moved = z + v * per_sample(dt.to(z.dtype), z)
+            z = moved if active is None else torch.where(by_frame(active), moved, given)
             if on_step is not None:
                 on_step()
         return z
@@ -144,23 +166,3 @@ class RectifiedFlow:
         ratio = ratio_space * frames.sqrt() * self.transform_scale
         t = t / self.num_timesteps
         return ratio * t / (1 + (ratio - 1) * t) * self.num_timesteps
-
-
-def guided(model: Callable[..., Tensor], scale: float, *, drop_caption: Tensor, **inputs: Any) -> Velocity:
-    """Classifier-free guidance (Ho & Salimans, 2022) over a doubled batch, captioned half first.
-
-    Args:
-        model: called as ``model(x, t, **inputs)`` on the doubled batch; a second half of output channels is ignored.
-        scale: 1 is the captioned prediction alone.
-        drop_caption: bool ``[2 * B]``, passed to the model.
-        inputs: further model inputs for the doubled batch.
-    """
-
-    def velocity(x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
-        x2, t2 = torch.cat([x, x]), torch.cat([t, t])
-        mask2 = None if x_mask is None else torch.cat([x_mask, x_mask])
-        out = model(x2, t2, x_mask=mask2, drop_caption=drop_caption, **inputs)
-        captioned, plain = out[:, : x.shape[1]].to(x.dtype).chunk(2)
-        return plain + scale * (captioned - plain)
-
-    return velocity

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_sp.config import InferenceConfig, build_component
-from opensora_sp.diffusion import Geometry, RectifiedFlow, guided
+from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.randomness import normal
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -29,7 +29,7 @@ class Pipeline:
         self, cfg: InferenceConfig, model: nn.Module, vae: Any, text_encoder: Any, device: torch.device
     ) -> None:
         self.cfg, self.model, self.vae, self.text_encoder, self.device = cfg, model, vae, text_encoder, device
-        self.flow: RectifiedFlow = build_component(cfg.scheduler, {"rflow": RectifiedFlow})
+        self.flow = build_component(cfg.scheduler, SCHEDULERS)  # a DiffusionProcess
         self.dtype = torch.float64 if cfg.precision == "fp64" else torch.float32
 
     @torch.no_grad()
@@ -39,20 +39,24 @@ class Pipeline:
         """Sample latents ``[B, c, f, h, w]``; noise is that of ``indices``. Collective in the SP group."""
         cfg, size = self.cfg, len(prompts)
         shape = (self.vae.channels, *self.vae.latent_size(cfg.num_frames, *cfg.size))
-        z = torch.stack([normal(shape, cfg.seed, "sample", index) for index in indices])
-        z = z.to(self.device, self.dtype)
+
+        def noise(purpose: str, *counters: int) -> Tensor:
+            drawn = torch.stack([normal(shape, cfg.seed, purpose, index, *counters) for index in indices])
+            return drawn.to(self.device, self.dtype)
+
+        z = noise("sample")
         y, mask = (part.to(self.device) for part in self.text_encoder.encode(list(prompts)))
         height, width = (torch.full((size,), float(side), device=self.device) for side in cfg.size)
         twice = dict(y=y, mask=mask, height=height, width=width, fps=torch.full_like(height, cfg.fps))
-        velocity = guided(
+        predict = self.flow.guide(
             self.model,
-            self.flow.cfg_scale,
             drop_caption=torch.arange(2 * size, device=self.device) >= size,
             **{name: torch.cat([value, value]) for name, value in twice.items()},
         )
-        frames = cfg.num_frames if self.flow.legacy_frame_count else z.shape[2]
-        geometry = Geometry(height, width, torch.full_like(height, frames))
-        latents = self.flow.sample(velocity, z, geometry=geometry, on_step=on_step)
+        geometry = self.flow.geometry(height, width, latent_frames=z.shape[2], video_frames=cfg.num_frames)
+        latents = self.flow.sample(
+            predict, z, geometry=geometry, draw_noise=lambda k: noise("sample_draw", k), on_step=on_step
+        )
         if not latents.isfinite().all():
             raise ValueError(
                 f"got latents that are not finite for {list(prompts)}; expected numbers; check the checkpoint, or "

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.config import TrainConfig
+from opensora_sp.config import TrainConfig, build_component
+from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import BrokenClip, Clip, VideoTextDataset
-from opensora_sp.diffusion import Geometry, RectifiedFlow
+from opensora_sp.diffusion import DiffusionProcess, Noised, draw_frame_mask
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import generator, normal, uniform
 
@@ -29,9 +30,18 @@ MAX_REPLACEMENTS = 20
 class Batch:
     """What the model and the loss take. ``inputs`` are the model's keyword arguments beside ``x``."""
 
-    x_t: Tensor  # [B, c, f, h, w]
-    target: Tensor  # [B, c, f, h, w]
+    noised: Noised
     inputs: dict[str, Any]
+
+    @property
+    def x_t(self) -> Tensor:
+        """What the model sees, ``[B, c, f, h, w]``."""
+        return self.noised.x_t
+
+    @property
+    def target(self) -> Tensor:
+        """What it learns to predict, ``[B, c, f, h, w]``."""
+        return self.noised.target
 
 
 class ClipPicker:
@@ -94,7 +104,7 @@ class BatchMaker:
     def __init__(self, cfg: TrainConfig, model_config: Any, vae: Any, text_encoder: Any, device: torch.device) -> None:
         self.cfg, self.model_config, self.device = cfg, model_config, device
         self.vae, self.text_encoder = vae, text_encoder
-        self.flow = RectifiedFlow(**{k: v for k, v in cfg.scheduler.items() if k != "type"})
+        self.flow: DiffusionProcess = build_component(cfg.scheduler, SCHEDULERS)
 
     @torch.no_grad()
     def make(self, micro_batch: int, ids: Sequence[int], clips: Sequence[Clip]) -> Batch:
@@ -105,23 +115,31 @@ class BatchMaker:
         noise = torch.stack([normal(tuple(latents.shape[1:]), cfg.seed, "noise", *key) for key in keys])
         noise = noise.to(self.device)
         height, width = (torch.full((size,), float(side), device=self.device) for side in cfg.size)
-        geometry = Geometry(height, width, torch.full_like(height, self._frames(latents)))
+        geometry = self.flow.geometry(height, width, latent_frames=latents.shape[2], video_frames=cfg.num_frames)
         t = torch.tensor([uniform(cfg.seed, "timestep", *key) for key in keys], device=self.device)
         t = self.flow.timesteps_from(t, geometry)
+        x_mask = self._frame_masks(keys, latents.shape[2])
         inputs = dict(
-            timestep=t,
+            timestep=self.flow.network_time(t),
             y=y.to(self.device),
             mask=mask.to(self.device),
+            x_mask=x_mask,
             fps=torch.tensor([clip.fps for clip in clips], device=self.device),
             height=height,
             width=width,
             drop_caption=self._drop_caption(keys),
             drop_path=self._drop_path(keys),
         )
-        return Batch(self.flow.add_noise(latents, noise, t), self.flow.target(latents, noise), inputs)
+        return Batch(Noised.of(self.flow, latents, noise, t, x_mask), inputs)
 
-    def _frames(self, latents: Tensor) -> int:
-        return self.cfg.num_frames if self.flow.legacy_frame_count else latents.shape[2]
+    def _frame_masks(self, keys: list[tuple[int, int]], num_frames: int) -> Tensor | None:
+        """bool ``[B, f]``, False for given frames; whole patches of frames are given or not."""
+        ratios, patch = self.cfg.mask_ratios, self.model_config.patch_size[0]
+        if ratios is None:
+            return None
+        draws = [generator(self.cfg.seed, "frame_mask", *key) for key in keys]
+        masks = torch.stack([draw_frame_mask(ratios, -(-num_frames // patch), rng) for rng in draws])  # [B, T]
+        return masks.repeat_interleave(patch, dim=1)[:, :num_frames].to(self.device)
 
     def _drop_caption(self, keys: list[tuple[int, int]]) -> Tensor | None:
         rate = self.model_config.class_dropout_prob

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig, build_component, dump_config, split_type
 from opensora_sp.data import MicroBatchPlan, ReplicaBatches, VideoTextDataset, check_micro_batches
-from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.registry import model_class, resolve_config
@@ -222,7 +222,7 @@ class Run:
             ids, clips = self.picker.pick(micro_batch, self.plan.ids(micro_batch), next(loader))
             batch = self.batches.make(micro_batch, ids, clips)
             shard = self.model(batch.x_t, **batch.inputs, output="shards")
-            losses = velocity_loss(shard, batch.target)
+            losses = self.batches.flow.losses(shard, batch.noised)
             loss = rank_loss(losses, global_samples=self.plan.samples_per_step, world_size=dist.get_world_size())
             self.booster.backward(loss, self.optimizer)
             mean += losses.detach().sum() / self.plan.samples_per_step

@@ -1,0 +1,77 @@
+"""Time a step of a parallelized model on one process against the bare model: the ratio should be 1.
+
+python benchmarks/one_process.py --repeats 15
+
+The same operators run (``tests/test_engine.py`` counts them); what could cost time is Python alone. Also timed, on two
+processes: the comparison of shapes before each forward.
+"""
+
+import argparse
+import socket
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from opensora_sp.models import build_model
+from opensora_sp.parallel import SequenceMesh, parallelize
+from opensora_sp.parallel.same_batch import SameBatch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"one process, {args.device}, B=1 T=8 S=64 C=288, 4 pairs, forward and backward, in turn")
+    steps = [step_of(args.device, parallelized) for parallelized in (False, True)]
+    rounds = [[seconds(step) for step in steps] for _ in range(args.repeats + 1)][1:]
+    ratios = [parallelized / bare for bare, parallelized in rounds]
+    print(f"parallelized / bare: median {median(ratios):.3f}, of {min(ratios):.3f} to {max(ratios):.3f}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(compare_shapes, (port,), nprocs=2)
+
+
+def step_of(device: str, parallelized: bool) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = build_model("STDiT3", hidden_size=288, depth=4, num_heads=4, caption_channels=8, model_max_length=4)
+    model = model.to(device)
+    if parallelized:
+        parallelize(model, SequenceMesh(1))
+    x, y, t = torch.randn(1, 4, 8, 16, 16), torch.randn(1, 1, 4, 8), torch.full((1,), 500.0)
+    x, y, t = (z.to(device) for z in (x, y, t))
+
+    def step() -> None:
+        model(x, t, y).square().mean().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def seconds(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def compare_shapes(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    check, x = SameBatch(SequenceMesh(2)), torch.zeros(1, 4, 8, 16, 16)
+    inputs = dict(timestep=torch.zeros(1), y=torch.zeros(1, 1, 4, 8), mask=None)
+    taken = [seconds(lambda: check(None, (x,), inputs)) for _ in range(300)]  # type: ignore[arg-type]
+    if rank == 0:
+        print(f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds a forward")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Frame masks of training: which frames of a clip are given, and which the model learns to predict.
+
+The strategies of Open-Sora 1.1 and 1.2. A mask is bool ``[T]``: True for frames that are noised and learned, False for
+frames that are given (the first, the last, some between, ..), so that the trained model can extend, loop and
+interpolate videos. Random numbers come from a generator that the caller names; nothing is drawn from global state.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+STRATEGIES = (
+    *("identity", "random", "interpolate"),
+    *("quarter_random", "quarter_head", "quarter_tail", "quarter_head_tail"),
+    *("image_random", "image_head", "image_tail", "image_head_tail"),
+)
+ALIASES = {"intepolate": "interpolate", "no": "identity"}  # as released; the second after the prefix of 1.1
+PREFIX = "mask_"  # of all names in Open-Sora 1.1
+
+
+class Draws(Protocol):
+    """What is asked of ``numpy.random.Generator``."""
+
+    def random(self) -> float: ...
+
+    def integers(self, low: int, high: int, *, endpoint: bool) -> int: ...
+
+
+def strategy_named(name: str) -> str:
+    """The strategy behind a name of Open-Sora 1.1 ("mask_no", "mask_image_head"), 1.2 ("intepolate") or ours.
+
+    Raises:
+        ValueError: for an unknown name, naming the nearest known one.
+    """
+    plain = str(name).removeprefix(PREFIX)
+    plain = ALIASES.get(plain, plain)
+    if plain not in STRATEGIES:
+        close = difflib.get_close_matches(plain, STRATEGIES, n=1)
+        advice = f"did you mean {close[0]!r}?" if close else "take one of these"
+        raise ValueError(f"got the mask strategy {name!r} in mask_ratios; expected one of {list(STRATEGIES)}; {advice}")
+    return plain
+
+
+def check_mask_ratios(ratios: Mapping[str, float]) -> dict[str, float]:
+    """The ratios by strategy, in the order given.
+
+    Raises:
+        ValueError: for unknown names, two names of one strategy, ratios that are no numbers in [0, 1], or a sum over 1.
+    """
+    checked: dict[str, float] = {}
+    for name, ratio in ratios.items():
+        strategy = strategy_named(name)
+        if strategy in checked:
+            raise ValueError(
+                f"got mask_ratios with two names of the strategy {strategy!r}; expected each strategy once; add the "
+                "ratios up"
+            )
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise ValueError(f"got mask_ratios[{name!r}] = {ratio!r}; expected a number from 0 to 1; change it")
+        checked[strategy] = float(ratio)
+    if (total := math.fsum(checked.values())) > 1 + 1e-6:
+        raise ValueError(
+            f"got mask_ratios that sum to {total:g}; expected at most 1 (what is left goes to 'identity', no frame "
+            "given); lower some"
+        )
+    return checked
+
+
+def draw_frame_mask(ratios: Mapping[str, float], num_frames: int, draws: Draws) -> Tensor:
+    """A mask bool ``[T]``: one uniform number picks the strategy, in the order of ``ratios``, then it draws its own.
+
+    Args:
+        ratios: probability of each strategy; the rest is "identity".
+        num_frames: T, latent frames (of patches).
+        draws: for example ``generator(seed, "frame_mask", micro_batch, sample)``.
+    """
+    place, strategy = draws.random(), "identity"
+    reached = 0.0
+    for name, ratio in check_mask_ratios(ratios).items():
+        reached += ratio
+        if place < reached:
+            strategy = name
+            break
+    return frame_mask(strategy, num_frames, draws)
+
+
+def frame_mask(strategy: str, num_frames: int, draws: Draws) -> Tensor:
+    """The mask of a strategy, bool ``[T]``, True for frames to be predicted. At least one frame is.
+
+    "identity" gives no frame. "quarter_*" give 1 to T // 4 frames, "image_*" one frame, at the "head", the "tail",
+    both, or from a "random" place on; "interpolate" gives every second frame; "random" gives each frame with a chance
+    that is drawn from 0.1 to 0.9. A single frame is never given.
+
+    Where Open-Sora fails (quarters of 2 or 3 frames) or gives all frames (head and tail of 2), this takes the nearest
+    mask that leaves something to learn: a quarter is at least one frame, and where all would be given, the last is
+    predicted, so that the fewest frames differ and the beginning stays given.
+    """
+    strategy, T = strategy_named(strategy), num_frames
+    mask = torch.ones(T, dtype=torch.bool)
+    if T <= 1 or strategy == "identity":
+        return mask
+    kind, _, where = strategy.partition("_")
+    if kind == "random":
+        share = 0.1 + 0.8 * draws.random()
+        mask = torch.tensor([draws.random() > share for _ in range(T)])
+    elif kind == "interpolate":
+        mask[_integer(draws, 0, 1) :: 2] = False
+    else:
+        size = 1 if kind == "image" else _integer(draws, 1, max(1, T // 4))
+        if where == "random":
+            start = _integer(draws, 0, T - size)
+            mask[start : start + size] = False
+        if where in ("head", "head_tail"):
+            mask[:size] = False
+        if where in ("tail", "head_tail"):
+            mask[T - size :] = False
+    if not mask.any():
+        mask[-1] = True
+    return mask
+
+
+def _integer(draws: Draws, low: int, high: int) -> int:
+    return int(draws.integers(low, high, endpoint=True))
