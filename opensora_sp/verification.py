@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from typing import Any
@@ -13,15 +14,19 @@ from torch import Tensor, nn
 
 from opensora_sp.config import TrainConfig, split_type
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models import build_model
+from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import SequenceMesh, Verdict, parallelize, verify_step
+from opensora_sp.parallel import Options, SequenceMesh, Verdict, parallelize, verify_step
+from opensora_sp.parallel.modes import choose_mode
 
 Shape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
 
 
-def verify_config(cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int) -> tuple[Shape, Verdict]:
+def verify_config(cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int) -> tuple[Shape, str, Verdict]:
     """Compare in float64 on ``ranks`` processes, with ``depth`` blocks and about ``max_tokens`` tokens of a sample.
+
+    Returns:
+        The shape of the batch, the way in which it was shared (a class of ``parallel/modes.py``), and the verdict.
 
     Raises:
         ValueError: if there are fewer than two ranks to share a batch.
@@ -39,25 +44,35 @@ def verify_config(cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int) 
 def _verify_on(rank: int, ranks: int, port: int, cfg: TrainConfig, depth: int, max_tokens: int, results: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    mesh, shape = SequenceMesh(ranks), small_shape(cfg, max_tokens)
+    mesh, shape = SequenceMesh(ranks), small_shape(cfg, ranks, max_tokens)
     model = small_model(cfg, depth, shape)
     parallelize(model, mesh, **{**dict(cfg.sequence_parallel), "verify": False})
     verdict = verify_step(model, mesh, (), small_batch(model, shape))
     if rank == 0:
-        results.put((shape, verdict))
+        results.put((shape, mode_of(model, cfg, ranks, shape), verdict))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def small_shape(cfg: TrainConfig, max_tokens: int) -> Shape:
-    """Samples and latent size of the config, frames in whole, with frames made smaller until the tokens are few."""
+def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
+    """Samples and latent size, smaller than the config's but shared in the same way: frames are kept, their size is
+    halved until a sample has few tokens, and samples are left out as long as ranks divide them as they did."""
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     name, options = split_type("model", cfg.model)
     patch = resolve_config(name, **options).patch_size
-    while frames * height * width > max_tokens * patch[0] * patch[1] * patch[2] and max(height, width) > 1:
-        height, width = (side if side < 2 else -(-side // 2) for side in (height, width))
+    while frames * height * width > max_tokens * math.prod(patch) and max(height, width) > 1:
+        height, width = (-(-side // 2) for side in (height, width))
     height, width = (-(-side // p) * p for side, p in zip((height, width), patch[1:], strict=True))
-    return min(cfg.batch_size, 3), frames, height, width
+    wholes = (n for n in range(1, cfg.batch_size + 1) if (n % ranks == 0) == (cfg.batch_size % ranks == 0))
+    return next((n for n in wholes if n > 1), cfg.batch_size), frames, height, width
+
+
+def mode_of(model: Any, cfg: TrainConfig, ranks: int, shape: Shape) -> str:
+    """The name of the way in which ranks share a batch of this shape."""
+    grid = PatchGrid(num_samples=shape[0], latent_size=shape[1:], patch_size=model.config.patch_size)
+    options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
+    tokens = grid.num_samples, grid.frames, grid.patches_per_frame
+    return choose_mode(options, tokens, model.config.hidden_size, model.config.num_heads, ranks).__name__
 
 
 def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from test_sp_parity import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opensora_sp.memory import LivePeak
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, collectives, parallelize, unwrap
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
 
@@ -57,7 +58,8 @@ def refused_everywhere() -> list[str]:
     other = make_inputs(Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9)))  # for rank 0 not even a new one
     mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
     longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
-    for inputs in (other, mixed, longer):
+    listed = {**make_inputs(case), "fps": [torch.ones(1 + rank)]}  # tensors in containers count
+    for inputs in (other, mixed, longer, listed):
         with CommLedger() as ledger, pytest.raises(ValueError, match="got inputs of different shapes") as error:
             model(**inputs)
         assert set(ledger.calls) == {("check", "forward")}
@@ -87,6 +89,42 @@ def mixed_layouts() -> None:
     block, rows = model.spatial_blocks[0], single.layout.turned()
     with pytest.raises(ValueError, match=r"got tokens \(3, 7, 12\) as spatial rows \[0, 5\) of 5; expected \[5, 20"):
         block.attn(torch.zeros(3, 7, 12, dtype=torch.float64), rows)
+
+
+def held_after_backward() -> None:
+    """Overlap holds nothing that plain switches do not, once a backward pass is over; and chunks are not too small."""
+    mesh, case = SequenceMesh(dist.get_world_size()), Case((1, 8, 16, 32), checkpoint=True)
+    live, calls = {}, {}
+    for options in ({}, dict(overlap_backward=True), dict(overlap_chunks=4, overlap_backward=True)):
+        model, inputs = parallelize(make_model(case), mesh, **options), make_inputs(case)
+        with torch.no_grad():
+            model(**inputs)  # plans are made once, and stay
+        with CommLedger() as ledger, LivePeak() as seen:
+            loss = model(**inputs).sum()
+            loss.backward()
+            for leaf in (*model.parameters(), inputs["x"], inputs["y"]):
+                leaf.grad = None
+        live[str(options)], calls[str(options)] = seen.live, ledger.calls["switch", "forward"]
+    assert len(set(live.values())) == 1, live
+    switches = 2 * DEPTH - 1  # 8 x 128 tokens on 2 ranks are two chunks of 256, not four
+    assert list(calls.values()) == [switches, switches, 2 * switches], calls
+
+
+def second_derivatives() -> None:
+    """The reverse of an exchange is differentiated as such; what cannot be differentiated twice says so."""
+    plan = plan_exchange({"b": 1, "t": 3, "s": 4}, SPATIAL_ROWS, TEMPORAL_ROWS, 2, dist.get_rank(), torch.device("cpu"))
+    group = dist.group.WORLD
+    x = torch.randn(len(plan.pack), 2, dtype=torch.float64, requires_grad=True)
+    y = collectives.exchange(x, plan, group)
+    weights = torch.randn(y.shape, dtype=torch.float64)
+    (first,) = torch.autograd.grad((y.pow(3) * weights).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    wanted = collectives.exchange(6 * y.detach() * weights, plan, group, reverse=True)
+    torch.testing.assert_close(second, wanted)
+    gathered = collectives.gather_rows(x, [4, 8], group)  # tokens of 1 and of 2 frames
+    (first,) = torch.autograd.grad(gathered.pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 def edges() -> tuple[int, int]:
@@ -119,7 +157,9 @@ def in_turn(*functions) -> list:
 
 
 def test_errors_and_counts_on_ranks() -> None:
-    results = run_ranks(2, in_turn, refused_everywhere, counted, mixed_layouts, edges)
+    results = run_ranks(
+        2, in_turn, refused_everywhere, counted, mixed_layouts, edges, held_after_backward, second_derivatives
+    )
     (told, *_), (told_elsewhere, *_) = results
     assert told == told_elsewhere
     assert "rank 0: drop_caption" not in told[0] and "x [1, 2, 5, 7, 9] float64" in told[0]

@@ -93,6 +93,30 @@ def planned_models() -> None:
     with CommLedger() as ledger:
         compare(space["MyDiT"]().double(), mesh, torch.randn(3, 4, 5, 3, 3).double(), torch.rand(3, 5).double())
     assert ledger.calls["switch", "backward"]
+    checkpointed(space["MyDiT"], mesh)
+
+
+def checkpointed(model_class: type, mesh: SequenceMesh) -> None:
+    """Two batches of different shape before one backward, each recomputed as what it was."""
+
+    class Recomputed(model_class):
+        def forward(self, video: torch.Tensor, frame_scale: torch.Tensor) -> torch.Tensor:
+            x = self.embed(video.flatten(3).permute(0, 2, 3, 1).flatten(1, 2))
+            for block in self.blocks:
+                x = checkpoint(block, x, video.shape[2], frame_scale=frame_scale, use_reentrant=False)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    bare = Recomputed().double()
+    parallel = Recomputed().double()
+    parallel.load_state_dict(bare.state_dict())
+    parallelize(parallel, mesh)
+    batches = [(torch.randn(1, 4, T, 3, S).double(), torch.rand(1, T).double()) for T, S in [(4, 3), (6, 5), (3, 4)]]
+    for model in (bare, parallel):
+        sum(model(*batch).square().mean() for batch in batches).backward()
+    for ours, theirs in zip(parallel.parameters(), bare.parameters(), strict=True):
+        dist.all_reduce(ours.grad)
+        torch.testing.assert_close(ours.grad / mesh.sp_size, theirs.grad, rtol=1e-9, atol=1e-11)
 
 
 def refused_plans() -> None:
@@ -116,9 +140,23 @@ def refused_plans() -> None:
     register_plan(Branches, PLAN)
     with pytest.raises(ValueError, match=r"got 'temporal.0' twice in one forward"):
         parallelize(model, mesh)(x)
-    register_plan(Branches, replace(PLAN, enter="entry"))
-    with pytest.raises(ValueError, match="got 'entry' as the place of a sharding point"):
-        parallelize(Branches(), mesh)
+    for change, told in [
+        (dict(enter="entry"), "got 'entry' as the place of a sharding point"),
+        (dict(temporal=("temporal.*", "nothing.*")), r"got 'nothing.\*' as the place"),
+        (dict(enter="spatial.*"), "which fits 2 modules; expected one"),
+        (dict(temporal=("spatial.0",)), "got 'spatial.0' as spatial and temporal"),
+    ]:
+        register_plan(Branches, replace(PLAN, **change))
+        model = Branches()
+        with pytest.raises(ValueError, match=told):
+            parallelize(model, mesh)
+        assert not [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]  # nothing is left behind
+    register_plan(Branches, PLAN)
+    model = parallelize(Branches(), mesh, verify=True)
+    unwrap(model)(x)  # without what would verify
+    model = parallelize(model, mesh, verify=True)
+    with torch.inference_mode():
+        model(x)
 
 
 def in_turn(*functions) -> None:

@@ -7,6 +7,7 @@ averaging over the ranks, as ZeRO and DDP average them.
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -268,8 +269,9 @@ def test_what_cannot_be_parallelized_is_refused(monkeypatch: pytest.MonkeyPatch)
         parallelize(model, SequenceMesh(1))
     with pytest.raises(ValueError, match="got output='half'; expected 'full' or 'shards'"):
         model(**make_inputs(PLAIN[0]), output="half")
-    with pytest.raises(ValueError, match="copy before parallelize"):
-        copy.deepcopy(model)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ValueError, match="copy before parallelize"):
+            copied(model)
     with pytest.raises(ValueError, match=r"call unwrap\(model.module\)"):
         unwrap(torch.nn.DataParallel(model))
     with pytest.raises(

@@ -31,9 +31,11 @@ def run(args: argparse.Namespace) -> None:
 
     cfg = load_train_config(args.config, args.cfg_options)
     ranks = cfg.sp_size if args.ranks is None else args.ranks
-    shape, verdict = verify_config(cfg, ranks, depth=args.depth, max_tokens=args.max_tokens)
+    shape, mode, verdict = verify_config(cfg, ranks, depth=args.depth, max_tokens=args.max_tokens)
     options = {key: value for key, value in dict(cfg.sequence_parallel).items() if value not in (None, False, 1)}
     sys.stdout.write(f"{cfg.model['type']} on {ranks} ranks and on one, float64, latents {list(shape)}, {options}\n")
+    nothing = ": no token moves, nothing of the exchanges is tested" if mode == "WholeSamples" else ""
+    sys.stdout.write(f"shared by {mode}{nothing}\n")
     sys.stdout.write(report(verdict, shown=None if args.all else SHOWN) + "\n")
     if not verdict.agrees:
         sys.exit(1)

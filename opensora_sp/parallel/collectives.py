@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .layout import ExchangePlan
@@ -70,14 +71,14 @@ def _(
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, _ = inputs
+    _, pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, ctx.reverse = inputs
     ctx.save_for_backward(pack, place)
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple:
     """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
     pack, place = ctx.saved_tensors
-    back = _exchange(grad.contiguous(), pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, True)
+    back = _exchange(grad.contiguous(), pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, not ctx.reverse)
     return back, *[None] * 7
 
 
@@ -110,6 +111,7 @@ class _GatherRows(torch.autograd.Function):
         return all_to_all(copies, [len(x)] * num_ranks, sizes, group, kind=kind, backward=False)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         num_ranks = len(ctx.sizes)
         parts, _ = all_to_all(grad, ctx.sizes, [ctx.rows] * num_ranks, ctx.group, kind=ctx.kind, backward=True)

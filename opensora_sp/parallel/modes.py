@@ -104,9 +104,8 @@ class WholeSamples:
         """This rank's run of all rows of a layout."""
         return rows.take(*balanced_run(rows.total, self.mesh.sp_size, self.mesh.sp_rank))
 
-    def plan(self, sizes: dict[str, int], left: str, entered: str, like: Tensor, *chunk: int) -> ExchangePlan:
-        mesh = self.mesh
-        return plan_exchange(sizes, left, entered, mesh.sp_size, mesh.sp_rank, like.device, *chunk)
+    def plan(self, sizes: dict[str, int], left: str, entered: str, device: torch.device, *chunk: int) -> ExchangePlan:
+        return plan_exchange(sizes, left, entered, self.mesh.sp_size, self.mesh.sp_rank, device, *chunk)
 
     @property
     def group(self) -> Any:
@@ -124,16 +123,16 @@ class SwitchRows(WholeSamples):
         if isinstance(x, Flight):
             tokens = x.land()
         else:
-            tokens = exchange(x.flatten(0, 1), self._plan(rows, x), self.group)
+            tokens = exchange(x.flatten(0, 1), self._plan(rows, x.device), self.group)
         return tokens.unflatten(0, (turned.count, turned.length)), turned
 
     def segment(self, local: Local, function: Local, rows: Rows, *args: Any, recompute: bool, last: bool) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:
             return local(function, rows, *args, recompute=recompute, last=last)
-        like = args[0]
+        device = args[0].device  # the flight outlives the block, so it must not hold its input
         flight = Flight(
-            lambda *chunk: self._plan(rows, like, *chunk), self.group, overlap_backward=self.options.overlap_backward
+            lambda *chunk: self._plan(rows, device, *chunk), self.group, overlap_backward=self.options.overlap_backward
         )
 
         def launched(*args: Any) -> Flight:
@@ -159,9 +158,9 @@ class SwitchRows(WholeSamples):
         tokens = rows.total // self.mesh.sp_size * rows.length
         return max(1, min(self.options.overlap_chunks, tokens // MIN_CHUNK_TOKENS, rows.total // self.mesh.sp_size))
 
-    def _plan(self, rows: Rows, like: Tensor, *chunk: int) -> ExchangePlan:
+    def _plan(self, rows: Rows, device: torch.device, *chunk: int) -> ExchangePlan:
         sizes, layouts = _axes(rows), (SPATIAL_ROWS, TEMPORAL_ROWS)
-        return self.plan(sizes, *(layouts if rows.layout == "spatial" else layouts[::-1]), like, *chunk)
+        return self.plan(sizes, *(layouts if rows.layout == "spatial" else layouts[::-1]), device, *chunk)
 
 
 class TemporalRows(WholeSamples):
@@ -193,7 +192,7 @@ class TemporalRows(WholeSamples):
         """
         sizes = _axes(rows, h=q.shape[2])
         left = TEMPORAL_ROWS + " h"
-        there, back = self.plan(sizes, left, units, q), self.plan(sizes, units, left, q)
+        there, back = self.plan(sizes, left, units, q.device), self.plan(sizes, units, left, q.device)
         qkv = exchange(_stacked(q, k, v), there, self.group, kind="heads")
         qkv = qkv.view(-1, sizes[axis], 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
         out = local(*qkv.unbind(3), rows)
@@ -221,7 +220,7 @@ class BranchSwitch(TemporalRows):
         return self._exchange(out, rows, SPATIAL_ROWS, TEMPORAL_ROWS).view(x.shape)
 
     def _exchange(self, x: Tensor, rows: Rows, left: str, entered: str) -> Tensor:
-        plan = self.plan(_axes(rows), left, entered, x)
+        plan = self.plan(_axes(rows), left, entered, x.device)
         return narrow_exchange(x.flatten(0, 1), plan, self.group, kind="branch", dtype=self.options.comm_dtype)
 
 

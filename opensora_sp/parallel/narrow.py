@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .collectives import exchange
 from .layout import ExchangePlan
@@ -38,6 +39,7 @@ class _NarrowExchange(torch.autograd.Function):
         return _send(tokens, plan, group, kind, torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn, False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         narrow = torch.bfloat16 if ctx.dtype == "bf16" else torch.float8_e5m2
         return _send(grad, ctx.plan, ctx.group, ctx.kind, narrow, True), None, None, None, None

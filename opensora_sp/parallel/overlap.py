@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .collectives import all_to_all
 from .layout import ExchangePlan
@@ -38,7 +39,9 @@ class Flight:
     def launch(self, chunks: Iterable[Tensor], num_chunks: int) -> Flight:
         """Send chunks ``[rows, L, C]`` off as they are computed. In recomputation nothing is sent again."""
         self._plans = [self._plan(chunk, num_chunks) for chunk in range(num_chunks)]
-        self._tickets = [_Launch.apply(x.flatten(0, 1), self, chunk) for chunk, x in enumerate(chunks)]
+        recomputes = bool(self._sent)  # whose graph is checkpointing's, not ours to hold
+        tickets = [_Launch.apply(x.flatten(0, 1), self, chunk) for chunk, x in enumerate(chunks)]
+        self._tickets = [] if recomputes else tickets
         return self
 
     def land(self) -> Tensor:
@@ -91,6 +94,7 @@ class _Launch(torch.autograd.Function):
         return tokens.new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor, None, None]:
         _ = ctx.saved_tensors  # under checkpointing this recomputes the block, while its gradient travels
         return ctx.flight.receive_back(ctx.chunk), None, None
@@ -105,6 +109,7 @@ class _Land(torch.autograd.Function):
         return flight.receive()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ctx.flight.send_back(grad)
         return None, *(grad.new_empty(0) for _ in range(ctx.num_chunks))

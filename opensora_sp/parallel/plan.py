@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from .same_batch import SameBatch
 
 TOKENS = ("b t s c", "b (t s) c")
 SHARDED_ALONG = {"spatial": "t", "temporal": "s"}
+COPIED = (
+    "got a parallelized model to copy or pickle; expected a bare one; copy before parallelize, or unwrap(model) first"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,108 +104,146 @@ def find(model: nn.Module, pattern: str) -> list[Any]:
     return found
 
 
+@dataclass
+class _Pass:
+    """One forward pass: the sizes b, t, s of its batch, the layout its stream is in, and in which each module was
+    given its tokens."""
+
+    sizes: dict[str, int]
+    layout: str | None = "temporal"
+    came_in: dict[nn.Module, str] = field(default_factory=dict)
+
+
+def _recomputes() -> bool:
+    """Whether autograd is running, so that a forward is one of checkpointing's."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class PlanHooks:
-    """What hangs on a model that takes part by a plan."""
+    """What hangs on a model that takes part by a plan.
+
+    Recomputation under checkpointing fires the hooks of modules again. It belongs to the pass whose output's gradient
+    came last, so the output's hook makes that pass the one at hand again.
+    """
 
     def __init__(self, plan: ShardPlan, model: nn.Module, mesh: SequenceMesh) -> None:
         self.plan, self.model, self.mesh = plan, model, mesh
-        self._sizes: dict[str, int] = {}  # of the batch at hand: b, t, s
-        self._layout: str | None = None  # the layout of the stream, between enter and leave
-        self._came_in: dict[nn.Module, str] = {}  # the layout each module's tokens came in; recomputation asks again
         self.suspended = False  # while True, the model is as it was
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
+        self._pass = _Pass({}, layout=None)
         if mesh.sp_size > 1:
             self._attach()
 
-    def __deepcopy__(self, memo: dict) -> PlanHooks:
-        raise ValueError(
-            "got a parallelized model to copy; expected a bare one; copy before parallelize, or unwrap(model) first"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(COPIED)
 
     def _attach(self) -> None:
         plan, model = self.plan, self.model
-        (enter,), (leave,) = find(model, plan.enter), find(model, plan.leave)
-        self._handles += [
-            model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True),
-            enter.register_forward_pre_hook(self._unless_suspended(self._enter), with_kwargs=True),
-        ]
+        enter, leave = self._only(plan.enter), self._only(plan.leave)
         self._listed: dict[nn.Module, str] = {}
-        before, behind = self._unless_suspended(self._before), self._unless_suspended(self._behind_branch)
         for layout, patterns in (("spatial", plan.spatial), ("temporal", plan.temporal)):
             for module in (module for pattern in patterns for module in find(model, pattern)):
-                self._listed[module] = layout
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                if plan.placement == "branch":
-                    self._handles.append(module.register_forward_hook(behind))
-        self._handles.append(leave.register_forward_hook(self._unless_suspended(self._leave)))
-        self._handles.append(model.register_forward_hook(self._unless_suspended(self._finished)))
+                if self._listed.setdefault(module, layout) != layout:
+                    raise ValueError(
+                        f"got {self._name(module)!r} as spatial and temporal in one ShardPlan; expected one of them; "
+                        "list the attentions inside it instead"
+                    )
+        guard = self._unless_suspended  # all modules are there: from here on nothing fails
+        self.handles += [
+            model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True),
+            enter.register_forward_pre_hook(guard(self._enter), with_kwargs=True),
+        ]
+        for module in self._listed:
+            self.handles.append(module.register_forward_pre_hook(guard(self._before), with_kwargs=True))
+            if plan.placement == "branch":
+                self.handles.append(module.register_forward_hook(guard(self._behind_branch)))
+        self.handles.append(leave.register_forward_hook(guard(self._leave)))
+        self.handles.append(model.register_forward_hook(guard(self._finished)))
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
+
+    def _only(self, pattern: str) -> nn.Module:
+        found = find(self.model, pattern)
+        if len(found) > 1:
+            raise ValueError(
+                f"got {pattern!r} in a ShardPlan, which fits {len(found)} modules; expected one; write its whole name"
+            )
+        return found[0]
 
     def _unless_suspended(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: None if self.suspended else hook(*args)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        x = args[0]
-        frames = x.shape[1]
-        if self.plan.tokens == "b (t s) c":
-            frames = self._bound(module, args, kwargs).get(self._frames_argument())
-        self._sizes = {"b": x.shape[0], "t": frames, "s": x.shape[1:-1].numel() // frames}
-        self._layout, self._came_in = "temporal", {}
-        x = self._whole(x)
-        x = x[:, :, slice(*self._run("s"))]
-        return self._with_arguments(module, (self._flat(x), *args[1:]), kwargs, "temporal")
+        """Cut the tokens to this rank's run of patches, for all frames."""
+        bound = self._bound(module, args, kwargs)
+        name, x = next(iter(bound.arguments.items()))
+        if not _recomputes():
+            frames = x.shape[1] if self.plan.tokens == "b t s c" else self._frames(module, bound.arguments)
+            self._pass = _Pass({"b": x.shape[0], "t": frames, "s": x.shape[1:-1].numel() // frames})
+        whole = self._sharded(x, None)[:, :, slice(*self._run("s"))]
+        bound.arguments[name] = self._flat(whole)
+        return self._cut_arguments(bound, "temporal")
 
-    def _frames_argument(self) -> str:
+    def _frames(self, module: nn.Module, arguments: Mapping[str, Any]) -> int:
         names = [name for name, axes in self.plan.arguments.items() if axes == "t"]
-        if len(names) != 1:
+        if len(names) != 1 or not isinstance(arguments.get(names[0]), int):
             raise ValueError(
                 f"got tokens 'b (t s) c' and the arguments {dict(self.plan.arguments)}; expected one with axis 't', "
                 f"the number of frames that {self.plan.enter!r} is called with; name it in ShardPlan(arguments=...)"
             )
-        return names[0]
+        return arguments[names[0]]
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """Bring the tokens of a listed module into the layout that it attends in."""
-        recomputes = torch._C._current_graph_task_id() != -1
-        if not recomputes:
-            assert self._layout is not None
-            if module in self._came_in:
+        now, wanted = self._pass, self._listed[module]
+        if not _recomputes():
+            assert now.layout is not None
+            if module in now.came_in:
                 raise ValueError(
                     f"got {self._name(module)!r} twice in one forward; expected each module of a ShardPlan once; list "
                     "the modules around it"
                 )
-            self._came_in[module] = self._layout
-        wanted = self._listed[module]
-        x = self._switched(args[0], self._came_in[module], wanted)
-        if self.plan.placement == "stream":
-            self._layout = wanted
-        return self._with_arguments(module, (x, *args[1:]), kwargs, wanted)
+            now.came_in[module] = now.layout
+            if self.plan.placement == "stream":
+                now.layout = wanted
+        bound = self._bound(module, args, kwargs)
+        name, x = next(iter(bound.arguments.items()))
+        bound.arguments[name] = self._switched(x, now.came_in[module], wanted)
+        return self._cut_arguments(bound, wanted)
 
     def _behind_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return self._switched(output, self._listed[module], self._came_in[module])
+        return self._switched(output, self._listed[module], self._pass.came_in[module])
 
     def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        missing = [self._name(m) for m in self._listed if m not in self._came_in]
+        now = self._pass
+        if _recomputes() or not isinstance(output, Tensor):
+            raise ValueError(
+                f"got {self.plan.leave!r}, which {'is recomputed' if _recomputes() else 'returns no tensor'}; expected "
+                "a module behind all that is checkpointed, which returns the tokens; name another one as leave"
+            )
+        missing = [self._name(m) for m in self._listed if m not in now.came_in]
         if missing:
             raise ValueError(
                 f"got a forward that passed by {len(missing)} modules of its ShardPlan ({missing[0]}, ...); "
                 "expected a call of each; call modules, not their forward methods (checkpoint(block, x))"
             )
-        assert self._layout is not None
-        along = SHARDED_ALONG[self._layout]
-        self._layout = None
-        x = self._sharded(output, along)
-        dim = 1 if along == "t" else 2
-        whole = gather_rows(
-            x.transpose(0, dim).contiguous(), run_sizes(self._sizes[along], self.mesh.sp_size), self._group
-        )
-        return self._flat(whole.transpose(0, dim))
+        assert now.layout is not None
+        along, now.layout = SHARDED_ALONG[now.layout], None
+        x, dim = self._sharded(output, along), 1 if along == "t" else 2
+        sizes = run_sizes(now.sizes[along], self.mesh.sp_size)
+        whole = gather_rows(x.transpose(0, dim).contiguous(), sizes, self._group)
+        whole = self._flat(whole.transpose(0, dim))
+        if whole.requires_grad:
+            whole.register_hook(partial(self._resume, now))
+        return whole
+
+    def _resume(self, earlier: _Pass, grad: Tensor) -> None:
+        self._pass = earlier
 
     def _finished(self, model: nn.Module, args: tuple, output: Any) -> None:
-        if self._layout is not None:
+        if self._pass.layout is not None:
             raise ValueError(
                 f"got a forward that did not call {self.plan.leave!r}; expected its call, where the ranks' outputs are "
                 "put together; correct leave in the ShardPlan"
@@ -213,10 +255,10 @@ class PlanHooks:
             return x
         layouts = {"spatial": "t | b s", "temporal": "s | b t"}
         plan = plan_exchange(
-            self._sizes, layouts[left], layouts[entered], self.mesh.sp_size, self.mesh.sp_rank, x.device
+            self._pass.sizes, layouts[left], layouts[entered], self.mesh.sp_size, self.mesh.sp_rank, x.device
         )
         x = self._sharded(x, SHARDED_ALONG[left])  # [b, t, s, c], one of t and s held in part
-        b, t, s = self._sizes["b"], self._sizes["t"], self._sizes["s"]
+        b, t, s = self._pass.sizes["b"], self._pass.sizes["t"], self._pass.sizes["s"]
         tokens = x.permute(1, 0, 2, 3) if left == "spatial" else x.permute(2, 0, 1, 3)
         tokens = exchange(tokens.flatten(0, 2), plan, self._group)
         if entered == "temporal":
@@ -225,48 +267,44 @@ class PlanHooks:
             x = tokens.view(-1, b, s, x.shape[-1]).permute(1, 0, 2, 3)
         return self._flat(x)
 
-    def _with_arguments(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layout: str
-    ) -> tuple[tuple, dict[str, Any]]:
+    def _bound(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        return inspect.signature(module.forward).bind(*args, **kwargs)
+
+    def _cut_arguments(self, bound: inspect.BoundArguments, layout: str) -> tuple[tuple, dict[str, Any]]:
         """Cut the arguments that the plan gives axes for to what is held in a layout."""
         axis = SHARDED_ALONG[layout]
-        signature = inspect.signature(module.forward).bind(*args, **kwargs)
         for name, axes in self.plan.arguments.items():
-            if axis in axes.split() and signature.arguments.get(name) is not None:
-                signature.arguments[name] = self._cut(name, signature.arguments[name], axes.split(), axis)
-        return signature.args, signature.kwargs
+            if axis in axes.split() and bound.arguments.get(name) is not None:
+                bound.arguments[name] = self._cut(name, bound.arguments[name], axes.split(), axis)
+        return bound.args, bound.kwargs
 
     def _cut(self, name: str, value: Any, axes: list[str], axis: str) -> Any:
         start, stop = self._run(axis)
         if isinstance(value, int):
             return stop - start
-        expected = [self._sizes.get(name, size) for name, size in zip(axes, value.shape)]
+        expected = [self._pass.sizes.get(name, size) for name, size in zip(axes, value.shape)]
         if value.ndim != len(axes) or list(value.shape) != expected:
             raise ValueError(
                 f"got {name!r} of shape {tuple(value.shape)}; expected axes {' '.join(axes)} of sizes "
-                f"{[self._sizes.get(one, 'any') for one in axes]}; correct arguments in the ShardPlan"
+                f"{[self._pass.sizes.get(one, 'any') for one in axes]}; correct arguments in the ShardPlan"
             )
         return value.narrow(axes.index(axis), start, stop - start)
 
-    def _bound(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-
-    def _whole(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (self._sizes["t"], self._sizes["s"])) if self.plan.tokens == "b (t s) c" else x
-
-    def _sharded(self, x: Tensor, along: str) -> Tensor:
-        """``[b, t, s, c]`` of which t or s is held in part."""
+    def _sharded(self, x: Tensor, along: str | None) -> Tensor:
+        """``[b, t, s, c]``, of which t or s is held in part."""
         if self.plan.tokens == "b t s c":
             return x
-        start, stop = self._run(along)
-        held = {**self._sizes, along: stop - start}
+        held = dict(self._pass.sizes)
+        if along is not None:
+            start, stop = self._run(along)
+            held[along] = stop - start
         return x.unflatten(1, (held["t"], held["s"]))
 
     def _flat(self, x: Tensor) -> Tensor:
         return x.flatten(1, 2) if self.plan.tokens == "b (t s) c" else x
 
     def _run(self, axis: str) -> tuple[int, int]:
-        return balanced_run(self._sizes[axis], self.mesh.sp_size, self.mesh.sp_rank)
+        return balanced_run(self._pass.sizes[axis], self.mesh.sp_size, self.mesh.sp_rank)
 
     def _name(self, module: nn.Module) -> str:
         return next(name for name, candidate in self.model.named_modules() if candidate is module)

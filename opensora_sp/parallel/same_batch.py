@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
 
 from .ledger import record
 from .mesh import SequenceMesh
@@ -29,7 +30,7 @@ class SameBatch:
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.mesh.is_imagined:
             return
-        described = _describe(args, kwargs)
+        described = _describe(model, args, kwargs)
         number = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
         both = torch.tensor([number, -number])
         record("check", backward=False, elements=2, element_size=8)
@@ -47,9 +48,20 @@ class SameBatch:
         )
 
 
-def _describe(args: tuple, kwargs: dict[str, Any]) -> str:
-    named = {**{str(place): value for place, value in enumerate(args)}, **dict(sorted(kwargs.items()))}
-    return ", ".join(f"{name} {_describe_one(value)}" for name, value in named.items())
+def _describe(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
+    """Whatever decides what is sent: shapes and dtypes, also inside of containers, plain values, and modes."""
+    leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
+    told = [f"{_name(path)} {_describe_one(value)}" for path, value in leaves]
+    modes = dict(training=model.training, grad=torch.is_grad_enabled())
+    if hasattr(model, "grad_checkpoint"):
+        modes["grad_checkpoint"] = bool(model.grad_checkpoint)
+    return ", ".join([*told, *(f"{name} {value}" for name, value in modes.items())])
+
+
+def _name(path: tuple) -> str:
+    """``x`` for a keyword, ``0`` for a place, ``frames[1]`` for what lies deeper."""
+    first, *deeper = (getattr(key, "key", getattr(key, "idx", key)) for key in path[1:])
+    return f"{first}{''.join(f'[{key}]' for key in deeper)}"
 
 
 def _describe_one(value: Any) -> str:

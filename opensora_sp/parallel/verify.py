@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .mesh import SequenceMesh
 
@@ -56,21 +57,26 @@ def verify_step(
 ) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and parallel. Collective.
 
-    Parameters keep their gradients. The model returns one tensor, or a ``Shard`` if asked to, which it is not here.
+    Parameters keep their gradients, buffers and random generators their values. The model returns one tensor.
     """
-    hooks, kwargs = getattr(model, ATTRIBUTE), kwargs or {}
-    kwargs = {name: value for name, value in kwargs.items() if name != "output"}
-    with _suspended(hooks):
-        wanted, wanted_gradients = _step(model, args, kwargs)
-    output, gradients = _step(model, args, kwargs)
+    hooks = getattr(model, ATTRIBUTE)
+    kwargs = {name: value for name, value in (kwargs or {}).items() if name != "output"}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng(), torch.inference_mode(False):
+        with _suspended(hooks):
+            wanted, wanted_gradients = _step(model, args, kwargs)
+        output, gradients = _step(model, args, kwargs)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
     for gradient in gradients.values():
         dist.all_reduce(gradient, group=mesh.sp_group)
         gradient /= mesh.sp_size
     largest = max((g.abs().max().item() for g in wanted_gradients.values()), default=0.0)
     found = [_difference(output, wanted, 0.0)]
     found += [_difference(gradients[name], g, largest * NOISE_FLOOR) for name, g in wanted_gradients.items()]
-    over_ranks = torch.tensor(found, dtype=torch.float64, device=output.device)
-    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=mesh.sp_group)
+    over_ranks = torch.tensor(found, dtype=torch.float64).nan_to_num(nan=float("inf"))  # a maximum may lose a NaN
+    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=mesh.host_group)
     first, *rest = over_ranks.tolist()
     zero = [name for name, g in wanted_gradients.items() if not g.any() and not gradients[name].any()]
     dtypes = {output.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)}
@@ -87,16 +93,19 @@ def verify_first_step(model: nn.Module, mesh: SequenceMesh) -> None:
         if not verdict.agrees:
             raise ValueError(
                 f"got another result under sequence parallelism: {verdict}; expected at most {verdict.tolerance:.0e}; "
-                f"correct the model's ShardPlan or sharding_points"
+                "give all ranks the same weights and inputs, turn dropout off while you verify, and correct the "
+                "model's ShardPlan or sharding_points"
             )
         logger.info("%s", verdict)
 
     handle = model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+    getattr(model, ATTRIBUTE).handles.append(handle)  # unwrap takes it off, too
 
 
 def _step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
+        args, kwargs = tree_map_only(Tensor, torch.Tensor.clone, (args, kwargs))  # inference tensors take no gradient
         output = model(*args, **kwargs)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -21,7 +21,7 @@ from .collectives import gather_rows
 from .layout import run_sizes
 from .mesh import SequenceMesh
 from .modes import Options, Rows, WholeSamples, choose_mode
-from .plan import find, registered_plan
+from .plan import COPIED, find, registered_plan
 from .same_batch import SameBatch
 from .verify import ATTRIBUTE, verify_first_step
 
@@ -65,38 +65,35 @@ class SequenceParallel:
         self.suspended = False  # while True, points do their local thing
         self._output = "full"
         self._modes: dict[tuple[int, int, int], WholeSamples] = {}
+        self.handles: list[Any] = []
         self._points: list[Any] = []
         self._attach_all()
 
-    def __deepcopy__(self, memo: dict) -> SequenceParallel:
-        raise ValueError(
-            "got a parallelized model to copy; expected a bare one; copy before parallelize, or unwrap(model) first"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(COPIED)
 
     def _attach_all(self) -> None:
         named = self.model.sharding_points
-        self._attach(named["gather"], self._gather)
+        wanted: list[tuple[str, Callable[..., Any]]] = [(named["gather"], self._gather)]
         if self.mesh.sp_size > 1:
-            self._attach(named["shard"], self._shard)
+            wanted.append((named["shard"], self._shard))
             for name in ("switch", "segment", "spatial", "temporal", "rowwise"):
-                self._attach(named[name], partial(self._in_mode, name))
+                wanted.append((named[name], partial(self._in_mode, name)))
             for name in ("spatial", "temporal"):
-                self._attach(f"{named[name]}.attend", partial(self._in_mode, f"attend_{name}"))
-        self._handles: list[Any] = []
+                wanted.append((f"{named[name]}.attend", partial(self._in_mode, f"attend_{name}")))
+        found = [(point, function) for pattern, function in wanted for point in find(self.model, pattern)]
+        for point, function in found:  # all are there
+            point.attach(function)
+            self._points.append(point)
         if self.mesh.sp_size > 1:
-            self._handles.append(self.model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True))
-        self._handles.append(self.model.register_forward_pre_hook(self._take_output_argument, with_kwargs=True))
+            self.handles.append(self.model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True))
+        self.handles.append(self.model.register_forward_pre_hook(self._take_output_argument, with_kwargs=True))
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
         for point in self._points:
             point.detach()
-
-    def _attach(self, pattern: str, function: Callable[..., Any]) -> None:
-        for point in find(self.model, pattern):
-            point.attach(function)
-            self._points.append(point)
 
     def _take_output_argument(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         self._output = kwargs.pop("output", "full")

@@ -249,7 +249,7 @@ class _Run:
             return []
         shape, enough = self.shape(bucket), max(UNEVEN, sharing.imbalance / 2)
         advice = []
-        for ranks in (n for n in range(1, self.num_gpus + 1) if self.num_gpus % n == 0 and n != self.ranks):
+        for ranks in (n for n in range(2, self.num_gpus + 1) if self.num_gpus % n == 0 and n != self.ranks):
             found = share(shape, self.options, ranks).imbalance
             if found <= enough:
                 advice.append(f"sp_size={ranks} has an imbalance of {found:.1%} instead of {sharing.imbalance:.1%}")

@@ -226,6 +226,7 @@ class Run:
             loss = rank_loss(losses, global_samples=self.plan.samples_per_step, world_size=dist.get_world_size())
             self.booster.backward(loss, self.optimizer)
             mean += losses.detach().sum() / self.plan.samples_per_step
+            del loss, losses, shard, batch  # and what their graph holds, before the next micro-batch
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.cfg, step)
         self.optimizer.step()
