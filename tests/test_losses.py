@@ -194,7 +194,7 @@ def test_what_is_predicted_for_padding_and_given_frames_does_not_count(process, 
 
 
 CONDITIONED = """
-model.update(pred_sigma=True, class_dropout_prob=0.2)
+model.update(type="STDiT2", pred_sigma=True, qk_norm=True)
 scheduler = dict(type="iddpm")
 mask_ratios = dict(image_head=0.3, intepolate=0.2, quarter_head_tail=0.2, random=0.1)
 max_steps = 4
@@ -203,7 +203,7 @@ ckpt_every = 2
 
 
 def test_training_with_iddpm_and_frame_masks_resumes_bit_by_bit(tmp_path: Path) -> None:
-    """Two processes share every clip; the run is cut after two of four steps."""
+    """STDiT2 on two processes that share every clip; the run is cut after two of four steps."""
     manifest = write_toy_set(tmp_path, 8)
     (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)) + CONDITIONED)
 

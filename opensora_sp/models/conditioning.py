@@ -23,6 +23,7 @@ from .layers import CaptionEmbedder, CrossAttention, Mlp, PatchEmbed3D, RotaryEm
 from .points import Gather, Rowwise, Segment, Shard, Switch
 from .rows import Rows
 
+IMAGE_FPS = 120.0
 GATE = 2  # a branch has three entries in a modulation: shift, scale, gate
 
 
@@ -130,6 +131,18 @@ class Condition:
             is_gate = torch.arange(first, first + table.shape[2], device=table.device) % 3 == GATE
             table = table * torch.where(is_gate, keep[:, None], 1).to(table)[:, None, :, None]
         return self.per_token(table, ignore_mask=ignore_mask)
+
+
+def sample_numbers(
+    names: Iterable[str], *, height: Tensor, width: Tensor, fps: Tensor, num_frames: int
+) -> dict[str, Tensor]:
+    """The numbers of a sample that a model takes (its ``sample_inputs``), ``[B]`` each.
+
+    Sizes are pixels and frames of the video, ``ar`` is height / width; images have 120 frames per second, as released.
+    """
+    known = dict(height=height, width=width, ar=height / width, num_frames=torch.full_like(height, num_frames))
+    known["fps"] = fps if num_frames > 1 else torch.full_like(fps, IMAGE_FPS)
+    return {name: known[name] for name in names}
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.models import sample_numbers
+from opensora_sp.models.registry import model_class
 from opensora_sp.randomness import normal
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -47,7 +49,9 @@ class Pipeline:
         z = noise("sample")
         y, mask = (part.to(self.device) for part in self.text_encoder.encode(list(prompts)))
         height, width = (torch.full((size,), float(side), device=self.device) for side in cfg.size)
-        twice = dict(y=y, mask=mask, height=height, width=width, fps=torch.full_like(height, cfg.fps))
+        fps, names = torch.full_like(height, cfg.fps), model_class(cfg.model["type"]).sample_inputs
+        numbers = sample_numbers(names, height=height, width=width, fps=fps, num_frames=cfg.num_frames)
+        twice = dict(y=y, mask=mask, **numbers)
         predict = self.flow.guide(
             self.model,
             drop_caption=torch.arange(2 * size, device=self.device) >= size,

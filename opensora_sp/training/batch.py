@@ -19,6 +19,8 @@ from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import BrokenClip, Clip, VideoTextDataset
 from opensora_sp.diffusion import DiffusionProcess, Noised, draw_frame_mask
+from opensora_sp.models import sample_numbers
+from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import generator, normal, uniform
 
@@ -124,12 +126,12 @@ class BatchMaker:
             y=y.to(self.device),
             mask=mask.to(self.device),
             x_mask=x_mask,
-            fps=torch.tensor([clip.fps for clip in clips], device=self.device),
-            height=height,
-            width=width,
             drop_caption=self._drop_caption(keys),
             drop_path=self._drop_path(keys),
         )
+        fps = torch.tensor([clip.fps for clip in clips], device=self.device)
+        names = model_class(cfg.model["type"]).sample_inputs
+        inputs |= sample_numbers(names, height=height, width=width, fps=fps, num_frames=cfg.num_frames)
         return Batch(Noised.of(self.flow, latents, noise, t, x_mask), inputs)
 
     def _frame_masks(self, keys: list[tuple[int, int]], num_frames: int) -> Tensor | None:
