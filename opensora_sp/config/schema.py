@@ -172,7 +172,12 @@ class TrainConfig(Common):
 
 
 class InferenceConfig(Common):
-    """A sampling run. ``sp_size`` None lets all processes work on the same prompts."""
+    """A sampling run. ``sp_size`` None lets all processes work on the same prompts.
+
+    ``reference_path`` and ``mask_strategy`` say what is given of the videos, where a prompt does not say it itself. A
+    ``loop`` after the first goes on from the last ``condition_frame_length`` latent frames of the one before, which
+    are generated anew in the last ``condition_frame_edit`` of the schedule.
+    """
 
     sp_size: int | None = Field(None, ge=1)  # type: ignore[assignment]
     precision: Precision = "bf16"
@@ -181,6 +186,12 @@ class InferenceConfig(Common):
     ckpt: str | None = None
     use_ema: bool = True
     prompts: list[str] = Field(default_factory=list)
+    negative_prompt: str | None = None
+    reference_path: str | None = None
+    mask_strategy: str | None = None
+    loop: int = Field(1, ge=1)
+    condition_frame_length: int = Field(5, ge=1)
+    condition_frame_edit: float = Field(0.0, ge=0, le=1)
     outputs: str = "samples"
 
 

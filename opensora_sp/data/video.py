@@ -43,6 +43,24 @@ def read_video(path: str | Path, *, num_frames: int, interval: int = 1) -> tuple
     return np.stack(frames), rate
 
 
+def read_frames(path: str | Path) -> np.ndarray:
+    """All frames of a video, or the one of an image.
+
+    Raises:
+        ValueError: if the file holds none, or cannot be decoded.
+    """
+    try:
+        with av.open(str(path)) as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    except (OSError, av.error.FFmpegError, IndexError) as error:
+        raise ValueError(
+            f"got {str(path)!r}, which cannot be decoded ({error}); expected an image or a video"
+        ) from None
+    if not frames:
+        raise ValueError(f"got {str(path)!r}, which holds no frames; expected an image or a video; check the file")
+    return np.stack(frames)
+
+
 def _count_frames(path: str | Path) -> int:
     """Frames of a file whose header does not tell."""
     with av.open(str(path)) as container:

@@ -12,9 +12,11 @@ Legend: c latent channels, f latent frames, h x w latent size.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -132,3 +134,58 @@ def prompt_of_loop(prompt: str, loop: int) -> str:
         )
     begun = [text for number, text in zip(numbers, texts, strict=True) if int(number) <= loop]
     return begun[-1]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A caption, and what is given of its video: files, and where their frames go (``parse_mask_strategy``)."""
+
+    text: str
+    reference_path: str | None = None  # files, separated by ;
+    mask_strategy: str | None = None  # by default the first frame of the first file, if there is one
+
+    @property
+    def references(self) -> list[Path]:
+        return [Path(part.strip()) for part in (self.reference_path or "").split(";") if part.strip()]
+
+    @property
+    def insertions(self) -> list[Insertion]:
+        default = "0" if self.references else ""
+        return parse_mask_strategy(default if self.mask_strategy is None else self.mask_strategy)
+
+
+def parse_prompt(text: str, reference_path: str | None = None, mask_strategy: str | None = None) -> Prompt:
+    """``'a cat{"reference_path": "cat.png", "mask_strategy": "0"}'`` -> its parts, the notation of Open-Sora 1.2.
+
+    Args:
+        reference_path, mask_strategy: for prompts that do not say.
+
+    Raises:
+        ValueError: if what stands in braces is no JSON object of these two keys, a reference is no file, or the
+            strategy is impossible.
+    """
+    caption, brace, rest = text.partition("{")
+    said: dict[str, str] = {}
+    if brace:
+        try:
+            said = json.loads(brace + rest)
+            if set(said) - {"reference_path", "mask_strategy"} or not all(isinstance(v, str) for v in said.values()):
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"got prompt {text!r}; expected text, then at most a JSON object with the texts reference_path and "
+                "mask_strategy; correct what stands in braces"
+            ) from None
+    prompt = Prompt(caption.strip(), **{**dict(reference_path=reference_path, mask_strategy=mask_strategy), **said})
+    for path in prompt.references:
+        if not path.is_file():
+            raise ValueError(
+                f"got reference {str(path)!r}, which is not a file; expected an image or a video; check it"
+            )
+    for insertion in prompt.insertions:
+        if insertion.loop == 0 and insertion.reference >= len(prompt.references):
+            raise ValueError(
+                f"got mask strategy {insertion} with {len(prompt.references)} references for {prompt.text!r}; expected "
+                "a reference below that number (the first is 0); add references or change the second number"
+            )
+    return prompt

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,13 @@ from torch import nn
 
 from opensora_sp.config import InferenceConfig, build_component, split_type
 from opensora_sp.data import to_frames, write_video
-from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models import build_model
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import SequenceMesh, check_sp_size, parallelize
 from opensora_sp.weights import check_encoders, check_model_config, check_names, newest_checkpoint
 
+from .conditioning import Prompt, parse_prompt, prompt_of_loop
 from .contact_sheet import write_contact_sheet
 from .pipeline import DTYPES, Pipeline
 
@@ -57,12 +59,29 @@ def preflight(cfg: InferenceConfig) -> tuple[int, Path]:
     check_sp_size(sp_size, world_size)
     if not cfg.prompts:
         raise ValueError("got no prompts; expected at least one; pass --prompt TEXT or --prompts FILE")
+    check_given(cfg)
     if cfg.ckpt is None:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")
     weights = find_weights(cfg.ckpt, use_ema=cfg.use_ema)
     name, options = split_type("model", cfg.model)
     check_model_config(weights, model_class(name).__name__, resolve_config(name, **options))
     return sp_size, weights
+
+
+def parse(cfg: InferenceConfig, text: str) -> Prompt:
+    return parse_prompt(text, cfg.reference_path, cfg.mask_strategy)
+
+
+def check_given(cfg: InferenceConfig) -> None:
+    """Raise ValueError if references are missing or strategies and loops impossible."""
+    for text in cfg.prompts:
+        prompt_of_loop(parse(cfg, text).text, cfg.loop - 1)
+    frames = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)[0]
+    if cfg.loop > 1 and cfg.condition_frame_length >= frames:
+        raise ValueError(
+            f"got loop {cfg.loop} with condition_frame_length {cfg.condition_frame_length}; expected fewer than the "
+            f"{frames} latent frames of a part, so that some are new; lower it or raise num_frames"
+        )
 
 
 def find_weights(ckpt: str, *, use_ema: bool) -> Path:
@@ -119,27 +138,35 @@ def _sample_on(mesh: SequenceMesh, cfg: InferenceConfig, weights: Path, device: 
     numbered = list(enumerate(cfg.prompts))
     batches = [numbered[i : i + cfg.batch_size] for i in range(0, len(numbered), cfg.batch_size)]
     mine = batches[mesh.dp_rank :: mesh.dp_size]
-    steps = pipeline.flow.num_sampling_steps
+    steps = pipeline.flow.num_sampling_steps * cfg.loop
     bar = tqdm(total=len(mine) * steps, desc="sample", unit="step", disable=mesh.rank != 0, dynamic_ncols=True)
     written = []
     for batch in mine:
-        indices, prompts = [index for index, _ in batch], [prompt for _, prompt in batch]
-        latents = pipeline.latents(prompts, indices, on_step=lambda: bar.update(1))
+        indices, prompts = [index for index, _ in batch], [parse(cfg, text) for _, text in batch]
+        parts = pipeline.looped(prompts, indices, on_step=lambda: bar.update(1))
         for place in range(mesh.sp_rank, len(batch), mesh.sp_size):
-            video = pipeline.decode(latents[place : place + 1])[0]
+            video = pipeline.video([part[place] for part in parts])
             written.append(_write(cfg, folder, indices[place], prompts[place], to_frames(video)))
     bar.close()
     return written
 
 
-def _write(cfg: InferenceConfig, folder: Path, index: int, prompt: str, frames) -> Path:  # noqa: ANN001
+def _write(cfg: InferenceConfig, folder: Path, index: int, prompt: Prompt, frames) -> Path:  # noqa: ANN001
     """mp4, contact sheet and a JSON that says how the video came about."""
-    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
+    slug = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:60]
     path = folder / f"{index:03d}-{slug}.mp4"
     write_video(path, frames, fps=cfg.fps)
-    write_contact_sheet(path.with_suffix(".png"), [(prompt, frames)])
-    facts = {"prompt": prompt, "index": index, "seed": cfg.seed, "ckpt": cfg.ckpt, "num_frames": cfg.num_frames}
+    write_contact_sheet(path.with_suffix(".png"), [(prompt.text, frames)])
+    facts: dict[str, Any] = {
+        "prompt": prompt.text,
+        "index": index,
+        "seed": cfg.seed,
+        "ckpt": cfg.ckpt,
+        "num_frames": cfg.num_frames,
+    }
     facts |= {"image_size": list(cfg.size), "fps": cfg.fps, "scheduler": cfg.scheduler}
+    facts |= {"negative_prompt": cfg.negative_prompt, "loop": cfg.loop}
+    facts |= {"reference_path": prompt.reference_path, "mask_strategy": prompt.mask_strategy}
     path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
     logger.info("wrote %s", path)
     return path
