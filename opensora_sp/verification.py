@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import socket
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,52 +33,55 @@ def verify_config(cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int) 
     """
     if ranks < 2:
         raise ValueError(f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks 2")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_verify_on, (ranks, port, cfg, depth, max_tokens, results), nprocs=ranks)
+    with TemporaryDirectory() as folder:
+        mp.spawn(_verify_on, (ranks, f"file://{folder}/store", cfg, depth, max_tokens, results), nprocs=ranks)
     return results.get()
 
 
-def _verify_on(rank: int, ranks: int, port: int, cfg: TrainConfig, depth: int, max_tokens: int, results: Any) -> None:
+def _verify_on(rank: int, ranks: int, store: str, cfg: TrainConfig, depth: int, max_tokens: int, results: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
     mesh, shape = SequenceMesh(ranks), small_shape(cfg, ranks, max_tokens)
     model = small_model(cfg, depth, shape)
     parallelize(model, mesh, **{**dict(cfg.sequence_parallel), "verify": False})
-    verdict = verify_step(model, mesh, (), small_batch(model, shape))
+    verdict = verify_step(model, (), small_batch(model, shape))
     if rank == 0:
-        results.put((shape, mode_of(model, cfg, ranks, shape), verdict))
+        results.put((shape, mode_of(cfg, ranks, shape), verdict))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
-    """Samples and latent size, smaller than the config's but shared in the same way: frames are kept, their size is
-    halved until a sample has few tokens, and samples are left out as long as ranks divide them as they did."""
+    """Samples and latent size: frames are kept, their size is halved until a sample has few tokens, and of the numbers
+    of samples with which ranks share the batch as they will share the config's the smallest is taken, from two on."""
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
-    name, options = split_type("model", cfg.model)
-    patch = resolve_config(name, **options).patch_size
+    patch, mode = model_config(cfg).patch_size, mode_of(cfg, ranks, (cfg.batch_size, frames, height, width))
     while frames * height * width > max_tokens * math.prod(patch) and max(height, width) > 1:
         height, width = (-(-side // 2) for side in (height, width))
     height, width = (-(-side // p) * p for side, p in zip((height, width), patch[1:], strict=True))
-    wholes = (n for n in range(1, cfg.batch_size + 1) if (n % ranks == 0) == (cfg.batch_size % ranks == 0))
-    return next((n for n in wholes if n > 1), cfg.batch_size), frames, height, width
+    shapes = [(n, frames, height, width) for n in (*range(2, cfg.batch_size), cfg.batch_size)]
+    return next((shape for shape in shapes if mode_of(cfg, ranks, shape) == mode), shapes[-1])
 
 
-def mode_of(model: Any, cfg: TrainConfig, ranks: int, shape: Shape) -> str:
+def mode_of(cfg: TrainConfig, ranks: int, shape: Shape) -> str:
     """The name of the way in which ranks share a batch of this shape."""
-    grid = PatchGrid(num_samples=shape[0], latent_size=shape[1:], patch_size=model.config.patch_size)
+    config = model_config(cfg)
+    grid = PatchGrid(num_samples=shape[0], latent_size=shape[1:], patch_size=config.patch_size)
     options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
     tokens = grid.num_samples, grid.frames, grid.patches_per_frame
-    return choose_mode(options, tokens, model.config.hidden_size, model.config.num_heads, ranks).__name__
+    return choose_mode(options, tokens, config.hidden_size, config.num_heads, ranks).__name__
+
+
+def model_config(cfg: TrainConfig) -> Any:
+    name, options = split_type("model", cfg.model)
+    return resolve_config(name, **options)
 
 
 def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
     """The config's model with fewer blocks, in float64, with no parameter left zero, which would hide differences."""
     name, options = split_type("model", cfg.model)
-    full = resolve_config(name, **options)
+    full = model_config(cfg)
     smaller: dict[str, Any] = {"depth": min(depth, full.depth)}
     if hasattr(full, "input_size"):
         smaller["input_size"] = shape[1:]

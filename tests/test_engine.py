@@ -65,6 +65,9 @@ def refused_everywhere() -> list[str]:
         assert set(ledger.calls) == {("check", "forward")}
         told.append(str(error.value))
     model(**make_inputs(case))
+    shared_otherwise = parallelize(make_model(case), mesh, strategy="ulysses" if rank else "switch")
+    with pytest.raises(ValueError, match="strategy='switch'.*strategy='ulysses'"):
+        shared_otherwise(**make_inputs(case))
     return told
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_sp_parity import DEPTH, Case, gradients
+from test_sp_parity import DEPTH, Case, drawn, gradients
 from test_sp_parity import make_inputs as make_stdit3_inputs
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
@@ -65,12 +65,7 @@ def make_model(case: FamilyCase) -> torch.nn.Module:
         case.model, in_channels=2, hidden_size=4 * case.heads, depth=BLOCKS, num_heads=case.heads,
         patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0, drop_path=0.3, **own,
     ).double()  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
-    model.set_grad_checkpoint(case.checkpoint)
-    return model
+    return drawn(model, case)
 
 
 def make_inputs(case: FamilyCase) -> dict[str, torch.Tensor]:

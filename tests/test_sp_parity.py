@@ -71,6 +71,11 @@ def make_model(case: Case) -> torch.nn.Module:
         "STDiT3", in_channels=2, hidden_size=4 * case.heads, depth=DEPTH, num_heads=case.heads, patch_size=case.patch,
         caption_channels=5, model_max_length=6, mlp_ratio=2.0, drop_path=0.3, input_sq_size=16,
     ).double()  # fmt: skip
+    return drawn(model, case)
+
+
+def drawn(model: torch.nn.Module, case: Case) -> torch.nn.Module:
+    """With all parameters drawn at random, and checkpointed as the case says."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

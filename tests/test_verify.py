@@ -11,7 +11,7 @@ import pytest
 from opensora_sp.cli import main, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.parallel import Verdict
-from opensora_sp.verification import small_shape
+from opensora_sp.verification import mode_of, small_shape
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "configs/demo/train.py"
@@ -38,6 +38,10 @@ def test_what_is_made_small() -> None:
     cfg = load_train_config(DEMO, ["num_frames=14", "batch_size=7", "image_size=(64, 80)"])
     assert small_shape(cfg, 2, 10**6) == (3, 7, 16, 20)
     assert small_shape(cfg, 7, 10**6)[0] == 7 and small_shape(cfg, 3, 10**6)[0] == 2  # whole samples stay whole
+    image = load_train_config(DEMO, ["num_frames=1", "batch_size=5"])
+    for ranks, batch in [(2, 3), (5, 5), (8, 5)]:  # two on eight would split heads, five switch
+        small = small_shape(image, ranks, 64)
+        assert small[0] == batch and mode_of(image, ranks, small) == mode_of(image, ranks, (5, 1, 16, 16))
     B, frames, height, width = small_shape(cfg, 2, 100)
     assert (B, frames) == (3, 7) and frames * height * width / 4 <= 100
 

@@ -54,7 +54,7 @@ def read_frames(path: str | Path) -> np.ndarray:
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     except (OSError, av.error.FFmpegError, IndexError) as error:
         raise ValueError(
-            f"got {str(path)!r}, which cannot be decoded ({error}); expected an image or a video"
+            f"got {str(path)!r}, which cannot be decoded ({error}); expected an image or a video; check the file"
         ) from None
     if not frames:
         raise ValueError(f"got {str(path)!r}, which holds no frames; expected an image or a video; check the file")

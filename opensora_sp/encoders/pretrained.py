@@ -10,6 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from opensora_sp.dtypes import DTYPES
+
 
 class ImageVAE(nn.Module):
     """diffusers' ``AutoencoderKL`` on every frame by itself; latents are posterior means times its scaling factor.
@@ -89,9 +91,6 @@ class T5TextEncoder(nn.Module):
         ).to(self.t5.device)
         features = self.t5(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
         return features.float()[:, None], tokens.attention_mask
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _load(cls, source: str, key: str, **options):  # noqa: ANN001, ANN003, ANN202

@@ -73,8 +73,8 @@ class Options:
 class WholeSamples:
     """Every rank holds whole samples, in both layouts: nothing travels. Taken where P divides B. Base of the others."""
 
-    def __init__(self, mesh: SequenceMesh, options: Options, num_samples: int) -> None:
-        self.mesh, self.options, self.num_samples = mesh, options, num_samples
+    def __init__(self, mesh: SequenceMesh, options: Options) -> None:
+        self.mesh, self.options = mesh, options
 
     def shard(self, local: Local, grid: Any) -> Rows:
         return self.held(local(grid))
@@ -246,8 +246,9 @@ class SplitGather(TemporalRows):
     keeps_received = False
 
     def spatial(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
-        everything = self._all(x, rows).unflatten(0, (self.num_samples, -1)).transpose(1, 2)  # [B, T, S, C]
-        out = local(everything.flatten(0, 1), rows.turned()).unflatten(0, (self.num_samples, -1))
+        samples = rows.grid.num_samples
+        everything = self._all(x, rows).unflatten(0, (samples, -1)).transpose(1, 2)  # [B, T, S, C]
+        out = local(everything.flatten(0, 1), rows.turned()).unflatten(0, (samples, -1))
         return out.transpose(1, 2).flatten(0, 1)[rows.start : rows.stop]
 
     def temporal(self, local: Local, x: Tensor, rows: Rows) -> Tensor:

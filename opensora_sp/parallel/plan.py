@@ -126,6 +126,8 @@ class PlanHooks:
     came last, so the output's hook makes that pass the one at hand again.
     """
 
+    exact = True  # nothing is rounded on its way
+
     def __init__(self, plan: ShardPlan, model: nn.Module, mesh: SequenceMesh) -> None:
         self.plan, self.model, self.mesh = plan, model, mesh
         self.suspended = False  # while True, the model is as it was
@@ -150,7 +152,7 @@ class PlanHooks:
                     )
         guard = self._unless_suspended  # all modules are there: from here on nothing fails
         self.handles += [
-            model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True),
+            model.register_forward_pre_hook(SameBatch(self.mesh, self.plan), with_kwargs=True),
             enter.register_forward_pre_hook(guard(self._enter), with_kwargs=True),
         ]
         for module in self._listed:

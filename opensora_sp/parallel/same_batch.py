@@ -24,13 +24,13 @@ class SameBatch:
     stays on the host, so a GPU never waits for it.
     """
 
-    def __init__(self, mesh: SequenceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: SequenceMesh, how: object = None) -> None:
+        self.mesh, self.how = mesh, how  # the options by which ranks share batches, which have to agree as well
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.mesh.is_imagined:
             return
-        described = _describe(model, args, kwargs)
+        described = _describe(model, args, kwargs) + f", {self.how}"
         number = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
         both = torch.tensor([number, -number])
         record("check", backward=False, elements=2, element_size=8)
@@ -44,7 +44,8 @@ class SameBatch:
         told = "; ".join(f"rank {rank}: {inputs}" for rank, inputs in enumerate(seen))
         raise ValueError(
             f"got inputs of different shapes on the ranks of one sequence-parallel group ({told}); expected the same "
-            f"batch on all of them; give {type(model).__name__} the batch of the group's data-parallel rank"
+            f"batch, shared by the same options, on all of them; give {type(model).__name__} the batch of the group's "
+            "data-parallel rank"
         )
 
 

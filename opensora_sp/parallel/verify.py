@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .mesh import SequenceMesh
-
 logger = logging.getLogger(__name__)
 ATTRIBUTE = "_sequence_parallel"  # of a parallelized model: what hangs on it
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -52,14 +50,13 @@ class Verdict:
         )
 
 
-def verify_step(
-    model: nn.Module, mesh: SequenceMesh, args: tuple = (), kwargs: dict[str, Any] | None = None
-) -> Verdict:
+def verify_step(model: nn.Module, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and parallel. Collective.
 
     Parameters keep their gradients, buffers and random generators their values. The model returns one tensor.
     """
     hooks = getattr(model, ATTRIBUTE)
+    mesh = hooks.mesh
     kwargs = {name: value for name, value in (kwargs or {}).items() if name != "output"}
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(), torch.inference_mode(False):
@@ -80,16 +77,16 @@ def verify_step(
     first, *rest = over_ranks.tolist()
     zero = [name for name, g in wanted_gradients.items() if not g.any() and not gradients[name].any()]
     dtypes = {output.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)}
-    tolerance = max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes) if getattr(hooks, "exact", True) else 0.2
+    tolerance = max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes) if hooks.exact else 0.2
     return Verdict(first, dict(zip(wanted_gradients, rest, strict=True)), tuple(zero), tolerance)
 
 
-def verify_first_step(model: nn.Module, mesh: SequenceMesh) -> None:
+def verify_first_step(model: nn.Module) -> None:
     """Verify the first batch that the model is called with, log what was found, and refuse to go on if it is wrong."""
 
     def check(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         handle.remove()
-        verdict = verify_step(module, mesh, args, kwargs)
+        verdict = verify_step(module, args, kwargs)
         if not verdict.agrees:
             raise ValueError(
                 f"got another result under sequence parallelism: {verdict}; expected at most {verdict.tolerance:.0e}; "

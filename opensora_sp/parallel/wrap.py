@@ -86,7 +86,9 @@ class SequenceParallel:
             point.attach(function)
             self._points.append(point)
         if self.mesh.sp_size > 1:
-            self.handles.append(self.model.register_forward_pre_hook(SameBatch(self.mesh), with_kwargs=True))
+            self.handles.append(
+                self.model.register_forward_pre_hook(SameBatch(self.mesh, self.options), with_kwargs=True)
+            )
         self.handles.append(self.model.register_forward_pre_hook(self._take_output_argument, with_kwargs=True))
 
     def remove(self) -> None:
@@ -121,7 +123,7 @@ class SequenceParallel:
         if shape not in self._modes:
             config = self.model.config
             mode = choose_mode(self.options, shape, config.hidden_size, config.num_heads, self.mesh.sp_size)
-            self._modes[shape] = mode(self.mesh, self.options, grid.num_samples)
+            self._modes[shape] = mode(self.mesh, self.options)
         return self._modes[shape]
 
     def _gather(self, local: Callable, x: Tensor, rows: Rows) -> Tensor | Shard:
@@ -187,7 +189,7 @@ def parallelize(
         raise ValueError("got a model that is parallelized already; expected a bare one; call unwrap(model) first")
     setattr(model, ATTRIBUTE, _hooks(model, mesh, options))
     if verify and mesh.sp_size > 1:
-        verify_first_step(model, mesh)
+        verify_first_step(model)
     return model
 
 

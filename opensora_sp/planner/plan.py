@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from opensora_sp.config import InferenceConfig, TrainConfig, split_type
 from opensora_sp.data import check_micro_batches
+from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models import PatchGrid
 from opensora_sp.models.registry import resolve_config
@@ -20,7 +19,6 @@ from .sharing import Shape, Sharing, options_of, share
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, tokens_changing_rank, traffic
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 COMPARED = ("switch", "ulysses", "split_gather")
 UNEVEN = 0.03  # imbalance above which a change is looked for
 FRAMES_AROUND = 8  # frame counts looked at below and above

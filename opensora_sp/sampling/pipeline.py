@@ -21,8 +21,6 @@ from opensora_sp.randomness import normal
 
 from .conditioning import Insertion, Prompt, insert_references, prompt_of_loop
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
 
 @dataclass(frozen=True)
 class Given:
@@ -126,8 +124,6 @@ class Pipeline:
         latents = []
         for path in prompt.references:
             clip = to_clip(read_frames(path), self.cfg.size)
-            if self.vae.latent_size(clip.shape[1], *self.cfg.size)[0] == 0:
-                raise ValueError(f"got reference {str(path)!r} of {clip.shape[1]} frames; expected more for this VAE")
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))
         return Given(latents, prompt.insertions)
 

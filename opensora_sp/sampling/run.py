@@ -17,6 +17,7 @@ from torch import nn
 
 from opensora_sp.config import InferenceConfig, build_component, split_type
 from opensora_sp.data import to_frames, write_video
+from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models import build_model
 from opensora_sp.models.registry import model_class, resolve_config
@@ -25,7 +26,7 @@ from opensora_sp.weights import check_encoders, check_model_config, check_names,
 
 from .conditioning import Prompt, parse_prompt, prompt_of_loop
 from .contact_sheet import write_contact_sheet
-from .pipeline import DTYPES, Pipeline
+from .pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,5 @@
+"""What the names of precisions in configs mean."""
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
