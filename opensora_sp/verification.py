@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from opensora_sp.config import TrainConfig, split_type
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models import PatchGrid, build_model
+from opensora_sp.models import build_model
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, Verdict, parallelize, verify_step
 from opensora_sp.parallel.modes import choose_mode
@@ -67,10 +67,9 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
 def mode_of(cfg: TrainConfig, ranks: int, shape: Shape) -> str:
     """The name of the way in which ranks share a batch of this shape."""
     config = model_config(cfg)
-    grid = PatchGrid(num_samples=shape[0], latent_size=shape[1:], patch_size=config.patch_size)
+    grid = config.grid(shape[0], shape[1:])
     options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
-    tokens = grid.num_samples, grid.frames, grid.patches_per_frame
-    return choose_mode(options, tokens, config.hidden_size, config.num_heads, ranks).__name__
+    return choose_mode(options, grid, config.hidden_size, config.num_heads, ranks).__name__
 
 
 def model_config(cfg: TrainConfig) -> Any:

@@ -35,7 +35,10 @@ CASES = [
     *("stdit_v10_video", "stdit_v12_framemask", "stdit_v12_image"),
     *("stdit2_v11_legacy_norm", "stdit2_v12_framemask"),
     *("stdit3_v12_framemask", "stdit3_v12_image_cfg", "stdit3_v12_plain"),
+    *("stdit3_v13_plain", "stdit3_v13_window_cond"),
 ]
+
+OF_RELEASE = {("STDiT2", "v1.1.0"): dict(qk_norm_legacy=True), ("STDiT3", "v1.3"): dict(use_cond=True)}
 
 
 def load(kind: str, name: str) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -53,13 +56,20 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def built(about: dict, tensors: dict[str, torch.Tensor], **overrides) -> torch.nn.Module:
     """The model of a case with its weights."""
-    legacy = dict(qk_norm_legacy=True) if (about["model"], about["upstream_release"]) == ("STDiT2", "v1.1.0") else {}
-    model = build_model(about["model"], **{**about["constructor"], **legacy, **overrides})
+    of_release = OF_RELEASE.get((about["model"], about["upstream_release"]), {})
+    model = build_model(about["model"], **{**about["constructor"], **of_release, **overrides})
     if about["model"] == "STDiT":  # its position tables are buffers: computed like those stored
         for name in ("pos_embed", "pos_embed_temporal"):
             torch.testing.assert_close(model.get_buffer(name), tensors[f"state/{name}"], rtol=0, atol=1e-6)
     model.load_state_dict(under(tensors, "state/"), strict=True)
     return model
+
+
+def inputs_of(tensors: dict[str, torch.Tensor]) -> dict:
+    inputs: dict = under(tensors, "input/")
+    if "mask_index" in inputs:
+        inputs["mask_index"] = inputs["mask_index"].tolist()
+    return inputs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,7 +78,7 @@ def test_output_and_gradients(name: str, checkpointing: bool) -> None:
     about, tensors = load("models", name)
     model = built(about, tensors)
     model.set_grad_checkpoint(checkpointing)
-    inputs = under(tensors, "input/")
+    inputs = inputs_of(tensors)
     inputs["x"].requires_grad_()
     output = model(**inputs)
     assert output.dtype == torch.float32
@@ -89,7 +99,7 @@ def test_alternates(name: str) -> None:
     about, tensors = load("models", name)
     for key, alternate in about["alternates"].items():
         model = built(about, tensors, **alternate["config_overrides"])
-        inputs = {k: v for k, v in under(tensors, "input/").items() if k not in alternate["arguments_not_passed"]}
+        inputs = {k: v for k, v in inputs_of(tensors).items() if k not in alternate["arguments_not_passed"]}
         inputs.update(under(tensors, f"alt/{key}/input/"))
         close(model(**inputs), tensors[f"alt/{key}/output"])
 
@@ -106,12 +116,15 @@ def test_alternates(name: str) -> None:
         ("stdit3-xl-2_v120", "STDiT3-XL/2"),
         ("stdit3-3b-2_v120", "STDiT3-3B/2"),
         ("stdit3-xl-2_v120_qknorm-False", "STDiT3-XL/2"),
+        ("stdit3-3b-2_v13", "STDiT3-3B/2"),
+        ("stdit3-xl-2_v13_kernelsize-8x8x-1_usespatialrope-True", "STDiT3-XL/2"),
     ],
 )
 def test_presets_have_the_released_names_and_shapes(file: str, preset: str) -> None:
     about = json.loads(gzip.decompress((GOLDEN / "params" / f"{file}.json.gz").read_bytes()))
+    of_release = dict(use_cond=True, in_channels=16) if about["upstream_release"] == "v1.3" else {}
     with torch.device("meta"):
-        model = build_model(preset, **about["constructor_overrides"])
+        model = build_model(preset, **of_release, **about["constructor_overrides"])
     ours = [[name, list(tensor.shape)] for name, tensor in model.state_dict().items()]
     if preset.startswith("STDiT3"):  # whose entries are in another order here
         ours, about["state_dict"] = sorted(ours), sorted(about["state_dict"])
@@ -171,13 +184,15 @@ def test_rotary_attention() -> None:
         if case["case"].startswith("rope"):
             rope = RotaryEmbedding(case["head_dim"])
             close(rope.freqs, tensors["freqs"])
-            close(rope(tensors["input/q"].transpose(1, 2)).transpose(1, 2), tensors["output"])
+            q = tensors["input/q"].transpose(1, 2)
+            rows = PatchGrid(num_samples=len(q), latent_size=(q.shape[1], 1, 1), patch_size=(1, 1, 1)).rows(TEMPORAL)
+            close(rope(q, rows).transpose(1, 2), tensors["output"])
         else:
             rope = RotaryEmbedding(case["hidden"] // case["heads"]) if case["rotary"] else None
             options = dict(qk_norm=case["qk_norm"], rope=rope, norm_last=case["qk_norm_legacy"])
             attention = SelfAttention(case["hidden"], case["heads"], **options)
             x = tensors["input/x"]
-            rows = PatchGrid(num_samples=1, latent_size=(len(x), 1, x.shape[1]), patch_size=(1, 1, 1)).rows(SPATIAL)
+            rows = PatchGrid(num_samples=1, latent_size=(x.shape[1], 1, len(x)), patch_size=(1, 1, 1)).rows(TEMPORAL)
             close(with_state(attention, tensors)(x, rows), tensors["output"])
 
 
@@ -219,12 +234,11 @@ def test_embedders() -> None:
     for case, tensors in block_cases("pos_embed_2d"):
         if case["case"].startswith("torch"):
             base = case["base_size"]
-            table = PositionEmbedding2D(case["dim"])
-            h, w = case["h"], case["w"]
-            if base is None:
-                assert h == w  # then the base size is the side itself
-            out = table(h, w, scale=case["scale"], base_size=base or h, device=torch.device("cpu"))
-            close(out[None], tensors["output"])
+            size = (1, case["h"], case["w"])
+            assert round((size[1] * size[2]) ** 0.5) == (base or case["h"])  # as the models choose it
+            scale = torch.tensor(case["scale"])
+            grid = PatchGrid(num_samples=1, latent_size=size, patch_size=(1, 1, 1), scale=scale)
+            close(PositionEmbedding2D(case["dim"])(grid.rows(SPATIAL), scale.device), tensors["output"])
         else:
             sides, base = (case["h"], case["w"]), case["base_size"]
             axes = [torch.arange(n) / case["scale"] * (base / n if base else 1) for n in sides]

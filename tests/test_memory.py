@@ -27,12 +27,21 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+OPTIONS = {
+    "STDiT": {},
+    "STDiT2": {},
+    "STDiT3": {},
+    "windows": dict(kernel_size=(4, 4, -1), use_spatial_rope=True),
+    "whole clips": dict(full_attention=True),
+}
+
+
 def largest(name: str, T: int, side: int, masks: bool) -> tuple[LargestTensor, int]:
     width, text = 12, 40
-    size = dict(input_size=(T, side, side)) if name == "STDiT" else {}
+    options = OPTIONS[name] | (dict(input_size=(T, side, side)) if name == "STDiT" else {})
     model = build_model(
-        name, in_channels=2, hidden_size=width, depth=1, num_heads=2, mlp_ratio=1.0, caption_channels=4,
-        model_max_length=text, patch_size=(1, 1, 1), **size,
+        name if name.startswith("STDiT") else "STDiT3", in_channels=2, hidden_size=width, depth=1, num_heads=2,
+        mlp_ratio=1.0, caption_channels=4, model_max_length=text, patch_size=(1, 1, 1), **options,
     )  # fmt: skip
     inputs = dict(x=torch.randn(2, 2, T, side, side), timestep=torch.tensor([1.0, 2.0]), y=torch.randn(2, 1, text, 4))
     if name == "STDiT2":
@@ -40,12 +49,14 @@ def largest(name: str, T: int, side: int, masks: bool) -> tuple[LargestTensor, i
     if masks:
         inputs["mask"] = torch.arange(text) < torch.tensor([[25], [10]])
         inputs["x_mask"] = torch.rand(2, T) < 0.5
+        inputs["video_mask"] = torch.ones(2, T, side, side, dtype=torch.bool)
+        inputs["video_mask"][1, T // 2 :] = inputs["video_mask"][0, :, : side // 4] = False
     with LargestTensor() as seen:
         model(**inputs).square().sum().backward()
     return seen, 2 * T * side * side * width
 
 
-@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
+@pytest.mark.parametrize("name", list(OPTIONS))
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("T", "side"), [(2, 24), (500, 1)], ids=["long spatial rows", "long temporal rows"])
 def test_no_tensor_is_quadratic_in_a_length(name: str, T: int, side: int, masks: bool) -> None:

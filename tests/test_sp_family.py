@@ -33,6 +33,12 @@ class FamilyCase(Case):
         frames, height, width = (-(-n // patch) for n, patch in zip(self.size[1:], self.patch, strict=True))
         return frames, height * width
 
+    def build(self) -> torch.nn.Module:
+        return make_model(self)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return make_inputs(self)
+
 
 FULL = FamilyCase((1, 1, 1, 1), mask=True, x_mask=True, drop_caption=True, drop_path=True)
 STDIT2 = [  # which pads what its patch does not divide
@@ -81,7 +87,7 @@ def run_step(
     case: FamilyCase, mesh: SequenceMesh | None, **options
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], CommLedger]:
     """Output (whole), gradients averaged over the ranks, and what was sent; without a mesh, in one process."""
-    model, inputs = make_model(case), make_inputs(case)
+    model, inputs = case.build(), case.inputs()
     target = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ranks, shards = 1, {}
     if mesh is not None:
@@ -100,7 +106,7 @@ def run_step(
     found = gradients(model, inputs)
     if mesh is not None:
         together = torch.cat([gradient.flatten() for gradient in found.values()])
-        dist.all_reduce(together)
+        dist.all_reduce(together, group=mesh.sp_group)
         parts = (together / ranks).split([gradient.numel() for gradient in found.values()])
         found = {name: part.view(found[name].shape) for name, part in zip(found, parts, strict=True)}
     return output.detach(), found, ledger

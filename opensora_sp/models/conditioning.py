@@ -14,14 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from .groups import VideoMask
 from .layers import CaptionEmbedder, CrossAttention, Mlp, PatchEmbed3D, RotaryEmbedding, SelfAttention
 from .points import Gather, Rowwise, Segment, Shard, Switch
-from .rows import Rows
+from .rows import PatchGrid, Rows
 
 IMAGE_FPS = 120.0
 GATE = 2  # a branch has three entries in a modulation: shift, scale, gate
@@ -33,7 +34,8 @@ class SharedConfig:
 
     ``class_dropout_prob`` and ``drop_path`` are rates for the training run, which draws what to drop and passes it to
     ``forward``; ``drop_path`` grows linearly over the depth, and kept branches are scaled by it.
-    ``legacy_final_layer`` keeps the released models' final layer, which modulates conditioned frames twice.
+    ``legacy_final_layer`` keeps the released models' final layer, which modulates conditioned frames twice. With
+    ``full_attention`` all tokens of a clip attend to each other in every self-attention, as in Open-Sora-Plan 1.2.
     """
 
     rotary: ClassVar[bool] = True
@@ -50,6 +52,7 @@ class SharedConfig:
     class_dropout_prob: float = 0.1
     drop_path: float = 0.0
     legacy_final_layer: bool = True
+    full_attention: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
@@ -81,6 +84,15 @@ class SharedConfig:
     def out_channels(self) -> int:
         return self.in_channels * (2 if self.pred_sigma else 1)
 
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """Height and width of the windows of temporal attention, in patches; None where there are none."""
+        return None
+
+    def grid(self, num_samples: int, latent_size: tuple[int, int, int], **more: Any) -> PatchGrid:
+        """The patches of a batch of such latents, as the model sees them."""
+        return PatchGrid(num_samples, latent_size, self.patch_size, self.window, self.full_attention, **more)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
@@ -92,22 +104,46 @@ class Condition:
     state: Tensor  # [R, 1 or L] int64: which entry modulates these tokens
     masked: Tensor | None  # [R, 1 or L, 1] bool: True for tokens of frames that are given (timestep 0)
     text: Tensor  # [N, C], packed
-    lengths: tuple[Sequence[int], Sequence[int]]  # tokens held and text tokens, per sample
+    lengths: tuple[Sequence[int], Sequence[int]]  # tokens held and text tokens that belong together
+    order: Tensor | None = None  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
 
     @classmethod
     def of(
-        cls, rows: Rows, modulation: Tensor, given: Tensor | None, text: Tensor, text_lengths: Sequence[int]
+        cls,
+        rows: Rows,
+        modulation: Tensor,
+        given: Tensor | None,
+        text: Tensor,
+        text_lengths: Sequence[int],
+        apart: Sequence[int] = (),
     ) -> Condition:
-        """Lay the conditions of a batch out over the rows held here; ``given`` ``[B, T]`` marks given frames."""
+        """Lay the conditions of a batch out over the rows held here.
+
+        ``given`` ``[B, T]`` marks given frames. There is a text for each sample, and where the frames ``apart`` have
+        one of their own, a second for each sample behind these.
+        """
         timed = state = rows.samples(modulation.device)[:, None] * modulation.shape[1]  # [R, 1]
         masked = None
         if given is not None:
             masked = rows.frame_values(given)  # [R, 1 or T]
             state = timed + masked
             masked = masked[..., None]
-        lengths = (rows.tokens_per_sample(), text_lengths)
+        tokens, order = rows.tokens_per_sample(), None
+        if apart:
+            frames = rows.frames(modulation.device).expand(rows.count, rows.length)
+            is_apart = torch.isin(frames, torch.tensor(apart, device=modulation.device))  # [R, L]
+            order = is_apart.flatten().argsort(stable=True)
+            of_apart = rows.tokens_per_sample(apart)
+            tokens = [n - of for n, of in zip(tokens, of_apart, strict=True)] + of_apart
         return cls(
-            rows=rows, modulation=modulation, timed=timed, state=state, masked=masked, text=text, lengths=lengths
+            rows=rows,
+            modulation=modulation,
+            timed=timed,
+            state=state,
+            masked=masked,
+            text=text,
+            lengths=(tokens, text_lengths),
+            order=order,
         )
 
     def per_token(self, table: Tensor, *, ignore_mask: bool = False) -> tuple[Tensor, ...]:
@@ -154,12 +190,12 @@ class ModulatedBlock(nn.Module):
     the timestep (adaLN). The modulation starts with three entries of the attention and three of the MLP."""
 
     def __init__(
-        self, config: SharedConfig, *, qk_norm: bool, rope: RotaryEmbedding | None = None, norm_last: bool = False
+        self, config: SharedConfig, *, qk_norm: bool, rope: RotaryEmbedding | None = None, in_frame: bool = False
     ) -> None:
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
         self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, norm_last=norm_last)
+        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame)
         self.cross_attn = CrossAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
@@ -173,7 +209,7 @@ class ModulatedBlock(nn.Module):
 
     def finish(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """Cross-attention and the MLP branch, ``[R, L, C]`` -> ``[R, L, C]``; the latter some rows at a time."""
-        x = x + self.cross_attn(x, condition.text, condition.lengths)
+        x = x + self.cross_attn(x, condition.text, condition.lengths, condition.order)
         shift, scale, gate = condition.entries(self.scale_shift_table[3:], 3, keep)  # [R, 1 or L, C] each
         return self.rowwise(self._feed_forward, condition.rows, x, shift, scale, gate)
 
@@ -278,6 +314,34 @@ class ConditionedModel(nn.Module):
         scales = (1 / (1 - rates)).repeat_interleave(2)[:, None].to(drop_path.device)
         return torch.where(drop_path, torch.zeros_like(scales), scales)
 
+    def _grid(
+        self,
+        x: Tensor,
+        video_mask: Tensor | None,
+        height: Tensor | None = None,
+        width: Tensor | None = None,
+        *,
+        trained_at: int = 1,
+    ) -> PatchGrid:
+        """The patches of latents ``x``. The scale of positions is the side of a square as large as the first sample's
+        pixels, as released, or with a mask as each sample's own, over ``trained_at``; without pixels it is 1."""
+        scale = torch.ones(len(x), device=x.device)
+        if height is not None and width is not None:
+            scale = ((height.double() * width).sqrt() / trained_at).float().to(x.device)  # [B]
+        mask = None if video_mask is None else VideoMask(video_mask, self.config.patch_size)
+        frames, lines, columns = x.shape[2:]
+        return self.config.grid(len(x), (frames, lines, columns), mask=mask, scale=scale if mask else scale[0])
+
+    def _patches(self, x: Tensor, rows: Rows) -> Tensor:
+        """The patches of the rows held, ``[R, L, V * c]``; whatever lies outside of its clip is zero."""
+        patches = rows.slice(x)
+        return (patches if rows.grid.mask is None else rows.clear_outside(patches)).to(self.dtype)
+
+    def _leave(self, x: Tensor, rows: Rows) -> Tensor:
+        """The final layer's rows ``[R, L, V * C_out]`` as latents, in at least float32; zero outside of the clips."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.gather(x if rows.grid.mask is None else rows.clear_outside(x), rows)
+
     def _times(self, timestep: Tensor, x_mask: Tensor | None) -> Tensor:
         """Each sample's timestep and, where frames may be given, the 0 that these see: ``[B, m]``."""
         return timestep[:, None] if x_mask is None else torch.stack([timestep, torch.zeros_like(timestep)], dim=1)
@@ -310,6 +374,7 @@ class ConditionedModel(nn.Module):
         x_mask: Tensor | None,
         drop_caption: Tensor | None,
         drop_path: Tensor | None,
+        video_mask: Tensor | None,
     ) -> None:
         """Raise ValueError if shapes do not fit the configuration or each other."""
         config, n = self.config, x.shape[0]
@@ -330,6 +395,17 @@ class ConditionedModel(nn.Module):
                 raise ValueError(
                     f"got {name} of shape {tuple(tensor.shape)}; expected {list(shape)}; pass one entry per sample"
                 )
+        if video_mask is not None:
+            self._check_video_mask(x, video_mask)
+
+    def _check_video_mask(self, x: Tensor, mask: Tensor) -> None:
+        wanted = (x.shape[0], *x.shape[2:])
+        if tuple(mask.shape) != wanted or mask.dtype != torch.bool or mask.device != x.device:
+            raise ValueError(
+                f"got a video_mask of shape {tuple(mask.shape)}, {mask.dtype} on {mask.device}; expected "
+                f"{list(wanted)}, torch.bool on {x.device}: True where a position of a latent lies inside of its clip; "
+                "pass such a mask, or None if no clip is padded"
+            )
 
     def _check_text(self, n: int, y: Tensor, mask: Tensor | None, drop_caption: Tensor | None) -> None:
         config = self.config

@@ -93,33 +93,24 @@ class PositionEmbedding2D(nn.Module):
         super().__init__()
         self.width = width
 
-    def forward(self, height: int, width: int, *, scale: float, base_size: int, device: torch.device) -> Tensor:
-        """Float32 ``[height * width, C]``; coordinates run to ``base_size / scale`` along each axis."""
-        line, column = (_coordinates(n, scale=scale, base_size=base_size, device=device) for n in (height, width))
-        return frame_position_embedding(line, column, self.width)
-
-    def of_rows(
-        self, rows: Rows, height: Tensor | None, width: Tensor | None, *, trained_at: int, device: torch.device
-    ) -> Tensor:
-        """For the patches of the rows held, ``[1, S, C]`` or ``[R, 1, C]``. The scale is the side of a square as large
-        as the first sample's pixels, over ``trained_at``; without pixels it is 1."""
-        _, lines, columns = rows.grid.shape
-        scale = torch.ones((), device=device)
-        if height is not None and width is not None:
-            scale = ((height[0].double() * width[0]).sqrt() / trained_at).float()
-        base_size = round((lines * columns) ** 0.5)
-        line, column = (_coordinates(n, scale=scale, base_size=base_size, device=device) for n in (lines, columns))
+    def forward(self, rows: Rows, device: torch.device) -> Tensor:
+        """Of the patches of the rows held, float32 ``[1, S, C]`` or ``[R, 1, C]``. With a mask each clip lies on a grid
+        of its own size, ``[R, S, C]`` or ``[R, 1, C]``."""
+        grid, scale = rows.grid, rows.scale(device)
         patches = rows.patches(device)  # [1, S] or [R, 1]
-        halves = column[patches % columns], line[patches // columns]
-        return torch.cat([position_embedding(axis, self.width // 2) for axis in halves], dim=-1)
-
-
-def _coordinates(n: int, *, scale: float | Tensor, base_size: int, device: torch.device) -> Tensor:
-    return torch.arange(n, device=device) / scale * (base_size / n)
+        columns = grid.shape[2]
+        sizes = [grid.shape[1:]] if grid.mask is None else grid.mask.frame_sizes()  # of all samples, or of each
+        bases = [round((height * width) ** 0.5) for height, width in sizes]
+        halves = []
+        for axis, places in ((1, patches % columns), (0, patches // columns)):
+            steps = torch.tensor([base / size[axis] for base, size in zip(bases, sizes, strict=True)], device=device)
+            step = steps[0] if grid.mask is None else steps[rows.samples(device)][:, None]  # [] or [R, 1]
+            halves.append(position_embedding(places / scale * step, self.width // 2))
+        return torch.cat(halves, dim=-1)
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding over a row (Su et al., 2021): neighbouring channel pairs turn together."""
+    """Rotary position embedding over the frames (Su et al., 2021): neighbouring channel pairs turn together."""
 
     def __init__(self, head_width: int) -> None:
         super().__init__()
@@ -137,18 +128,48 @@ class RotaryEmbedding(nn.Module):
         self.freqs.data = self._frequencies(device) if exact.is_meta else exact.to(device)
         return self
 
-    def forward(self, q: Tensor) -> Tensor:
-        """Turn queries or keys ``[R, L, H, D]`` by their position in the row."""
-        angles = sinusoid(torch.arange(q.shape[1], device=q.device), self.freqs)[:, None]  # [L, 1, D/2]
+    def forward(self, q: Tensor, rows: Rows, *, in_frame: bool = False) -> Tensor:
+        """Turn the queries or keys ``[R, L, H, D]`` of these rows by their positions, for attention within a frame or
+        over frames."""
+        angles = self.angles(rows, in_frame, q.device)[:, :, None]  # [1 or R, 1 or L, 1, D/2]
         cos, sin = (f(angles).to(q.dtype) for f in (torch.cos, torch.sin))
         even, odd = q.unflatten(-1, (-1, 2)).unbind(-1)  # [R, L, H, D/2] each
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+    def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
+        """``[1 or R, 1 or L, D/2]``, by the frame."""
+        assert not in_frame  # all would be the same
+        return sinusoid(rows.frames(device), self.freqs)
+
+
+class RotaryEmbedding3D(RotaryEmbedding):
+    """Rotary position embedding of Open-Sora 1.3: a third of the channels each for frame, line and column.
+
+    Within a frame, frames are at 0; over frames, lines and columns are counted within their window. Lines and columns
+    are as far apart as the resolution says (``PatchGrid.scale``).
+    """
+
+    def __init__(self, head_width: int) -> None:
+        super().__init__(head_width // 3)
+
+    def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
+        """``[1 or R, L, D/2]``."""
+        frame, patch, columns = rows.frames(device), rows.patches(device), rows.grid.shape[2]
+        line, column = patch // columns, patch % columns
+        if in_frame:
+            frame = torch.zeros_like(frame)
+        elif rows.grid.kernel is not None:
+            line, column = (z % k if k > 0 else z for z, k in zip((line, column), rows.grid.kernel, strict=True))
+        scale = rows.scale(device)
+        axes = torch.broadcast_tensors(frame.to(scale), line / scale, column / scale)  # [1 or R, L] each
+        return torch.cat([sinusoid(axis, self.freqs) for axis in axes], dim=-1)
 
 
 class SelfAttention(Point):
     """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys.
 
-    They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did.
+    They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did. ``in_frame`` says that the rows
+    are frames, for their positions.
     """
 
     def __init__(
@@ -159,9 +180,10 @@ class SelfAttention(Point):
         qk_norm: bool,
         rope: RotaryEmbedding | None = None,
         norm_last: bool = False,
+        in_frame: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads, self.norm_last = num_heads, norm_last
+        self.num_heads, self.norm_last, self.in_frame = num_heads, norm_last, in_frame
         self.qkv = nn.Linear(width, 3 * width)
         self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
@@ -175,7 +197,7 @@ class SelfAttention(Point):
         if not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.rotate:
-            q, k = rope(q), rope(k)
+            q, k = (rope(z, rows, in_frame=self.in_frame) for z in (q, k))
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.proj(self.attend(q, k, v, rows).flatten(-2))
@@ -191,11 +213,22 @@ class CrossAttention(nn.Module):
         self.kv_linear = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, text: Tensor, lengths: tuple[Sequence[int], Sequence[int]]) -> Tensor:
-        """Tokens ``[R, L, C]`` in sample order and packed text ``[N, C]``; lengths of both, per sample."""
+    def forward(
+        self,
+        x: Tensor,
+        text: Tensor,
+        lengths: tuple[Sequence[int], Sequence[int]],
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens ``[R, L, C]`` and packed text ``[N, C]``, with the lengths of what belongs together.
+
+        ``order`` int64 ``[R * L]`` brings the tokens into the order of the texts, where they are not in it.
+        """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
         k, v = rearrange(self.kv_linear(text), "n (two h d) -> two n h d", two=2, h=self.num_heads)
-        out = attention(q, k, v, lengths=lengths)  # [R * L, H, D]
+        out = attention(q if order is None else q.index_select(0, order), k, v, lengths=lengths)  # [R * L, H, D]
+        if order is not None:
+            out = torch.empty_like(out).index_copy(0, order, out)
         return self.proj(out.reshape(x.shape))
 
 

@@ -8,10 +8,10 @@ A self-attention (``layers.py``) is a point as well: what goes in and comes out 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from einops import rearrange
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,16 +54,30 @@ class Switch(Point):
     """Where tokens change layout: spatial rows to temporal rows, or back."""
 
     def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        x = rearrange(x, "(b row) token c -> (b token) row c", row=rows.per_sample)  # whole samples
-        start, stop = (edge // rows.per_sample * rows.length for edge in (rows.start, rows.stop))
-        return x, rows.turned().take(start, stop)
+        return rows.turn(x)
 
 
 class Attend(Point):
-    """Where the tokens of a row attend to each other; queries, keys and values are ``[R, L, H, D]``."""
+    """Where tokens attend to each other: those of a row, a window or a clip; q, k and v are ``[R, L, H, D]``.
 
-    def local(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return attention(q, k, v)
+    ``units`` are the numbers of those at hand, where they are not just those of the rows held (``Rows.groups``).
+    Tokens outside of their clip get zero.
+    """
+
+    def local(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None = None) -> Tensor:
+        groups = rows.groups(units)
+        if groups is None:
+            return attention(q, k, v)
+        shape, index = q.shape, groups.index
+        q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # [N, H, D] each
+        if index is not None:
+            nothing = torch.zeros_like(q)
+            q, k, v = (z.index_select(0, index) for z in (q, k, v))
+        if groups.lengths:
+            out = attention(q, k, v, lengths=(groups.lengths, groups.lengths))
+        else:
+            out = q + k + v  # of no token; all get a gradient, as on ranks that hold tokens
+        return (out if index is None else nothing.index_copy(0, index, out)).view(shape)
 
 
 class Segment(Point):
@@ -88,7 +102,7 @@ class Rowwise(Point):
 
 
 class Gather(Point):
-    """Where the output leaves: temporal rows ``[B * S, T, V * c]`` become latents ``[B, c, frames, height, width]``."""
+    """Where the output leaves: rows ``[B * S, T, V * c]`` become latents ``[B, c, frames, height, width]``."""
 
     def local(self, x: Tensor, rows: Rows) -> Tensor:
-        return unpatchify(x, rows.grid)
+        return unpatchify(x, rows)

@@ -4,9 +4,11 @@ STDiT alternates attention over the patches of one frame and over the frames of 
 are kept in rows that one attention can take whole:
 
 * spatial layout: one row per (sample, frame), ``S`` patches long;
-* temporal layout: one row per (sample, patch), ``T`` frames long.
+* temporal layout: one row per (sample, patch), ``T`` frames long; where attention goes over windows of patches through
+  all frames, rows are in the order of the windows.
 
-``Rows`` says which contiguous run of these rows a tensor holds. The bare model holds all of them.
+``Rows`` says which contiguous run of these rows a tensor holds. The bare model holds all of them. ``groups.py`` says
+which tokens of them attend to each other.
 
 Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R rows held, L row length
 (S or T), c channels of a latent, (pt, ph, pw) patch size, V = pt * ph * pw patch volume.
@@ -14,12 +16,16 @@ Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+from .groups import Groups, VideoMask, Windows, group_tokens, windows_of
 
 SPATIAL = "spatial"
 TEMPORAL = "temporal"
@@ -27,17 +33,27 @@ TEMPORAL = "temporal"
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """The patches of a batch of latents ``[B, c, frames, height, width]``; borders are padded up to a patch."""
+    """The patches of a batch of latents ``[B, c, frames, height, width]``; borders are padded up to a patch.
+
+    ``kernel`` are height and width of the windows that temporal attention goes over, in patches (-1 for all of them);
+    with ``full`` all tokens of a sample attend to each other. ``mask`` says which patches lie inside of their clip,
+    ``scale`` how far positions are apart, for all samples alike ``[]`` or, with a mask, for each ``[B]``.
+    """
 
     num_samples: int
     latent_size: tuple[int, int, int]
     patch_size: tuple[int, int, int]
+    kernel: tuple[int, int] | None = None
+    full: bool = False
+    mask: VideoMask | None = field(default=None, compare=False)
+    scale: Tensor | None = field(default=None, compare=False)
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # groups, made once per forward
 
     @classmethod
-    def of(cls, x: Tensor, patch_size: tuple[int, int, int]) -> PatchGrid:
+    def of(cls, x: Tensor, patch_size: tuple[int, int, int], **more: Any) -> PatchGrid:
         """The grid of latents ``x`` ``[B, c, frames, height, width]``."""
         num_samples, _, frames, height, width = x.shape
-        return cls(num_samples=num_samples, latent_size=(frames, height, width), patch_size=patch_size)
+        return cls(num_samples=num_samples, latent_size=(frames, height, width), patch_size=patch_size, **more)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -60,6 +76,11 @@ class PatchGrid:
         """V, latent positions in one patch."""
         pt, ph, pw = self.patch_size
         return pt * ph * pw
+
+    @cached_property
+    def windows(self) -> Windows | None:
+        """The windows of a frame, None where temporal attention stays within a patch."""
+        return None if self.kernel is None else windows_of(*self.shape[1:], self.kernel)
 
     def rows(self, layout: str) -> Rows:
         """All rows of the batch in one layout."""
@@ -116,11 +137,15 @@ class Rows:
             if (lo := max(self.start - first, 0)) < (hi := min(self.stop - first, self.per_sample)):
                 yield sample, lo, hi
 
-    def tokens_per_sample(self) -> list[int]:
-        """Tokens held of each of the B samples, as host integers."""
+    def tokens_per_sample(self, frames: Sequence[int] | None = None) -> list[int]:
+        """Tokens held of each of the B samples, or of these frames of them, as host integers."""
+        frames = range(self.grid.frames) if frames is None else frames
         tokens = [0] * self.grid.num_samples
         for sample, lo, hi in self.runs():
-            tokens[sample] = (hi - lo) * self.length
+            if self.layout == SPATIAL:
+                tokens[sample] = sum(lo <= frame < hi for frame in frames) * self.length
+            else:
+                tokens[sample] = (hi - lo) * len(frames)
         return tokens
 
     def samples(self, device: torch.device) -> Tensor:
@@ -137,7 +162,46 @@ class Rows:
         """The patch of a frame, 0 to S - 1, that each row and token held is of, int64: ``[1, S]`` or ``[R, 1]``."""
         if self.layout == SPATIAL:
             return torch.arange(self.length, device=device)[None]  # a row runs through all patches
-        return torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
+        places = torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
+        return places if self.grid.windows is None else self.grid.windows.order_on(device)[places]
+
+    def frames(self, device: torch.device) -> Tensor:
+        """The frame, 0 to T - 1, that each row and token held is of, int64: ``[R, 1]`` or ``[1, T]``."""
+        if self.layout == SPATIAL:
+            return torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
+        return torch.arange(self.length, device=device)[None]
+
+    def scale(self, device: torch.device) -> Tensor:
+        """What positions are divided by, ``[]``, or ``[R, 1]`` where each clip has its own."""
+        if self.grid.scale is None:
+            return torch.ones((), device=device)
+        return self.grid.scale if self.grid.mask is None else self.grid.scale[self.samples(device)][:, None]
+
+    def turn(self, x: Tensor) -> tuple[Tensor, Rows]:
+        """Tokens ``[R, L, C]`` of whole samples in the other layout, and the rows of these."""
+        start, stop = (edge // self.per_sample * self.length for edge in (self.start, self.stop))
+        x = x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
+        windows = self.grid.windows
+        if windows is not None and self.layout == TEMPORAL:
+            x = x[:, windows.place_on(x.device)]  # patches line by line
+        x = x.transpose(1, 2)
+        if windows is not None and self.layout == SPATIAL:
+            x = x[:, windows.order_on(x.device)]
+        return x.flatten(0, 1).contiguous(), self.turned().take(start, stop)
+
+    def groups(self, units: Sequence[int] | None = None) -> Groups | None:
+        """Which tokens attend to each other; None where each row does by itself. Made once for a batch.
+
+        Args:
+            units: numbers of the frames, patches, windows or samples whose tokens are at hand, in their order and
+                counted sample by sample; None for those of the rows held.
+        """
+        if self.grid.mask is None and self.grid.windows is None and not self.grid.full:
+            return None
+        key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
+        if key not in self.grid._known:
+            self.grid._known[key] = group_tokens(self, units)
+        return self.grid._known[key]
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.
@@ -157,9 +221,16 @@ class Rows:
         return torch.cat([self._slice_sample(z[sample], lo, hi) for sample, lo, hi in self.runs()])
 
     def inside(self, device: torch.device) -> Tensor:
-        """Which positions of the patches lie inside the latent, bool ``[R, L, V]``; the others are padding."""
+        """Which positions of the patches lie inside of their clip, bool ``[R, L, V]``; the others are padding."""
+        if self.grid.mask is not None:
+            return self.slice(self.grid.mask.positions).to(device)
         ones = torch.ones((), dtype=torch.bool, device=device)
         return self.slice(ones.expand(self.grid.num_samples, *self.grid.latent_size))
+
+    def clear_outside(self, patches: Tensor) -> Tensor:
+        """Patches ``[R, L, V * c]`` with zeros where they lie outside of their clip."""
+        inside = self.inside(patches.device)  # [R, L, V]
+        return patches.masked_fill(~inside.repeat_interleave(patches.shape[-1] // inside.shape[-1], dim=-1), 0)
 
     def _as_latent(self, z: Tensor) -> Tensor:
         num_samples, size = self.grid.num_samples, self.grid.latent_size
@@ -183,17 +254,26 @@ class Rows:
         if self.layout == SPATIAL:
             z = _pad_to(z[:, lo * pt : hi * pt], ((hi - lo) * pt, H * ph, W * pw))
             return rearrange(z, "c (t pt) (h ph) (w pw) -> t (h w) (pt ph pw c)", **patches)
-        top, bottom = lo // W, -(-hi // W)  # lines of patches that these rows touch
+        wanted = range(lo, hi) if self.grid.windows is None else self.grid.windows.order[lo:hi]
+        top, bottom = (min(wanted) // W, max(wanted) // W + 1) if wanted else (0, 0)  # lines of patches touched
         z = _pad_to(z[:, :, top * ph : bottom * ph], (T * pt, (bottom - top) * ph, W * pw))
         z = rearrange(z, "c (t pt) (h ph) (w pw) -> (h w) t (pt ph pw c)", **patches)
-        return z[lo - top * W : hi - top * W]
+        if self.grid.windows is None:
+            return z[lo - top * W : hi - top * W]
+        return z[self.grid.windows.order_on(z.device)[lo:hi] - top * W]
 
 
-def unpatchify(x: Tensor, grid: PatchGrid) -> Tensor:
-    """All temporal rows ``[B * S, T, V * c]`` -> latents ``[B, c, frames, height, width]``, padding cropped."""
-    (_, H, W), (pt, ph, pw), (frames, height, width) = grid.shape, grid.patch_size, grid.latent_size
-    pattern = "(b h w) t (pt ph pw c) -> b c (t pt) (h ph) (w pw)"
-    x = rearrange(x, pattern, h=H, w=W, pt=pt, ph=ph, pw=pw)
+def unpatchify(x: Tensor, rows: Rows) -> Tensor:
+    """All rows of a batch ``[B * T, S, V * c]`` or ``[B * S, T, V * c]`` -> latents ``[B, c, frames, height, width]``.
+
+    Padding is cropped.
+    """
+    grid = rows.grid
+    (T, H, W), (pt, ph, pw), (frames, height, width) = grid.shape, grid.patch_size, grid.latent_size
+    if rows.layout == TEMPORAL and grid.windows is not None:
+        x = x.unflatten(0, (-1, H * W))[:, grid.windows.place_on(x.device)].flatten(0, 1)  # patches line by line
+    held = "(b t) (h w)" if rows.layout == SPATIAL else "(b h w) t"
+    x = rearrange(x, held + " (pt ph pw c) -> b c (t pt) (h ph) (w pw)", t=T, h=H, w=W, pt=pt, ph=ph, pw=pw)
     return x[:, :, :frames, :height, :width]
 
 

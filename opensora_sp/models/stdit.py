@@ -26,7 +26,7 @@ from .layers import (
     frame_position_embedding,
     position_embedding,
 )
-from .rows import PatchGrid, Rows
+from .rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,7 @@ class STDiT(ConditionedModel):
         mask: Tensor | None = None,
         x_mask: Tensor | None = None,
         *,
+        video_mask: Tensor | None = None,
         drop_caption: Tensor | None = None,
         drop_path: Tensor | None = None,
     ) -> Tensor:
@@ -137,6 +138,8 @@ class STDiT(ConditionedModel):
             y: text features ``[B, 1, L, Cy]``.
             mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows).
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
+            video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one batch: False outside of
+                a clip. Each clip is treated as if it were alone, and the output outside is zero.
             drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
             drop_path: bool ``[2 * depth, B]`` in order of execution; True skips, for that sample, a block's spatial
                 branch (entry 2i) or its temporal and MLP branches (2i + 1), and the kept ones are scaled by
@@ -145,9 +148,9 @@ class STDiT(ConditionedModel):
         Returns:
             ``[B, C_out, frames, height, width]`` in float32 (float64 when the model is float64).
         """
-        self._check(x, timestep, y, mask, x_mask, drop_caption, drop_path)
+        self._check(x, timestep, y, mask, x_mask, drop_caption, drop_path, video_mask)
         self._check_size(x)
-        grid = PatchGrid.of(x, self.config.patch_size)
+        grid = self._grid(x, video_mask)
         t = self.t_embedder(self._times(timestep, x_mask))  # [B, m, C]
         modulation = self.t_block(t).unflatten(-1, (6, -1))  # [B, m, 6, C]
         text, text_lengths = self._embed_text(y, mask, drop_caption)  # [N, C]
@@ -157,14 +160,12 @@ class STDiT(ConditionedModel):
             return Condition.of(rows, modulation, given, text, text_lengths)
 
         rows = self.shard(grid)  # spatial rows
-        patches = rows.slice(x).to(self.dtype)  # [R, S, V * C_in]
-        x = self.x_embedder(patches) + self.pos_embed[0, rows.patches(x.device)]  # [R, S, C]
+        x = self.x_embedder(self._patches(x, rows)) + self.pos_embed[0, rows.patches(x.device)]  # [R, S, C]
         pairs = [(block.spatial, block.temporal) for block in self.blocks]
         pairs[0] = (self.blocks[0].spatial, partial(self.blocks[0].temporal, positions=self.pos_embed_temporal))
         x, condition = self.run_pairs(pairs, x, condition_of, rows, drop_path)  # [R, T, C], temporal rows
         x = self.final_layer(x, t, condition)  # [R, T, V * C_out]
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.gather(x, condition.rows)  # [B, C_out, frames, height, width]
+        return self._leave(x, condition.rows)  # [B, C_out, frames, height, width]
 
     def _patch_positions(self) -> Tensor:
         """The table of a frame's patches, ``[1, S, C]``."""

@@ -27,7 +27,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .rows import PatchGrid, Rows
+from .rows import Rows
 
 TEMPORAL_ENTRIES = 6  # of the nine entries of a modulation, where those of the temporal attention begin
 
@@ -131,6 +131,7 @@ class STDiT2(ConditionedModel):
         ar: Tensor | None = None,
         fps: Tensor | None = None,
         *,
+        video_mask: Tensor | None = None,
         drop_caption: Tensor | None = None,
         drop_path: Tensor | None = None,
     ) -> Tensor:
@@ -144,9 +145,12 @@ class STDiT2(ConditionedModel):
             mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows).
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
             num_frames: frames of the video itself ``[B]``.
-            height, width: pixels ``[B]``; the first sample's also set the scale of the position embedding.
+            height, width: pixels ``[B]``; the first sample's also set the scale of the position embedding, or with a
+                ``video_mask`` each sample's.
             ar: aspect ratio, height / width ``[B]``.
             fps: frames per second ``[B]``; images have 120.
+            video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one batch: False outside of
+                a clip. Each clip is treated as if it were alone, and the output outside is zero.
             drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
             drop_path: bool ``[2 * depth, B]`` in order of execution; True skips, for that sample, a block's spatial
                 branch (entry 2i) or its temporal and MLP branches (2i + 1), and the kept ones are scaled by
@@ -155,29 +159,26 @@ class STDiT2(ConditionedModel):
         Returns:
             ``[B, C_out, frames, height, width]`` in float32 (float64 when the model is float64).
         """
-        self._check(x, timestep, y, mask, x_mask, drop_caption, drop_path)
+        self._check(x, timestep, y, mask, x_mask, drop_caption, drop_path, video_mask)
         size, motion = self._embed_sizes(len(x), num_frames, height, width, ar, fps)  # [B, 1, C] each
-        grid = PatchGrid.of(x, self.config.patch_size)
+        grid = self._grid(x, video_mask, height, width, trained_at=self.config.input_sq_size)
         t = self.t_embedder(self._times(timestep, x_mask))  # [B, m, C]
         modulation = torch.cat([self.t_block(t + size), self.t_block_temp(t + motion)], dim=-1)  # [B, m, 9 * C]
         modulation = modulation.unflatten(-1, (9, -1))  # [B, m, 9, C]
         text, text_lengths = self._embed_text(y, mask, drop_caption)  # [N, C]
         given = self._given_frames(x_mask)  # [B, T]
-        trained_at = self.config.input_sq_size
 
         def condition_of(rows: Rows) -> Condition:
             return Condition.of(rows, modulation, given, text, text_lengths)
 
         rows = self.shard(grid)  # spatial rows
-        patches = rows.slice(x).to(self.dtype)  # [R, S, V * C_in]
-        positions = self.pos_embed.of_rows(rows, height, width, trained_at=trained_at, device=x.device)  # [1, S, C]
-        x = self.x_embedder(patches) + positions.to(self.dtype)  # [R, S, C]
+        positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]
+        x = self.x_embedder(self._patches(x, rows)) + positions  # [R, S, C]
         pairs = [(block.spatial, block.temporal) for block in self.blocks]
         x, condition = self.run_pairs(pairs, x, condition_of, rows, drop_path)  # [R, T, C], temporal rows
         final_t = torch.cat([t[:, :1], t[:, 1:] + size], dim=1)  # [B, m, C]: sizes reach given frames only, as released
         x = self.final_layer(x, final_t, condition)  # [R, T, V * C_out]
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.gather(x, condition.rows)  # [B, C_out, frames, height, width]
+        return self._leave(x, condition.rows)  # [B, C_out, frames, height, width]
 
     def _embed_sizes(
         self,

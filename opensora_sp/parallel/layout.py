@@ -1,17 +1,21 @@
 """Who holds which tokens, and what each rank sends to each other: integer arithmetic, no processes.
 
 A layout is written as the order of a batch's axes, with a bar: the axes before it count units, those after it lie
-inside a unit. Units are dealt out in balanced runs, so ranks differ by at most one unit, and one may hold none.
+inside a unit. Units are dealt out in runs, balanced by entries: each rank's run ends with the last unit that lies whole
+in its share. So ranks differ by at most one unit, and one may hold none.
 
     b t | s        spatial rows: one unit is a frame of a sample
     b s | t        temporal rows: one unit is a patch through all frames
+    b w | p t      windows: one unit is a window of patches through all frames
     b t h | s      one head of one frame
     h | b t s      one head of everything
+
+Windows are any ``Partition`` of a frame's patches; they may differ in size.
 
 Turning one layout into another is a fixed exchange: from the sizes alone every rank computes which entries it sends to
 whom (``send_splits``, in the order ``pack``) and where those it receives belong (``recv_splits``, ``place``).
 
-Legend: b samples, t frames, s patches of a frame, h heads.
+Legend: b samples, t frames, s patches of a frame, w windows of a frame, p patches of a window, h heads.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +33,22 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 SPATIAL_ROWS = "b t | s"
 TEMPORAL_ROWS = "b s | t"
+WINDOW_ROWS = "b w | p t"
+WINDOW_COLUMNS = "b w p | t"  # rows in the order of the windows, dealt out one by one
+
+
+class Partition(Protocol):
+    """A division of a frame's S patches into windows. Plans are cached by its hash."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The patches, window by window."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the windows."""
+
+    def __hash__(self) -> int: ...
 
 
 def balanced_run(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
@@ -66,16 +88,50 @@ def plan_exchange(
     device: torch.device | str,
     chunk: int = 0,
     num_chunks: int = 1,
+    windows: Partition | None = None,
 ) -> ExchangePlan:
     """Plan one rank's exchange of all entries of the axes ``sizes`` from the layout ``left`` to the one ``entered``.
 
-    Every rank's run of units may be left in several chunks, an exchange each; the plan is then that of one ``chunk``:
-    ``pack`` counts from the chunk's first entry and ``place`` fills a part of the result. Plans are cached.
+    Every rank's run may be left in several chunks, cut between rows (entries that differ in the last axis alone), an
+    exchange each; the plan is then that of one ``chunk``: ``pack`` counts from the chunk's first entry and ``place``
+    fills a part of the result. ``sizes`` has the axis s, which layouts may divide into w and p by ``windows``. Plans
+    are cached.
 
     Raises:
         ValueError: if a layout does not name every axis once.
     """
-    return _cached_plan(tuple(sizes.items()), left, entered, num_ranks, rank, device, chunk, num_chunks)
+    return _cached_plan(tuple(sizes.items()), left, entered, num_ranks, rank, device, chunk, num_chunks, windows)
+
+
+def runs(
+    sizes: Mapping[str, int], layout: str, num_ranks: int, windows: Partition | None = None
+) -> tuple[tuple[int, int], ...]:
+    """The entries ``[start, stop)`` that each rank holds in a layout."""
+    return _cached_runs(tuple(sizes.items()), layout, num_ranks, windows)
+
+
+def unit_runs(
+    sizes: Mapping[str, int], layout: str, num_ranks: int, windows: Partition | None = None
+) -> tuple[tuple[int, int], ...]:
+    """The units ``[first, last)`` that each rank holds in a layout."""
+    return _cached_runs(tuple(sizes.items()), layout, num_ranks, windows, units=True)
+
+
+@lru_cache(maxsize=1024)
+def _cached_runs(
+    sizes: tuple[tuple[str, int], ...],
+    layout: str,
+    num_ranks: int,
+    windows: Partition | None,
+    units: bool = False,
+) -> tuple[tuple[int, int], ...]:
+    with torch.inference_mode(False), unset_fake_temporarily():
+        described = _Layout(dict(sizes), layout, windows)
+        entries = described.runs(num_ranks)
+        if not units:
+            return entries
+        first = described.unit_numbers(torch.tensor([start for start, _ in entries])).tolist()
+        return tuple(zip(first, [*first[1:], described.num_units], strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -88,16 +144,18 @@ def _cached_plan(
     device: torch.device | str,
     chunk: int,
     num_chunks: int,
+    windows: Partition | None,
 ) -> ExchangePlan:
-    left_layout, entered_layout = _Layout(dict(sizes), left), _Layout(dict(sizes), entered)
+    left_layout, entered_layout = (_Layout(dict(sizes), text, windows) for text in (left, entered))
     # a plan made while sampling serves training as well, one made while tracing with fake tensors is real
     with torch.inference_mode(False), unset_fake_temporarily():
-        stops = [left_layout.run(num_ranks, r, c, num_chunks)[1] for r in range(num_ranks) for c in range(num_chunks)]
-        held = torch.arange(*left_layout.run(num_ranks, rank, chunk, num_chunks))
-        receiver = _piece(left_layout.positions_in(entered_layout, held), entered_layout.stops(num_ranks))
-        wanted = torch.arange(*entered_layout.run(num_ranks, rank))
+        left_runs, entered_runs = left_layout.runs(num_ranks), entered_layout.runs(num_ranks)
+        chunks = [left_layout.chunk(run, c, num_chunks) for run in left_runs for c in range(num_chunks)]
+        held = torch.arange(*chunks[rank * num_chunks + chunk])
+        receiver = _piece(left_layout.positions_in(entered_layout, held), [stop for _, stop in entered_runs])
+        wanted = torch.arange(*entered_runs[rank])
         source = entered_layout.positions_in(left_layout, wanted)
-        piece = _piece(source, stops)
+        piece = _piece(source, [stop for _, stop in chunks])
         mine = (piece % num_chunks == chunk).nonzero().flatten()
         order = torch.argsort(source[mine])  # senders hold ascending runs and pack in their own order
         return ExchangePlan(
@@ -114,35 +172,100 @@ def _piece(positions: Tensor, stops: list[int]) -> Tensor:
 
 
 class _Layout:
-    """Positions of entries in one order of the axes, and the runs of them that ranks hold."""
+    """Positions of entries in one order of the axes, and the runs of them that ranks hold.
 
-    def __init__(self, sizes: dict[str, int], text: str) -> None:
+    A window's size multiplies the strides of the axes between w and p; before w, a frame's S patches do.
+    """
+
+    def __init__(self, sizes: dict[str, int], text: str, windows: Partition | None) -> None:
         units, bar, within = text.partition("|")
-        self.sizes, self.axes = sizes, [*units.split(), *within.split()]
-        if not bar or sorted(self.axes) != sorted(sizes):
+        self.sizes, self.axes, self.units = sizes, [*units.split(), *within.split()], units.split()
+        patches = "wp" if "w" in self.axes and windows is not None else "s"
+        if not bar or sorted(self.axes) != sorted("".join(sizes).replace("s", patches)):
             raise ValueError(
                 f"got layout {text!r} for the axes {sorted(sizes)}; expected each of them once and a bar after those "
                 "that count units; write for example 'b t | s'"
             )
-        self.num_units = math.prod(sizes[axis] for axis in units.split())
-        self.unit_size = math.prod(sizes[axis] for axis in within.split())
+        self.total = math.prod(sizes.values())
+        self.windows = windows if patches == "wp" else None
+        if self.windows is not None:
+            assert self.axes.index("w") < self.axes.index("p"), text
+            self.window_sizes = torch.tensor(self.windows.sizes)
+            self.window_stops = torch.tensor(list(accumulate(self.windows.sizes)))
+            self.order = torch.tensor(self.windows.order)
 
-    def run(self, num_ranks: int, rank: int, chunk: int = 0, num_chunks: int = 1) -> tuple[int, int]:
-        """The entries ``[start, stop)`` that a rank holds, or one chunk of them, cut between units."""
-        first, last = balanced_run(self.num_units, num_ranks, rank)
-        start, stop = balanced_run(last - first, num_chunks, chunk)
-        return (first + start) * self.unit_size, (first + stop) * self.unit_size
+    def runs(self, num_ranks: int) -> tuple[tuple[int, int], ...]:
+        """Entries held by each rank: up to the last unit that ends within its share."""
+        shares = torch.tensor([self.total * rank // num_ranks for rank in range(num_ranks)])
+        coordinates = self._coordinates(shares)
+        starts = self._positions({a: c if a in self.units else c * 0 for a, c in coordinates.items()}).tolist()
+        return tuple(zip(starts, [*starts[1:], self.total], strict=True))
 
-    def stops(self, num_ranks: int) -> list[int]:
-        return [self.run(num_ranks, rank)[1] for rank in range(num_ranks)]
+    @property
+    def num_units(self) -> int:
+        last = self.unit_numbers(torch.tensor([self.total - 1]))
+        return int(last) + 1
+
+    def unit_numbers(self, positions: Tensor) -> Tensor:
+        """The units that these positions lie in; the end of all entries lies in the one after the last."""
+        coordinates, number = self._coordinates(positions), torch.zeros_like(positions)
+        for axis in self.units:
+            if axis == "w" and "p" in self.units:
+                number = number * self.sizes["s"] + self._window_start(coordinates["w"])
+            elif axis == "p":
+                number = number + coordinates["p"]
+            else:
+                number = number * (len(self.window_sizes) if axis == "w" else self.sizes[axis]) + coordinates[axis]
+        return number
+
+    def chunk(self, run: tuple[int, int], chunk: int, num_chunks: int) -> tuple[int, int]:
+        """One of several parts of a run, cut between rows."""
+        row = self.sizes[self.axes[-1]]
+        start, stop = balanced_run((run[1] - run[0]) // row, num_chunks, chunk)
+        return run[0] + start * row, run[0] + stop * row
 
     def positions_in(self, other: _Layout, positions: Tensor) -> Tensor:
         """Where the entries at these positions lie in another layout of the same axes."""
-        coordinates = {}
-        for axis in reversed(self.axes):
-            coordinates[axis] = positions % self.sizes[axis]
-            positions = positions // self.sizes[axis]
-        found = torch.zeros_like(positions)
-        for axis in other.axes:
-            found = found * other.sizes[axis] + coordinates[axis]
+        coordinates = self._coordinates(positions)
+        if self.windows is not None:
+            place = self._window_start(coordinates["w"]) + coordinates.pop("p")
+            del coordinates["w"]
+            coordinates["s"] = self.order[place]
+        if other.windows is not None:
+            place = torch.argsort(other.order)[coordinates.pop("s")]
+            window = torch.bucketize(place, other.window_stops, right=True)
+            coordinates |= {"w": window, "p": place - other._window_start(window)}
+        return other._positions(coordinates)
+
+    def _positions(self, coordinates: dict[str, Tensor]) -> Tensor:
+        found = torch.zeros_like(coordinates["b"])
+        for i, axis in enumerate(self.axes):
+            index = self._window_start(coordinates["w"]) if axis == "w" else coordinates[axis]
+            found = found + index * self._stride(i, coordinates)
         return found
+
+    def _coordinates(self, positions: Tensor) -> dict[str, Tensor]:
+        coordinates: dict[str, Tensor] = {}
+        for i, axis in enumerate(self.axes):
+            stride = self._stride(i, coordinates)
+            index = positions // stride
+            if axis == "w":
+                coordinates["w"] = torch.bucketize(index, self.window_stops, right=True)
+                index = self._window_start(coordinates["w"])
+            else:
+                coordinates[axis] = index
+            positions = positions - index * stride
+        return coordinates
+
+    def _stride(self, i: int, coordinates: dict[str, Tensor]) -> int | Tensor:
+        """Entries passed by a step along axis ``i``; along w, a step is a patch."""
+        later = self.axes[i + 1 :]
+        stride = math.prod(self.sizes[axis] for axis in later if axis not in "wp")
+        if "w" in later:
+            return stride * self.sizes["s"]
+        if "p" in later and self.axes[i] != "w":
+            return stride * self.window_sizes[coordinates["w"]]
+        return stride
+
+    def _window_start(self, window: Tensor) -> Tensor:
+        return self.window_stops[window] - self.window_sizes[window]

@@ -19,14 +19,24 @@ import torch
 from torch import Tensor
 
 from .collectives import exchange, gather_rows, keep_exchanged
-from .cost import splits_heads
-from .layout import SPATIAL_ROWS, TEMPORAL_ROWS, ExchangePlan, balanced_run, plan_exchange, run_sizes
+from .cost import splits_heads, splits_windows
+from .layout import (
+    SPATIAL_ROWS,
+    TEMPORAL_ROWS,
+    WINDOW_COLUMNS,
+    WINDOW_ROWS,
+    ExchangePlan,
+    plan_exchange,
+    run_sizes,
+    runs,
+    unit_runs,
+)
 from .mesh import SequenceMesh
 from .narrow import narrow_exchange
 from .overlap import Flight
 
 Local = Callable[..., Any]
-Rows = Any  # the model's own description of the rows held: grid, layout, per_sample, length, total, turned(), take()
+Rows = Any  # the model's own description of the rows held: grid, layout, length, total, count, turned(), take(), turn()
 STRATEGIES = ("switch", "ulysses", "split_gather")
 PLACEMENTS = ("stream", "branch")
 STREAM_SWITCH = ("switch", "stream")  # between the blocks, where overlap is possible
@@ -73,8 +83,8 @@ class Options:
 class WholeSamples:
     """Every rank holds whole samples, in both layouts: nothing travels. Taken where P divides B. Base of the others."""
 
-    def __init__(self, mesh: SequenceMesh, options: Options) -> None:
-        self.mesh, self.options = mesh, options
+    def __init__(self, mesh: SequenceMesh, options: Options, heads: int) -> None:
+        self.mesh, self.options, self.heads = mesh, options, heads
 
     def shard(self, local: Local, grid: Any) -> Rows:
         return self.held(local(grid))
@@ -100,12 +110,30 @@ class WholeSamples:
     def rowwise(self, local: Local, function: Local, rows: Rows, *per_row: Tensor) -> Any:
         return local(function, rows, *per_row)
 
+    window_rows = WINDOW_ROWS  # whose windows a rank holds whole
+
+    def layout(self, rows: Rows) -> str:
+        """How rows are dealt out to the ranks."""
+        if rows.layout == "spatial":
+            return SPATIAL_ROWS
+        return TEMPORAL_ROWS if rows.grid.windows is None else self.window_rows
+
+    def runs(self, rows: Rows) -> list[tuple[int, int]]:
+        """The rows ``[start, stop)`` that each rank holds of all rows of a layout."""
+        entries = runs(_axes(rows), self.layout(rows), self.mesh.sp_size, rows.grid.windows)
+        return [(start // rows.length, stop // rows.length) for start, stop in entries]
+
     def held(self, rows: Rows) -> Rows:
         """This rank's run of all rows of a layout."""
-        return rows.take(*balanced_run(rows.total, self.mesh.sp_size, self.mesh.sp_rank))
+        return rows.take(*self.runs(rows)[self.mesh.sp_rank])
 
-    def plan(self, sizes: dict[str, int], left: str, entered: str, device: torch.device, *chunk: int) -> ExchangePlan:
-        return plan_exchange(sizes, left, entered, self.mesh.sp_size, self.mesh.sp_rank, device, *chunk)
+    def plan(
+        self, rows: Rows, left: str, entered: str, device: torch.device, chunk: int = 0, num_chunks: int = 1
+    ) -> ExchangePlan:
+        """This rank's part in an exchange of the tokens, or of the heads of all tokens, of the rows' batch."""
+        sizes = _axes(rows, h=self.heads) if "h" in left.split() else _axes(rows)
+        ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
+        return plan_exchange(sizes, left, entered, ranks, rank, device, chunk, num_chunks, rows.grid.windows)
 
     @property
     def group(self) -> Any:
@@ -155,25 +183,26 @@ class SwitchRows(WholeSamples):
 
     def _num_chunks(self, rows: Rows) -> int:
         """The same on all ranks: as many as asked for, unless they would be small or a rank had none."""
-        tokens = rows.total // self.mesh.sp_size * rows.length
-        return max(1, min(self.options.overlap_chunks, tokens // MIN_CHUNK_TOKENS, rows.total // self.mesh.sp_size))
+        fewest = min(stop - start for start, stop in self.runs(rows))
+        return max(1, min(self.options.overlap_chunks, fewest * rows.length // MIN_CHUNK_TOKENS, fewest))
 
     def _plan(self, rows: Rows, device: torch.device, *chunk: int) -> ExchangePlan:
-        sizes, layouts = _axes(rows), (SPATIAL_ROWS, TEMPORAL_ROWS)
-        return self.plan(sizes, *(layouts if rows.layout == "spatial" else layouts[::-1]), device, *chunk)
+        return self.plan(rows, self.layout(rows), self.layout(rows.turned()), device, *chunk)
 
 
-class TemporalRows(WholeSamples):
-    """Tokens stay in temporal rows all the time; what spatial attention needs is exchanged. Base of the modes below.
+class OneLayout(WholeSamples):
+    """Tokens stay in one layout all the time; what an attention needs of the other is exchanged. Base of those below.
 
     What blocks receive is kept under checkpointing, so that recompute sends nothing, unless
     ``recompute_communication`` trades this for memory.
     """
 
+    stays = "temporal"
     keeps_received = True
 
     def shard(self, local: Local, grid: Any) -> Rows:
-        return self.held(local(grid).turned())
+        rows = local(grid)
+        return self.held(rows if rows.layout == self.stays else rows.turned())
 
     def switch(self, local: Local, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return x, rows
@@ -184,91 +213,143 @@ class TemporalRows(WholeSamples):
         return local(function, rows, *args, recompute=recompute, last=last)
 
     def attend_by_heads(
-        self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows, axis: str, units: str
+        self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows, attended: Rows, units: str
     ) -> Tensor:
-        """Attend along ``axis``, with entries (token, head) dealt out as ``units`` says; q, k, v are ``[R, T, H, D]``.
+        """Attend as in the layout of ``attended``, with entries (token, head) dealt out as ``units`` says.
 
-        ``units`` ends with the axis, so what is received are rows of one head.
+        q, k, v are ``[R, L, H, D]``. Inside a unit, tokens lie as in that layout.
         """
-        sizes = _axes(rows, h=q.shape[2])
-        left = TEMPORAL_ROWS + " h"
-        there, back = self.plan(sizes, left, units, q.device), self.plan(sizes, units, left, q.device)
+        left = f"{self.layout(rows)} h"
+        there, back = self.plan(rows, left, units, q.device), self.plan(rows, units, left, q.device)
         qkv = exchange(_stacked(q, k, v), there, self.group, kind="heads")
-        qkv = qkv.view(-1, sizes[axis], 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
-        out = local(*qkv.unbind(3), rows)
+        qkv = qkv.view(-1, attended.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
+        out = local(*qkv.unbind(3), attended, self.units_of(attended, units))
         return exchange(out.flatten(0, 2), back, self.group, kind="heads").view(q.shape)
 
+    def units_of(self, attended: Rows, units: str) -> list[int]:
+        """Numbers of what attends together, in the order in which this rank gets them, once for each head."""
+        sizes, windows = _axes(attended, h=self.heads), attended.grid.windows
+        numbers = range(*unit_runs(sizes, units, self.mesh.sp_size, windows)[self.mesh.sp_rank])
+        if units.startswith("h |"):  # every unit of the batch for each head
+            return [*range(_num_units(attended))] * len(numbers)
+        return [number // self.heads for number in numbers]
 
-class SplitHeads(TemporalRows):
+
+class SplitHeads(OneLayout):
     """Spatial attention is dealt out by frames x heads: q, k, v there and the output back, 4 u.
 
     For fewer frames than ranks, where whole spatial rows would leave ranks without work.
     """
 
     def attend_spatial(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return self.attend_by_heads(local, q, k, v, rows, "s", "b t h | s")
+        return self.attend_by_heads(local, q, k, v, rows, rows.turned(), "b t h | s")
 
 
-class BranchSwitch(TemporalRows):
+class SplitWindows(OneLayout):
+    """Tokens stay in spatial rows, and the attention of windows is dealt out by windows x heads: 4 u.
+
+    For fewer windows than ranks.
+    """
+
+    stays = "spatial"
+
+    def attend_temporal(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return self.attend_by_heads(local, q, k, v, rows, rows.turned(), "b w h | p t")
+
+
+class SplitBoth(SplitHeads):
+    """Both attentions are dealt out by heads, of frames and of windows, where there are few of either: 8 u."""
+
+    window_rows = WINDOW_COLUMNS
+
+    def attend_temporal(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return self.attend_by_heads(local, q, k, v, rows, rows, "b w h | p t")
+
+
+class SplitClips(OneLayout):
+    """Full attention over all tokens of a clip, dealt out by samples x heads: 4 u for each attention."""
+
+    def attend_spatial(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return self.attend_by_heads(local, q, k, v, rows, rows, "b h | s t")
+
+    attend_temporal = attend_spatial
+
+
+class BranchSwitch(OneLayout):
     """The input of each spatial attention is switched to spatial rows and its output back: 2 u, at N instead of
     N - 1/2 pairs. What travels is a branch, not the residual stream, so it may be rounded (``comm_dtype``)."""
 
     def spatial(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
         spatial = self.held(rows.turned())
-        received = self._exchange(x, rows, TEMPORAL_ROWS, SPATIAL_ROWS)
+        received = self._exchange(x, rows, spatial)
         out = local(received.unflatten(0, (spatial.count, spatial.length)), spatial)
-        return self._exchange(out, rows, SPATIAL_ROWS, TEMPORAL_ROWS).view(x.shape)
+        return self._exchange(out, spatial, rows).view(x.shape)
 
-    def _exchange(self, x: Tensor, rows: Rows, left: str, entered: str) -> Tensor:
-        plan = self.plan(_axes(rows), left, entered, x.device)
+    def _exchange(self, x: Tensor, left: Rows, entered: Rows) -> Tensor:
+        plan = self.plan(left, self.layout(left), self.layout(entered), x.device)
         return narrow_exchange(x.flatten(0, 1), plan, self.group, kind="branch", dtype=self.options.comm_dtype)
 
 
-class Ulysses(TemporalRows):
+class Ulysses(OneLayout):
     """DeepSpeed-Ulysses (Jacobs et al., 2023) at both attentions, a baseline: heads are dealt out and every rank gets
     all tokens of its own; 8 u, and again in recompute. Heads and lengths need not divide."""
 
     keeps_received = False
+    window_rows = WINDOW_COLUMNS
 
     def attend_spatial(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return self.attend_by_heads(local, q, k, v, rows, "s", "h | b t s")
+        return self.attend_by_heads(local, q, k, v, rows, rows.turned(), "h | b t s")
 
     def attend_temporal(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return self.attend_by_heads(local, q, k, v, rows, "t", "h | b s t")
+        units = "h | b s t" if rows.grid.windows is None else "h | b w p t"
+        return self.attend_by_heads(local, q, k, v, rows, rows, units)
 
 
-class SplitGather(TemporalRows):
+class SplitGather(OneLayout):
     """All tokens are gathered for each attention, a baseline (ColossalAI's split_gather): 2 P u, again in recompute.
 
     Every rank computes the whole attention and keeps its own rows of it.
     """
 
     keeps_received = False
+    window_rows = WINDOW_COLUMNS
 
     def spatial(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
-        samples = rows.grid.num_samples
-        everything = self._all(x, rows).unflatten(0, (samples, -1)).transpose(1, 2)  # [B, T, S, C]
-        out = local(everything.flatten(0, 1), rows.turned()).unflatten(0, (samples, -1))
-        return out.transpose(1, 2).flatten(0, 1)[rows.start : rows.stop]
+        everything, frames = rows.take(0, rows.total).turn(self._all(x, rows))  # [B * T, S, C]
+        out, _ = frames.turn(local(everything, frames))
+        return out[rows.start : rows.stop]
 
     def temporal(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
         return local(self._all(x, rows), rows.take(0, rows.total))[rows.start : rows.stop]
 
     def _all(self, x: Tensor, rows: Rows) -> Tensor:
-        return gather_rows(x, run_sizes(rows.total, self.mesh.sp_size), self.group, kind="tokens")
+        return gather_rows(x, [stop - start for start, stop in self.runs(rows)], self.group, kind="tokens")
 
 
-def choose_mode(
-    options: Options, shape: tuple[int, int, int], width: int, heads: int, ranks: int
-) -> type[WholeSamples]:
-    """The mode for batches of ``shape`` (B, T, S)."""
+def choose_mode(options: Options, batch: Any, width: int, heads: int, ranks: int) -> type[WholeSamples]:
+    """The mode for a batch: ``num_samples``, ``frames``, ``patches_per_frame``, the ``windows`` of its temporal
+    attention (None for none), and whether attention is ``full``."""
+    shape = batch.num_samples, batch.frames, batch.patches_per_frame
     if options.strategy != "switch":
         return Ulysses if options.strategy == "ulysses" else SplitGather
-    if shape[0] % ranks == 0:
+    if batch.num_samples % ranks == 0:
         return WholeSamples
+    if batch.full:
+        return SplitClips
     if options.placement == "branch":
         return BranchSwitch
+    if batch.windows is not None and splits_windows(*shape, width, heads, ranks, batch.windows.sizes):
+        return SplitBoth if batch.num_samples * batch.frames < ranks else SplitWindows
     return SplitHeads if splits_heads(*shape, width, heads, ranks) else SwitchRows
+
+
+def _num_units(rows: Rows) -> int:
+    """Samples, rows or windows of a whole batch that attend each by itself."""
+    if rows.grid.full:
+        return rows.grid.num_samples
+    if rows.layout == "spatial" or rows.grid.windows is None:
+        return rows.total
+    return rows.grid.num_samples * len(rows.grid.windows.sizes)
 
 
 def _axes(rows: Rows, **more: int) -> dict[str, int]:

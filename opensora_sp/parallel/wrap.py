@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .collectives import gather_rows
-from .layout import run_sizes
 from .mesh import SequenceMesh
 from .modes import Options, Rows, WholeSamples, choose_mode
 from .plan import COPIED, find, registered_plan
@@ -33,7 +32,8 @@ POINTS = ("shard", "switch", "segment", "gather", "spatial", "temporal", "rowwis
 class Shard:
     """The part of a model's output that this rank holds.
 
-    ``tensor``: ``[n_rows, T, patch volume * C_out]``, rows (sample, patch) batch-major; ``layout`` knows which rows
+    ``tensor``: ``[n_rows, T, patch volume * C_out]``, rows (sample, patch) batch-major (or, if that is how the batch is
+    shared, ``[n_rows, S, ...]``, rows (sample, frame)); ``layout`` knows which rows
     these are: ``layout.slice(z)`` cuts the same patches out of any whole ``[B, C, T, H, W]``, ``[B, T]`` or
     ``[B, T, H, W]`` tensor, and ``layout.inside(device)`` tells latent positions from padding.
     """
@@ -64,7 +64,7 @@ class SequenceParallel:
         self.exact = options.comm_dtype is None
         self.suspended = False  # while True, points do their local thing
         self._output = "full"
-        self._modes: dict[tuple[int, int, int], WholeSamples] = {}
+        self._modes: dict[tuple[int, ...], WholeSamples] = {}
         self.handles: list[Any] = []
         self._points: list[Any] = []
         self._attach_all()
@@ -119,19 +119,20 @@ class SequenceParallel:
         return getattr(self._mode(rows.grid), name)(local, *args, **options)
 
     def _mode(self, grid: Any) -> WholeSamples:
-        shape = (grid.num_samples, grid.frames, grid.patches_per_frame)
-        if shape not in self._modes:
-            config = self.model.config
-            mode = choose_mode(self.options, shape, config.hidden_size, config.num_heads, self.mesh.sp_size)
-            self._modes[shape] = mode(self.mesh, self.options)
-        return self._modes[shape]
+        key = (grid.num_samples, *grid.shape, grid.full)
+        if key not in self._modes:
+            config, ranks = self.model.config, self.mesh.sp_size
+            mode = choose_mode(self.options, grid, config.hidden_size, config.num_heads, ranks)
+            self._modes[key] = mode(self.mesh, self.options, config.num_heads)
+        return self._modes[key]
 
     def _gather(self, local: Callable, x: Tensor, rows: Rows) -> Tensor | Shard:
         if self._output == "shards":
             return Shard(x, rows)
         if self.mesh.sp_size > 1 and not self.suspended:
             assert self.mesh.sp_group is not None
-            x = gather_rows(x, run_sizes(rows.total, self.mesh.sp_size), self.mesh.sp_group)
+            sizes = [stop - start for start, stop in self._mode(rows.grid).runs(rows)]
+            x = gather_rows(x, sizes, self.mesh.sp_group)
             rows = rows.take(0, rows.total)
         return local(x, rows)
 

@@ -10,7 +10,6 @@ from opensora_sp.config import InferenceConfig, TrainConfig, split_type
 from opensora_sp.data import check_micro_batches
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models import PatchGrid
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, check_sp_size
 
@@ -186,10 +185,17 @@ class _Run:
 
     def shape(self, bucket: Bucket) -> Shape:
         num_samples, _, *size = self.latents(bucket)
-        grid = PatchGrid(num_samples, (size[0], size[1], size[2]), self.config.patch_size)
         config = self.config
+        grid = config.grid(num_samples, (size[0], size[1], size[2]))
         return Shape(
-            num_samples, grid.frames, grid.patches_per_frame, config.hidden_size, config.num_heads, config.depth
+            num_samples,
+            grid.frames,
+            grid.patches_per_frame,
+            config.hidden_size,
+            config.num_heads,
+            config.depth,
+            windows=grid.windows,
+            full=grid.full,
         )
 
     def traffic(self, shape: Shape, options: Options) -> Traffic:
@@ -206,7 +212,7 @@ class _Run:
             return found
         volume = self.config.patch_size[0] * self.config.patch_size[1] * self.config.patch_size[2]
         token_bytes = volume * self.config.out_channels * max(4, self.dtype.itemsize)  # outputs are fp32 or wider
-        gathered = output_gather(shape, self.ranks, token_bytes)
+        gathered = output_gather(shape, shape.mode(options, self.ranks), self.ranks, token_bytes)
         return replace(found, forward=[a + b for a, b in zip(found.forward, gathered, strict=True)])
 
     def memory(self, latents: tuple[int, ...], ranks: int) -> Memory:

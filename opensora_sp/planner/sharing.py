@@ -7,16 +7,26 @@ Legend: B samples, T frames, S patches, C hidden width, H heads, P ranks of one 
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 
 from opensora_sp.parallel import Options
-from opensora_sp.parallel.cost import attention_flops, block_flops, few_rows_costs
-from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, run_sizes
+from opensora_sp.parallel.cost import attention_flops, block_flops, few_frames_costs
+from opensora_sp.parallel.layout import (
+    SPATIAL_ROWS,
+    TEMPORAL_ROWS,
+    WINDOW_COLUMNS,
+    WINDOW_ROWS,
+    Partition,
+    runs,
+    unit_runs,
+)
 from opensora_sp.parallel.modes import (
     BranchSwitch,
+    SplitBoth,
+    SplitClips,
     SplitGather,
     SplitHeads,
+    SplitWindows,
     SwitchRows,
     Ulysses,
     WholeSamples,
@@ -24,20 +34,17 @@ from opensora_sp.parallel.modes import (
 )
 
 Mode = type[WholeSamples]
-SAMPLES, FRAME_HEADS, HEADS = "b | t s", "b t h | s", "h | b t s"
-LAYOUTS: dict[Mode, tuple[str, ...]] = {
-    WholeSamples: (SAMPLES,),
-    SwitchRows: (SPATIAL_ROWS, TEMPORAL_ROWS),
-    BranchSwitch: (SPATIAL_ROWS, TEMPORAL_ROWS),
-    SplitHeads: (FRAME_HEADS, TEMPORAL_ROWS),
-    Ulysses: (HEADS, TEMPORAL_ROWS),
-    SplitGather: (TEMPORAL_ROWS,),
-}
+SAMPLES, FRAME_HEADS, WINDOW_HEADS, CLIP_HEADS = "b | t s", "b t h | s", "b w h | p t", "b h | s t"
+HEADS, EVERYTHING = "h | b t s", "everything, everywhere"
 UNITS = {
     SAMPLES: "samples (B)",
     SPATIAL_ROWS: "spatial rows (B*T)",
     TEMPORAL_ROWS: "temporal rows (B*S)",
+    WINDOW_ROWS: "windows (B*W)",
+    WINDOW_COLUMNS: "temporal rows (B*S)",
     FRAME_HEADS: "heads of frames (B*T*H)",
+    WINDOW_HEADS: "heads of windows (B*W*H)",
+    CLIP_HEADS: "heads of clips (B*H)",
     HEADS: "heads (H)",
 }
 
@@ -52,6 +59,12 @@ class Shape:
     width: int
     heads: int
     depth: int
+    windows: Partition | None = None  # of temporal attention
+    full: bool = False  # attention over whole clips
+
+    @property
+    def patches_per_frame(self) -> int:
+        return self.patches
 
     @property
     def tokens(self) -> int:
@@ -66,12 +79,46 @@ class Shape:
         """The mode that the engine takes for this batch."""
         if ranks == 1:
             return WholeSamples
-        return choose_mode(options, (self.num_samples, self.frames, self.patches), self.width, self.heads, ranks)
+        return choose_mode(options, self, self.width, self.heads, ranks)
+
+    def axes(self, layout: str) -> dict[str, int]:
+        return {**self.sizes, "h": self.heads} if "h" in layout.split() else self.sizes
 
     def units(self, layout: str, ranks: int) -> list[int]:
         """Units of a layout that each rank holds."""
-        axes = {**self.sizes, "h": self.heads}
-        return run_sizes(math.prod(axes[axis] for axis in layout.partition("|")[0].split()), ranks)
+        return [last - first for first, last in unit_runs(self.axes(layout), layout, ranks, self.windows)]
+
+    def entries(self, layout: str, ranks: int) -> list[int]:
+        """Tokens, or heads of tokens, that each rank holds in a layout."""
+        return [stop - start for start, stop in runs(self.axes(layout), layout, ranks, self.windows)]
+
+    def layouts(self, mode: Mode) -> Layouts:
+        """Where tokens lie in a spatial and in a temporal block of a mode, and by what its attentions are dealt out."""
+        held = WINDOW_ROWS if self.windows else TEMPORAL_ROWS
+        columns = WINDOW_COLUMNS if self.windows else TEMPORAL_ROWS
+        return {
+            WholeSamples: Layouts((SAMPLES, SAMPLES), (SAMPLES, SAMPLES)),
+            SwitchRows: Layouts((SPATIAL_ROWS, held), (SPATIAL_ROWS, held)),
+            BranchSwitch: Layouts((held, held), (SPATIAL_ROWS, held)),
+            SplitHeads: Layouts((held, held), (FRAME_HEADS, held)),
+            SplitWindows: Layouts((SPATIAL_ROWS, SPATIAL_ROWS), (SPATIAL_ROWS, WINDOW_HEADS)),
+            SplitBoth: Layouts((columns, columns), (FRAME_HEADS, WINDOW_HEADS)),
+            SplitClips: Layouts((held, held), (CLIP_HEADS, CLIP_HEADS)),
+            Ulysses: Layouts((columns, columns), (HEADS, HEADS)),
+            SplitGather: Layouts((columns, columns), (EVERYTHING, EVERYTHING)),
+        }[mode]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """In a spatial and in a temporal block: who holds the tokens, and who attends for them."""
+
+    tokens: tuple[str, str]
+    attention: tuple[str, str]
+
+    def all(self) -> list[str]:
+        """Each layout once, those of the attention first."""
+        return [layout for layout in dict.fromkeys((*self.attention, *self.tokens)) if layout != EVERYTHING]
 
 
 @dataclass(frozen=True)
@@ -94,41 +141,49 @@ class Sharing:
 def share(shape: Shape, options: Options, ranks: int) -> Sharing:
     """How ``ranks`` share a batch."""
     mode = shape.mode(options, ranks)
-    units = {UNITS[layout]: shape.units(layout, ranks) for layout in LAYOUTS[mode]}
-    work = _work(mode, shape, ranks)
+    layouts = shape.layouts(mode)
+    units = {UNITS[layout]: shape.units(layout, ranks) for layout in layouts.all()}
+    work = _work(shape, layouts, ranks)
     mean = sum(work) / ranks
-    held = SAMPLES if mode is WholeSamples else TEMPORAL_ROWS
     return Sharing(
         mode=mode.__name__,
         why=_why(mode, shape, options, ranks),
         units=units,
-        tokens=[n * shape.tokens // sum(units[UNITS[held]]) for n in units[UNITS[held]]],
+        tokens=shape.entries(layouts.tokens[1], ranks),
         work=[one / mean for one in work],
         imbalance=max(work) / mean - 1,
         idle=[_idle(what, sizes) for what, sizes in units.items() if min(sizes) == 0],
     )
 
 
-def _work(mode: Mode, shape: Shape, ranks: int) -> list[float]:
+def _work(shape: Shape, layouts: Layouts, ranks: int) -> list[float]:
     """FLOPs of a spatial and a temporal block on each rank."""
-    B, T, S, C, H = shape.num_samples, shape.frames, shape.patches, shape.width, shape.heads
-    every_attention = attention_flops(B * T, S, C) + attention_flops(B * S, T, C)
-    if mode is WholeSamples:
-        return [n / B * (block_flops(2 * B * T * S, C) + every_attention) for n in shape.units(SAMPLES, ranks)]
-    temporal = shape.units(TEMPORAL_ROWS, ranks)
-    if mode in (SwitchRows, BranchSwitch):
-        spatial = shape.units(SPATIAL_ROWS, ranks)
-        tokens = [(2 * t * T) if mode is BranchSwitch else (s * S + t * T) for s, t in zip(spatial, temporal)]
-        attention = [attention_flops(s, S, C) + attention_flops(t, T, C) for s, t in zip(spatial, temporal)]
-    elif mode is SplitHeads:
-        tokens = [2 * t * T for t in temporal]
-        heads = shape.units(FRAME_HEADS, ranks)
-        attention = [attention_flops(n, S, C // H) + attention_flops(t, T, C) for n, t in zip(heads, temporal)]
+    work = [0.0] * ranks
+    for tokens, attention, is_temporal in zip(layouts.tokens, layouts.attention, (False, True), strict=True):
+        held = shape.entries(tokens, ranks)
+        attended = _attention(shape, attention, is_temporal, ranks)
+        work = [one + block_flops(n, shape.width) + a for one, n, a in zip(work, held, attended, strict=True)]
+    return work
+
+
+def _attention(shape: Shape, layout: str, is_temporal: bool, ranks: int) -> list[float]:
+    """FLOPs of an attention, dealt out in a layout, on each rank."""
+    B, T, S, C = shape.num_samples, shape.frames, shape.patches, shape.width
+    if shape.full:
+        lengths = [T * S]
+    elif is_temporal:
+        lengths = [size * T for size in shape.windows.sizes] if shape.windows else [T] * S
     else:
-        tokens = [2 * t * T for t in temporal]
-        shares = [n / H for n in shape.units(HEADS, ranks)] if mode is Ulysses else [1.0] * ranks
-        attention = [part * every_attention for part in shares]
-    return [block_flops(n, C) + a for n, a in zip(tokens, attention)]
+        lengths = [S] * T
+    of_sample = sum(attention_flops(1, length, C) for length in lengths)
+    if layout == EVERYTHING:
+        return [B * of_sample] * ranks
+    if layout in (SAMPLES, HEADS, CLIP_HEADS):  # whose units are alike
+        units = shape.units(layout, ranks)
+        return [B * of_sample * n / sum(units) for n in units]
+    heads = shape.heads if "h" in layout.split() else 1
+    of_units = [attention_flops(1, length, C // heads) for length in lengths for _ in range(heads)] * B
+    return [sum(of_units[first:last]) for first, last in unit_runs(shape.axes(layout), layout, ranks, shape.windows)]
 
 
 def _why(mode: Mode, shape: Shape, options: Options, ranks: int) -> str:
@@ -142,12 +197,19 @@ def _why(mode: Mode, shape: Shape, options: Options, ranks: int) -> str:
     if mode is BranchSwitch:
         sent = f", sent as {options.comm_dtype}" if options.comm_dtype else ""
         return f"the config says placement='branch': spatial attention's input and output switch layout{sent}"
+    if mode is SplitClips:
+        return f"full attention over clips is dealt out by B*H={B * H} heads of clips; all else by temporal rows"
+    if mode in (SplitWindows, SplitBoth):
+        few = f"B*W={B * len(shape.windows.sizes)} windows" if shape.windows else ""
+        few = f"{few} and B*T={B * T} frames" if mode is SplitBoth else few
+        return f"{few} are fewer than {ranks} ranks: their attention is dealt out by heads as well, the cheaper way"
     if ranks <= B * T:
         return (
             f"B*T={B * T} frames are enough for {ranks} ranks: each holds whole rows, and tokens switch between "
             "spatial and temporal rows"
         )
-    rows, heads = (few_rows_costs(B, T, shape.patches, shape.width, H, ranks)[way] / 1e9 for way in ("rows", "heads"))
+    costs_of = few_frames_costs(B, T, shape.patches, shape.width, H, ranks)
+    rows, heads = (costs_of[way] / 1e9 for way in ("units", "heads"))
     costs = f"{rows:.3g} GFLOP-equivalents a spatial block by whole frames, {heads:.3g} by frames x heads"
     way = "frames x heads share spatial attention" if mode is SplitHeads else "whole frames go to some ranks"
     return f"B*T={B * T} frames are fewer than {ranks} ranks: {way}, the cheaper way ({costs})"

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from opensora_sp.parallel import Options
-from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
-from opensora_sp.parallel.modes import BranchSwitch, SplitGather, SplitHeads, SwitchRows, Ulysses, WholeSamples
+from opensora_sp.parallel.layout import SPATIAL_ROWS, plan_exchange
+from opensora_sp.parallel.modes import BranchSwitch, OneLayout, SplitGather, SwitchRows, WholeSamples
 from opensora_sp.parallel.narrow import SCALE_BYTES
 
-from .sharing import FRAME_HEADS, HEADS, Mode, Shape
+from .sharing import HEADS, Mode, Shape
 
 CPU = torch.device("cpu")
 
@@ -61,50 +61,49 @@ def traffic(
     nothing = [0] * ranks
     if not training:
         return Traffic(forward, nothing, nothing)
-    repeats = mode in (Ulysses, SplitGather) or (mode in (SplitHeads, BranchSwitch) and options.recompute_communication)
-    return Traffic(forward, forward if checkpointing and repeats else nothing, backward)
+    resends = issubclass(mode, OneLayout) and (options.recompute_communication or not mode.keeps_received)
+    return Traffic(forward, forward if checkpointing and resends else nothing, backward)
 
 
-def output_gather(shape: Shape, ranks: int, token_bytes: int) -> list[int]:
-    """Bytes each rank sends to give all others the output of its temporal rows, as sampling does."""
-    return [rows * shape.frames * (ranks - 1) * token_bytes for rows in shape.units(TEMPORAL_ROWS, ranks)]
+def output_gather(shape: Shape, mode: Mode, ranks: int, token_bytes: int) -> list[int]:
+    """Bytes each rank sends to give all others the output of its tokens, as sampling does."""
+    return [tokens * (ranks - 1) * token_bytes for tokens in shape.entries(shape.layouts(mode).tokens[1], ranks)]
 
 
 def tokens_changing_rank(shape: Shape, ranks: int) -> int:
     """Tokens that different ranks hold in spatial and in temporal rows: what one switch moves."""
-    return sum(
-        plan_exchange(shape.sizes, SPATIAL_ROWS, TEMPORAL_ROWS, ranks, rank, CPU).sent_elsewhere(rank)
-        for rank in range(ranks)
-    )
+    layouts = shape.layouts(SwitchRows).tokens
+    plans = [plan_exchange(shape.sizes, *layouts, ranks, rank, CPU, windows=shape.windows) for rank in range(ranks)]
+    return sum(plan.sent_elsewhere(rank) for rank, plan in enumerate(plans))
 
 
 def _exchanges(mode: Mode, shape: Shape, options: Options, element_size: int) -> list[_Exchange]:
     depth, token, head = shape.depth, shape.width * element_size, shape.width // shape.heads * element_size
-    by_heads = TEMPORAL_ROWS + " h"
+    layouts = shape.layouts(mode)
+    spatial, temporal = layouts.tokens
     if mode is WholeSamples:
         return []
     if mode is SwitchRows:
-        return [
-            _Exchange(depth, SPATIAL_ROWS, TEMPORAL_ROWS, token),
-            _Exchange(depth - 1, TEMPORAL_ROWS, SPATIAL_ROWS, token),
-        ]
+        return [_Exchange(depth, spatial, temporal, token), _Exchange(depth - 1, temporal, spatial, token)]
     if mode is BranchSwitch:
         sent = {None: token, "bf16": 2 * shape.width, "fp8": shape.width + SCALE_BYTES}[options.comm_dtype]
-        return [
-            _Exchange(depth, TEMPORAL_ROWS, SPATIAL_ROWS, sent),
-            _Exchange(depth, SPATIAL_ROWS, TEMPORAL_ROWS, sent),
-        ]
-    layouts = [FRAME_HEADS] if mode is SplitHeads else [HEADS, "h | b s t"]
-    there = [_Exchange(depth, by_heads, layout, 3 * head) for layout in layouts]  # queries, keys, values
-    return there + [_Exchange(depth, layout, by_heads, head) for layout in layouts]
+        return [_Exchange(depth, spatial, SPATIAL_ROWS, sent), _Exchange(depth, SPATIAL_ROWS, spatial, sent)]
+    found = []
+    for i, (held, attends) in enumerate(zip(layouts.tokens, layouts.attention, strict=True)):
+        if attends == HEADS and i:  # tokens of a head in the order of the temporal rows
+            attends = "h | b s t" if shape.windows is None else "h | b w p t"
+        if "h" in attends.split():
+            found.append(_Exchange(depth, f"{held} h", attends, 3 * head))  # queries, keys, values
+            found.append(_Exchange(depth, attends, f"{held} h", head))
+    return found
 
 
 def _exchanged(exchanges: list[_Exchange], shape: Shape, ranks: int) -> tuple[list[int], list[int]]:
     forward, backward = [0] * ranks, [0] * ranks
     for one in exchanges:
-        sizes = {**shape.sizes, "h": shape.heads} if "h" in one.left else shape.sizes
         for rank in range(ranks):
-            plan = plan_exchange(sizes, one.left, one.entered, ranks, rank, CPU)
+            sizes = shape.axes(one.left)
+            plan = plan_exchange(sizes, one.left, one.entered, ranks, rank, CPU, windows=shape.windows)
             forward[rank] += one.count * one.entry_bytes * plan.sent_elsewhere(rank)
             backward[rank] += one.count * one.entry_bytes * (sum(plan.recv_splits) - plan.recv_splits[rank])
     return forward, backward
@@ -112,6 +111,6 @@ def _exchanged(exchanges: list[_Exchange], shape: Shape, ranks: int) -> tuple[li
 
 def _gathered(shape: Shape, ranks: int, element_size: int) -> tuple[list[int], list[int]]:
     """Every attention gathers all tokens: forward each rank sends its rows to all, backward all others' gradients."""
-    rows = shape.units(TEMPORAL_ROWS, ranks)
-    row_bytes = 2 * shape.depth * shape.frames * shape.width * element_size
-    return [n * (ranks - 1) * row_bytes for n in rows], [(sum(rows) - n) * row_bytes for n in rows]
+    tokens = shape.entries(shape.layouts(SplitGather).tokens[1], ranks)
+    token_bytes = 2 * shape.depth * shape.width * element_size
+    return [n * (ranks - 1) * token_bytes for n in tokens], [(sum(tokens) - n) * token_bytes for n in tokens]
