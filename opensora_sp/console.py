@@ -35,3 +35,12 @@ def config_arguments(description: str) -> argparse.ArgumentParser:
         help="override config values, for example sp_size=4 optimizer.lr=1e-5; values are Python literals or text",
     )
     return parser
+
+
+def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
+    """The option that lets pickled weights be read."""
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="also read pickled weights (.pt, .pth, .bin), which can run code: only from a source that you trust",
+    )
