@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -44,3 +45,13 @@ def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also read pickled weights (.pt, .pth, .bin), which can run code: only from a source that you trust",
     )
+
+
+def log_to_terminal() -> None:
+    """Show what the package logs; of ranks other than the first, only warnings."""
+    package, is_main = logging.getLogger("opensora_sp"), os.environ.get("RANK", "0") == "0"
+    package.setLevel(logging.INFO if is_main else logging.WARNING)
+    if not package.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        package.addHandler(handler)

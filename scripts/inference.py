@@ -4,7 +4,7 @@ torchrun --nproc_per_node 3 scripts/inference.py configs/stdit3/inference/16x256
 """
 
 from opensora_sp.config import load_inference_config
-from opensora_sp.console import add_allow_pickle, config_arguments, told_errors
+from opensora_sp.console import add_allow_pickle, config_arguments, log_to_terminal, told_errors
 from opensora_sp.sampling import read_prompts, sample
 
 
@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("--prompts", metavar="FILE", help=".txt with a prompt a line, or .csv with a column 'prompt'")
     parser.add_argument("--outputs", metavar="DIR", help="where to write; overrides the config")
     args = parser.parse_args()
+    log_to_terminal()
     with told_errors():
         cfg = load_inference_config(args.config, args.cfg_options)
         given = [*args.prompt, *(read_prompts(args.prompts) if args.prompts else [])]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
-from opensora_sp.console import add_allow_pickle
+from opensora_sp.console import add_allow_pickle, log_to_terminal
 
 HELP = "read weights in any layout, check them against their model, write config.json and safetensors"
 
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     from opensora_sp.dtypes import DTYPES
     from opensora_sp.weights import check_vacant, from_pretrained, save_pretrained
 
-    _log_to_terminal()
+    log_to_terminal()
     check_vacant(Path(args.target))
     options: dict[str, Any] = {".".join(keys): value for keys, value in map(parse_override, args.options)}
     convert = []
@@ -77,12 +76,3 @@ def run(args: argparse.Namespace) -> None:
     numbers, name = sum(p.numel() for p in model.parameters()), type(model).__name__
     files = len(list(Path(args.target).glob("*.safetensors")))
     sys.stdout.write(f"wrote {name}, {numbers / 1e6:.1f} M parameters, {model.dtype}, {files} files to {args.target}\n")
-
-
-def _log_to_terminal() -> None:
-    package = logging.getLogger("opensora_sp")
-    package.setLevel(logging.INFO)
-    if not package.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        package.addHandler(handler)

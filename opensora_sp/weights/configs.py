@@ -76,8 +76,9 @@ def choose_config(
                 f"got {place} without config.json; expected to be told the model; pass model= (--model), one of "
                 f"{[*CLASSES, *PRESETS]}, and the options that it was trained with"
             )
-        name = model_class(model).__name__
-        return name, resolve_config(model, **overrides), (f"no config.json: configured as {model}, {overrides}",)
+        _check_types(model, overrides)
+        told = f"no config.json: configured as {model}, {overrides}"
+        return model_class(model).__name__, resolve_config(model, **overrides), (told,)
     name, values, notes = understood(saved, place)
     if model is not None:
         preset = PRESETS[model][1] if model in PRESETS else {}
@@ -87,9 +88,11 @@ def choose_config(
     if overrides:
         notes = (*notes, f"config.json: overridden by {overrides}")
     try:
+        _check_types(name, {**values, **overrides})
         return name, resolve_config(name, **{**values, **overrides}), notes
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"got {place}, of whose config.json no model can be built: {error}") from None
+    except ValueError as error:
+        what = f"config.json, overridden by {overrides}," if overrides else "config.json"
+        raise ValueError(f"got {place}, of whose {what} no model can be built: {error}") from None
 
 
 def check_model_config(folder: Path, name: str, config: Any, *, convert: Collection[str] = ()) -> None:
@@ -126,6 +129,18 @@ def check_encoders(model_config: Any, vae: Any, text_encoder: Any) -> None:
             f"got text_encoder.max_length {text_encoder.max_length} over model.model_max_length "
             f"{model_config.model_max_length}; expected at most that; lower the one or raise the other"
         )
+
+
+def _check_types(name: str, values: dict[str, Any]) -> None:
+    """Raise ValueError if a setting is of another kind than its default, which a dataclass does not ask."""
+    kinds: dict[type, Any] = {bool: bool, int: int, float: (int, float), tuple: (tuple, list), str: str}
+    for key, default in vars(model_class(name).Config()).items():
+        kind = kinds.get(type(default))
+        if kind is None or key not in values:
+            continue
+        value = values[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and not isinstance(default, bool)):
+            raise ValueError(f"got {key} = {value!r} for {name}; expected {type(default).__name__}; correct it")
 
 
 def _refuse_differing(place: Path, asked: dict[str, Any], theirs: dict[str, Any]) -> None:

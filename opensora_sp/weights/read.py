@@ -75,9 +75,11 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
 
 
 def saved_config(place: Path) -> dict[str, Any] | None:
-    """``config.json`` of a folder of weights, or of the folder of a file, or of ``model`` beside averaged weights."""
-    folder = place if place.is_dir() else place.parent
-    for file in (folder / "config.json", folder / "model" / "config.json"):
+    """``config.json`` of a folder of weights, or of the folder of a file, or of ``model`` beside ``ema``."""
+    folders = [place if place.is_dir() else place.parent]
+    if place.stem == "ema":
+        folders.append(place.parent / "model")
+    for file in (folder / "config.json" for folder in folders):
         if file.is_file():
             try:
                 values = json.loads(file.read_text())
@@ -95,7 +97,7 @@ def _open_shards(index: Path, **options: bool) -> Weights:
     """All shards that an index names, as one."""
     try:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"got {index}, which is not an index of shards ({error!r}); expected JSON with a weight_map; download it "
             "again"
