@@ -21,6 +21,7 @@ setup(
         "colossalai==0.5.0",  # brings torch<=2.5.1, transformers and diffusers in the versions it pins
         "av",
         "einops",
+        "huggingface_hub",
         "matplotlib",
         "mmengine",
         "numpy",

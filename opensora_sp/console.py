@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -35,3 +36,22 @@ def config_arguments(description: str) -> argparse.ArgumentParser:
         help="override config values, for example sp_size=4 optimizer.lr=1e-5; values are Python literals or text",
     )
     return parser
+
+
+def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
+    """The option that lets pickled weights be read."""
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="also read pickled weights (.pt, .pth, .bin), which can run code: only from a source that you trust",
+    )
+
+
+def log_to_terminal() -> None:
+    """Show what the package logs; of ranks other than the first, only warnings."""
+    package, is_main = logging.getLogger("opensora_sp"), os.environ.get("RANK", "0") == "0"
+    package.setLevel(logging.INFO if is_main else logging.WARNING)
+    if not package.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        package.addHandler(handler)

@@ -22,8 +22,9 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal
 from opensora_sp.sampling.contact_sheet import write_contact_sheet
 from opensora_sp.sampling.pipeline import Pipeline
-from opensora_sp.sampling.run import build_pipeline, find_weights
+from opensora_sp.sampling.run import build_pipeline
 from opensora_sp.training.metrics import read_metrics, running_mean
+from opensora_sp.weights import find_weights
 
 NUM_BINS = 4
 FLOORS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
@@ -43,7 +44,7 @@ class Finding:
 
 def check_run(run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig, heldout: str) -> list[Finding]:
     """All checks of a finished demo; writes ``check.png``, the samples looked at, into the run's folder."""
-    weights = find_weights(str(run_dir), use_ema=True)
+    weights = find_weights(run_dir, ema=True)
     pipeline = build_pipeline(sample_cfg, weights, SequenceMesh(1), torch.device("cpu"))
     train = encode_all(pipeline, _dataset(train_cfg, train_cfg.dataset.manifest))[0]
     held, texts = encode_all(pipeline, _dataset(train_cfg, heldout))

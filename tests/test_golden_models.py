@@ -302,8 +302,21 @@ def test_an_empty_text_mask_counts_as_its_first_token() -> None:
         ({"x": torch.zeros(2, 3, 2, 4, 4)}, r"got x of shape \(2, 3, 2, 4, 4\); expected \[B, 4,"),
         ({"y": torch.zeros(2, 1, 3, 5)}, r"expected \[2, 1, L, 4\]"),
         ({"y": torch.zeros(2, 1, 4, 4)}, "at most model_max_length = 3"),
-        ({"mask": torch.ones(2, 2)}, r"got a text mask of shape \(2, 2\); expected \[2, 3\]"),
+        ({"mask": torch.ones(2, 2, dtype=torch.bool)}, r"got a text mask of shape \(2, 2\); expected \[2, 3\]"),
+        ({"mask": torch.ones(3, dtype=torch.int64)}, r"got a text mask of shape \(3,\); expected \[2, 3\]"),
+        ({"mask": torch.ones(0, 3, dtype=torch.int64)}, r"got a text mask of shape \(0, 3\); expected \[2, 3\]"),
+        ({"mask": torch.ones(2, 3, 3, dtype=torch.bool)}, r"got a text mask of shape \(2, 3, 3\); expected \[2, 3\]"),
+        ({"mask": torch.zeros(2, 3)}, r"got a text mask of torch.float32; expected bool or integers.*pass mask.bool"),
+        (
+            {"mask": torch.ones(2, 3, dtype=torch.int64, device="meta")},
+            r"got text mask on meta; expected cpu, where x is; move it with .to\('cpu'\)",
+        ),
+        ({"y": torch.zeros(2, 1, 3, 4, device="meta")}, "got y on meta; expected cpu"),
+        ({"timestep": torch.zeros(2, device="meta")}, "got timestep on meta; expected cpu"),
         ({"x_mask": torch.ones(2, 5, dtype=torch.bool)}, r"got x_mask of shape \(2, 5\); expected \[2, 3\]"),
+        ({"x_mask": torch.ones(2, 3)}, r"got x_mask of torch.float32; expected torch.bool; pass x_mask.bool\(\)"),
+        ({"x_mask": torch.ones(2, 3, dtype=torch.bool, device="meta")}, "got x_mask on meta; expected cpu"),
+        ({"drop_caption": torch.ones(2)}, "got drop_caption of torch.float32; expected torch.bool"),
         ({"x_mask": torch.tensor([[True, False, True]] * 2)}, "differs inside a patch of 2 frames"),
         ({"drop_path": torch.zeros(1, 2, dtype=torch.bool)}, r"expected \[2, 2\]"),
     ],
@@ -315,6 +328,17 @@ def test_inputs_that_do_not_fit_are_refused(change: dict, message: str) -> None:
     inputs = dict(x=torch.zeros(2, 4, 3, 4, 4), timestep=torch.zeros(2), y=torch.zeros(2, 1, 3, 4))
     with pytest.raises(ValueError, match=message):
         model(**{**inputs, **change})
+
+
+def test_packed_text_that_does_not_fit_is_refused() -> None:
+    model = build_model("STDiT3", hidden_size=16, depth=1, num_heads=2, skip_y_embedder=True)
+    for y, lengths, message in [
+        (torch.zeros(1, 5, 8), torch.tensor([2, 3]), r"got y of shape \(1, 5, 8\).*expected \[1, N, 16\] and \[2\]"),
+        (torch.zeros(1, 5, 16), torch.tensor([5]), r"lengths of shape \(1,\) with skip_y_embedder"),
+        (torch.zeros(1, 5, 16), torch.tensor([2, 2]), r"got 5 packed text tokens and lengths \[2, 2\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(torch.zeros(2, 4, 3, 4, 4), torch.zeros(2), y, lengths)
 
 
 def test_sizes_that_a_model_cannot_take_are_refused() -> None:

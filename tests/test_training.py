@@ -122,7 +122,7 @@ def test_user_errors_stop_every_rank_with_a_sentence(config: Path, tmp_path: Pat
         (["batch_size=15"], None, "got 14 clips and batch_size 15"),
         (["micro_batches_per_step=3"], None, "got micro_batches_per_step 3 with 2 data-parallel replicas"),
         (["precision=fp16"], None, "got precision 'fp16' without CUDA"),
-        (["load=nowhere"], None, "got checkpoint path 'nowhere', which holds no committed checkpoint"),
+        (["load=nowhere"], None, "got checkpoint 'nowhere', which is not on disk"),
         ([], "nowhere", "got checkpoint path 'nowhere', which holds no committed checkpoint"),
         (["optimizer.type=HybridAdam"], None, "got optimizer.type 'HybridAdam' without CUDA"),
         (["outputs={whole}", "seed=7"], "auto", r"got seed 7 \(there 42\) to go on from"),

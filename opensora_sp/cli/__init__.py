@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from opensora_sp.console import told_errors
 
-from . import plan, verify
+from . import convert, plan, verify
 
-COMMANDS = {"plan": plan, "verify": verify}
+COMMANDS = {"plan": plan, "verify": verify, "convert": convert}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

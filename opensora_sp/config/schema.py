@@ -14,6 +14,7 @@ from opensora_sp.diffusion import IDDPM, RectifiedFlow, check_mask_ratios
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options
+from opensora_sp.weights import check_conversions
 
 SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -62,7 +63,10 @@ class SequenceParallel(Strict):
 
 
 class Common(Strict):
-    """What training and sampling share. The frame size is ``resolution`` ("HxW" or one number) or ``image_size``."""
+    """What training and sampling share. The frame size is ``resolution`` ("HxW" or one number) or ``image_size``.
+
+    ``allow_pickle`` and ``convert`` are about the weights to begin with (``load``, ``ckpt``); see ``weights``.
+    """
 
     num_frames: int = Field(ge=1)
     resolution: str | int | None = None
@@ -74,6 +78,8 @@ class Common(Strict):
     vae: dict[str, Any]
     text_encoder: dict[str, Any]
     scheduler: dict[str, Any] = Field(default_factory=lambda: {"type": "rflow"})
+    allow_pickle: bool = False
+    convert: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _one_frame_size(self) -> Common:
@@ -101,6 +107,11 @@ class Common(Strict):
     @classmethod
     def _text_encoder(cls, value: dict[str, Any]) -> dict[str, Any]:
         return check_component("text_encoder", value, TEXT_ENCODERS)
+
+    @field_validator("convert")
+    @classmethod
+    def _convert(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return check_conversions(value)
 
     @field_validator("scheduler")
     @classmethod

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .groups import VideoMask
 from .layers import CaptionEmbedder, CrossAttention, Mlp, PatchEmbed3D, RotaryEmbedding, SelfAttention
 from .points import Gather, Rowwise, Segment, Shard, Switch
+from .pretrained import Pretrained
 from .rows import PatchGrid, Rows
 
 IMAGE_FPS = 120.0
@@ -181,6 +182,13 @@ def sample_numbers(
     return {name: known[name] for name in names}
 
 
+def _check_device(name: str, tensor: Tensor | None, x: Tensor) -> None:
+    if tensor is not None and tensor.device != x.device:
+        raise ValueError(
+            f"got {name} on {tensor.device}; expected {x.device}, where x is; move it with .to({str(x.device)!r})"
+        )
+
+
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
@@ -243,7 +251,7 @@ class FinalLayer(nn.Module):
         return self.linear(torch.where(condition.masked, twice, timed_x))
 
 
-class ConditionedModel(nn.Module):
+class ConditionedModel(Pretrained, nn.Module):
     """Base of the STDiT models: their points, the run through their blocks, and what all of them are conditioned on.
 
     A subclass builds its embedders, blocks and final layer, in the order of the public checkpoints, and ``forward``.
@@ -376,7 +384,7 @@ class ConditionedModel(nn.Module):
         drop_path: Tensor | None,
         video_mask: Tensor | None,
     ) -> None:
-        """Raise ValueError if shapes do not fit the configuration or each other."""
+        """Raise ValueError if shapes, dtypes or devices do not fit the configuration or each other."""
         config, n = self.config, x.shape[0]
         if x.ndim != 5 or x.shape[1] != config.in_channels:
             raise ValueError(
@@ -395,6 +403,10 @@ class ConditionedModel(nn.Module):
                 raise ValueError(
                     f"got {name} of shape {tuple(tensor.shape)}; expected {list(shape)}; pass one entry per sample"
                 )
+            if tensor is not None and name != "timestep" and tensor.dtype != torch.bool:
+                raise ValueError(f"got {name} of {tensor.dtype}; expected torch.bool; pass {name}.bool()")
+        for name, tensor in dict(timestep=timestep, y=y, x_mask=x_mask, drop_caption=drop_caption).items():
+            _check_device(name, tensor, x)
         if video_mask is not None:
             self._check_video_mask(x, video_mask)
 
@@ -419,10 +431,19 @@ class ConditionedModel(nn.Module):
                 f"got {y.shape[2]} text tokens; expected at most model_max_length = {config.model_max_length}; "
                 "truncate the text or raise model_max_length"
             )
-        if mask is not None and (n % mask.shape[0] or mask.shape[-1] != y.shape[2]):
+        if mask is None:
+            return
+        samples, *ones = mask.shape[:-1] or (0,)
+        if samples < 1 or n % samples or ones not in ([], [1, 1]) or mask.shape[-1] != y.shape[2]:
             raise ValueError(
                 f"got a text mask of shape {tuple(mask.shape)}; expected [{n}, {y.shape[2]}]; pass one row per sample"
             )
+        if mask.is_floating_point() or mask.is_complex():
+            raise ValueError(
+                f"got a text mask of {mask.dtype}; expected bool or integers, 1 for tokens in use, not numbers to add "
+                "to scores; pass mask.bool(), or (mask == 0) for one that is added"
+            )
+        _check_device("text mask", mask, y)
 
     def _initialize(self, embedders: Iterable[nn.Module], zero: Iterable[nn.Linear]) -> None:
         """As the released models began: Xavier weights, small ones in ``embedders``, none in the layers ``zero``."""

@@ -6,8 +6,6 @@ import dataclasses
 import difflib
 from typing import Any
 
-from torch import nn
-
 from .conditioning import ConditionedModel
 from .stdit import STDiT
 from .stdit2 import STDiT2
@@ -22,7 +20,7 @@ PRESETS: dict[str, tuple[type[ConditionedModel], dict[str, Any]]] = {
 }
 
 
-def build_model(name: str, **config: Any) -> nn.Module:
+def build_model(name: str, **config: Any) -> ConditionedModel:
     """Build a model by class name or preset; keyword arguments override the preset's.
 
     Raises:

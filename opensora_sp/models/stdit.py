@@ -104,8 +104,8 @@ class STDiT(ConditionedModel):
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__(config)
         width = config.hidden_size
-        self.register_buffer("pos_embed", self._patch_positions())  # [1, S, C]
-        self.register_buffer("pos_embed_temporal", self._frame_positions())  # [1, T, C]
+        for name, table in self.position_tables().items():
+            self.register_buffer(name, table)
         self.x_embedder = PatchEmbed3D(config.patch_size, config.in_channels, width)
         self.t_embedder = TimestepEmbedder(width)
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
@@ -167,16 +167,16 @@ class STDiT(ConditionedModel):
         x = self.final_layer(x, t, condition)  # [R, T, V * C_out]
         return self._leave(x, condition.rows)  # [B, C_out, frames, height, width]
 
-    def _patch_positions(self) -> Tensor:
-        """The table of a frame's patches, ``[1, S, C]``."""
+    def position_tables(self) -> dict[str, Tensor]:
+        """The tables of a frame's patches, ``[1, S, C]``, and of the frames, ``[1, T, C]``, by buffer name."""
         sizes = zip(self.config.input_size, self.config.patch_size, strict=True)
         _, rows, columns = ((torch.arange(n // patch) / self.config.space_scale).double() for n, patch in sizes)
-        return frame_position_embedding(rows, columns, self.config.hidden_size).float()[None]
-
-    def _frame_positions(self) -> Tensor:
-        """The table of the frames, ``[1, T, C]``."""
         frames = torch.arange(self.config.input_size[0] // self.config.patch_size[0], dtype=torch.float64)
-        return position_embedding(frames / self.config.time_scale, self.config.hidden_size).float()[None]
+        tables = {
+            "pos_embed": frame_position_embedding(rows, columns, self.config.hidden_size),
+            "pos_embed_temporal": position_embedding(frames / self.config.time_scale, self.config.hidden_size),
+        }
+        return {name: table.float()[None] for name, table in tables.items()}
 
     def _check_size(self, x: Tensor) -> None:
         if tuple(x.shape[2:]) != self.config.input_size:

@@ -249,7 +249,13 @@ class STDiT3(ConditionedModel):
     def _embed_text(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
         if self.config.skip_y_embedder:
             assert mask is not None
-            return y.flatten(0, 1).to(self.dtype), mask.tolist()
+            packed, lengths = y.flatten(0, 1), mask.tolist()
+            if sum(lengths) != len(packed):
+                raise ValueError(
+                    f"got {len(packed)} packed text tokens and lengths {lengths}; expected lengths that sum to "
+                    "as many; pack the tokens in use of every sample"
+                )
+            return packed.to(self.dtype), lengths
         return super()._embed_text(y, mask, drop)
 
     def _check_text(self, n: int, y: Tensor, mask: Tensor | None, drop_caption: Tensor | None) -> None:
@@ -259,4 +265,9 @@ class STDiT3(ConditionedModel):
             raise ValueError(
                 "got no mask, or drop_caption, with skip_y_embedder; expected packed text with its lengths as mask; "
                 "drop captions before packing"
+            )
+        elif y.ndim != 3 or y.shape[2] != self.config.hidden_size or tuple(mask.shape) != (n,):
+            raise ValueError(
+                f"got y of shape {tuple(y.shape)} and lengths of shape {tuple(mask.shape)} with skip_y_embedder; "
+                f"expected [1, N, {self.config.hidden_size}] and [{n}]; project the text with y_embedder and pack it"
             )

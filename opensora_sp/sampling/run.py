@@ -12,17 +12,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import nn
 
 from opensora_sp.config import InferenceConfig, build_component, split_type
 from opensora_sp.data import to_frames, write_video
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models import build_model
+from opensora_sp.models.conditioning import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import SequenceMesh, check_sp_size, parallelize
-from opensora_sp.weights import check_encoders, check_model_config, check_names, newest_checkpoint
+from opensora_sp.weights import (
+    check_encoders,
+    check_model_config,
+    fill,
+    find_weights,
+    fitted,
+    open_weights,
+    saved_config,
+)
 
 from .conditioning import Prompt, parse_prompt, prompt_of_loop
 from .contact_sheet import write_contact_sheet
@@ -54,7 +61,7 @@ def sample(cfg: InferenceConfig) -> list[Path]:
 
 
 def preflight(cfg: InferenceConfig) -> tuple[int, Path]:
-    """``sp_size`` and the folder of the weights, checked; the same on every rank."""
+    """``sp_size`` and the place of the weights, checked; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     sp_size = cfg.sp_size or world_size
     check_sp_size(sp_size, world_size)
@@ -63,9 +70,11 @@ def preflight(cfg: InferenceConfig) -> tuple[int, Path]:
     check_given(cfg)
     if cfg.ckpt is None:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")
-    weights = find_weights(cfg.ckpt, use_ema=cfg.use_ema)
-    name, options = split_type("model", cfg.model)
-    check_model_config(weights, model_class(name).__name__, resolve_config(name, **options))
+    weights = find_weights(cfg.ckpt, ema=cfg.use_ema)
+    if saved_config(weights) is not None:
+        name, options = split_type("model", cfg.model)
+        config = resolve_config(name, **options)
+        check_model_config(weights, model_class(name).__name__, config, convert=cfg.convert)
     return sp_size, weights
 
 
@@ -85,20 +94,6 @@ def check_given(cfg: InferenceConfig) -> None:
         )
 
 
-def find_weights(ckpt: str, *, use_ema: bool) -> Path:
-    """The folder of ``config.json`` and ``model.safetensors`` that a run's folder or a checkpoint stands for."""
-    place = Path(ckpt)
-    if not (place / "model.safetensors").is_file():
-        checkpoint = newest_checkpoint(place)
-        if checkpoint is None:
-            raise ValueError(
-                f"got checkpoint {ckpt!r}, which holds no weights; expected a run's folder, a checkpoint step_..., or "
-                "a folder with config.json and model.safetensors; check --ckpt"
-            )
-        place = checkpoint / ("ema" if use_ema else "model")
-    return place
-
-
 def join_processes() -> torch.device:
     """Initialise the process group if a launcher started several processes; returns this process's device."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -115,19 +110,19 @@ def build_pipeline(cfg: InferenceConfig, weights: Path, mesh: SequenceMesh, devi
     vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
     name, options = split_type("model", cfg.model)
-    model = build_model(name, **options)
+    with torch.device("meta"):
+        model = build_model(name, **options)
     check_encoders(model.config, vae, text_encoder)
-    load_weights(model, weights)
+    load_weights(model, weights, cfg)
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
     parallelize(model, mesh, **dict(cfg.sequence_parallel))
     return Pipeline(cfg, model, vae, text_encoder, device)
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load ``folder/model.safetensors`` strictly."""
-    state = load_file(folder / "model.safetensors")
-    check_names(folder, {name: tuple(t.shape) for name, t in state.items()}, model.state_dict(), exact=True)
-    model.load_state_dict(state)
+def load_weights(model: ConditionedModel, place: Path, cfg: InferenceConfig) -> None:
+    """Load the weights that a file or folder holds, strictly, in any layout."""
+    weights = open_weights(place, ema=cfg.use_ema, allow_pickle=cfg.allow_pickle)
+    fill(model, fitted(weights, model, convert=cfg.convert))
 
 
 def _sample_on(mesh: SequenceMesh, cfg: InferenceConfig, weights: Path, device: torch.device) -> list[Path]:

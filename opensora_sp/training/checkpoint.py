@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from opensora_sp.models.conditioning import ConditionedModel
 from opensora_sp.weights import (
-    check_names,
+    Weights,
     checkpoint_name,
     committed_checkpoints,
+    fitted,
+    flush,
     newest_checkpoint,
+    open_weights,
     write_model_config,
 )
 
@@ -87,7 +91,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, module: nn.Module, fixed: dict[str, Tensor], shards: NamedShards, ema: ShardedEma
+    folder: Path, module: ConditionedModel, fixed: dict[str, Tensor], shards: NamedShards, ema: ShardedEma
 ) -> dict[str, Any]:
     """Put a checkpoint's weights, averages and optimizer state into this run's shards; returns ``state.json``.
 
@@ -97,9 +101,10 @@ def load_checkpoint(
     with on_rank_0("checking a checkpoint") as checker:
         if checker:
             verify(folder)
-    load_model(folder / "model", module, fixed, shards)
-    for name, whole in read_weights(folder / "ema", shards.working):
-        ema.shards[name].copy_(shards.cut(name, whole))
+    load_model(open_weights(folder / "model"), module, fixed, shards)
+    averages = fitted(open_weights(folder / "ema"), module)
+    for name, shard in ema.shards.items():
+        shard.copy_(shards.cut(name, averages.tensors[name].read()))
     with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
         found: dict[str, dict[str, Tensor]] = {}
         for key in file.keys():
@@ -110,24 +115,28 @@ def load_checkpoint(
     return json.loads((folder / "state.json").read_text())
 
 
-def load_model(folder: Path, module: nn.Module, fixed: dict[str, Tensor], shards: NamedShards) -> None:
-    """Put the weights in ``folder`` into the boosted model: masters, working parameters, and what is not trained."""
+def load_model(
+    weights: Weights,
+    module: ConditionedModel,
+    fixed: dict[str, Tensor],
+    shards: NamedShards,
+    *,
+    convert: Collection[str] = (),
+) -> None:
+    """Put opened weights into the boosted model: masters, working parameters, and what is not trained.
+
+    Each rank reads one tensor after the other and keeps its shards.
+    """
+    weights = fitted(weights, module, convert=convert)
+    weights.log()
     tensors = module.state_dict()
-    for name, whole in read_weights(folder, tensors):
+    for name, stored in weights.tensors.items():
+        whole = stored.read()
         if name in shards.masters:
             shards.set_weight(name, whole)
         else:
-            fixed[name] = whole
+            fixed[name] = whole.to(fixed[name].dtype, copy=True)
             tensors[name].copy_(whole)
-
-
-def read_weights(folder: Path, wanted: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``folder/model.safetensors`` named in ``wanted``, whose shapes must agree."""
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        check_names(folder, shapes, wanted, exact=False)
-        for name in wanted:
-            yield name, file.get_tensor(name)
 
 
 def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
@@ -189,26 +198,18 @@ def _commit(partial: Path, final: Path) -> None:
     manifest = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
     _write_json(partial / "manifest.json", manifest)
     for path in (*files, partial / "manifest.json", *(p for p in partial.rglob("*") if p.is_dir()), partial):
-        _flush(path)
+        flush(path)
     if final.exists():  # the leftover of a run that was cut off, or an equal checkpoint written again
         shutil.rmtree(final)
     os.replace(partial, final)
     (final / "COMMIT").write_text(f"{FORMAT}\n")
-    _flush(final / "COMMIT")
-    _flush(final)
-    _flush(final.parent)
+    flush(final / "COMMIT")
+    flush(final)
+    flush(final.parent)
 
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

@@ -22,7 +22,14 @@ from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import CommLedger, check_sp_size
-from opensora_sp.weights import check_encoders, check_model_config, newest_checkpoint
+from opensora_sp.weights import (
+    Weights,
+    check_encoders,
+    check_model_config,
+    fitted,
+    newest_checkpoint,
+    open_weights,
+)
 
 from .batch import BatchMaker, ClipPicker
 from .checkpoint import find_checkpoint, load_checkpoint, load_model, save_checkpoint
@@ -91,10 +98,11 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
             f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a new folder, or that "
             "run to be continued; pass --resume auto or another --cfg-options outputs=..."
         )
-    name, options = split_type("model", cfg.model)
-    for weights in (checkpoint and checkpoint / "model", initial_weights(cfg)):
-        if weights is not None:
-            check_model_config(weights, model_class(name).__name__, resolve_config(name, **options))
+    if checkpoint is not None:
+        name, options = split_type("model", cfg.model)
+        check_model_config(checkpoint / "model", model_class(name).__name__, resolve_config(name, **options))
+    elif cfg.load is not None:
+        check_initial_weights(cfg)
     return dataset, checkpoint
 
 
@@ -158,9 +166,8 @@ class Run:
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.module = model
         self.shards = NamedShards(model, self.optimizer)
-        initial = initial_weights(cfg)
-        if initial is not None and checkpoint is None:
-            load_model(initial, model, self.fixed, self.shards)
+        if cfg.load is not None and checkpoint is None:
+            load_model(initial_weights(cfg), model, self.fixed, self.shards, convert=cfg.convert)
         self.ema = ShardedEma(self.shards.masters, cfg.ema_decay)
         state: dict[str, Any] = {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
         if checkpoint is not None:
@@ -312,15 +319,21 @@ def fixed_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in trained}
 
 
-def initial_weights(cfg: TrainConfig) -> Path | None:
-    """The folder of the weights that ``cfg.load`` names: a checkpoint's, a run's newest, or the folder itself."""
-    if cfg.load is None:
-        return None
-    if (Path(cfg.load) / "model.safetensors").is_file():
-        return Path(cfg.load)
-    checkpoint = find_checkpoint(Path(cfg.load), cfg.load)
-    assert checkpoint is not None
-    return checkpoint / "model"
+def initial_weights(cfg: TrainConfig) -> Weights:
+    """The weights that ``cfg.load`` stands for, in any layout; of a run's checkpoint those that were trained."""
+    assert cfg.load is not None
+    return open_weights(cfg.load, allow_pickle=cfg.allow_pickle)
+
+
+def check_initial_weights(cfg: TrainConfig) -> None:
+    """Raise ValueError if ``cfg.load`` cannot be read, or holds weights of another model."""
+    weights = initial_weights(cfg)
+    name, options = split_type("model", cfg.model)
+    if weights.config is not None:
+        cls, config = model_class(name), resolve_config(name, **options)
+        check_model_config(weights.path, cls.__name__, config, convert=cfg.convert)
+    with torch.device("meta"):
+        fitted(weights, build_model(name, **options), convert=cfg.convert)
 
 
 def make_optimizer(cfg: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

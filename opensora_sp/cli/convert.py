@@ -1,0 +1,78 @@
+"""``opensora-sp convert``: weights in any layout to a Hugging Face folder of safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from opensora_sp.console import add_allow_pickle, log_to_terminal
+
+HELP = "read weights in any layout, check them against their model, write config.json and safetensors"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=HELP)
+    parser.add_argument(
+        "source", metavar="IN", help="a file, a Hugging Face or Booster folder, a run or its checkpoint"
+    )
+    parser.add_argument("target", metavar="OUT", help="the folder to write, which must not be there yet")
+    parser.add_argument("--model", metavar="NAME", help="class or preset, for weights without config.json: STDiT3-XL/2")
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings of the model that replace those of config.json or the preset, for example qk_norm=True",
+    )
+    add_allow_pickle(parser)
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="round to this (default: as stored)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
+    conversions = parser.add_argument_group("conversions")
+    conversions.add_argument(
+        "--input-size",
+        nargs=3,
+        type=int,
+        metavar=("T", "H", "W"),
+        help="STDiT: compute the position tables for latents of this size",
+    )
+    conversions.add_argument(
+        "--text-length", type=int, metavar="N", help="cut the null caption to N tokens, or repeat its last one"
+    )
+    conversions.add_argument("--drop-sigma", action="store_true", help="leave out the channels of the variance")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert, and say what was read, changed and written."""
+    from opensora_sp.config import parse_override  # takes seconds, which --help need not
+    from opensora_sp.dtypes import DTYPES
+    from opensora_sp.weights import check_vacant, from_pretrained, save_pretrained
+
+    log_to_terminal()
+    check_vacant(Path(args.target))
+    options: dict[str, Any] = {".".join(keys): value for keys, value in map(parse_override, args.options)}
+    convert = []
+    if args.input_size:
+        options["input_size"] = tuple(args.input_size)
+        convert.append("pos_embed")
+    if args.text_length:
+        options["model_max_length"] = args.text_length
+        convert.append("y_embedding")
+    if args.drop_sigma:
+        convert.append("pred_sigma")
+    model = from_pretrained(
+        args.source,
+        model=args.model,
+        allow_pickle=args.allow_pickle,
+        ema=args.ema,
+        convert=convert,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        **options,
+    )
+    save_pretrained(model, args.target, max_shard_size=args.max_shard_size)
+    numbers, name = sum(p.numel() for p in model.parameters()), type(model).__name__
+    files = len(list(Path(args.target).glob("*.safetensors")))
+    sys.stdout.write(f"wrote {name}, {numbers / 1e6:.1f} M parameters, {model.dtype}, {files} files to {args.target}\n")

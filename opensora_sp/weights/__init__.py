@@ -1,0 +1,33 @@
+"""Weights on disk: where a path has them, what they say they are of, reading them into a model, writing them.
+
+``places`` finds them, ``read`` opens every layout as named tensors that are read when asked for, ``configs``
+understands ``config.json``, ``fit`` compares with a model and holds the conversions, ``pretrained`` puts it together.
+"""
+
+from .configs import check_encoders, check_model_config, write_model_config
+from .fit import CONVERSIONS, check_conversions, fitted
+from .places import checkpoint_name, committed_checkpoints, find_weights, flush, newest_checkpoint
+from .pretrained import check_vacant, fill, from_pretrained, save_pretrained
+from .read import Stored, Weights, open_weights, saved_config
+
+__all__ = [
+    "CONVERSIONS",
+    "Stored",
+    "Weights",
+    "check_conversions",
+    "check_encoders",
+    "check_model_config",
+    "check_vacant",
+    "checkpoint_name",
+    "committed_checkpoints",
+    "fill",
+    "find_weights",
+    "fitted",
+    "flush",
+    "from_pretrained",
+    "newest_checkpoint",
+    "open_weights",
+    "save_pretrained",
+    "saved_config",
+    "write_model_config",
+]
