@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _NAME = re.compile(r"step_(\d{8,})")
-_MAY_DIFFER = {"class_dropout_prob", "drop_path"}  # rates of the training run; the weights do not depend on them
+_MAY_DIFFER = {"class_dropout_prob", "drop_path", "attention"}  # of one run; the weights do not depend on them
 
 
 def checkpoint_name(step: int) -> str:

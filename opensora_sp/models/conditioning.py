@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from .attention import check_backend
 from .layers import CaptionEmbedder, CrossAttention, Mlp, PatchEmbed3D, RotaryEmbedding, SelfAttention
 from .points import Gather, Rowwise, Segment, Shard, Switch
 from .rows import Rows
@@ -34,6 +35,7 @@ class SharedConfig:
     ``class_dropout_prob`` and ``drop_path`` are rates for the training run, which draws what to drop and passes it to
     ``forward``; ``drop_path`` grows linearly over the depth, and kept branches are scaled by it.
     ``legacy_final_layer`` keeps the released models' final layer, which modulates conditioned frames twice.
+    ``attention`` is the backend, one of ``attention.BACKENDS``; no property of the weights.
     """
 
     rotary: ClassVar[bool] = True
@@ -50,6 +52,7 @@ class SharedConfig:
     class_dropout_prob: float = 0.1
     drop_path: float = 0.0
     legacy_final_layer: bool = True
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
@@ -68,6 +71,7 @@ class SharedConfig:
                 f"got hidden_size {self.hidden_size}; expected a multiple of 4 (sines and cosines of a patch's column "
                 "and row); choose another hidden_size"
             )
+        check_backend(self.attention)
         for name in ("class_dropout_prob", "drop_path"):
             if not 0 <= (rate := getattr(self, name)) < 1:
                 raise ValueError(f"got {name} {rate}; expected a rate in [0, 1); choose a smaller one")
@@ -146,7 +150,7 @@ def sample_numbers(
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale) + shift
+    return torch.addcmul(shift, x, 1 + scale)
 
 
 class ModulatedBlock(nn.Module):
@@ -159,8 +163,9 @@ class ModulatedBlock(nn.Module):
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
         self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, norm_last=norm_last)
-        self.cross_attn = CrossAttention(width, heads)
+        backend = config.attention
+        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, norm_last=norm_last, backend=backend)
+        self.cross_attn = CrossAttention(width, heads, backend=backend)
         self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
@@ -169,7 +174,7 @@ class ModulatedBlock(nn.Module):
     def attend(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """The self-attention branch, ``[R, L, C]`` -> ``[R, L, C]``."""
         shift, scale, gate = condition.entries(self.scale_shift_table[:3], 0, keep)  # [R, 1 or L, C] each
-        return x + gate * self.attn(modulate(self.norm1(x), shift, scale), condition.rows)
+        return torch.addcmul(x, gate, self.attn(modulate(self.norm1(x), shift, scale), condition.rows))
 
     def finish(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """Cross-attention and the MLP branch, ``[R, L, C]`` -> ``[R, L, C]``; the latter some rows at a time."""
@@ -178,7 +183,7 @@ class ModulatedBlock(nn.Module):
         return self.rowwise(self._feed_forward, condition.rows, x, shift, scale, gate)
 
     def _feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        return x + gate * self.mlp(modulate(self.norm2(x), shift, scale))
+        return torch.addcmul(x, gate, self.mlp(modulate(self.norm2(x), shift, scale)))
 
 
 class FinalLayer(nn.Module):

@@ -62,8 +62,12 @@ class Switch(Point):
 class Attend(Point):
     """Where the tokens of a row attend to each other; queries, keys and values are ``[R, L, H, D]``."""
 
+    def __init__(self, backend: str = "auto") -> None:
+        super().__init__()
+        self.backend = backend
+
     def local(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return attention(q, k, v)
+        return attention(q, k, v, backend=self.backend)
 
 
 class Segment(Point):
