@@ -54,12 +54,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | None = None
     Raises:
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
-    chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1])
-    if not q.numel():
-        chosen = "reference"  # kernels refuse what ranks without tokens hold
-    if lengths is None:
-        return _attend_rows(chosen, q, k, v)
-    return _attend_packed(chosen, q, k, v, *lengths)
+    if lengths is not None:
+        return _attend_packed(backend, q, k, v, *lengths)
+    return _attend_rows(choose_backend(backend, q.device, q.dtype, q.shape[-1]), q, k, v)
 
 
 def check_backend(backend: str) -> None:
@@ -131,7 +128,7 @@ def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) ->
 
 
 def _attend_rows(chosen: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if chosen == "reference":
+    if chosen == "reference" or not q.numel():  # kernels refuse what ranks without tokens hold
         return _explicit(q, k, v)
     if k.shape[1] == 1:
         return _OneKey.apply(q, k, v)
@@ -143,11 +140,12 @@ def _attend_rows(chosen: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.compiler.disable  # lengths differ from batch to batch: compiled, each batch would be a graph of its own
 def _attend_packed(
-    chosen: str, q: Tensor, k: Tensor, v: Tensor, q_lengths: Sequence[int], k_lengths: Sequence[int]
+    backend: str, q: Tensor, k: Tensor, v: Tensor, q_lengths: Sequence[int], k_lengths: Sequence[int]
 ) -> Tensor:
+    chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     lengths = tuple(q_lengths), tuple(k_lengths)
     assert (len(q), len(k)) == (sum(lengths[0]), sum(lengths[1])), "lengths must add up to the tokens"
-    kernel = _varlen_kernel(chosen, q)
+    kernel = _varlen_kernel(chosen, q) if q.numel() else None
     if kernel is None or len(set(zip(*lengths, strict=True))) == 1:
         return _by_lengths(partial(_attend_rows, chosen), q, k, v, *lengths)
     return _in_one_call(kernel, q, k, v, *lengths)

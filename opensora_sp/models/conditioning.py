@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .attention import check_backend
+from .compile import compiled
 from .layers import CaptionEmbedder, CrossAttention, Mlp, PatchEmbed3D, RotaryEmbedding, SelfAttention
 from .points import Gather, Rowwise, Segment, Shard, Switch
 from .rows import Rows
@@ -229,6 +230,7 @@ class ConditionedModel(nn.Module):
         super().__init__()
         self.config = config
         self.grad_checkpoint = False
+        self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
 
     def set_grad_checkpoint(self, enabled: bool = True) -> None:
@@ -267,6 +269,8 @@ class ConditionedModel(nn.Module):
     def _run(
         self, part: Callable[..., Tensor], x: Tensor, condition: Condition, keep: Tensor | None, index: int
     ) -> Tensor:
+        if self.compile_backend is not None:
+            part = compiled(part, self.compile_backend)
         return self.segment(
             part,
             condition.rows,
