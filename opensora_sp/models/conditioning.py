@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .attention import check_backend
+from .compile import compiled
 from .groups import VideoMask
 from .layers import CaptionEmbedder, CrossAttention, Mlp, PatchEmbed3D, RotaryEmbedding, SelfAttention
 from .points import Gather, Rowwise, Segment, Shard, Switch
@@ -37,6 +39,7 @@ class SharedConfig:
     ``forward``; ``drop_path`` grows linearly over the depth, and kept branches are scaled by it.
     ``legacy_final_layer`` keeps the released models' final layer, which modulates conditioned frames twice. With
     ``full_attention`` all tokens of a clip attend to each other in every self-attention, as in Open-Sora-Plan 1.2.
+    ``attention`` is the backend, one of ``attention.BACKENDS``; no property of the weights.
     """
 
     rotary: ClassVar[bool] = True
@@ -54,6 +57,7 @@ class SharedConfig:
     drop_path: float = 0.0
     legacy_final_layer: bool = True
     full_attention: bool = False
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
@@ -72,6 +76,7 @@ class SharedConfig:
                 f"got hidden_size {self.hidden_size}; expected a multiple of 4 (sines and cosines of a patch's column "
                 "and row); choose another hidden_size"
             )
+        check_backend(self.attention)
         for name in ("class_dropout_prob", "drop_path"):
             if not 0 <= (rate := getattr(self, name)) < 1:
                 raise ValueError(f"got {name} {rate}; expected a rate in [0, 1); choose a smaller one")
@@ -190,7 +195,7 @@ def _check_device(name: str, tensor: Tensor | None, x: Tensor) -> None:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale) + shift
+    return torch.addcmul(shift, x, 1 + scale)
 
 
 class ModulatedBlock(nn.Module):
@@ -203,8 +208,9 @@ class ModulatedBlock(nn.Module):
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
         self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame)
-        self.cross_attn = CrossAttention(width, heads)
+        backend = config.attention
+        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame, backend=backend)
+        self.cross_attn = CrossAttention(width, heads, backend=backend)
         self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
@@ -213,7 +219,7 @@ class ModulatedBlock(nn.Module):
     def attend(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """The self-attention branch, ``[R, L, C]`` -> ``[R, L, C]``."""
         shift, scale, gate = condition.entries(self.scale_shift_table[:3], 0, keep)  # [R, 1 or L, C] each
-        return x + gate * self.attn(modulate(self.norm1(x), shift, scale), condition.rows)
+        return torch.addcmul(x, gate, self.attn(modulate(self.norm1(x), shift, scale), condition.rows))
 
     def finish(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """Cross-attention and the MLP branch, ``[R, L, C]`` -> ``[R, L, C]``; the latter some rows at a time."""
@@ -222,7 +228,7 @@ class ModulatedBlock(nn.Module):
         return self.rowwise(self._feed_forward, condition.rows, x, shift, scale, gate)
 
     def _feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        return x + gate * self.mlp(modulate(self.norm2(x), shift, scale))
+        return torch.addcmul(x, gate, self.mlp(modulate(self.norm2(x), shift, scale)))
 
 
 class FinalLayer(nn.Module):
@@ -268,6 +274,7 @@ class ConditionedModel(Pretrained, nn.Module):
         super().__init__()
         self.config = config
         self.grad_checkpoint = False
+        self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
 
     def set_grad_checkpoint(self, enabled: bool = True) -> None:
@@ -306,6 +313,8 @@ class ConditionedModel(Pretrained, nn.Module):
     def _run(
         self, part: Callable[..., Tensor], x: Tensor, condition: Condition, keep: Tensor | None, index: int
     ) -> Tensor:
+        if self.compile_backend is not None:
+            part = compiled(part, self.compile_backend)
         return self.segment(
             part,
             condition.rows,

@@ -69,7 +69,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # which writes no tensor of squares
+        wide = wide * torch.rsqrt(length.square() / x.shape[-1] + self.eps)
         return self.weight * wide.to(x.dtype)
 
 
@@ -132,9 +133,10 @@ class RotaryEmbedding(nn.Module):
         """Turn the queries or keys ``[R, L, H, D]`` of these rows by their positions, for attention within a frame or
         over frames."""
         angles = self.angles(rows, in_frame, q.device)[:, :, None]  # [1 or R, 1 or L, 1, D/2]
-        cos, sin = (f(angles).to(q.dtype) for f in (torch.cos, torch.sin))
-        even, odd = q.unflatten(-1, (-1, 2)).unbind(-1)  # [R, L, H, D/2] each
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+        turns = torch.polar(torch.ones_like(angles), angles)  # complex numbers of length 1
+        wide = q.to(torch.promote_types(q.dtype, torch.float32))
+        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
+        return torch.view_as_real(pairs * turns).flatten(-2).to(q.dtype)
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, 1 or L, D/2]``, by the frame."""
@@ -169,7 +171,7 @@ class SelfAttention(Point):
     """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys.
 
     They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did. ``in_frame`` says that the rows
-    are frames, for their positions.
+    are frames, for their positions; ``backend`` is one of ``attention.BACKENDS``.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class SelfAttention(Point):
         rope: RotaryEmbedding | None = None,
         norm_last: bool = False,
         in_frame: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.num_heads, self.norm_last, self.in_frame = num_heads, norm_last, in_frame
@@ -188,7 +191,7 @@ class SelfAttention(Point):
         self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
-        self.attend = Attend()
+        self.attend = Attend(backend)
         self.rotate = [rope] if rope is not None else []  # in a list: the model owns the parameter, not its blocks
 
     def local(self, x: Tensor, rows: Rows) -> Tensor:
@@ -206,9 +209,9 @@ class SelfAttention(Point):
 class CrossAttention(nn.Module):
     """Multi-head attention of tokens to the text of their own sample."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, *, backend: str = "auto") -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.backend = num_heads, backend
         self.q_linear = nn.Linear(width, width)
         self.kv_linear = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
@@ -226,10 +229,22 @@ class CrossAttention(nn.Module):
         """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
         k, v = rearrange(self.kv_linear(text), "n (two h d) -> two n h d", two=2, h=self.num_heads)
-        out = attention(q if order is None else q.index_select(0, order), k, v, lengths=lengths)  # [R * L, H, D]
+        if order is not None:
+            q = q.index_select(0, order)
+        out = attention(q, k, v, lengths=lengths, backend=self.backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)
         return self.proj(out.reshape(x.shape))
+
+
+def timestep_sinusoid(t: Tensor, width: int, max_period: float = 10000.0) -> Tensor:
+    """Scalars ``[...]`` -> ``[..., width]``: cosines, then sines, and a zero where the width is odd.
+
+    The frequencies, from 1 down to nearly ``1 / max_period``, are float32 ones, as the released models saw them.
+    """
+    exponents = torch.arange(width // 2, dtype=torch.float32, device=t.device) / (width // 2)
+    angles = sinusoid(t, torch.exp(-math.log(max_period) * exponents))
+    return F.pad(torch.cat([angles.cos(), angles.sin()], dim=-1), (0, width % 2))
 
 
 class TimestepEmbedder(nn.Module):
@@ -242,11 +257,7 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """``[...]`` -> ``[..., C]``."""
-        half = self.num_frequencies // 2
-        exponents = torch.arange(half, dtype=torch.float32, device=t.device) / half
-        angles = sinusoid(t, torch.exp(-math.log(10000) * exponents))
-        embedding = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        return self.mlp(F.pad(embedding, (0, self.num_frequencies % 2)).to(self.mlp[0].weight.dtype))
+        return self.mlp(timestep_sinusoid(t, self.num_frequencies).to(self.mlp[0].weight.dtype))
 
 
 class SizeEmbedder(TimestepEmbedder):

@@ -189,6 +189,11 @@ class Rows:
             x = x[:, windows.order_on(x.device)]
         return x.flatten(0, 1).contiguous(), self.turned().take(start, stop)
 
+    @property
+    def attend_alone(self) -> bool:
+        """Whether each row, whole, attends to itself; what is known without looking at a mask."""
+        return self.grid.mask is None and self.grid.kernel is None and not self.grid.full
+
     def groups(self, units: Sequence[int] | None = None) -> Groups | None:
         """Which tokens attend to each other; None where each row does by itself. Made once for a batch.
 
@@ -196,7 +201,7 @@ class Rows:
             units: numbers of the frames, patches, windows or samples whose tokens are at hand, in their order and
                 counted sample by sample; None for those of the rows held.
         """
-        if self.grid.mask is None and self.grid.windows is None and not self.grid.full:
+        if self.attend_alone:
             return None
         key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
         if key not in self.grid._known:

@@ -64,7 +64,7 @@ class STDiTBlock(ModulatedBlock):
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__(config, qk_norm=False)
-        self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False)
+        self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False, backend=config.attention)
 
     def spatial(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
         """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``; ``keep`` ``[B]`` scales each sample's branch (drop-path)."""
@@ -76,7 +76,8 @@ class STDiTBlock(ModulatedBlock):
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``positions`` ``[1, T, C]`` of the frames, for attention."""
         table = self.scale_shift_table[GATE : GATE + 1]
         (gate,) = condition.entries(table, GATE, keep, ignore_mask=True)  # [R, 1, C]
-        x = x + gate * self.attn_temp(x if positions is None else x + positions, condition.rows)
+        attended = self.attn_temp(x if positions is None else x + positions, condition.rows)
+        x = torch.addcmul(x, gate, attended)
         return self.finish(x, condition, keep)
 
 

@@ -61,7 +61,14 @@ class STDiT2Block(ModulatedBlock):
         super().__init__(config, qk_norm=config.qk_norm)
         width, heads = config.hidden_size, config.num_heads
         self.norm_temp = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.attn_temp = SelfAttention(width, heads, qk_norm=config.qk_norm, rope=rope, norm_last=config.qk_norm_legacy)
+        self.attn_temp = SelfAttention(
+            width,
+            heads,
+            qk_norm=config.qk_norm,
+            rope=rope,
+            norm_last=config.qk_norm_legacy,
+            backend=config.attention,
+        )
         self.scale_shift_table_temporal = nn.Parameter(torch.randn(3, width) / width**0.5)
 
     def spatial(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
@@ -72,7 +79,7 @@ class STDiT2Block(ModulatedBlock):
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``keep`` as above."""
         own = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)  # [R, 1 or T, C] each
-        x = x + gate * self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows)
+        x = torch.addcmul(x, gate, self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows))
         return self.finish(x, condition, keep)
 
 

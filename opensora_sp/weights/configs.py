@@ -13,7 +13,7 @@ from opensora_sp.models.registry import CLASSES, PRESETS, model_class, resolve_c
 from .fit import CONVERSIONS
 from .read import saved_config
 
-MAY_DIFFER = frozenset({"class_dropout_prob", "drop_path"})  # rates of training; the weights do not depend on them
+MAY_DIFFER = frozenset({"class_dropout_prob", "drop_path", "attention"})  # of one run, not of the weights
 # Said by transformers about the file, or by Open-Sora about how it runs or trains; none changes what is computed.
 WITHOUT_EFFECT = frozenset(
     {
@@ -22,7 +22,7 @@ WITHOUT_EFFECT = frozenset(
         "force_huggingface", "freeze", "freeze_y_embedder", "from_pretrained", "input_size", "only_train_temporal",
     }
 )  # fmt: skip
-MUST_BE = {"no_temporal_pos_emb": False}  # what these would change is not built here
+MUST_BE = {"no_temporal_pos_emb": False, "skip_temporal": False}  # what these would change is not built here
 
 
 def write_model_config(folder: Path, name: str, config: Any) -> None:
@@ -59,6 +59,9 @@ def understood(saved: dict[str, Any], place: Path) -> tuple[str, dict[str, Any],
     if name == "STDiT2" and "_class_name" not in saved and values.get("qk_norm") and "qk_norm_legacy" not in saved:
         values["qk_norm_legacy"] = True  # Open-Sora writes every key since it has this one
         notes.append("config.json: qk_norm without qk_norm_legacy is of Open-Sora 1.1: qk_norm_legacy=True")
+    if name == "STDiT3" and "_class_name" not in saved and "kernel_size" in saved:
+        values["use_cond"] = True
+        notes.append("config.json: kernel_size is of Open-Sora 1.3, which embeds conditioning frames: use_cond=True")
     return name, values, tuple(notes)
 
 
