@@ -20,7 +20,9 @@ setup(
     install_requires=[
         "colossalai==0.5.0",  # brings torch<=2.5.1, transformers and diffusers in the versions it pins
         "av",
+        "beautifulsoup4",  # with ftfy: diffusers' cleaning of captions
         "einops",
+        "ftfy",
         "matplotlib",
         "mmengine",
         "numpy",

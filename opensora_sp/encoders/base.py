@@ -91,3 +91,12 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
             f"chunks of {step} and {latent_step}; expected as many; pass the frame count that the latents were made of"
         )
     return [Piece(*piece) for piece in zip(frames, latents, strict=True)]
+
+
+def check_latent_frames(latents: Tensor, num_frames: int, expected: int) -> None:
+    """Raise ValueError unless ``latents`` ``[B, c, f, h, w]`` has the ``expected`` number of frames."""
+    if latents.shape[2] != expected:
+        raise ValueError(
+            f"got {latents.shape[2]} latent frames to decode to {num_frames} frames; expected {expected}; pass the "
+            "frame count that the latents were made of"
+        )
