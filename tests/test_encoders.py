@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import run
 from safetensors.torch import load_file, save_file
 from test_golden_vae import load, saved_pipeline
 
-from opensora_sp.config import InferenceConfig, build_component, load_inference_config
+from opensora_sp.config import InferenceConfig, build_component, load_inference_config, split_type
+from opensora_sp.data import read_frames
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
     HashedBagOfWords,
@@ -27,6 +29,8 @@ from opensora_sp.encoders import (
     planned_latent_size,
 )
 from opensora_sp.encoders.pretrained import clean_caption
+from opensora_sp.models import build_model
+from opensora_sp.weights import write_model_config
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo" / "sample.py"
 
@@ -112,6 +116,8 @@ def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path
                 torch.testing.assert_close(vae.encode(video[:, :, frames]), latents[:, :, places])
                 part = vae.decode(latents[:, :, places], num_frames=frames.stop - frames.start)
                 torch.testing.assert_close(part, decoded[:, :, frames])
+    with pytest.raises(ValueError, match="got micro_batch_size 0; expected >= 1"):
+        OpenSoraVAE(str(video_folder), micro_batch_size=0)
     with pytest.raises(ValueError, match="got 5 frames and 2 latent frames, which are 3 and 2 chunks of 2 and 1"):
         independent_pieces(encoders[-1][0], num_frames=5, latent_frames=2)
 
@@ -337,7 +343,40 @@ def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("type='my_encoders.Mean'", "got vae.type 'my_encoders.Mean', which cannot be imported .*no attribute 'Mean'"),
         ("type='your_encoders.VAE'", "which cannot be imported .No module named 'your_encoders'.*in PYTHONPATH"),
         ("type='my_encoders.Half'", "got vae.type Half without decode, latent_size, to; expected the methods of"),
+        (
+            "type='OpenSoraVAE_V1_2', from_pretrained='x', dtype='half'",
+            "got vae.dtype = 'half'; Input should be 'fp32'",
+        ),
         ("type='VAE'", "got vae.type 'VAE'; expected one of .'OpenSoraVAE_V1_2', .*or a class of yours"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_with(written)
+
+
+def test_sampling_with_offloaded_encoders(video_folder: Path, t5_folder: Path, tmp_path: Path) -> None:
+    """From a config to a video, with the real classes: 6 frames in chunks of 5 are 3 latent frames."""
+    config = tmp_path / "config.py"
+    config.write_text(
+        f"""
+num_frames = 6
+image_size = (32, 24)
+fps = 8
+precision = "fp32"
+vae = dict(type="OpenSoraVAE_V1_2", from_pretrained={str(video_folder)!r}, micro_frame_size=5, offload=True)
+text_encoder = dict(type="t5", from_pretrained={str(t5_folder)!r}, max_length=20, clean_captions=True, offload=True)
+model = dict(
+    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20, hidden_size=24, depth=1, num_heads=3,
+    pred_sigma=False,
+)
+scheduler = dict(type="rflow", num_sampling_steps=2)
+outputs = {str(tmp_path / "samples")!r}
+"""
+    )
+    name, options = split_type("model", load_inference_config(config).model)
+    model = build_model(name, **options)
+    write_model_config(tmp_path, name, model.config)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    done = run("scripts/inference.py", config, "--ckpt", tmp_path, "--prompt", "a red circle")
+    assert done.returncode == 0, done.stderr
+    frames = read_frames(tmp_path / "samples" / "000-a-red-circle.mp4")
+    assert len(frames) == 6 and {frame.shape for frame in frames} == {(32, 24, 3)}

@@ -32,6 +32,8 @@ class FrameAutoencoder(nn.Module):
 
     def __init__(self, module: Any, *, scaling_factor: float, micro_batch_size: int | None) -> None:
         super().__init__()
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise ValueError(f"got micro_batch_size {micro_batch_size}; expected >= 1; change vae.micro_batch_size")
         self.module = module
         self.scaling_factor = scaling_factor
         self.micro_batch_size = micro_batch_size
