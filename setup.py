@@ -20,8 +20,10 @@ setup(
     install_requires=[
         "colossalai==0.5.0",  # brings torch<=2.5.1, transformers and diffusers in the versions it pins
         "av",
+        "beautifulsoup4",  # with ftfy: diffusers' cleaning of captions
         "einops",
         "huggingface_hub",
+        "ftfy",
         "matplotlib",
         "mmengine",
         "numpy",

@@ -363,6 +363,7 @@ def test_the_report_of_a_whole_other_model_stays_readable(model: STDiT3, tmp_pat
 # config.json of the public folders.
 
 OFFICIAL = {"stdit3_v12_plain": STDiT3, "stdit2_v11_legacy_norm": STDiT2, "stdit2_v12_framemask": STDiT2}
+OFFICIAL |= {"stdit3_v13_plain": STDiT3, "stdit3_v13_window_cond": STDiT3}
 
 
 def official(name: str, folder: Path, **more: Any) -> tuple[dict[str, Any], State]:
@@ -372,6 +373,8 @@ def official(name: str, folder: Path, **more: Any) -> tuple[dict[str, Any], Stat
     said = {**about["constructor"], **FOREIGN, "architectures": [about["model"]], "model_type": about["model"]}
     if about["upstream_release"] == "v1.2.0" and about["model"] == "STDiT2":
         said["qk_norm_legacy"] = False  # this release writes the key
+    if about["upstream_release"] == "v1.3":
+        said.setdefault("kernel_size", None)  # as this one does
     (folder / "config.json").write_text(json.dumps({**said, **more}))
     state = {key.removeprefix("state/"): value for key, value in tensors.items() if key.startswith("state/")}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -385,7 +388,10 @@ def test_official_folders_give_the_released_output(name: str, tmp_path: Path, ca
         model = OFFICIAL[name].from_pretrained(tmp_path)
     assert "config.json: left out _name_or_path, architectures" in caplog.text
     assert ("is of Open-Sora 1.1: qk_norm_legacy=True" in caplog.text) == ("v11" in name)
+    assert ("is of Open-Sora 1.3" in caplog.text) == ("v13" in name)
     given = {key.removeprefix("input/"): value for key, value in tensors.items() if key.startswith("input/")}
+    if "mask_index" in given:
+        given["mask_index"] = given["mask_index"].tolist()
     torch.testing.assert_close(model(**given), tensors["output"], rtol=1e-4, atol=1e-5)
 
 

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from opensora_sp.components import check_methods, component_class
 from opensora_sp.diffusion import IDDPM, RectifiedFlow, check_mask_ratios
-from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.weights import check_conversions
@@ -101,12 +102,12 @@ class Common(Strict):
     @field_validator("vae")
     @classmethod
     def _vae(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("vae", value, LATENT_ENCODERS)
+        return check_component("vae", value, LATENT_ENCODERS, LatentEncoder)
 
     @field_validator("text_encoder")
     @classmethod
     def _text_encoder(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("text_encoder", value, TEXT_ENCODERS)
+        return check_component("text_encoder", value, TEXT_ENCODERS, TextEncoder)
 
     @field_validator("convert")
     @classmethod
@@ -213,29 +214,44 @@ def split_type(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return value["type"], {k: v for k, v in value.items() if k != "type"}
 
 
-def check_component(key: str, value: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Check ``type`` against the known classes and the options against the constructor's arguments."""
+def check_component(
+    key: str, value: dict[str, Any], known: dict[str, Any], protocol: type | None = None
+) -> dict[str, Any]:
+    """Check ``type``, a known class or an importable one, and the options against the constructor's arguments."""
     name, options = split_type(key, value)
-    if name not in known:
-        raise ValueError(f"got {key}.type {name!r}; expected one of {sorted(known)}; choose one of these")
-    parameters = dict(inspect.signature(known[name]).parameters)
-    for option in options:
-        if option not in parameters:
-            close = difflib.get_close_matches(option, parameters, n=1, cutoff=0.5)
-            advice = f"did you mean {close[0]!r}?" if close else "remove it"
-            raise ValueError(f"got the unknown key '{key}.{option}'; expected one of {list(parameters)}; {advice}")
-    for option, parameter in parameters.items():
-        if parameter.default is inspect.Parameter.empty and option not in options:
-            raise ValueError(f"got {key} of type {name!r} without {option!r}; expected a value; set {key}.{option}")
-    options = check_values(key, options, known[name])
-    if dataclasses.is_dataclass(known[name]):
-        known[name](**options)  # checks itself
+    cls = component_class(key, name, known)
+    check_options(key, name, options, cls)
+    options = check_values(key, options, cls)
+    if protocol is not None:
+        check_methods(key, cls, protocol)
+    elif dataclasses.is_dataclass(cls):
+        build_component({"type": name, **options}, known)  # checks itself
     return {"type": name, **options}
+
+
+def check_options(key: str, name: str, options: dict[str, Any], cls: Any) -> None:
+    """Raise ValueError unless the class takes these options, and needs no others."""
+    parameters = inspect.signature(cls).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in named]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    for option in options:
+        if option not in names and not takes_any:
+            close = difflib.get_close_matches(option, names, n=1, cutoff=0.5)
+            advice = f"did you mean {close[0]!r}?" if close else "remove it"
+            raise ValueError(f"got the unknown key '{key}.{option}'; expected one of {names}; {advice}")
+    for parameter in named:
+        if parameter.default is inspect.Parameter.empty and parameter.name not in options:
+            option = parameter.name
+            raise ValueError(f"got {key} of type {name!r} without {option!r}; expected a value; set {key}.{option}")
 
 
 def check_values(key: str, options: dict[str, Any], cls: type) -> dict[str, Any]:
     """The options converted to the types that the class annotates its arguments with."""
-    hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)  # type: ignore[misc]
+    try:
+        hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)  # type: ignore[misc]
+    except NameError:  # a class of the user's, annotated with names that only a type checker imports
+        hints = {}
     checked = dict(options)
     for option, value in options.items():
         try:
@@ -250,4 +266,4 @@ def check_values(key: str, options: dict[str, Any], cls: type) -> dict[str, Any]
 def build_component(value: dict[str, Any], known: dict[str, Any]) -> Any:
     """Build what ``dict(type=..., **options)`` describes."""
     name, options = split_type("component", value)
-    return known[name](**options)
+    return component_class("component", name, known)(**options)

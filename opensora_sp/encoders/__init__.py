@@ -2,18 +2,25 @@
 
 from typing import Any
 
-from .base import LatentEncoder, TextEncoder
+from opensora_sp.components import component_class
+
+from .base import LatentEncoder, Piece, TextEncoder, independent_pieces
+from .open_sora_vae import OpenSoraVAE
 from .pretrained import ImageVAE, T5TextEncoder
 from .standins import HashedBagOfWords, PatchPoolVAE
 
-LATENT_ENCODERS = {"PatchPoolVAE": PatchPoolVAE, "VideoAutoencoderKL": ImageVAE}
-TEXT_ENCODERS = {"HashedBagOfWords": HashedBagOfWords, "t5": T5TextEncoder}
+LATENT_ENCODERS: dict[str, Any] = {
+    "PatchPoolVAE": PatchPoolVAE,
+    "VideoAutoencoderKL": ImageVAE,
+    "OpenSoraVAE_V1_2": OpenSoraVAE,
+}
+TEXT_ENCODERS: dict[str, Any] = {"HashedBagOfWords": HashedBagOfWords, "t5": T5TextEncoder}
 
 
 def planned_latent_size(vae: dict[str, Any], num_frames: int, height: int, width: int) -> tuple[int, int, int]:
     """The size (frames, height, width) of the latents that a config's ``vae`` would make; no weights are loaded."""
     options = {key: value for key, value in vae.items() if key != "type"}
-    encoder = LATENT_ENCODERS[vae["type"]]
+    encoder = component_class("vae", vae["type"], LATENT_ENCODERS)
     if hasattr(encoder, "planned_latent_size"):
         return encoder.planned_latent_size(num_frames, height, width, **options)
     return encoder(**options).latent_size(num_frames, height, width)  # it has no weights
@@ -25,8 +32,11 @@ __all__ = [
     "HashedBagOfWords",
     "ImageVAE",
     "LatentEncoder",
+    "OpenSoraVAE",
     "PatchPoolVAE",
+    "Piece",
     "T5TextEncoder",
     "TextEncoder",
+    "independent_pieces",
     "planned_latent_size",
 ]

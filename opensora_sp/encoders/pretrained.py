@@ -1,9 +1,11 @@
-"""The encoders of real models: diffusers' image autoencoder applied frame by frame, transformers' T5."""
+"""The encoders of real models: diffusers' image autoencoder applied frame by frame, transformers' T5.
+
+Legend: B samples, F frames, c latent channels, f x h x w latent size, L text tokens.
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import logging
 from typing import Any
 
 import torch
@@ -12,99 +14,213 @@ from torch import Tensor, nn
 
 from opensora_sp.dtypes import DTYPES
 
+from .base import check_latent_frames
+from .loading import Dtype, FrozenEncoder, load_pretrained, saved_config
 
-class ImageVAE(nn.Module):
-    """diffusers' ``AutoencoderKL`` on every frame by itself; latents are posterior means times its scaling factor.
+logger = logging.getLogger(__name__)
+SD_FACTOR = 8  # pixels to a latent position, in all autoencoders of Stable Diffusion
+
+
+class FrameAutoencoder(nn.Module):
+    """An image autoencoder on every frame by itself.
+
+    Args:
+        module: diffusers' ``AutoencoderKL``.
+        scaling_factor: what its latents are multiplied by.
+        micro_batch_size: frames that it sees at a time; None for all. Memory grows with it.
+    """
+
+    def __init__(self, module: Any, *, scaling_factor: float, micro_batch_size: int | None) -> None:
+        super().__init__()
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise ValueError(f"got micro_batch_size {micro_batch_size}; expected >= 1; change vae.micro_batch_size")
+        self.module = module
+        self.scaling_factor = scaling_factor
+        self.micro_batch_size = micro_batch_size
+        self.channels: int = module.config.latent_channels
+        self.factor = spatial_factor(module.config.block_out_channels)
+
+    def encode(self, video: Tensor, noise: Tensor | None = None) -> Tensor:
+        """``[B, 3, F, height, width]`` -> ``[B, c, F, h, w]``: posterior means, or samples if given normal numbers."""
+        frames = rearrange(video, "b c f h w -> (b f) c h w")
+        noises = None if noise is None else rearrange(noise, "b c f h w -> (b f) c h w")
+        parts = []
+        for places in self._micro_batches(frames):
+            posterior = self.module.encode(frames[places]).latent_dist
+            parts.append(posterior.mean if noises is None else posterior.mean + posterior.std * noises[places])
+        return rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=video.shape[0]) * self.scaling_factor
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """``[B, c, F, h, w]`` -> ``[B, 3, F, height, width]``."""
+        frames = rearrange(latents, "b c f h w -> (b f) c h w") / self.scaling_factor
+        parts = [self.module.decode(frames[places]).sample for places in self._micro_batches(frames)]
+        return rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=latents.shape[0])
+
+    def _micro_batches(self, frames: Tensor) -> list[slice]:
+        size = self.micro_batch_size or len(frames)
+        return [slice(start, start + size) for start in range(0, len(frames), size)]
+
+
+class ImageVAE(FrozenEncoder):
+    """diffusers' ``AutoencoderKL`` (Rombach et al., 2022) frame by frame; latents are scaled posterior means.
 
     Args:
         from_pretrained: local folder, or name on the Hugging Face hub.
         subfolder: folder of the autoencoder inside a pipeline.
-        micro_batch_size: frames encoded or decoded at a time.
-        dtype: "fp32", "bf16" or "fp16".
+        micro_batch_size: frames encoded or decoded at a time; None for all.
+        dtype: "fp32", "bf16" or "fp16"; latents and videos come out in float32.
+        scaling_factor: what latents are multiplied by; None for what the autoencoder's own configuration says.
+        round_down: take frames that do not divide by 8 (pixels to a latent position) as Open-Sora 1.2 does, latents
+            and decoded videos being rounded down; False refuses them as Open-Sora 1.0 does.
+        offload: keep the weights on the CPU between calls.
+
+    Raises:
+        ValueError: if it cannot be loaded.
     """
 
+    chunk_frames = chunk_latent_frames = 1
+
     def __init__(
-        self, from_pretrained: str, subfolder: str | None = None, micro_batch_size: int = 8, dtype: str = "fp32"
+        self,
+        from_pretrained: str,
+        subfolder: str | None = None,
+        micro_batch_size: int | None = 8,
+        dtype: Dtype = "fp32",
+        scaling_factor: float | None = None,
+        round_down: bool = True,
+        offload: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(offload=offload)
         from diffusers import AutoencoderKL
 
-        self.vae = _load(AutoencoderKL, from_pretrained, "vae", subfolder=subfolder, torch_dtype=DTYPES[dtype])
-        self.vae.requires_grad_(False)
-        self.micro_batch_size = micro_batch_size
-        self.channels: int = self.vae.config.latent_channels
-        self.factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        vae = load_pretrained(AutoencoderKL, from_pretrained, "vae", subfolder=subfolder, torch_dtype=DTYPES[dtype])
+        scaling_factor = scaling_factor or vae.config.scaling_factor
+        self.frames = FrameAutoencoder(vae, scaling_factor=scaling_factor, micro_batch_size=micro_batch_size)
+        self.dtype, self.round_down = DTYPES[dtype], round_down
+        self.channels = self.frames.channels
+        self.scale = 1 / scaling_factor
+        self.requires_grad_(False).eval()
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
-        frames = rearrange(video, "b c f h w -> (b f) c h w").to(self.vae.device, self.vae.dtype)
-        parts = [self.vae.encode(part).latent_dist.mode() for part in frames.split(self.micro_batch_size)]
-        latents = torch.cat(parts).float() * self.vae.config.scaling_factor
-        return rearrange(latents, "(b f) c h w -> b c f h w", b=video.shape[0])
+        with self.on_device():
+            return self.frames.encode(video.to(self.device, self.dtype)).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
-        frames = rearrange(latents, "b c f h w -> (b f) c h w") / self.vae.config.scaling_factor
-        frames = frames.to(self.vae.device, self.vae.dtype)
-        video = torch.cat([self.vae.decode(part).sample for part in frames.split(self.micro_batch_size)]).float()
-        return rearrange(video, "(b f) c h w -> b c f h w", b=latents.shape[0])[:, :, :num_frames]
+        check_latent_frames(latents, num_frames, num_frames)
+        with self.on_device():
+            return self.frames.decode(latents.to(self.device, self.dtype)).float()
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        return num_frames, height // self.factor, width // self.factor
+        return frame_latent_size(num_frames, height, width, self.frames.factor, round_down=self.round_down)
 
     @classmethod
     def planned_latent_size(
-        cls, num_frames: int, height: int, width: int, *, from_pretrained: str, subfolder: str | None = None, **_: Any
+        cls,
+        num_frames: int,
+        height: int,
+        width: int,
+        *,
+        from_pretrained: str,
+        subfolder: str | None = None,
+        round_down: bool = True,
+        **_: Any,
     ) -> tuple[int, int, int]:
         """``latent_size`` of an autoencoder that is not loaded: by its folder's ``config.json``, or, where only a name
-        on the hub is known, with 8 pixels to a latent position, as all autoencoders of Stable Diffusion have."""
-        described = Path(from_pretrained, subfolder or "", "config.json")
-        factor = 8
-        if described.is_file():
-            factor = 2 ** (len(json.loads(described.read_text())["block_out_channels"]) - 1)
-        return num_frames, height // factor, width // factor
+        on the hub is known, with 8 pixels to a latent position."""
+        described = saved_config(from_pretrained, subfolder)
+        factor = SD_FACTOR if described is None else spatial_factor(described["block_out_channels"])
+        return frame_latent_size(num_frames, height, width, factor, round_down=round_down)
 
 
-class T5TextEncoder(nn.Module):
-    """transformers' T5 encoder with its tokenizer; captions are cut at ``max_length`` tokens.
+def spatial_factor(block_out_channels: Any) -> int:
+    """Pixels to a latent position of an ``AutoencoderKL``, which halves between its blocks."""
+    return 2 ** (len(block_out_channels) - 1)
+
+
+def frame_latent_size(
+    num_frames: int, height: int, width: int, factor: int, *, round_down: bool
+) -> tuple[int, int, int]:
+    """Latent size where every frame stands alone.
+
+    Raises:
+        ValueError: if a side does not divide by ``factor`` and is not to be rounded down.
+    """
+    if not round_down and (height % factor or width % factor):
+        raise ValueError(
+            f"got frames of {height}x{width} for an autoencoder with {factor} pixels to a latent position; expected "
+            f"multiples of that; take {height - height % factor}x{width - width % factor}, or set vae.round_down=True"
+        )
+    return num_frames, height // factor, width // factor
+
+
+class T5TextEncoder(FrozenEncoder):
+    """transformers' T5 encoder (Raffel et al., 2020) with its tokenizer; captions are cut at ``max_length`` tokens.
 
     Args:
         from_pretrained: local folder, or name on the Hugging Face hub.
         max_length: tokens of the padded features.
-        dtype: "fp32", "bf16" or "fp16".
+        dtype: "fp32", "bf16" or "fp16"; features come out in float32.
+        clean_captions: clean captions as those of the released models were, see ``clean_caption``.
+        offload: keep the weights on the CPU between calls.
+
+    Raises:
+        ValueError: if it cannot be loaded.
     """
 
-    def __init__(self, from_pretrained: str, max_length: int = 300, dtype: str = "fp32") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        from_pretrained: str,
+        max_length: int = 300,
+        dtype: Dtype = "fp32",
+        clean_captions: bool = False,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(offload=offload)
         from transformers import AutoTokenizer, T5EncoderModel
 
-        self.tokenizer = _load(AutoTokenizer, from_pretrained, "text_encoder")
-        self.t5 = _load(T5EncoderModel, from_pretrained, "text_encoder", torch_dtype=DTYPES[dtype])
-        self.t5.requires_grad_(False).eval()
+        self.tokenizer = load_pretrained(AutoTokenizer, from_pretrained, "text_encoder")
+        self.t5 = load_pretrained(T5EncoderModel, from_pretrained, "text_encoder", torch_dtype=DTYPES[dtype])
         self.width: int = self.t5.config.d_model
-        self.max_length = max_length
+        self.max_length, self.clean_captions = max_length, clean_captions
+        self._said_that_captions_are_cut = False
+        self.requires_grad_(False).eval()
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        texts = [clean_caption(text) for text in texts] if self.clean_captions else list(texts)
+        self._say_once_if_cut(texts)
         tokens = self.tokenizer(
             texts, max_length=self.max_length, padding="max_length", truncation=True, return_tensors="pt"
-        ).to(self.t5.device)
-        features = self.t5(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
+        ).to(self.device)
+        with self.on_device():
+            features = self.t5(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
         return features.float()[:, None], tokens.attention_mask
 
+    def _say_once_if_cut(self, texts: list[str]) -> None:
+        if self._said_that_captions_are_cut:
+            return
+        lengths = [len(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
+        longest = max(range(len(texts)), key=lengths.__getitem__)
+        if lengths[longest] > self.max_length:
+            self._said_that_captions_are_cut = True
+            logger.warning(
+                "a caption of %d tokens is cut at text_encoder.max_length = %d (said once): %.80s...",
+                lengths[longest],
+                self.max_length,
+                texts[longest],
+            )
 
-def _load(cls, source: str, key: str, **options):  # noqa: ANN001, ANN003, ANN202
-    """``cls.from_pretrained``, with one error that names the local-folder way."""
-    try:
-        return cls.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
-        kind = "folder" if Path(source).is_dir() else "name or folder"
-        raise ValueError(
-            f"got {key}.from_pretrained {source!r}, a {kind} that {cls.__name__} cannot load ({_first_line(error)}); "
-            f"expected a local folder written by save_pretrained, or a hub name with a network to fetch it; set "
-            f"{key}.from_pretrained to a folder with the weights"
-        ) from error
 
+def clean_caption(text: str) -> str:
+    """A caption in lower case without addresses, markup, numbers of articles, file names and the like.
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    The rules are those of DeepFloyd IF, as diffusers keeps them; Open-Sora trained on captions that had gone through
+    them twice.
+    """
+    from diffusers.pipelines.deepfloyd_if import IFPipeline
+
+    for _ in range(2):
+        text = IFPipeline._clean_caption(IFPipeline, text)  # of the instance it reads a class attribute only
+    return text

@@ -1,0 +1,40 @@
+"""Classes that configs name: those of this package by a short name, any other by where it is imported from."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+
+def component_class(key: str, name: str, known: Mapping[str, Any]) -> Any:
+    """The class that ``type=name`` of ``key`` means: one of ``known``, or an importable ``"my_package.MyClass"``.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if name in known:
+        return known[name]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ValueError(
+            f"got {key}.type {name!r}; expected one of {sorted(known)}, or a class of yours like 'my_package.MyClass'; "
+            "choose one of these"
+        )
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"got {key}.type {name!r}, which cannot be imported ({error}); expected 'module.Class'; check the name, "
+            "and that the module is installed or its folder in PYTHONPATH"
+        ) from error
+
+
+def check_methods(key: str, cls: Any, protocol: type) -> None:
+    """Raise ValueError if a class lacks a method of a protocol."""
+    missing = [name for name in vars(protocol) if not name.startswith("_") and not callable(getattr(cls, name, None))]
+    if missing:
+        raise ValueError(
+            f"got {key}.type {cls.__name__} without {', '.join(missing)}; expected the methods of "
+            f"{protocol.__module__}.{protocol.__name__}; add them"
+        )

@@ -1,0 +1,258 @@
+"""The video autoencoder of Open-Sora 1.2: an image autoencoder inside a temporal one, on chunks of 17 frames.
+
+Legend: B samples, F frames of video, c latent channels, f x h x w latent size; ``height = 8 h``, ``width = 8 w``.
+
+    video  [B, 3, F, height, width]   chunks of 17 frames, the last one shorter; each by itself:
+      | AutoencoderKL, frame by frame, in micro-batches; times 0.18215
+      v [B, c, 17, h, w]
+      | TemporalVAE, in front three frames of zeros more
+      v [B, c, 5, h, w]
+      | (z - shift) / scale
+      v
+    latents [B, c, f, h, w]           the chunks one after the other
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from opensora_sp.dtypes import DTYPES
+
+from .base import check_latent_frames, independent_pieces
+from .loading import Dtype, FrozenEncoder, find_file, read_tensors, saved_config
+from .pretrained import FrameAutoencoder, spatial_factor
+from .video_vae import TemporalVAE
+
+TIME_FACTOR, SPATIAL_FACTOR = 4, 8
+IMAGE_LATENT_FACTOR = 0.18215  # whatever the image autoencoder's own configuration says
+IMAGE_VAE = dict(  # of Stable Diffusion, the usual one
+    down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4,
+    block_out_channels=(128, 256, 512, 512),
+    layers_per_block=2,
+    latent_channels=4,
+    norm_num_groups=32,
+)
+OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # names of older diffusers
+
+
+class ChunkVAE(nn.Module):
+    """What one chunk goes through; names of tensors are those of the released weights."""
+
+    def __init__(self, image_vae: Any, temporal_vae: TemporalVAE, *, micro_batch_size: int | None) -> None:
+        super().__init__()
+        channels = image_vae.config.latent_channels
+        self.register_buffer("scale", torch.ones(1, channels, 1, 1, 1))
+        self.register_buffer("shift", torch.zeros(1, channels, 1, 1, 1))
+        self.spatial_vae = FrameAutoencoder(
+            image_vae, scaling_factor=IMAGE_LATENT_FACTOR, micro_batch_size=micro_batch_size
+        )
+        self.temporal_vae = temporal_vae
+
+    def encode(self, video: Tensor, spatial_noise: Tensor | None, temporal_noise: Tensor | None) -> Tensor:
+        posterior = self.temporal_vae.encode(self.spatial_vae.encode(video, spatial_noise))
+        return (posterior.sample(temporal_noise).to(self.scale.dtype) - self.shift) / self.scale
+
+    def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
+        z = (latents * self.scale + self.shift).to(self.temporal_vae.quant_conv.conv.weight.dtype)
+        return self.spatial_vae.decode(self.temporal_vae.decode(z, num_frames=num_frames))
+
+
+class OpenSoraVAE(FrozenEncoder):
+    """``OpenSoraVAE_V1_2``, on whose latents the released STDiT3 works (Zheng et al., 2024, Open-Sora).
+
+    Latents are posterior means; with noise given, samples of both posteriors, as the release always draws them.
+
+    Args:
+        from_pretrained: local folder with the release's ``config.json`` and ``model.safetensors``, or a hub name.
+        micro_frame_size: frames of a chunk; None takes a clip as one.
+        micro_batch_size: frames that the image autoencoder sees at a time; None for all of a chunk.
+        dtype: "fp32", "bf16" or "fp16"; latents and videos come out in float32, shift and scale are applied in it.
+        offload: keep the weights on the CPU between calls.
+
+    Raises:
+        ValueError: if it cannot be found, or its tensors are not exactly those of this autoencoder.
+    """
+
+    def __init__(
+        self,
+        from_pretrained: str,
+        micro_frame_size: int | None = 17,
+        micro_batch_size: int | None = 4,
+        dtype: Dtype = "fp32",
+        offload: bool = False,
+    ) -> None:
+        super().__init__(offload=offload)
+        if micro_frame_size is not None and micro_frame_size < 1:
+            raise ValueError(f"got micro_frame_size {micro_frame_size}; expected >= 1; change vae.micro_frame_size")
+        described = json.loads(find_file(from_pretrained, "config.json", "vae").read_text())
+        with torch.device("meta"):  # the weights come from the file
+            image_vae, temporal_vae = build_parts(described, from_pretrained)
+            self.chunk_vae = ChunkVAE(image_vae, temporal_vae, micro_batch_size=micro_batch_size)
+        load_strictly(self.chunk_vae, from_pretrained)
+        self.dtype = DTYPES[dtype]
+        self.chunk_vae.spatial_vae.to(self.dtype)
+        self.chunk_vae.temporal_vae.to(self.dtype)
+        self.channels = self.chunk_vae.spatial_vae.channels
+        self.chunk_frames = micro_frame_size
+        self.chunk_latent_frames = None if micro_frame_size is None else -(-micro_frame_size // TIME_FACTOR)
+        self.requires_grad_(False).eval()
+
+    @property
+    def scale(self) -> Tensor:
+        return self.chunk_vae.get_buffer("scale")
+
+    @property
+    def shift(self) -> Tensor:
+        return self.chunk_vae.get_buffer("shift")
+
+    @torch.no_grad()
+    def encode(
+        self, video: Tensor, *, spatial_noise: Tensor | None = None, temporal_noise: Tensor | None = None
+    ) -> Tensor:
+        """``[B, 3, F, height, width]`` in [-1, 1] -> ``[B, c, f, h, w]``.
+
+        Args:
+            video: any number of frames.
+            spatial_noise: standard normal ``[B, c, F, h, w]`` for samples of the frames' latents.
+            temporal_noise: standard normal ``[B, c, f, h, w]`` for samples of the clip's latents.
+        """
+        latent_frames = self.latent_size(*video.shape[2:])[0]
+        parts = []
+        with self.on_device():
+            for piece in independent_pieces(self, num_frames=video.shape[2], latent_frames=latent_frames):
+                frames = video[:, :, piece.frames].to(self.device, self.dtype)
+                noise = self._part(spatial_noise, piece.frames), self._part(temporal_noise, piece.latents)
+                parts.append(self.chunk_vae.encode(frames, *noise).float())
+        return torch.cat(parts, dim=2)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
+        """``[B, c, f, h, w]`` -> ``[B, 3, num_frames, height, width]``, about within [-1, 1].
+
+        Raises:
+            ValueError: if so many frames are not encoded to so many latent frames.
+        """
+        check_latent_frames(latents, num_frames, _latent_frames(num_frames, self.chunk_frames))
+        parts = []
+        with self.on_device():
+            for piece in independent_pieces(self, num_frames=num_frames, latent_frames=latents.shape[2]):
+                z = latents[:, :, piece.latents].to(self.device, self.scale.dtype)
+                length = piece.frames.stop - piece.frames.start
+                parts.append(self.chunk_vae.decode(z, num_frames=length).float())
+        return torch.cat(parts, dim=2)
+
+    def _part(self, noise: Tensor | None, frames: slice) -> Tensor | None:
+        return None if noise is None else noise[:, :, frames].to(self.device, self.dtype)
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        return latent_size_of(num_frames, height, width, micro_frame_size=self.chunk_frames)
+
+    @classmethod
+    def planned_latent_size(
+        cls, num_frames: int, height: int, width: int, *, micro_frame_size: int | None = 17, **_: Any
+    ) -> tuple[int, int, int]:
+        """``latent_size`` without weights."""
+        return latent_size_of(num_frames, height, width, micro_frame_size=micro_frame_size)
+
+
+@overload
+def latent_size_of(
+    num_frames: int, height: int, width: int, *, micro_frame_size: int | None
+) -> tuple[int, int, int]: ...
+@overload
+def latent_size_of(
+    num_frames: int | None, height: int | None, width: int | None, *, micro_frame_size: int | None
+) -> tuple[int | None, int | None, int | None]: ...
+def latent_size_of(
+    num_frames: int | None, height: int | None, width: int | None, *, micro_frame_size: int | None
+) -> tuple[int | None, int | None, int | None]:
+    """Latent size of a clip: every chunk is rounded up by itself, height and width are rounded down. What is not known
+    yet, None, stays so."""
+    return (
+        None if num_frames is None else _latent_frames(num_frames, micro_frame_size),
+        None if height is None else height // SPATIAL_FACTOR,
+        None if width is None else width // SPATIAL_FACTOR,
+    )
+
+
+def _latent_frames(num_frames: int, micro_frame_size: int | None) -> int:
+    whole, rest = divmod(num_frames, micro_frame_size or num_frames or 1)
+    return whole * -(-(micro_frame_size or num_frames) // TIME_FACTOR) + -(-rest // TIME_FACTOR)
+
+
+def build_parts(described: dict[str, Any], source: str) -> tuple[Any, TemporalVAE]:
+    """The image and the temporal autoencoder that a released ``config.json`` describes, without weights.
+
+    Its ``vae_2d`` names the image autoencoder that training began with. Where that is a folder of this machine, or in
+    ``source``, the ``config.json`` there counts, otherwise the usual one of Stable Diffusion. Its ``vae_temporal`` has
+    constructor values.
+
+    Raises:
+        ValueError: if they are unknown, or this is another autoencoder than that of Open-Sora 1.2.
+    """
+    from diffusers import AutoencoderKL
+
+    named, options = dict(described.get("vae_2d") or {}), dict(described.get("vae_temporal") or {})
+    image_config = None
+    if named.get("from_pretrained"):
+        folders = (Path(source, named["from_pretrained"]), Path(named["from_pretrained"]))
+        found = (saved_config(folder, named.get("subfolder")) for folder in folders)
+        image_config = next((config for config in found if config is not None), None)
+    image_vae = AutoencoderKL.from_config(image_config or IMAGE_VAE)
+    options.pop("from_pretrained", None)
+    if options.pop("type", None) == "VAE_Temporal":  # the class, whose default differs from the released preset
+        options.setdefault("temporal_downsample", (True, True, False))
+    try:
+        temporal_vae = TemporalVAE(**options)
+    except TypeError as error:
+        raise ValueError(
+            f"got vae_temporal {options} in the config.json of {source} ({error}); expected the constructor values of "
+            "VAE_Temporal; correct it"
+        ) from error
+    factors = temporal_vae.time_factor, spatial_factor(image_vae.config.block_out_channels)
+    if factors != (TIME_FACTOR, SPATIAL_FACTOR):
+        raise ValueError(
+            f"got an autoencoder in {source} with {factors[0]} frames and {factors[1]} pixels to a latent position; "
+            f"expected {TIME_FACTOR} and {SPATIAL_FACTOR}, as in Open-Sora 1.2; choose another vae.from_pretrained"
+        )
+    return image_vae, temporal_vae
+
+
+def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
+    """Fill in ``model.safetensors``, whose names and shapes must be those of ``chunk_vae``.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    state = read_tensors(source, "model.safetensors", "vae")
+    state = {re.sub(r"(?<=attentions\.0\.)(\w+)", _attention_name, name): t for name, t in state.items()}
+    wanted = {name: tensor.shape for name, tensor in chunk_vae.state_dict().items()}
+    for name in ("scale", "shift"):
+        if name in state:
+            one_for_all = state[name].ndim == 0
+            state[name] = (state[name].expand(wanted[name]) if one_for_all else state[name]).float().contiguous()
+    differences = [f"missing {name}" for name in wanted if name not in state]
+    differences += [f"unexpected {name}" for name in state if name not in wanted]
+    differences += [
+        f"{name} is {list(tensor.shape)}, not {list(wanted[name])}"
+        for name, tensor in state.items()
+        if name in wanted and tensor.shape != wanted[name]
+    ]
+    if differences:
+        raise ValueError(
+            f"got weights of another autoencoder in {source} ({len(differences)} differences: "
+            f"{', '.join(differences[:4])}); expected those of OpenSoraVAE_V1_2 as its config.json describes it; "
+            "choose another vae.from_pretrained"
+        )
+    chunk_vae.load_state_dict(state, assign=True)
+
+
+def _attention_name(match: re.Match[str]) -> str:
+    return OLD_ATTENTION.get(match[1], match[1])

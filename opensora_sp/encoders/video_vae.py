@@ -1,0 +1,239 @@
+"""The temporal autoencoder of Open-Sora 1.2: latents of single images to latents of clips, a quarter as many in time.
+
+Causal 3D convolutions and residual blocks as in MAGVIT-v2 (Yu et al., 2023); only frames are resampled, never height
+and width. Group norm takes its statistics over all frames, so the network as a whole is not causal: it matters how a
+clip is cut (``open_sora_vae.py``). Parameter names are those of the public Open-Sora checkpoints.
+
+Legend: B samples, C channels (c of latents), T frames, f latent frames, H x W height and width of the image latents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+Triple = tuple[int, int, int]
+
+
+class CausalConv3d(nn.Module):
+    """A convolution that sees no later frame: all padding in time is in front.
+
+    With ``stride`` 2 in time the window ends at every second frame, so that a multiple of 2 frames is halved.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Triple = 3,
+        *,
+        stride: int = 1,
+        dilation: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+    ) -> None:
+        super().__init__()
+        t, h, w = (kernel_size,) * 3 if isinstance(kernel_size, int) else kernel_size
+        self.front = dilation * (t - 1) + 1 - stride
+        self.padding_mode = padding_mode
+        self.conv = nn.Conv3d(
+            in_channels,
+            out_channels,
+            (t, h, w),
+            stride=(stride, 1, 1),
+            dilation=(dilation, 1, 1),
+            padding=(0, h // 2, w // 2),
+            bias=bias,
+            padding_mode=padding_mode,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return self.conv(F.pad(x, (0, 0, 0, 0, self.front, 0), mode))
+
+
+class ResBlock(nn.Module):
+    """Twice norm, SiLU, convolution, added to the input; ``conv3`` fits the input where the channels change."""
+
+    def __init__(self, in_channels: int, out_channels: int, num_groups: int, shortcut_kernel: int = 1) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(num_groups, in_channels)
+        self.conv1 = CausalConv3d(in_channels, out_channels, bias=False)
+        self.norm2 = nn.GroupNorm(num_groups, out_channels)
+        self.conv2 = CausalConv3d(out_channels, out_channels, bias=False)
+        if in_channels != out_channels:
+            self.conv3 = CausalConv3d(in_channels, out_channels, shortcut_kernel, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = self.conv3(x) if hasattr(self, "conv3") else x
+        x = self.conv1(F.silu(self.norm1(x)))
+        return shortcut + self.conv2(F.silu(self.norm2(x)))
+
+
+def res_blocks(number: int, in_channels: int, out_channels: int, num_groups: int) -> nn.Sequential:
+    """``number`` residual blocks, of which the first changes the channels."""
+    inputs = [in_channels] + [out_channels] * (number - 1)
+    return nn.Sequential(*(ResBlock(channels, out_channels, num_groups) for channels in inputs))
+
+
+class Encoder(nn.Module):
+    """``[B, c_in, T, H, W]`` -> ``[B, c_out, f, H, W]``; ``halves[i]`` says whether level i ends in half the frames."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        widths: Sequence[int],
+        halves: Sequence[bool],
+        depth: int,
+        groups: int,
+    ) -> None:
+        super().__init__()
+        entering = [widths[0], *widths[:-1]]
+        self.conv_in = CausalConv3d(in_channels, widths[0], bias=False)
+        self.block_res_blocks = nn.ModuleList(
+            res_blocks(depth, before, width, groups) for before, width in zip(entering, widths, strict=True)
+        )
+        self.conv_blocks = nn.ModuleList(
+            CausalConv3d(width, width, stride=2) if half else nn.Identity()
+            for width, half in zip(widths[:-1], halves, strict=True)
+        )
+        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups)
+        self.norm1 = nn.GroupNorm(groups, widths[-1])
+        self.conv2 = CausalConv3d(widths[-1], out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for level, blocks in enumerate(self.block_res_blocks):
+            x = blocks(x)
+            if level < len(self.conv_blocks):
+                x = self.conv_blocks[level](x)
+        x = self.res_blocks(x)
+        return self.conv2(F.silu(self.norm1(x)))
+
+
+class Decoder(nn.Module):
+    """``[B, c_in, f, H, W]`` -> ``[B, c_out, T, H, W]``: the encoder's levels from the last to the first."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        widths: Sequence[int],
+        halves: Sequence[bool],
+        depth: int,
+        groups: int,
+    ) -> None:
+        super().__init__()
+        entering = [*widths[1:], widths[-1]]
+        self.conv1 = CausalConv3d(in_channels, widths[-1])
+        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups)
+        self.block_res_blocks = nn.ModuleList(
+            res_blocks(depth, before, width, groups) for before, width in zip(entering, widths, strict=True)
+        )
+        self.conv_blocks = nn.ModuleList(
+            CausalConv3d(width, 2 * width) if half else nn.Identity()
+            for width, half in zip(widths[1:], halves, strict=True)
+        )
+        self.norm1 = nn.GroupNorm(groups, widths[0])
+        self.conv_out = CausalConv3d(widths[0], out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.res_blocks(self.conv1(x))
+        for level in reversed(range(len(self.block_res_blocks))):
+            x = self.block_res_blocks[level](x)
+            if level and isinstance(self.conv_blocks[level - 1], CausalConv3d):
+                x = self.conv_blocks[level - 1](x)  # [B, 2 * C, T, H, W]
+                x = rearrange(x, "b (c two) t h w -> b c (t two) h w", two=2)
+        return self.conv_out(F.silu(self.norm1(x)))
+
+
+@dataclass(frozen=True)
+class DiagonalGaussian:
+    """A normal distribution with independent entries: what an autoencoder says of a latent."""
+
+    mean: Tensor
+    logvar: Tensor
+
+    @classmethod
+    def of(cls, moments: Tensor) -> DiagonalGaussian:
+        """Of ``[B, 2 * c, ...]``, means and log variances; these are clamped to [-30, 20]."""
+        mean, logvar = moments.chunk(2, dim=1)
+        return cls(mean, logvar.clamp(-30, 20))
+
+    @property
+    def std(self) -> Tensor:
+        return (self.logvar / 2).exp()
+
+    def sample(self, noise: Tensor | None) -> Tensor:
+        """Of standard normal numbers like ``mean``; without them, the mean."""
+        return self.mean if noise is None else self.mean + self.std * noise
+
+    def kl(self, other: DiagonalGaussian | None = None) -> Tensor:
+        """Kullback-Leibler divergence from ``other``, by default the standard normal distribution, in nats, ``[B]``."""
+        zero = torch.zeros_like(self.mean)
+        other = other or DiagonalGaussian(zero, zero)
+        distance = (self.mean - other.mean) ** 2 / other.logvar.exp()
+        ratio = self.logvar - other.logvar
+        return (distance + ratio.exp() - 1 - ratio).flatten(1).sum(1) / 2
+
+    def nll(self, value: Tensor) -> Tensor:
+        """Negative log likelihood of ``value``, in nats, ``[B]``."""
+        terms = math.log(2 * math.pi) + self.logvar + (value - self.mean) ** 2 / self.logvar.exp()
+        return terms.flatten(1).sum(1) / 2
+
+
+class TemporalVAE(nn.Module):
+    """Image latents ``[B, c, T, H, W]`` to clip latents ``[B, c, f, H, W]`` and back; ``f = ceil(T / time_factor)``.
+
+    Every T is taken: frames of zeros are put in front up to a multiple of ``time_factor``, and cut off when decoding.
+    The defaults are those of the released weights.
+
+    Args:
+        in_out_channels: channels of the image latents.
+        latent_embed_dim: channels inside, between the two 1x1x1 convolutions.
+        embed_dim: channels of the clip latents.
+        filters: width of the outermost level; ``channel_multipliers`` has that of every level, relative to it.
+        temporal_downsample: for every level but the last, whether it ends in half as many frames.
+        num_groups: of group norm.
+    """
+
+    def __init__(
+        self,
+        in_out_channels: int = 4,
+        latent_embed_dim: int = 4,
+        embed_dim: int = 4,
+        filters: int = 128,
+        num_res_blocks: int = 4,
+        channel_multipliers: Sequence[int] = (1, 2, 2, 4),
+        temporal_downsample: Sequence[bool] = (False, True, True),
+        num_groups: int = 32,
+    ) -> None:
+        super().__init__()
+        if len(temporal_downsample) != len(channel_multipliers) - 1:
+            raise ValueError(
+                f"got temporal_downsample {tuple(temporal_downsample)} for channel_multipliers "
+                f"{tuple(channel_multipliers)}; expected one entry for every level but the last; change one of them"
+            )
+        widths = [filters * multiplier for multiplier in channel_multipliers]
+        levels = (widths, temporal_downsample, num_res_blocks, num_groups)
+        self.time_factor = 2 ** sum(temporal_downsample)
+        self.encoder = Encoder(in_out_channels, 2 * latent_embed_dim, *levels)
+        self.quant_conv = CausalConv3d(2 * latent_embed_dim, 2 * embed_dim, 1)
+        self.post_quant_conv = CausalConv3d(embed_dim, latent_embed_dim, 1)
+        self.decoder = Decoder(latent_embed_dim, in_out_channels, *levels)
+
+    def encode(self, x: Tensor) -> DiagonalGaussian:
+        """``[B, c, T, H, W]`` -> the distribution of ``[B, c, f, H, W]``."""
+        x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % self.time_factor, 0))
+        return DiagonalGaussian.of(self.quant_conv(self.encoder(x)))
+
+    def decode(self, z: Tensor, *, num_frames: int) -> Tensor:
+        """``[B, c, f, H, W]`` -> ``[B, c, num_frames, H, W]``, if f is what ``num_frames`` frames are encoded to."""
+        return self.decoder(self.post_quant_conv(z))[:, :, -num_frames % self.time_factor :]
