@@ -191,10 +191,16 @@ class CrossAttention(nn.Module):
         self.kv_linear = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, text: Tensor, lengths: tuple[Sequence[int], Sequence[int]]) -> Tensor:
-        """Tokens ``[R, L, C]`` in sample order and packed text ``[N, C]``; lengths of both, per sample."""
+    def forward(
+        self, x: Tensor, text: Tensor, lengths: tuple[Sequence[int], Sequence[int]], keys: Tensor | None = None
+    ) -> Tensor:
+        """Tokens ``[R, L, C]`` in sample order and packed text ``[N, C]``; lengths of both, per sample.
+
+        ``keys`` are the keys and values ``[N, 2 * C]`` of the text, if they have been computed ahead.
+        """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
-        k, v = rearrange(self.kv_linear(text), "n (two h d) -> two n h d", two=2, h=self.num_heads)
+        keys = self.kv_linear(text) if keys is None else keys
+        k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         out = attention(q, k, v, lengths=lengths)  # [R * L, H, D]
         return self.proj(out.reshape(x.shape))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .conditioning import Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig
+from .conditioning import Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig, Text
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -103,7 +103,7 @@ class STDiT3(ConditionedModel):
         self,
         x: Tensor,
         timestep: Tensor,
-        y: Tensor,
+        y: Tensor | Text,
         mask: Tensor | None = None,
         x_mask: Tensor | None = None,
         fps: Tensor | None = None,
@@ -119,7 +119,8 @@ class STDiT3(ConditionedModel):
             x: latents ``[B, C_in, frames, height, width]``; sizes that the patch does not divide are padded with
                 zeros at the end.
             timestep: ``[B]``, 0 (data) to 1000 (noise).
-            y: text features ``[B, 1, L, Cy]``; with ``skip_y_embedder`` projected and packed ``[1, N, C]``.
+            y: text features ``[B, 1, L, Cy]``, or what ``encode_text`` made of them; with ``skip_y_embedder`` projected
+                and packed ``[1, N, C]``.
             mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows); with ``skip_y_embedder`` lengths ``[B]``.
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
             fps: frames per second ``[B]``, 24 where absent.
@@ -138,12 +139,12 @@ class STDiT3(ConditionedModel):
         t = self.t_embedder(self._times(timestep, x_mask))  # [B, m, C]
         t = t + self.fps_embedder(fps, len(x))[:, None]  # [B, m, C]
         modulation = self.t_block(t).unflatten(-1, (6, -1))  # [B, m, 6, C]
-        text, text_lengths = self._embed_text(y, mask, drop_caption)  # [N, C]
+        text = self._text(y, mask, drop_caption)
         given = self._given_frames(x_mask)  # [B, T]
         trained_at = self.config.input_sq_size
 
         def condition_of(rows: Rows) -> Condition:
-            return Condition.of(rows, modulation, given, text, text_lengths)
+            return Condition.of(rows, modulation, given, text.tokens, text.lengths, text.keys)
 
         rows = self.shard(grid)  # spatial rows
         patches = rows.slice(x).to(self.dtype)  # [R, S, V * C_in]
