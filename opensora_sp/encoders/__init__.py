@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .base import LatentEncoder, TextEncoder
+from .base import LatentEncoder, Piece, TextEncoder, independent_pieces
 from .pretrained import ImageVAE, T5TextEncoder
 from .standins import HashedBagOfWords, PatchPoolVAE
 
@@ -26,7 +26,9 @@ __all__ = [
     "ImageVAE",
     "LatentEncoder",
     "PatchPoolVAE",
+    "Piece",
     "T5TextEncoder",
     "TextEncoder",
+    "independent_pieces",
     "planned_latent_size",
 ]

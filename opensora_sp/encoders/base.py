@@ -1,8 +1,14 @@
-"""What the training and sampling runs ask of a video autoencoder and of a text encoder."""
+"""What the training and sampling runs ask of a video autoencoder and of a text encoder.
+
+Legend: B samples, F frames of video, c latent channels, f x h x w latent size, L text tokens.
+
+Any class with these members can stand in a config by its importable name, ``vae=dict(type="my_package.MyVAE", ...)``.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,9 +16,21 @@ from torch import Tensor
 
 @runtime_checkable
 class LatentEncoder(Protocol):
-    """Videos ``[B, 3, F, height, width]`` in [-1, 1] to latents ``[B, c, f, h, w]`` and back."""
+    """Videos ``[B, 3, F, height, width]`` in [-1, 1] to latents ``[B, c, f, h, w]`` float32, and back.
+
+    Both directions take and return tensors on the device of ``to``. Latents are ``(z - shift) / scale`` of what the
+    network itself yields, ``z``, so that the diffusion model sees numbers of about unit size.
+
+    Two attributes, which may be left out, say how a clip falls into parts that depend on nothing else
+    (``independent_pieces``): ``chunk_frames`` and ``chunk_latent_frames``, the frames and latent frames of such a part.
+    1 and 1 mean that every frame stands alone; None (the default) that a clip is one whole.
+
+    A class whose construction loads weights gives a classmethod ``planned_latent_size(num_frames, height, width,
+    **options)`` beside ``latent_size``, which the planner calls instead.
+    """
 
     channels: int
+    scale: float | Tensor
 
     def encode(self, video: Tensor) -> Tensor: ...
 
@@ -25,7 +43,10 @@ class LatentEncoder(Protocol):
 
 @runtime_checkable
 class TextEncoder(Protocol):
-    """Captions to features ``[B, 1, L, width]`` and a mask ``[B, L]``, 1 for tokens in use."""
+    """Captions to features ``[B, 1, L, width]`` float32 and their lengths as a mask ``[B, L]`` int64.
+
+    ``L`` is ``max_length``. The mask is 1 for tokens in use, which come first: a caption's length is its row's sum.
+    """
 
     width: int
     max_length: int
@@ -33,3 +54,40 @@ class TextEncoder(Protocol):
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]: ...
 
     def to(self, device: torch.device) -> TextEncoder: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a clip that is encoded and decoded without the rest: its frames, and the latent frames it stands for.
+
+    For every piece, and for every run of neighbouring ones taken from the first's start to the last's stop,
+    ``encode(video[:, :, frames])`` is ``encode(video)[:, :, latents]``, and
+    ``decode(z[:, :, latents], num_frames=frames.stop - frames.start)`` is ``decode(z, num_frames=F)[:, :, frames]``.
+    """
+
+    frames: slice
+    latents: slice
+
+
+def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list[Piece]:
+    """The parts of a clip that ``vae`` treats by themselves, first to last; ranks can share them out.
+
+    Args:
+        vae: a ``LatentEncoder``.
+        num_frames: frames of the clip.
+        latent_frames: latent frames of the clip, ``vae.latent_size(...)[0]`` or ``latents.shape[2]``.
+
+    Raises:
+        ValueError: if the clip falls into another number of parts than its latents.
+    """
+    step, latent_step = getattr(vae, "chunk_frames", None), getattr(vae, "chunk_latent_frames", None)
+    if step is None or latent_step is None:
+        return [Piece(slice(0, num_frames), slice(0, latent_frames))]
+    frames = [slice(i, min(i + step, num_frames)) for i in range(0, num_frames, step)]
+    latents = [slice(i, min(i + latent_step, latent_frames)) for i in range(0, latent_frames, latent_step)]
+    if len(frames) != len(latents):
+        raise ValueError(
+            f"got {num_frames} frames and {latent_frames} latent frames, which are {len(frames)} and {len(latents)} "
+            f"chunks of {step} and {latent_step}; expected as many; pass the frame count that the latents were made of"
+        )
+    return [Piece(*piece) for piece in zip(frames, latents, strict=True)]

@@ -23,6 +23,8 @@ class ImageVAE(nn.Module):
         dtype: "fp32", "bf16" or "fp16".
     """
 
+    chunk_frames = chunk_latent_frames = 1
+
     def __init__(
         self, from_pretrained: str, subfolder: str | None = None, micro_batch_size: int = 8, dtype: str = "fp32"
     ) -> None:
@@ -33,6 +35,7 @@ class ImageVAE(nn.Module):
         self.vae.requires_grad_(False)
         self.micro_batch_size = micro_batch_size
         self.channels: int = self.vae.config.latent_channels
+        self.scale = 1 / self.vae.config.scaling_factor
         self.factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     @torch.no_grad()

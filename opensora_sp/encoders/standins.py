@@ -12,15 +12,20 @@ from torch import Tensor, nn
 
 
 class PatchPoolVAE(nn.Module):
-    """CPU stand-in for a VAE: latents are means over ``pool`` = (frames, height, width); decoding interpolates."""
+    """CPU stand-in for a VAE: latents are means over ``pool`` = (frames, height, width); decoding interpolates.
+
+    Frames stand alone where ``pool`` takes one at a time; otherwise decoding interpolates between them.
+    """
 
     channels = 3
+    scale = 1.0
 
     def __init__(self, pool: tuple[int, int, int] = (2, 4, 4)) -> None:
         super().__init__()
         self.pool = tuple(pool)
         if len(self.pool) != 3 or min(self.pool) < 1:
             raise ValueError(f"got pool {self.pool}; expected (frames, height, width) >= 1; change vae.pool")
+        self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
 
     def encode(self, video: Tensor) -> Tensor:
         return F.avg_pool3d(video, self.pool, ceil_mode=True)
