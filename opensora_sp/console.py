@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,14 @@ def told_errors() -> Iterator[None]:
         rank = os.environ.get("RANK")
         print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def show_log() -> None:
+    """Send the package's log to the terminal, of the first process; of the others errors alone."""
+    log = logging.getLogger("opensora_sp")
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
+    log.propagate = False
 
 
 def config_arguments(description: str) -> argparse.ArgumentParser:

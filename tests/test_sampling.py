@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from opensora_sp.data import read_video
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh
 from opensora_sp.sampling import read_prompts
+from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline, preflight
 from opensora_sp.weights import write_model_config
 
@@ -51,10 +54,11 @@ def sample_latents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]
         options = [f"precision={precision}", f"num_frames={num_frames}", "scheduler.num_sampling_steps=10"]
         cfg = load_inference_config(folder / "sample.py", options)
         pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
+        request = [replace(requests_of(cfg, PROMPTS[:1])[0], place=5)]
         with CommLedger() as ledger:
-            first = pipeline.latents(PROMPTS[:1], [5])
+            first = pipeline.latents(request)
         exchanges = ledger.calls["switch", "forward"] + ledger.calls["heads", "forward"]
-        found.append((first, pipeline.latents(PROMPTS[:1], [5]), exchanges))
+        found.append((first, pipeline.latents(request), exchanges))
     return found
 
 
@@ -80,11 +84,13 @@ def test_latents_do_not_depend_on_the_number_of_processes(trained: Path, alone: 
 def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:
     cfg = load_inference_config(trained / "sample.py", ["precision=fp64"])
     pipeline = build_pipeline(cfg, trained, SequenceMesh(1), torch.device("cpu"))
-    batched = pipeline.latents(PROMPTS, [0, 1, 2, 3])
-    for i, prompt in enumerate(PROMPTS):
-        alone = pipeline.latents([prompt], [i])[0]
-        torch.testing.assert_close(batched[i], alone, rtol=1e-9, atol=1e-9)
-    assert not torch.allclose(pipeline.latents(PROMPTS[:1], [7])[0], batched[0])
+    requests = requests_of(cfg, PROMPTS)
+    batched = pipeline.latents(requests)
+    for i, request in enumerate(requests):
+        torch.testing.assert_close(batched[i], pipeline.latents([request])[0], rtol=1e-9, atol=1e-9)
+    other_noise = [replace(requests[0], place=7), replace(requests[0], sample=1), replace(requests[0], seed=7)]
+    found = [batched[0], *(pipeline.latents([request])[0] for request in other_noise)]
+    assert not any(torch.allclose(one, other) for one, other in combinations(found, 2))
 
 
 def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(trained: Path, tmp_path: Path) -> None:
@@ -108,8 +114,8 @@ def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(trained: Path, t
 def test_prompt_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\n two \n")
     (tmp_path / "a.csv").write_text('prompt,seed\n"one, two",1\nthree,2\n')
-    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
-    assert read_prompts(tmp_path / "a.csv") == ["one, two", "three"]
+    assert [one.prompt for one in read_prompts(tmp_path / "a.txt")] == ["one", "two"]
+    assert [(one.prompt, one.seed) for one in read_prompts(tmp_path / "a.csv")] == [("one, two", 1), ("three", 2)]
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "b.csv").write_text("words\na\n")
     for name, message in [
@@ -124,8 +130,8 @@ def test_prompt_files(tmp_path: Path) -> None:
 
 def test_what_cannot_work_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    good = load_inference_config(trained / "sample.py").model_copy(update={"ckpt": str(trained), "prompts": ["a"]})
-    assert preflight(good) == (3, trained)
+    good = load_inference_config(trained / "sample.py", values={"ckpt": str(trained), "prompts": ["a"]})
+    assert preflight(good) == (requests_of(good), trained)
     for change, message in [
         ({"prompts": []}, "got no prompts"),
         ({"ckpt": None}, "got no checkpoint"),

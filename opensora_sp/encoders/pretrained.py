@@ -95,6 +95,9 @@ class T5TextEncoder(nn.Module):
         features = self.t5(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
         return features.float()[:, None], tokens.attention_mask
 
+    def num_tokens(self, text: str) -> int:
+        return len(self.tokenizer(text, verbose=False).input_ids)
+
 
 def _load(cls, source: str, key: str, **options):  # noqa: ANN001, ANN003, ANN202
     """``cls.from_pretrained``, with one error that names the local-folder way."""

@@ -109,6 +109,11 @@ def share(shape: Shape, options: Options, ranks: int) -> Sharing:
     )
 
 
+def busiest_work(shape: Shape, options: Options, ranks: int) -> float:
+    """FLOPs of a forward pass through the blocks on the rank that has most of them."""
+    return shape.depth * max(_work(shape.mode(options, ranks), shape, ranks))
+
+
 def _work(mode: Mode, shape: Shape, ranks: int) -> list[float]:
     """FLOPs of a spatial and a temporal block on each rank."""
     B, T, S, C, H = shape.num_samples, shape.frames, shape.patches, shape.width, shape.heads
