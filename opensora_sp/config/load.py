@@ -10,7 +10,7 @@ import ast
 import difflib
 import json
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -124,8 +124,9 @@ def _known_keys(schema: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
         if isinstance(part, int):
             continue  # a place in a list
         annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
-        annotation = get_args(annotation)[0] if get_origin(annotation) is list else annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        models = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+        found = next((one for one in models if issubclass(one, BaseModel)), None)
+        if found is None:
             return []
-        schema = annotation
+        schema = found
     return list(schema.model_fields)

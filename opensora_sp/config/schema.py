@@ -149,48 +149,6 @@ class Common(Strict):
         return self.image_size
 
 
-class TrainConfig(Common):
-    """A training run.
-
-    ``batch_size`` counts clips of a micro-batch; an optimizer step consumes ``micro_batches_per_step`` of them over all
-    replicas (by default one each), whatever the number of processes is. ``mask_ratios`` says how often which frames of
-    a clip are given to the model, for example ``dict(image_head=0.1)``; see ``diffusion/frame_masks.py``.
-    """
-
-    precision: Precision = "bf16"
-    zero_stage: Literal[1, 2] = 2
-    dataset: Dataset
-    batch_size: int = Field(1, ge=1)
-    micro_batches_per_step: int | None = Field(None, ge=1)
-    num_workers: int = Field(0, ge=0)
-    max_steps: int = Field(ge=1)
-    warmup_steps: int = Field(0, ge=0)
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    optimizer: Optimizer = Optimizer()
-    grad_clip: float = Field(0.0, ge=0)
-    grad_checkpoint: bool = False
-    ema_decay: float = Field(0.999, ge=0, lt=1)
-    log_every: int = Field(1, ge=1)
-    ckpt_every: int = Field(1000, ge=1)
-    keep_last: int | None = Field(None, ge=1)
-    outputs: str = "outputs"
-    load: str | None = None
-    mask_ratios: dict[str, float] | None = None
-
-    @field_validator("mask_ratios")
-    @classmethod
-    def _mask_ratios(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value is not None:
-            check_mask_ratios(value)
-        return value
-
-    @model_validator(mode="after")
-    def _training_precision(self) -> TrainConfig:
-        if self.precision == "fp64":
-            raise ValueError("got precision 'fp64'; expected 'fp32', 'bf16' or 'fp16' for training; choose one")
-        return self
-
-
 class PromptOptions(Strict):
     """A prompt, and what it says for itself; the rest is as in the config. The columns of a prompt file."""
 
@@ -229,6 +187,85 @@ class PromptOptions(Strict):
         return None if self.resolution is None else frame_size(self.resolution, self.aspect_ratio)
 
 
+def _prompts(value: Any) -> Any:
+    return [{"prompt": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+
+
+Prompts = Annotated[list[PromptOptions], BeforeValidator(_prompts)]
+"""Texts, or dicts of ``PromptOptions``."""
+
+
+class Validation(Strict):
+    """What is looked at ``every`` so many steps of training: videos of ``prompts``, and the loss of the clips of
+    ``manifest`` in ``bins`` of timesteps. Left out are what the training config says and the scheduler's defaults."""
+
+    every: int = Field(ge=1)
+    prompts: Prompts = Field(default_factory=list)
+    negative_prompt: str | None = None
+    num_samples: int = Field(1, ge=1)
+    num_sampling_steps: int | None = Field(None, ge=1)
+    cfg_scale: float | None = None
+    fps: float = Field(24.0, gt=0)
+    format: Literal["mp4", "gif"] = "mp4"
+    manifest: str | None = None
+    bins: int = Field(10, ge=1)
+    batch_size: int = Field(1, ge=1)
+    use_ema: bool = True
+
+    @model_validator(mode="after")
+    def _looks_at_something(self) -> Validation:
+        if not self.prompts and self.manifest is None:
+            raise ValueError(
+                "got validation without prompts and manifest; expected at least one of them; add prompts=['...'], or "
+                "remove validation"
+            )
+        return self
+
+
+class TrainConfig(Common):
+    """A training run.
+
+    ``batch_size`` counts clips of a micro-batch; an optimizer step consumes ``micro_batches_per_step`` of them over all
+    replicas (by default one each), whatever the number of processes is. ``mask_ratios`` says how often which frames of
+    a clip are given to the model, for example ``dict(image_head=0.1)``; see ``diffusion/frame_masks.py``.
+    ``validation`` is off where it is None.
+    """
+
+    precision: Precision = "bf16"
+    zero_stage: Literal[1, 2] = 2
+    dataset: Dataset
+    batch_size: int = Field(1, ge=1)
+    micro_batches_per_step: int | None = Field(None, ge=1)
+    num_workers: int = Field(0, ge=0)
+    max_steps: int = Field(ge=1)
+    warmup_steps: int = Field(0, ge=0)
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    optimizer: Optimizer = Optimizer()
+    grad_clip: float = Field(0.0, ge=0)
+    grad_checkpoint: bool = False
+    ema_decay: float = Field(0.999, ge=0, lt=1)
+    log_every: int = Field(1, ge=1)
+    ckpt_every: int = Field(1000, ge=1)
+    keep_last: int | None = Field(None, ge=1)
+    outputs: str = "outputs"
+    load: str | None = None
+    mask_ratios: dict[str, float] | None = None
+    validation: Validation | None = None
+
+    @field_validator("mask_ratios")
+    @classmethod
+    def _mask_ratios(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None:
+            check_mask_ratios(value)
+        return value
+
+    @model_validator(mode="after")
+    def _training_precision(self) -> TrainConfig:
+        if self.precision == "fp64":
+            raise ValueError("got precision 'fp64'; expected 'fp32', 'bf16' or 'fp16' for training; choose one")
+        return self
+
+
 class InferenceConfig(Common):
     """A sampling run. Where ``sp_size`` is None, it is chosen by an estimate of the time.
 
@@ -247,7 +284,7 @@ class InferenceConfig(Common):
     batch_size: int = Field(1, ge=1)
     ckpt: str | None = None
     use_ema: bool = True
-    prompts: list[PromptOptions] = Field(default_factory=list)
+    prompts: Prompts = Field(default_factory=list)
     num_samples: int = Field(1, ge=1)
     skip_existing: bool = False
     format: Literal["mp4", "gif"] = "mp4"
@@ -258,11 +295,6 @@ class InferenceConfig(Common):
     condition_frame_length: int = Field(5, ge=1)
     condition_frame_edit: float = Field(0.0, ge=0, le=1)
     outputs: str = "samples"
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _texts(cls, value: Any) -> Any:
-        return [{"prompt": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
 
 
 def frame_size(resolution: str | int, aspect_ratio: str | None) -> tuple[int, int]:

@@ -168,9 +168,17 @@ def _is_there(folder: Path, request: Request, facts: dict[str, Any]) -> bool:
 
 
 def write_batch(
-    pipeline: Pipeline, batch: list[Request], parts: list[torch.Tensor], mesh: SequenceMesh, folder: Path, digest: str
+    pipeline: Pipeline,
+    batch: list[Request],
+    parts: list[torch.Tensor],
+    mesh: SequenceMesh,
+    folder: Path,
+    digest: str | None,
 ) -> list[Path]:
-    """Decode and write what ``Pipeline.looped`` made of a batch; returns the files of this rank. Collective."""
+    """Decode and write what ``Pipeline.looped`` made of a batch; returns the files of this rank. Collective.
+
+    ``digest`` is the fingerprint of the weights, None while they are being trained.
+    """
     outputs = {
         place: Output(folder, request, facts_of(pipeline.cfg, request, digest), pipeline.num_frames(request))
         for place, request in enumerate(batch)
