@@ -47,7 +47,7 @@ CASES = [("fp64", 5, 1e-9), ("fp32", 5, 1e-4), ("fp64", 1, 1e-9), ("fp64", 16, 1
 
 
 def sample_latents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """For each case ten steps with guidance 4, twice; and the number of exchanges between blocks."""
+    """For each case ten steps with guidance 4, twice; and the elements sent between blocks."""
     mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
     found = []
     for precision, num_frames, _ in CASES:
@@ -57,7 +57,7 @@ def sample_latents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]
         request = [replace(requests_of(cfg, PROMPTS[:1])[0], place=5)]
         with CommLedger() as ledger:
             first = pipeline.latents(request)
-        exchanges = ledger.calls["switch", "forward"] + ledger.calls["heads", "forward"]
+        exchanges = ledger.elements["switch", "forward"] + ledger.elements["heads", "forward"]
         found.append((first, pipeline.latents(request), exchanges))
     return found
 
@@ -97,10 +97,11 @@ def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(trained: Path, t
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[1:]) + "\n\n")
     done = run(
         "scripts/inference.py", trained / "sample.py", "--ckpt", trained, "--prompt", PROMPTS[0],
-        "--prompts", tmp_path / "prompts.txt", "--outputs", tmp_path / "out", "--cfg-options", "sp_size=2",
+        "--prompts", tmp_path / "prompts.txt", "--outputs", tmp_path / "out", "--sp-size", "2",
         launcher="torchrun", ranks=4,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 videos on 4 processes: 2 groups of 2 (sp_size 2), as asked for" in done.stderr
     videos = sorted((tmp_path / "out").glob("*.mp4"))
     assert [v.name for v in videos][:2] == ["000-a-red-circle.mp4", "001-a-long-caption-of-a-blue-square.mp4"]
     assert len(videos) == len(PROMPTS)

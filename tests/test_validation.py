@@ -116,6 +116,6 @@ def test_videos_are_written_and_shown(trained: tuple[Path, list[float]]) -> None
     ],
 )
 def test_what_cannot_be_validated_is_refused(tmp_path: Path, options: list[str], message: str) -> None:
-    (tmp_path / "train.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 2))) + "sp_size = 1\n")
+    (tmp_path / "train.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n")
     with pytest.raises(ValueError, match=message):
         preflight(load_train_config(tmp_path / "train.py", [f"validation.{option}" for option in options]), None)

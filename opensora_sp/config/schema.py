@@ -177,6 +177,8 @@ class PromptOptions(Strict):
                 f"got aspect_ratio {self.aspect_ratio!r} without resolution for {self.prompt!r}; expected both; add "
                 "for example resolution 240p"
             )
+        if self.resolution is not None:
+            frame_size(self.resolution, self.aspect_ratio)  # known names
         return self
 
     @property
