@@ -2,8 +2,9 @@
 
 python benchmarks/sampling.py --repeats 5
 
-Each process computes with one thread. In each repeat they take turns: one process while the other waits, then both. Also counted: how often text is encoded in a whole sampling loop, and the peak of live bytes while a video is
-decoded, for videos of different lengths.
+Each process computes with one thread. In each repeat they take turns: one process while the other waits, then both.
+Also counted: how often text is encoded in a whole sampling loop, and the peak of live bytes while a video is decoded,
+for videos of different lengths.
 """
 
 import argparse
