@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.data import BrokenClip, VideoTextDataset, is_held_out, to_frames, toy_clip
+from opensora_sp.data import BrokenClip, VideoTextDataset, is_held_out, toy_clip
 from opensora_sp.data.toy import COLOURS, MARGIN
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal
 from opensora_sp.sampling.contact_sheet import write_contact_sheet
+from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.pipeline import Pipeline
+from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline
 from opensora_sp.training.metrics import read_metrics, running_mean
 from opensora_sp.weights import find_weights
@@ -154,8 +156,9 @@ def sample_backgrounds(pipeline: Pipeline, prompts: list[str], sheet: Path) -> t
     """Mean border colours ``[8, 3]`` of samples for the prompts and, from the same noise, for the swapped prompts."""
     shown, colours = [], []
     for texts in (prompts, swap(prompts)):
-        videos = pipeline.decode(pipeline.latents(texts, range(len(texts))))
-        frames = [to_frames(video) for video in videos]
+        batch = requests_of(pipeline.cfg, texts)
+        decoded = pipeline.frames(batch, [pipeline.latents(batch)], SequenceMesh(1))
+        frames = collected(decoded, len(batch))
         shown += list(zip(texts, frames, strict=True))
         colours.append(np.stack([border_colour(video) for video in frames]))
     write_contact_sheet(sheet, shown[: len(prompts)])

@@ -22,6 +22,7 @@ from opensora_sp.diffusion import IDDPM, Noised, RectifiedFlow, rank_loss
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.wrap import Shard
+from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline
 from opensora_sp.training.metrics import read_metrics
 
@@ -113,7 +114,7 @@ def sample_latents(folder: Path) -> torch.Tensor:
         options = ["precision=fp64", "model.pred_sigma=True", f"scheduler={scheduler}"]
         cfg = load_inference_config(folder / "sample.py", options)
         pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
-        found.append(pipeline.latents(["a red circle"], [5]))
+        found.append(pipeline.latents(requests_of(cfg, ["a red circle"])))
     return torch.stack(found)
 
 

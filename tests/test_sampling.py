@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from opensora_sp.data import read_video
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh
 from opensora_sp.sampling import read_prompts
+from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline, preflight
 from opensora_sp.weights import write_model_config
 
@@ -44,17 +47,18 @@ CASES = [("fp64", 5, 1e-9), ("fp32", 5, 1e-4), ("fp64", 1, 1e-9), ("fp64", 16, 1
 
 
 def sample_latents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """For each case ten steps with guidance 4, twice; and the number of exchanges between blocks."""
+    """For each case ten steps with guidance 4, twice; and the elements sent between blocks."""
     mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
     found = []
     for precision, num_frames, _ in CASES:
         options = [f"precision={precision}", f"num_frames={num_frames}", "scheduler.num_sampling_steps=10"]
         cfg = load_inference_config(folder / "sample.py", options)
         pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
+        request = [replace(requests_of(cfg, PROMPTS[:1])[0], place=5)]
         with CommLedger() as ledger:
-            first = pipeline.latents(PROMPTS[:1], [5])
-        exchanges = ledger.calls["switch", "forward"] + ledger.calls["heads", "forward"]
-        found.append((first, pipeline.latents(PROMPTS[:1], [5]), exchanges))
+            first = pipeline.latents(request)
+        exchanges = ledger.elements["switch", "forward"] + ledger.elements["heads", "forward"]
+        found.append((first, pipeline.latents(request), exchanges))
     return found
 
 
@@ -80,21 +84,24 @@ def test_latents_do_not_depend_on_the_number_of_processes(trained: Path, alone: 
 def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:
     cfg = load_inference_config(trained / "sample.py", ["precision=fp64"])
     pipeline = build_pipeline(cfg, trained, SequenceMesh(1), torch.device("cpu"))
-    batched = pipeline.latents(PROMPTS, [0, 1, 2, 3])
-    for i, prompt in enumerate(PROMPTS):
-        alone = pipeline.latents([prompt], [i])[0]
-        torch.testing.assert_close(batched[i], alone, rtol=1e-9, atol=1e-9)
-    assert not torch.allclose(pipeline.latents(PROMPTS[:1], [7])[0], batched[0])
+    requests = requests_of(cfg, PROMPTS)
+    batched = pipeline.latents(requests)
+    for i, request in enumerate(requests):
+        torch.testing.assert_close(batched[i], pipeline.latents([request])[0], rtol=1e-9, atol=1e-9)
+    other_noise = [replace(requests[0], place=7), replace(requests[0], sample=1), replace(requests[0], seed=7)]
+    found = [batched[0], *(pipeline.latents([request])[0] for request in other_noise)]
+    assert not any(torch.allclose(one, other) for one, other in combinations(found, 2))
 
 
 def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[1:]) + "\n\n")
     done = run(
         "scripts/inference.py", trained / "sample.py", "--ckpt", trained, "--prompt", PROMPTS[0],
-        "--prompts", tmp_path / "prompts.txt", "--outputs", tmp_path / "out", "--cfg-options", "sp_size=2",
+        "--prompts", tmp_path / "prompts.txt", "--outputs", tmp_path / "out", "--sp-size", "2",
         launcher="torchrun", ranks=4,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 videos on 4 processes: 2 groups of 2 (sp_size 2), as asked for" in done.stderr
     videos = sorted((tmp_path / "out").glob("*.mp4"))
     assert [v.name for v in videos][:2] == ["000-a-red-circle.mp4", "001-a-long-caption-of-a-blue-square.mp4"]
     assert len(videos) == len(PROMPTS)
@@ -108,8 +115,8 @@ def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(trained: Path, t
 def test_prompt_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\n two \n")
     (tmp_path / "a.csv").write_text('prompt,seed\n"one, two",1\nthree,2\n')
-    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
-    assert read_prompts(tmp_path / "a.csv") == ["one, two", "three"]
+    assert [one.prompt for one in read_prompts(tmp_path / "a.txt")] == ["one", "two"]
+    assert [(one.prompt, one.seed) for one in read_prompts(tmp_path / "a.csv")] == [("one, two", 1), ("three", 2)]
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "b.csv").write_text("words\na\n")
     for name, message in [
@@ -124,8 +131,8 @@ def test_prompt_files(tmp_path: Path) -> None:
 
 def test_what_cannot_work_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    good = load_inference_config(trained / "sample.py").model_copy(update={"ckpt": str(trained), "prompts": ["a"]})
-    assert preflight(good) == (3, trained)
+    good = load_inference_config(trained / "sample.py", values={"ckpt": str(trained), "prompts": ["a"]})
+    assert preflight(good) == (requests_of(good), trained)
     for change, message in [
         ({"prompts": []}, "got no prompts"),
         ({"ckpt": None}, "got no checkpoint"),

@@ -1,13 +1,15 @@
 """Configs: mmengine-style files, a schema that refuses what it does not know, overrides that are data."""
 
-from .load import dump_config, load_inference_config, load_train_config, parse_override
-from .schema import InferenceConfig, TrainConfig, build_component, split_type
+from .load import dump_config, explain, load_inference_config, load_train_config, parse_override
+from .schema import InferenceConfig, PromptOptions, TrainConfig, build_component, split_type
 
 __all__ = [
     "InferenceConfig",
+    "PromptOptions",
     "TrainConfig",
     "build_component",
     "dump_config",
+    "explain",
     "load_inference_config",
     "load_train_config",
     "parse_override",

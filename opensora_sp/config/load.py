@@ -10,7 +10,7 @@ import ast
 import difflib
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,9 +28,14 @@ def load_train_config(path: str | Path, overrides: list[str] | None = None) -> T
     return _load(TrainConfig, path, overrides)
 
 
-def load_inference_config(path: str | Path, overrides: list[str] | None = None) -> InferenceConfig:
-    """Load and check a sampling config; see ``load_train_config``."""
-    return _load(InferenceConfig, path, overrides)
+def load_inference_config(
+    path: str | Path, overrides: list[str] | None = None, values: dict[str, Any] | None = None
+) -> InferenceConfig:
+    """Load and check a sampling config; see ``load_train_config``.
+
+    ``values`` are put over the config last, by dotted keys, as they are. A size among them replaces the config's.
+    """
+    return _load(InferenceConfig, path, overrides, values)
 
 
 def dump_config(config: BaseModel) -> str:
@@ -53,7 +58,12 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         return key.strip().split("."), value
 
 
-def _load(schema: type[Checked], path: str | Path, overrides: list[str] | None) -> Checked:
+def _load(
+    schema: type[Checked],
+    path: str | Path,
+    overrides: list[str] | None,
+    last: dict[str, Any] | None = None,
+) -> Checked:
     if not Path(path).is_file():
         raise ValueError(f"got config {str(path)!r}, which is not a file; expected a .py config; see configs/")
     from mmengine.config import Config
@@ -68,10 +78,14 @@ def _load(schema: type[Checked], path: str | Path, overrides: list[str] | None) 
     for text in overrides or []:
         keys, value = parse_override(text)
         _set(values, keys, value, text)
+    if last and "resolution" in last:
+        values = {key: value for key, value in values.items() if key not in ("image_size", "aspect_ratio")}
+    for key, value in (last or {}).items():
+        _set(values, key.split("."), value, f"{key}={value}")
     try:
         return schema(**values)
     except ValidationError as error:
-        raise ValueError(_explain(error, schema, str(path))) from None
+        raise ValueError(explain(error, schema, str(path))) from None
 
 
 def _set(values: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
@@ -85,7 +99,7 @@ def _set(values: dict[str, Any], keys: list[str], value: Any, text: str) -> None
     values[keys[-1]] = value
 
 
-def _explain(error: ValidationError, schema: type[BaseModel], path: str) -> str:
+def explain(error: ValidationError, schema: type[BaseModel], path: str) -> str:
     """Every finding on a line of its own: got, expected, what to do."""
     lines = []
     for finding in error.errors():
@@ -107,8 +121,12 @@ def _explain(error: ValidationError, schema: type[BaseModel], path: str) -> str:
 
 def _known_keys(schema: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
     for part in path:
+        if isinstance(part, int):
+            continue  # a place in a list
         annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        models = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+        found = next((one for one in models if issubclass(one, BaseModel)), None)
+        if found is None:
             return []
-        schema = annotation
+        schema = found
     return list(schema.model_fields)

@@ -6,19 +6,31 @@ import dataclasses
 import difflib
 import inspect
 import re
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from opensora_sp.components import check_methods, component_class
 from opensora_sp.diffusion import IDDPM, RectifiedFlow, check_mask_ratios
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options
+from opensora_sp.resolutions import named_frames, named_size
 from opensora_sp.weights import check_conversions
 
 SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Frames = Annotated[int, BeforeValidator(named_frames)]
+"""A number of frames, or a name of one ("2s", "4x")."""
 
 
 class Strict(BaseModel):
@@ -64,13 +76,16 @@ class SequenceParallel(Strict):
 
 
 class Common(Strict):
-    """What training and sampling share. The frame size is ``resolution`` ("HxW" or one number) or ``image_size``.
+    """What training and sampling share.
 
+    The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p" with its
+    ``aspect_ratio``, "9:16"); ``num_frames`` a number or a name such as "2s". Names are those of Open-Sora 1.2.
     ``allow_pickle`` and ``convert`` are about the weights to begin with (``load``, ``ckpt``); see ``weights``.
     """
 
-    num_frames: int = Field(ge=1)
+    num_frames: Frames
     resolution: str | int | None = None
+    aspect_ratio: str | None = None
     image_size: tuple[int, int] | None = None
     sp_size: int = Field(1, ge=1)
     sequence_parallel: SequenceParallel = SequenceParallel()
@@ -89,12 +104,15 @@ class Common(Strict):
                 f"got resolution {self.resolution!r} and image_size {self.image_size!r}; expected exactly one of them; "
                 "set resolution='512x512' or image_size=(512, 512)"
             )
-        if self.image_size is None:
-            match = re.fullmatch(r"(\d+)(?:x(\d+))?", str(self.resolution))
-            if match is None:
-                raise ValueError(f"got resolution {self.resolution!r}; expected 'HxW' or a number; write '512x512'")
-            self.image_size = (int(match[1]), int(match[2] or match[1]))
-            self.resolution = None
+        if self.resolution is None and self.aspect_ratio is not None:
+            raise ValueError(
+                f"got aspect_ratio {self.aspect_ratio!r} with image_size {self.image_size}; expected it with a named "
+                "resolution; write resolution='240p' instead of image_size, or leave it away"
+            )
+        if self.resolution is not None:
+            self.image_size = frame_size(self.resolution, self.aspect_ratio)
+            self.resolution = self.aspect_ratio = None
+        assert self.image_size is not None
         if min(self.image_size) < 1:
             raise ValueError(f"got a frame size of {self.image_size}; expected positive numbers; change it")
         return self
@@ -141,12 +159,88 @@ class Common(Strict):
         return self.image_size
 
 
+class PromptOptions(Strict):
+    """A prompt, and what it says for itself; the rest is as in the config. The columns of a prompt file."""
+
+    prompt: str
+    negative_prompt: str | None = None
+    num_frames: Frames | None = None
+    resolution: str | None = None
+    aspect_ratio: str | None = None
+    height: int | None = Field(None, ge=1)
+    width: int | None = Field(None, ge=1)
+    fps: float | None = Field(None, gt=0)
+    seed: int | None = Field(None, ge=0)
+    reference_path: str | None = None
+    mask_strategy: str | None = None
+
+    @model_validator(mode="after")
+    def _one_size(self) -> PromptOptions:
+        pixels = (self.height is None, self.width is None)
+        if pixels[0] != pixels[1] or (self.resolution is not None and not all(pixels)):
+            raise ValueError(
+                f"got height {self.height}, width {self.width} and resolution {self.resolution!r} for {self.prompt!r}; "
+                "expected height and width, or resolution, or none of them; give one size"
+            )
+        if self.aspect_ratio is not None and self.resolution is None:
+            raise ValueError(
+                f"got aspect_ratio {self.aspect_ratio!r} without resolution for {self.prompt!r}; expected both; add "
+                "for example resolution 240p"
+            )
+        if self.resolution is not None:
+            frame_size(self.resolution, self.aspect_ratio)  # known names
+        return self
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width in pixels, None if the prompt says nothing of them."""
+        if self.height is not None and self.width is not None:
+            return self.height, self.width
+        return None if self.resolution is None else frame_size(self.resolution, self.aspect_ratio)
+
+
+def _prompts(value: Any) -> Any:
+    return [{"prompt": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+
+
+Prompts = Annotated[list[PromptOptions], BeforeValidator(_prompts)]
+"""Texts, or dicts of ``PromptOptions``."""
+
+
+class Validation(Strict):
+    """What is looked at ``every`` so many steps of training: videos of ``prompts``, and the loss of the clips of
+    ``manifest`` in ``bins`` of timesteps. Left out are what the training config says and the scheduler's defaults."""
+
+    every: int = Field(ge=1)
+    prompts: Prompts = Field(default_factory=list)
+    negative_prompt: str | None = None
+    num_samples: int = Field(1, ge=1)
+    num_sampling_steps: int | None = Field(None, ge=1)
+    cfg_scale: float | None = None
+    fps: float = Field(24.0, gt=0)
+    format: Literal["mp4", "gif"] = "mp4"
+    manifest: str | None = None
+    bins: int = Field(10, ge=1)
+    batch_size: int = Field(1, ge=1)
+    use_ema: bool = True
+
+    @model_validator(mode="after")
+    def _looks_at_something(self) -> Validation:
+        if not self.prompts and self.manifest is None:
+            raise ValueError(
+                "got validation without prompts and manifest; expected at least one of them; add prompts=['...'], or "
+                "remove validation"
+            )
+        return self
+
+
 class TrainConfig(Common):
     """A training run.
 
     ``batch_size`` counts clips of a micro-batch; an optimizer step consumes ``micro_batches_per_step`` of them over all
     replicas (by default one each), whatever the number of processes is. ``mask_ratios`` says how often which frames of
     a clip are given to the model, for example ``dict(image_head=0.1)``; see ``diffusion/frame_masks.py``.
+    ``validation`` is off where it is None.
     """
 
     precision: Precision = "bf16"
@@ -168,6 +262,7 @@ class TrainConfig(Common):
     outputs: str = "outputs"
     load: str | None = None
     mask_ratios: dict[str, float] | None = None
+    validation: Validation | None = None
 
     @field_validator("mask_ratios")
     @classmethod
@@ -184,7 +279,11 @@ class TrainConfig(Common):
 
 
 class InferenceConfig(Common):
-    """A sampling run. ``sp_size`` None lets all processes work on the same prompts.
+    """A sampling run. Where ``sp_size`` is None, it is chosen by an estimate of the time.
+
+    ``prompts`` are texts, or dicts of ``PromptOptions``; ``num_samples`` videos are made of each, from different noise.
+    ``skip_existing`` leaves out videos that are there already, of the same request. Videos are written as ``format``,
+    single frames as PNG.
 
     ``reference_path`` and ``mask_strategy`` say what is given of the videos, where a prompt does not say it itself. A
     ``loop`` after the first goes on from the last ``condition_frame_length`` latent frames of the one before, which
@@ -197,7 +296,10 @@ class InferenceConfig(Common):
     batch_size: int = Field(1, ge=1)
     ckpt: str | None = None
     use_ema: bool = True
-    prompts: list[str] = Field(default_factory=list)
+    prompts: Prompts = Field(default_factory=list)
+    num_samples: int = Field(1, ge=1)
+    skip_existing: bool = False
+    format: Literal["mp4", "gif"] = "mp4"
     negative_prompt: str | None = None
     reference_path: str | None = None
     mask_strategy: str | None = None
@@ -205,6 +307,19 @@ class InferenceConfig(Common):
     condition_frame_length: int = Field(5, ge=1)
     condition_frame_edit: float = Field(0.0, ge=0, le=1)
     outputs: str = "samples"
+
+
+def frame_size(resolution: str | int, aspect_ratio: str | None) -> tuple[int, int]:
+    """Height and width in pixels of "HxW", of one number (a square), or of a named resolution and aspect ratio."""
+    if aspect_ratio is not None:
+        return named_size(str(resolution), aspect_ratio)
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", str(resolution))
+    if match is None:
+        raise ValueError(
+            f"got resolution {resolution!r}; expected 'HxW' or a number, or a name and an aspect_ratio; write '512x512'"
+            " or for example resolution='240p', aspect_ratio='9:16'"
+        )
+    return int(match[1]), int(match[2] or match[1])
 
 
 def split_type(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from .frame_masks import check_mask_ratios, draw_frame_mask, frame_mask
 from .iddpm import IDDPM
 from .loss import Positions, rank_loss, velocity_loss
-from .process import DiffusionProcess, Geometry, Noised, guided
+from .process import DiffusionProcess, Geometry, Noised, guided, unguided
 from .rectified_flow import RectifiedFlow
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "frame_mask",
     "guided",
     "rank_loss",
+    "unguided",
     "velocity_loss",
 ]

@@ -218,7 +218,7 @@ class IDDPM:
         x = before.sqrt() * x_start + (1 - before - spread.square()).sqrt() * direction
         return x if noise is None else x + (1 - step.is_first) * spread * noise
 
-    def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor, **inputs: Any) -> Prediction:
+    def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any) -> Prediction:
         """The guided prediction of a model, with the variance of its captioned half; see ``guided``."""
         return guided(model, self.cfg_scale, drop_caption=drop_caption, channels=self.cfg_channel, **inputs)
 

@@ -73,7 +73,9 @@ class DiffusionProcess(Protocol):
     def losses(self, prediction: Tensor | Any, noised: Noised) -> Tensor:
         """Each sample's loss ``[B]`` for a model's whole output; for a ``Shard`` the part of it that is held here."""
 
-    def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor, **inputs: Any) -> Prediction:
+    cfg_scale: float
+
+    def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any) -> Prediction:
         """The guided prediction of a model; ``drop_caption`` and ``inputs`` are for the doubled batch."""
 
     def sample(
@@ -89,15 +91,25 @@ class DiffusionProcess(Protocol):
         """From noise ``z`` ``[B, c, F, h, w]`` to data; ``draw_noise(k)`` is the k-th draw of the loop."""
 
 
+def unguided(model: Callable[..., Tensor], **inputs: Any) -> Prediction:
+    """The captioned prediction alone, which guidance of scale 1 comes to; half the work."""
+    return lambda x, t, x_mask: model(x, t, x_mask=x_mask, **inputs).to(x.dtype)
+
+
 def guided(
-    model: Callable[..., Tensor], scale: float, *, drop_caption: Tensor, channels: int | None = None, **inputs: Any
+    model: Callable[..., Tensor],
+    scale: float,
+    *,
+    drop_caption: Tensor | None = None,
+    channels: int | None = None,
+    **inputs: Any,
 ) -> Prediction:
     """Classifier-free guidance (Ho & Salimans, 2022) over a doubled batch, captioned half first.
 
     Args:
         model: called as ``model(x, t, **inputs)`` on the doubled batch.
         scale: 1 is the captioned prediction alone.
-        drop_caption: bool ``[2 * B]``, passed to the model.
+        drop_caption: bool ``[2 * B]``, passed to the model; None with text that was encoded ahead.
         channels: how many of the first output channels to guide, by default as many as x has; further ones, such as a
             learned variance, are those of the captioned half.
         inputs: further model inputs for the doubled batch.

@@ -53,6 +53,9 @@ class TextEncoder(Protocol):
 
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]: ...
 
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a caption, those beyond ``max_length`` included, which ``encode`` leaves out."""
+
     def to(self, device: torch.device) -> TextEncoder: ...
 
 

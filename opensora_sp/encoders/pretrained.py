@@ -212,6 +212,10 @@ class T5TextEncoder(FrozenEncoder):
                 texts[longest],
             )
 
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a caption before it is cut, counted with the one that ends it."""
+        return len(self.tokenizer(text, verbose=False).input_ids)
+
 
 def clean_caption(text: str) -> str:
     """A caption in lower case without addresses, markup, numbers of articles, file names and the like.

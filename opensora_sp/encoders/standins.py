@@ -52,13 +52,20 @@ class HashedBagOfWords(nn.Module):
         features = torch.zeros(len(texts), 1, self.max_length, self.width)
         mask = torch.zeros(len(texts), self.max_length, dtype=torch.int64)
         for i, text in enumerate(texts):
-            words = text.lower().split()
-            tokens = [*words, *(f"{a} {b}" for a, b in pairwise(words))][: self.max_length]
+            tokens = self._tokens(text)[: self.max_length]
             for j, token in enumerate(tokens):
                 features[i, 0, j] = self._vector(token)
             mask[i, : len(tokens)] = 1
         device = self.device_marker.device
         return features.to(device), mask.to(device)
+
+    def num_tokens(self, text: str) -> int:
+        return len(self._tokens(text))
+
+    @staticmethod
+    def _tokens(text: str) -> list[str]:
+        words = text.lower().split()
+        return [*words, *(f"{a} {b}" for a, b in pairwise(words))]
 
     def _vector(self, token: str) -> Tensor:
         seed = int.from_bytes(hashlib.sha256(token.encode()).digest()[:8], "little")

@@ -1,6 +1,6 @@
 """STDiT models in plain torch. Nothing in here knows of processes or groups."""
 
-from .conditioning import sample_numbers
+from .conditioning import Text, sample_numbers
 from .points import Attend, Gather, Point, Rowwise, Segment, Shard, Switch
 from .registry import build_model
 from .rows import PatchGrid, Rows
@@ -24,6 +24,7 @@ __all__ = [
     "Segment",
     "Shard",
     "Switch",
+    "Text",
     "build_model",
     "sample_numbers",
 ]

@@ -12,8 +12,8 @@ entries of a modulation (shift, scale and gate of each branch).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -100,6 +100,18 @@ class SharedConfig:
         return PatchGrid(num_samples, latent_size, self.patch_size, self.window, self.full_attention, **more)
 
 
+@dataclass(frozen=True)
+class Text:
+    """Captions as the blocks take them. What ``encode_text`` has made serves any number of calls of the model.
+
+    ``keys`` are the keys and values ``[N, 2 * C]`` of each cross-attention, where they have been computed ahead.
+    """
+
+    tokens: Tensor  # [N, C], packed
+    lengths: Sequence[int]  # tokens of each sample
+    keys: Mapping[nn.Module, Tensor] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Condition:
     """What the tokens of one layout's rows are conditioned on; computed once, shared by all blocks."""
@@ -111,7 +123,8 @@ class Condition:
     masked: Tensor | None  # [R, 1 or L, 1] bool: True for tokens of frames that are given (timestep 0)
     text: Tensor  # [N, C], packed
     lengths: tuple[Sequence[int], Sequence[int]]  # tokens held and text tokens that belong together
-    order: Tensor | None = None  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
+    order: Tensor | None  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
+    keys: Mapping[nn.Module, Tensor]  # see ``Text``
 
     @classmethod
     def of(
@@ -119,8 +132,7 @@ class Condition:
         rows: Rows,
         modulation: Tensor,
         given: Tensor | None,
-        text: Tensor,
-        text_lengths: Sequence[int],
+        text: Text,
         apart: Sequence[int] = (),
     ) -> Condition:
         """Lay the conditions of a batch out over the rows held here.
@@ -147,9 +159,10 @@ class Condition:
             timed=timed,
             state=state,
             masked=masked,
-            text=text,
-            lengths=(tokens, text_lengths),
+            text=text.tokens,
+            lengths=(tokens, text.lengths),
             order=order,
+            keys=text.keys,
         )
 
     def per_token(self, table: Tensor, *, ignore_mask: bool = False) -> tuple[Tensor, ...]:
@@ -223,7 +236,8 @@ class ModulatedBlock(nn.Module):
 
     def finish(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """Cross-attention and the MLP branch, ``[R, L, C]`` -> ``[R, L, C]``; the latter some rows at a time."""
-        x = x + self.cross_attn(x, condition.text, condition.lengths, condition.order)
+        keys = condition.keys.get(self.cross_attn)
+        x = x + self.cross_attn(x, condition.text, condition.lengths, order=condition.order, keys=keys)
         shift, scale, gate = condition.entries(self.scale_shift_table[3:], 3, keep)  # [R, 1 or L, C] each
         return self.rowwise(self._feed_forward, condition.rows, x, shift, scale, gate)
 
@@ -284,6 +298,14 @@ class ConditionedModel(Pretrained, nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.x_embedder.proj.weight.dtype
+
+    def encode_text(self, y: Tensor, mask: Tensor | None = None, drop_caption: Tensor | None = None) -> Text:
+        """Captions, with the keys and values of every block, for any number of calls: sampling asks the model about the
+        same text at every step. Pass the result as ``y``, without ``mask`` and ``drop_caption``, which are as there."""
+        self._check_text(len(y), y, mask, drop_caption)
+        text = self._text(y, mask, drop_caption)
+        blocks = (module for module in self.modules() if isinstance(module, CrossAttention))
+        return replace(text, keys={block: block.kv_linear(text.tokens) for block in blocks})
 
     def run_pairs(
         self,
@@ -377,6 +399,9 @@ class ConditionedModel(Pretrained, nn.Module):
                 )
         return ~of_patch[0].bool()
 
+    def _text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
+        return y if isinstance(y, Text) else Text(*self._embed_text(y, mask, drop))
+
     def _embed_text(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
         """Text ``[N, C]``, packed, and each sample's number of tokens."""
         packed, lengths = self.y_embedder.pack(y, mask, drop)  # [N, Cy]
@@ -386,7 +411,7 @@ class ConditionedModel(Pretrained, nn.Module):
         self,
         x: Tensor,
         timestep: Tensor,
-        y: Tensor,
+        y: Tensor | Text,
         mask: Tensor | None,
         x_mask: Tensor | None,
         drop_caption: Tensor | None,
@@ -400,7 +425,13 @@ class ConditionedModel(Pretrained, nn.Module):
                 f"got x of shape {tuple(x.shape)}; expected [B, {config.in_channels}, frames, height, width]; "
                 "pass latents of the VAE that the model was configured for (in_channels)"
             )
-        self._check_text(n, y, mask, drop_caption)
+        if not isinstance(y, Text):
+            self._check_text(n, y, mask, drop_caption)
+        elif len(y.lengths) != n or mask is not None or drop_caption is not None:
+            raise ValueError(
+                f"got encoded text of {len(y.lengths)} captions for {n} samples, or a mask or drop_caption with it; "
+                "expected one caption per sample and neither; pass both to encode_text"
+            )
         expected = {
             "timestep": (timestep, (n,)),
             "x_mask": (x_mask, (n, x.shape[2])),
@@ -414,7 +445,8 @@ class ConditionedModel(Pretrained, nn.Module):
                 )
             if tensor is not None and name != "timestep" and tensor.dtype != torch.bool:
                 raise ValueError(f"got {name} of {tensor.dtype}; expected torch.bool; pass {name}.bool()")
-        for name, tensor in dict(timestep=timestep, y=y, x_mask=x_mask, drop_caption=drop_caption).items():
+        caption = y.tokens if isinstance(y, Text) else y
+        for name, tensor in dict(timestep=timestep, y=caption, x_mask=x_mask, drop_caption=drop_caption).items():
             _check_device(name, tensor, x)
         if video_mask is not None:
             self._check_video_mask(x, video_mask)

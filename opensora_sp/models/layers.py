@@ -221,14 +221,18 @@ class CrossAttention(nn.Module):
         x: Tensor,
         text: Tensor,
         lengths: tuple[Sequence[int], Sequence[int]],
+        *,
         order: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Tokens ``[R, L, C]`` and packed text ``[N, C]``, with the lengths of what belongs together.
 
-        ``order`` int64 ``[R * L]`` brings the tokens into the order of the texts, where they are not in it.
+        ``order`` int64 ``[R * L]`` brings the tokens into the order of the texts, where they are not in it; ``keys``
+        are the keys and values ``[N, 2 * C]`` of the text, if they have been computed ahead.
         """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
-        k, v = rearrange(self.kv_linear(text), "n (two h d) -> two n h d", two=2, h=self.num_heads)
+        keys = self.kv_linear(text) if keys is None else keys
+        k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
             q = q.index_select(0, order)
         out = attention(q, k, v, lengths=lengths, backend=self.backend)  # [R * L, H, D]

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .conditioning import GATE, Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig
+from .conditioning import GATE, Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig, Text
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -123,7 +123,7 @@ class STDiT(ConditionedModel):
         self,
         x: Tensor,
         timestep: Tensor,
-        y: Tensor,
+        y: Tensor | Text,
         mask: Tensor | None = None,
         x_mask: Tensor | None = None,
         *,
@@ -136,7 +136,7 @@ class STDiT(ConditionedModel):
         Args:
             x: latents ``[B, C_in, frames, height, width]`` of the configured ``input_size``.
             timestep: ``[B]``, 0 (data) to 1000 (noise).
-            y: text features ``[B, 1, L, Cy]``.
+            y: text features ``[B, 1, L, Cy]``, or what ``encode_text`` made of them.
             mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows).
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
             video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one batch: False outside of
@@ -154,11 +154,11 @@ class STDiT(ConditionedModel):
         grid = self._grid(x, video_mask)
         t = self.t_embedder(self._times(timestep, x_mask))  # [B, m, C]
         modulation = self.t_block(t).unflatten(-1, (6, -1))  # [B, m, 6, C]
-        text, text_lengths = self._embed_text(y, mask, drop_caption)  # [N, C]
+        text = self._text(y, mask, drop_caption)
         given = self._given_frames(x_mask)  # [B, T]
 
         def condition_of(rows: Rows) -> Condition:
-            return Condition.of(rows, modulation, given, text, text_lengths)
+            return Condition.of(rows, modulation, given, text)
 
         rows = self.shard(grid)  # spatial rows
         x = self.x_embedder(self._patches(x, rows)) + self.pos_embed[0, rows.patches(x.device)]  # [R, S, C]

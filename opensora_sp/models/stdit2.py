@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .conditioning import Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig, modulate
+from .conditioning import Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig, Text, modulate
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -129,7 +129,7 @@ class STDiT2(ConditionedModel):
         self,
         x: Tensor,
         timestep: Tensor,
-        y: Tensor,
+        y: Tensor | Text,
         mask: Tensor | None = None,
         x_mask: Tensor | None = None,
         num_frames: Tensor | None = None,
@@ -148,7 +148,7 @@ class STDiT2(ConditionedModel):
             x: latents ``[B, C_in, frames, height, width]``; sizes that the patch does not divide are padded with
                 zeros at the end.
             timestep: ``[B]``, 0 (data) to 1000 (noise).
-            y: text features ``[B, 1, L, Cy]``.
+            y: text features ``[B, 1, L, Cy]``, or what ``encode_text`` made of them.
             mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows).
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
             num_frames: frames of the video itself ``[B]``.
@@ -172,11 +172,11 @@ class STDiT2(ConditionedModel):
         t = self.t_embedder(self._times(timestep, x_mask))  # [B, m, C]
         modulation = torch.cat([self.t_block(t + size), self.t_block_temp(t + motion)], dim=-1)  # [B, m, 9 * C]
         modulation = modulation.unflatten(-1, (9, -1))  # [B, m, 9, C]
-        text, text_lengths = self._embed_text(y, mask, drop_caption)  # [N, C]
+        text = self._text(y, mask, drop_caption)
         given = self._given_frames(x_mask)  # [B, T]
 
         def condition_of(rows: Rows) -> Condition:
-            return Condition.of(rows, modulation, given, text, text_lengths)
+            return Condition.of(rows, modulation, given, text)
 
         rows = self.shard(grid)  # spatial rows
         positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .conditioning import Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig
+from .conditioning import Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig, Text
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -141,7 +141,7 @@ class STDiT3(ConditionedModel):
         self,
         x: Tensor,
         timestep: Tensor,
-        y: Tensor,
+        y: Tensor | Text,
         mask: Tensor | None = None,
         x_mask: Tensor | None = None,
         fps: Tensor | None = None,
@@ -162,7 +162,8 @@ class STDiT3(ConditionedModel):
             x: latents ``[B, C_in, frames, height, width]``; sizes that the patch does not divide are padded with
                 zeros at the end.
             timestep: ``[B]``, 0 (data) to 1000 (noise).
-            y: text features ``[B, 1, L, Cy]``; with ``skip_y_embedder`` projected and packed ``[1, N, C]``.
+            y: text features ``[B, 1, L, Cy]``, or what ``encode_text`` made of them; with ``skip_y_embedder`` projected
+                and packed ``[1, N, C]``.
             mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows); with ``skip_y_embedder`` lengths ``[B]``.
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
             fps: frames per second ``[B]``, 24 where absent.
@@ -189,15 +190,15 @@ class STDiT3(ConditionedModel):
         t = self.t_embedder(self._times(timestep, x_mask))  # [B, m, C]
         t = t + self.fps_embedder(fps, len(x))[:, None]  # [B, m, C]
         modulation = self.t_block(t).unflatten(-1, (6, -1))  # [B, m, 6, C]
-        text, text_lengths = self._embed_text(y, mask, drop_caption)  # [N, C]
+        text = self._text(y, mask, drop_caption)
         if mask_index:
             assert y_null is not None
-            null, null_lengths = self._embed_text(y_null, mask, None)
-            text, text_lengths = torch.cat([text, null]), [*text_lengths, *null_lengths]
+            null = self._text(y_null, mask, None)
+            text = Text(torch.cat([text.tokens, null.tokens]), [*text.lengths, *null.lengths])
         given = self._given_frames(x_mask)  # [B, T]
 
         def condition_of(rows: Rows) -> Condition:
-            return Condition.of(rows, modulation, given, text, text_lengths, apart=mask_index or ())
+            return Condition.of(rows, modulation, given, text, apart=mask_index or ())
 
         rows = self.shard(grid)  # spatial rows
         tokens = self.x_embedder(self._patches(x, rows)) + self._embed_conditions(cond, cond_mask, rows)  # [R, S, C]
@@ -221,7 +222,7 @@ class STDiT3(ConditionedModel):
     def _check_conditions(
         self,
         x: Tensor,
-        y: Tensor,
+        y: Tensor | Text,
         cond: Tensor | None,
         cond_mask: Tensor | None,
         mask_index: Sequence[int] | None,
@@ -233,8 +234,9 @@ class STDiT3(ConditionedModel):
                 f"got cond, cond_mask, mask_index (passed: {given}) and use_cond {config.use_cond}; expected all, for "
                 "a model with use_cond=True, or none; pass all three, or leave them out"
             )
-        for name, tensor, like in (("cond", cond, x), ("cond_mask", cond_mask, x), ("y_null", y_null, y)):
-            if tensor is not None and tensor.shape != like.shape:
+        text = y_null if isinstance(y, Text) else y  # encoded text has no shape of its own
+        for name, tensor, like in (("cond", cond, x), ("cond_mask", cond_mask, x), ("y_null", y_null, text)):
+            if tensor is not None and like is not None and tensor.shape != like.shape:
                 raise ValueError(
                     f"got {name} of shape {tuple(tensor.shape)}; expected {list(like.shape)}; give it the batch's size"
                 )

@@ -156,6 +156,11 @@ def share(shape: Shape, options: Options, ranks: int) -> Sharing:
     )
 
 
+def busiest_work(shape: Shape, options: Options, ranks: int) -> float:
+    """FLOPs of a forward pass through the blocks on the rank that has most of them."""
+    return shape.depth * max(_work(shape, shape.layouts(shape.mode(options, ranks)), ranks))
+
+
 def _work(shape: Shape, layouts: Layouts, ranks: int) -> list[float]:
     """FLOPs of a spatial and a temporal block on each rank."""
     work = [0.0] * ranks

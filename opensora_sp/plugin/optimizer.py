@@ -52,10 +52,15 @@ class NamedShards:
 
     def gather(self, name: str, shard: Tensor) -> Tensor | None:
         """The whole tensor, on the CPU of rank 0; None elsewhere. Collective."""
+        whole = self.whole(name, shard)
+        return whole.cpu().clone() if dist.get_rank() == 0 else None
+
+    def whole(self, name: str, shard: Tensor) -> Tensor:
+        """The whole tensor, on every rank and its device. Collective."""
         like = self.working[name]
         flat = shard.new_empty(shard.numel() * dist.get_world_size())
         dist.all_gather_into_tensor(flat, shard.contiguous())
-        return flat[: like.numel()].view(like.shape).cpu().clone() if dist.get_rank() == 0 else None
+        return flat[: like.numel()].view(like.shape)
 
     def gather_all(self, shards: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors by name on rank 0, one after the other; nothing elsewhere. Collective."""

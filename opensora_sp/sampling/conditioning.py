@@ -87,11 +87,7 @@ def insert_references(
     for insertion in insertions:
         if insertion.loop != loop:
             continue
-        if insertion.reference >= len(references):
-            raise ValueError(
-                f"got mask strategy {insertion} with {len(references)} references; expected a reference below that "
-                "number (the first is 0); pass more references or change the second number"
-            )
+        _check_reference(insertion, len(references))
         reference = references[insertion.reference]
         source = _first_frame(insertion.reference_start, reference.shape[1], align, insertion, "reference")
         target = _first_frame(insertion.start, latent.shape[1], align, insertion, "video")
@@ -99,6 +95,34 @@ def insert_references(
         latent[:, target : target + length] = reference[:, source : source + length]
         mask[target : target + length] = insertion.edit
     return latent, mask
+
+
+def check_insertions(insertions: Sequence[Insertion], references: Sequence[int], *, frames: int, loops: int) -> None:
+    """Raise ValueError for what ``insert_references`` would, and for loops that there are not, from counts alone.
+
+    Args:
+        references: latent frames of each reference.
+        frames: latent frames of the video, of each of its ``loops`` parts. From the second part on the one before is
+            one more reference.
+    """
+    for insertion in insertions:
+        if insertion.loop >= loops:
+            raise ValueError(
+                f"got mask strategy {insertion} for loop {insertion.loop} of a video with {loops} of them, counted "
+                "from 0; expected a loop that is sampled; change the first number, or raise loop"
+            )
+        known = [*references, *([frames] if insertion.loop else [])]
+        _check_reference(insertion, len(known))
+        _first_frame(insertion.reference_start, known[insertion.reference], None, insertion, "reference")
+        _first_frame(insertion.start, frames, None, insertion, "video")
+
+
+def _check_reference(insertion: Insertion, count: int) -> None:
+    if insertion.reference >= count:
+        raise ValueError(
+            f"got mask strategy {insertion} with {count} references; expected a reference below that number (the first "
+            "is 0); pass more references or change the second number"
+        )
 
 
 def _first_frame(start: int, frames: int, align: int | None, insertion: Insertion, what: str) -> int:
@@ -161,8 +185,7 @@ def parse_prompt(text: str, reference_path: str | None = None, mask_strategy: st
         reference_path, mask_strategy: for prompts that do not say.
 
     Raises:
-        ValueError: if what stands in braces is no JSON object of these two keys, a reference is no file, or the
-            strategy is impossible.
+        ValueError: if what stands in braces is no JSON object of these two keys.
     """
     caption, brace, rest = text.partition("{")
     said: dict[str, str] = {}
@@ -177,15 +200,4 @@ def parse_prompt(text: str, reference_path: str | None = None, mask_strategy: st
                 "mask_strategy; correct what stands in braces"
             ) from None
     prompt = Prompt(caption.strip(), **{**dict(reference_path=reference_path, mask_strategy=mask_strategy), **said})
-    for path in prompt.references:
-        if not path.is_file():
-            raise ValueError(
-                f"got reference {str(path)!r}, which is not a file; expected an image or a video; check it"
-            )
-    for insertion in prompt.insertions:
-        if insertion.loop == 0 and insertion.reference >= len(prompt.references):
-            raise ValueError(
-                f"got mask strategy {insertion} with {len(prompt.references)} references for {prompt.text!r}; expected "
-                "a reference below that number (the first is 0); add references or change the second number"
-            )
     return prompt

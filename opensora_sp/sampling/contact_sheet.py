@@ -22,8 +22,13 @@ def write_contact_sheet(path: str | Path, videos: list[tuple[str, np.ndarray]], 
     sheet.save(path)
 
 
+def shown_frames(available: int, num_frames: int = 8) -> np.ndarray:
+    """Which frames a strip shows: spread over the video, first and last among them, int ``[<= num_frames]``."""
+    return np.unique(np.linspace(0, available - 1, num_frames).round().astype(int))
+
+
 def _strip(title: str, frames: np.ndarray, num_frames: int) -> Image.Image:
-    picked = np.unique(np.linspace(0, len(frames) - 1, num_frames).round().astype(int))
+    picked = shown_frames(len(frames), num_frames)
     height, width = frames.shape[1:3]
     factor = CELL / height
     cell = (max(1, round(width * factor)), CELL)

@@ -1,34 +1,55 @@
-"""Prompts from the command line or a file."""
+"""Prompts of a file."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
 
+from pydantic import ValidationError
 
-def read_prompts(path: str | Path) -> list[str]:
-    """Prompts of a .txt file (one a line, empty lines skipped) or a .csv file (column ``prompt`` or ``text``).
+from opensora_sp.config import PromptOptions, explain
+
+
+def read_prompts(path: str | Path) -> list[PromptOptions]:
+    """Prompts of a .txt file (one a line) or a .csv file; lines without a prompt are skipped.
+
+    A .csv has a column ``prompt`` (or ``text``), and further ones named as in ``PromptOptions``: what a prompt says for
+    itself. Empty cells say nothing.
 
     Raises:
-        ValueError: if the file is missing, of another kind, or holds no prompt.
+        ValueError: if the file is missing, of another kind, holds no prompt, or says something impossible.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the path")
     if path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            column = next((name for name in ("prompt", "text") if name in (reader.fieldnames or [])), None)
-            if column is None:
-                raise ValueError(
-                    f"got {str(path)!r} with the columns {reader.fieldnames}; expected 'prompt' or 'text'; rename one"
-                )
-            prompts = [row[column] or "" for row in reader]
+        prompts = _rows(path)
     elif path.suffix == ".txt":
-        prompts = path.read_text(encoding="utf-8").splitlines()
+        lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+        prompts = [PromptOptions(prompt=line) for line in lines if line]
     else:
         raise ValueError(f"got prompts file {str(path)!r}; expected .txt or .csv; rename or convert it")
-    prompts = [prompt.strip() for prompt in prompts if prompt.strip()]
     if not prompts:
         raise ValueError(f"got prompts file {str(path)!r} without prompts; expected at least one; add a line")
     return prompts
+
+
+def _rows(path: Path) -> list[PromptOptions]:
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file, skipinitialspace=True)
+        columns = ["prompt" if name == "text" else name.strip() for name in reader.fieldnames or []]
+        if columns.count("prompt") != 1:
+            raise ValueError(
+                f"got {str(path)!r} with the columns {reader.fieldnames}; expected 'prompt' or 'text'; rename one"
+            )
+        reader.fieldnames = columns
+        return [_checked(row, f"{path}, line {reader.line_num}") for row in reader if (row["prompt"] or "").strip()]
+
+
+def _checked(row: dict[str, str | None], place: str) -> PromptOptions:
+    if None in row:
+        raise ValueError(f"in {place}: got more cells than columns; expected as many; quote cells that hold commas")
+    try:
+        return PromptOptions(**{name: cell.strip() for name, cell in row.items() if cell and cell.strip()})  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ValueError(explain(error, PromptOptions, place)) from None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.config import InferenceConfig, build_component, split_type
-from opensora_sp.data import to_frames, write_video
 from opensora_sp.dtypes import DTYPES
-from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import build_model
 from opensora_sp.models.conditioning import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
@@ -31,26 +28,28 @@ from opensora_sp.weights import (
     saved_config,
 )
 
-from .conditioning import Prompt, parse_prompt, prompt_of_loop
-from .contact_sheet import write_contact_sheet
+from .decoding import writer_of
+from .groups import choose_groups
+from .outputs import Output, differences, facts_of, fingerprint, media_path
 from .pipeline import Pipeline
+from .requests import Request, check_requests, requests_of
 
 logger = logging.getLogger(__name__)
 
 
 def sample(cfg: InferenceConfig) -> list[Path]:
-    """Sample a video for every prompt of the config; returns the mp4 files this rank wrote.
+    """Sample the videos that a config asks for; returns the files this rank wrote.
 
-    Every process takes part: groups of ``sp_size`` (all of them by default) share the work on a batch of prompts, and
-    several groups take batches in turn. The processes of a group write the videos of a batch in turn.
+    Every process takes part: groups of ``sp_size`` share the work on a batch of prompts, and several groups share the
+    batches. The processes of a group write the videos of a batch in turn.
 
     Raises:
-        ValueError: before the model is built, if prompts, checkpoint and processes do not fit the config.
+        ValueError: before the model is built, if prompts, references, checkpoint and processes do not fit the config.
     """
-    sp_size, weights = preflight(cfg)
+    requests, weights = preflight(cfg)
     device = join_processes()
     try:
-        written = _sample_on(SequenceMesh(sp_size), cfg, weights, device)
+        written = _sample_all(cfg, requests, weights, device)
         gc.collect()  # groups that outlive the process group can abort the interpreter at exit
         if dist.is_initialized():
             dist.barrier()
@@ -60,14 +59,14 @@ def sample(cfg: InferenceConfig) -> list[Path]:
             dist.destroy_process_group()
 
 
-def preflight(cfg: InferenceConfig) -> tuple[int, Path]:
-    """``sp_size`` and the place of the weights, checked; the same on every rank."""
+def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
+    """The videos to sample and the place of the weights, checked; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    sp_size = cfg.sp_size or world_size
-    check_sp_size(sp_size, world_size)
+    check_sp_size(cfg.sp_size or world_size, world_size)
     if not cfg.prompts:
         raise ValueError("got no prompts; expected at least one; pass --prompt TEXT or --prompts FILE")
-    check_given(cfg)
+    requests = requests_of(cfg)
+    check_requests(cfg, requests)
     if cfg.ckpt is None:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")
     weights = find_weights(cfg.ckpt, ema=cfg.use_ema)
@@ -75,23 +74,7 @@ def preflight(cfg: InferenceConfig) -> tuple[int, Path]:
         name, options = split_type("model", cfg.model)
         config = resolve_config(name, **options)
         check_model_config(weights, model_class(name).__name__, config, convert=cfg.convert)
-    return sp_size, weights
-
-
-def parse(cfg: InferenceConfig, text: str) -> Prompt:
-    return parse_prompt(text, cfg.reference_path, cfg.mask_strategy)
-
-
-def check_given(cfg: InferenceConfig) -> None:
-    """Raise ValueError if references are missing or strategies and loops impossible."""
-    for text in cfg.prompts:
-        prompt_of_loop(parse(cfg, text).text, cfg.loop - 1)
-    frames = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)[0]
-    if cfg.loop > 1 and cfg.condition_frame_length >= frames:
-        raise ValueError(
-            f"got loop {cfg.loop} with condition_frame_length {cfg.condition_frame_length}; expected fewer than the "
-            f"{frames} latent frames of a part, so that some are new; lower it or raise num_frames"
-        )
+    return requests, weights
 
 
 def join_processes() -> torch.device:
@@ -125,44 +108,85 @@ def load_weights(model: ConditionedModel, place: Path, cfg: InferenceConfig) -> 
     fill(model, fitted(weights, model, convert=cfg.convert))
 
 
-def _sample_on(mesh: SequenceMesh, cfg: InferenceConfig, weights: Path, device: torch.device) -> list[Path]:
+def _sample_all(cfg: InferenceConfig, requests: list[Request], weights: Path, device: torch.device) -> list[Path]:
     from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
-    pipeline = build_pipeline(cfg, weights, mesh, device)
     folder = Path(cfg.outputs)
+    requests, digest = _left_to_do(cfg, requests, weights, folder)
+    if not requests:
+        logger.info("nothing left to do: all videos are in %s", folder)
+        return []
+    groups = choose_groups(cfg, requests, dist.get_world_size() if dist.is_initialized() else 1)
+    logger.info(groups.why)
+    mesh = SequenceMesh(groups.sp_size)
+    pipeline = build_pipeline(cfg, weights, mesh, device)
+    is_main, batches = mesh.rank == 0, groups.batches[mesh.dp_rank]
+    if is_main:
+        pipeline.tell_truncation(requests)
     folder.mkdir(parents=True, exist_ok=True)
-    numbered = list(enumerate(cfg.prompts))
-    batches = [numbered[i : i + cfg.batch_size] for i in range(0, len(numbered), cfg.batch_size)]
-    mine = batches[mesh.dp_rank :: mesh.dp_size]
-    steps = pipeline.flow.num_sampling_steps * cfg.loop
-    bar = tqdm(total=len(mine) * steps, desc="sample", unit="step", disable=mesh.rank != 0, dynamic_ncols=True)
+    steps = len(batches) * cfg.loop * pipeline.flow.num_sampling_steps
     written = []
-    for batch in mine:
-        indices, prompts = [index for index, _ in batch], [parse(cfg, text) for _, text in batch]
-        parts = pipeline.looped(prompts, indices, on_step=lambda: bar.update(1))
-        for place in range(mesh.sp_rank, len(batch), mesh.sp_size):
-            video = pipeline.video([part[place] for part in parts])
-            written.append(_write(cfg, folder, indices[place], prompts[place], to_frames(video)))
-    bar.close()
+    with (
+        logging_redirect_tqdm([logging.getLogger("opensora_sp")]),
+        tqdm(total=steps, desc="sample", unit="step", disable=not is_main, dynamic_ncols=True) as bar,
+    ):
+        for batch in batches:
+            parts = pipeline.looped(batch, on_step=lambda: bar.update(1))
+            written += write_batch(pipeline, batch, parts, mesh, folder, digest)
     return written
 
 
-def _write(cfg: InferenceConfig, folder: Path, index: int, prompt: Prompt, frames) -> Path:  # noqa: ANN001
-    """mp4, contact sheet and a JSON that says how the video came about."""
-    slug = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:60]
-    path = folder / f"{index:03d}-{slug}.mp4"
-    write_video(path, frames, fps=cfg.fps)
-    write_contact_sheet(path.with_suffix(".png"), [(prompt.text, frames)])
-    facts: dict[str, Any] = {
-        "prompt": prompt.text,
-        "index": index,
-        "seed": cfg.seed,
-        "ckpt": cfg.ckpt,
-        "num_frames": cfg.num_frames,
+def _left_to_do(
+    cfg: InferenceConfig, requests: list[Request], weights: Path, folder: Path
+) -> tuple[list[Request], str]:
+    """The requests that are to be sampled, and the fingerprint of the weights, as rank 0 finds them. Collective."""
+    found: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        digest, left = fingerprint(weights), requests
+        if cfg.skip_existing:
+            left = [request for request in requests if not _is_there(folder, request, facts_of(cfg, request, digest))]
+            logger.info("%d of %d videos are there already", len(requests) - len(left), len(requests))
+        found = [(left, digest)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _is_there(folder: Path, request: Request, facts: dict[str, Any]) -> bool:
+    differing = differences(folder, request, facts)
+    if differing:
+        logger.warning(
+            "%s is of another request (%s); it is made anew", media_path(folder, request, facts), "; ".join(differing)
+        )
+    return differing == []
+
+
+def write_batch(
+    pipeline: Pipeline,
+    batch: list[Request],
+    parts: list[torch.Tensor],
+    mesh: SequenceMesh,
+    folder: Path,
+    digest: str | None,
+) -> list[Path]:
+    """Decode and write what ``Pipeline.looped`` made of a batch; returns the files of this rank. Collective.
+
+    ``digest`` is the fingerprint of the weights, None while they are being trained.
+    """
+    outputs = {
+        place: Output(folder, request, facts_of(pipeline.cfg, request, digest), pipeline.num_frames(request))
+        for place, request in enumerate(batch)
+        if writer_of(place, mesh) == mesh.sp_rank
     }
-    facts |= {"image_size": list(cfg.size), "fps": cfg.fps, "scheduler": cfg.scheduler}
-    facts |= {"negative_prompt": cfg.negative_prompt, "loop": cfg.loop}
-    facts |= {"reference_path": prompt.reference_path, "mask_strategy": prompt.mask_strategy}
-    path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
-    logger.info("wrote %s", path)
-    return path
+    try:
+        for place, frames in pipeline.frames(batch, parts, mesh):
+            outputs[place].add(frames)
+        written = [output.finish() for output in outputs.values()]
+    except BaseException:
+        for output in outputs.values():
+            output.abort()
+        raise
+    for path in written:
+        logger.info("wrote %s", path)
+    return written

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
+
+from opensora_sp.data import read_frames
 
 LOGGER = logging.getLogger("opensora_sp")
 WINDOW = 0.1  # share of the run that the running mean in loss.png covers
@@ -23,7 +27,8 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
-        self._drop_after(start)
+        for name in ("metrics.jsonl", "validation.jsonl"):
+            self._drop_after(start, run_dir / name)
         self._jsonl = (run_dir / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1)
         self._bar = tqdm(total=stop, initial=start, desc="train", unit="step", dynamic_ncols=True)
@@ -50,12 +55,40 @@ class Reporter:
             self._jsonl.close()
             draw_loss(self.run_dir)
 
-    def _drop_after(self, step: int) -> None:
+    def validated(self, step: int, losses: list[float] | None, folder: Path) -> None:
+        """Report a validation: the held-out loss in each bin of timesteps, and the videos written to ``folder``."""
+        if not self.enabled:
+            return
+        if losses is not None:
+            mean = sum(losses) / len(losses)
+            with (self.run_dir / "validation.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "loss": mean, "loss_by_bin": losses}) + "\n")
+            self._board.add_scalar("validation/loss", mean, step)
+            for k, loss in enumerate(losses):
+                self._board.add_scalar(f"validation/loss of bin {k + 1} of {len(losses)}", loss, step)
+        for described in sorted(folder.glob("*.json")):
+            facts = json.loads(described.read_text())
+            _show(self._board, described.with_suffix("." + facts["format"]), facts, step)
+
+    def _drop_after(self, step: int, path: Path) -> None:
         """Forget what a former attempt reported beyond the step that this one starts from."""
-        path = self.run_dir / "metrics.jsonl"
         if path.is_file():
             kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
             path.write_text("".join(line + "\n" for line in kept))
+
+
+def _show(board: Any, path: Path, facts: dict[str, Any], step: int) -> None:
+    """Put a video into TensorBoard, as the GIF that its own ``add_video`` would need moviepy to make."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    frames = read_frames(path)
+    images = [Image.fromarray(frame) for frame in frames]
+    gif = io.BytesIO()
+    images[0].save(gif, "GIF", save_all=True, append_images=images[1:], duration=round(1000 / facts["fps"]), loop=0)
+    height, width = frames.shape[1:3]
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif.getvalue())
+    summary = Summary(value=[Summary.Value(tag=f"validation/{path.stem}", image=image)])
+    board.file_writer.add_summary(summary, step)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from .batch import BatchMaker, ClipPicker
 from .checkpoint import find_checkpoint, load_checkpoint, load_model, save_checkpoint
 from .ema import ShardedEma
 from .metrics import Reporter, draw_loss, log_to
+from .validation import Validator, preflight_validation
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
             "build; change optimizer.type"
         )
+    preflight_validation(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     if checkpoint is not None:
         check_resume(cfg, checkpoint, len(dataset), num_replicas)
@@ -187,6 +189,7 @@ class Run:
         latent_size = vae.latent_size(cfg.num_frames, *cfg.size)
         grid = PatchGrid(num_samples=1, latent_size=latent_size, patch_size=model.config.patch_size)
         self.tokens_per_sample = grid.frames * grid.patches_per_frame
+        self.validator = Validator(self)
 
     def steps(self, run_dir: Path) -> None:
         """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end."""
@@ -205,6 +208,7 @@ class Run:
                 reporter.log(done, self._measure(losses, since, done))
                 since, losses = time.perf_counter(), torch.zeros_like(losses)
             reporter.step(done)
+            since += self.validator.after(done, run_dir, reporter)
             if saves:
                 state = {
                     "step": done,

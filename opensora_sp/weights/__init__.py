@@ -6,7 +6,7 @@ understands ``config.json``, ``fit`` compares with a model and holds the convers
 
 from .configs import check_encoders, check_model_config, write_model_config
 from .fit import CONVERSIONS, check_conversions, fitted
-from .places import checkpoint_name, committed_checkpoints, find_weights, flush, newest_checkpoint
+from .places import checkpoint_name, committed_checkpoints, find_weights, flush, newest_checkpoint, weight_files
 from .pretrained import check_vacant, fill, from_pretrained, save_pretrained
 from .read import Stored, Weights, open_weights, saved_config
 
@@ -29,5 +29,6 @@ __all__ = [
     "open_weights",
     "save_pretrained",
     "saved_config",
+    "weight_files",
     "write_model_config",
 ]

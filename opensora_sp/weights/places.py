@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -80,6 +81,15 @@ def weight_file(place: Path) -> Path:
         f"got checkpoint {str(place)!r}, which holds no weights; expected a file of weights, a folder with one (or "
         "with shards and their index), a run's folder or a committed checkpoint; check the path"
     )
+
+
+def weight_files(place: Path) -> list[Path]:
+    """All files of the weights at a place: one, or an index and the shards that it names."""
+    first = weight_file(place)
+    if not first.name.endswith(".index.json"):
+        return [first]
+    shards = sorted(set(json.loads(first.read_text())["weight_map"].values()))
+    return [first, *(first.parent / shard for shard in shards)]
 
 
 def flush(path: Path) -> None:

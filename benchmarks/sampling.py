@@ -1,0 +1,144 @@
+"""Time of a sampling step on 2 processes against 1, and what is done once: ratios and counts of one run.
+
+python benchmarks/sampling.py --repeats 5
+
+Each process computes with one thread. In each repeat they take turns: one process while the other waits, then both.
+Also counted: how often text is encoded in a whole sampling loop, and the peak of live bytes while a video is decoded,
+for videos of different lengths.
+"""
+
+import argparse
+import json
+import socket
+import time
+from collections import Counter
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from opensora_sp.config import InferenceConfig
+from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.memory import LivePeak
+from opensora_sp.models import build_model
+from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
+from opensora_sp.parallel import SequenceMesh, parallelize, unwrap
+from opensora_sp.sampling.decoding import decode
+from opensora_sp.sampling.pipeline import Pipeline
+from opensora_sp.sampling.requests import requests_of
+
+MODEL = dict(hidden_size=288, depth=4, num_heads=4, caption_channels=64, model_max_length=24, pred_sigma=False)
+WAYS = {"guidance": 4.0, "no guidance": 1.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="sampling steps of one repeat")
+    parser.add_argument("--num-frames", type=int, default=16)
+    parser.add_argument("--size", type=int, default=128, help="side of a frame in pixels; 8 pixels make a patch")
+    args = parser.parse_args()
+    decoding_peaks()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(time_steps, (port, args), nprocs=2)
+
+
+def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    meshes = {1: None, 2: SequenceMesh(2)}
+    for way, scale in WAYS.items():
+        pipeline = make_pipeline(args, scale)
+        request = requests_of(pipeline.cfg, ["a red circle moving left on a white background"])
+        if rank == 0 and way == "guidance":
+            count_encodings(pipeline, request)
+        text, tokens = pipeline.encode(request), args.num_frames * (args.size // 8) ** 2
+        seconds: dict[int, list[float]] = {1: [], 2: []}
+        for repeat in range(args.repeats + 1):
+            for processes, mesh in meshes.items():
+                if mesh is not None:
+                    parallelize(pipeline.model, mesh)
+                dist.barrier()
+                if rank < processes:
+                    since = time.perf_counter()
+                    pipeline.latents(request, text=text)
+                    if repeat:  # the first one warms up
+                        seconds[processes].append((time.perf_counter() - since) / args.steps)
+                unwrap(pipeline.model)
+        if rank == 0:
+            ratios = [two / one for one, two in zip(seconds[1], seconds[2], strict=True)]
+            print(
+                f"{way}: {tokens} tokens a video, {median(seconds[1]):.3f} s a step on 1 process, "
+                f"{median(seconds[2]):.3f} s on 2; ratio, median of {len(ratios)}: {median(ratios):.3f} "
+                f"(of {min(ratios):.3f} to {max(ratios):.3f})",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def make_pipeline(args: argparse.Namespace, scale: float) -> Pipeline:
+    torch.manual_seed(0)
+    vae, text_encoder = PatchPoolVAE((1, 4, 4)), HashedBagOfWords(width=64, max_length=24)
+    model = build_model("STDiT3", in_channels=vae.channels, **MODEL).requires_grad_(False)
+    cfg = InferenceConfig(
+        num_frames=args.num_frames,
+        image_size=(args.size, args.size),
+        precision="fp32",
+        model=dict(type="STDiT3", in_channels=vae.channels, **MODEL),
+        vae=dict(type="PatchPoolVAE", pool=(1, 4, 4)),
+        text_encoder=dict(type="HashedBagOfWords", width=64, max_length=24),
+        scheduler=dict(type="rflow", num_sampling_steps=args.steps, cfg_scale=scale),
+    )
+    return Pipeline(cfg, model, vae, text_encoder, torch.device("cpu"))
+
+
+def count_encodings(pipeline: Pipeline, request: list) -> None:
+    """Calls of the text encoder, of the model's text embedder and of the blocks' keys, in a loop of six steps."""
+    calls: Counter = Counter()
+    hooks = [
+        getattr(module, part).register_forward_hook(lambda *_, part=part: calls.update([part]))
+        for module in pipeline.model.modules()
+        for kind, part in ((CaptionEmbedder, "y_proj"), (CrossAttention, "kv_linear"))
+        if isinstance(module, kind)
+    ]
+    flow, pipeline.flow = pipeline.flow, replace(pipeline.flow, num_sampling_steps=6)
+    pipeline.looped(request)
+    pipeline.flow = flow
+    for hook in hooks:
+        hook.remove()
+    blocks = sum(isinstance(module, CrossAttention) for module in pipeline.model.modules())
+    print(f"a loop of 6 steps: text embedded {calls['y_proj']} x, keys made {calls['kv_linear'] / blocks:g} x a block")
+
+
+class Frames(nn.Module):
+    """A decoder of a convolution on each frame, four at a time."""
+
+    channels, chunk_frames, chunk_latent_frames, micro_batch_size = 4, 1, 1, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose3d(4, 3, (1, 8, 8), stride=(1, 8, 8))
+
+    def decode(self, latents: torch.Tensor, *, num_frames: int) -> torch.Tensor:
+        return self.up(latents)[:, :, :num_frames]
+
+
+def decoding_peaks() -> None:
+    vae, size = Frames().requires_grad_(False), (256, 256)
+    peaks = {}
+    for num_frames in (8, 32, 128):
+        latents = torch.randn(1, 4, num_frames, 32, 32)
+        with LivePeak() as memory:
+            for _ in decode(vae, [latents], num_frames=num_frames, size=size, overlap=1, mesh=SequenceMesh(1)):
+                pass
+        peaks[num_frames] = memory.peak / 1e6
+    print("decoding, peak of live MB:", json.dumps({f"{n} frames": round(peak, 1) for n, peak in peaks.items()}))
+
+
+if __name__ == "__main__":
+    main()

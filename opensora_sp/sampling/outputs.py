@@ -1,0 +1,202 @@
+"""Files of a sampling run: mp4, GIF or PNG, a contact sheet, and a JSON that says how the video came about.
+
+Frames are written as they arrive. Every file appears under its name when it is complete, and the JSON comes last: where
+it is, the others are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Protocol
+
+import av
+import numpy as np
+from PIL import Image
+
+from opensora_sp.config import InferenceConfig
+from opensora_sp.weights import weight_files
+
+from .contact_sheet import shown_frames, write_contact_sheet
+from .requests import Request
+
+COMPARED = (
+    *("prompt", "negative_prompt", "seed", "place", "sample", "num_frames", "image_size", "fps", "reference_path"),
+    *("mask_strategy", "loop", "condition_frame_length", "condition_frame_edit", "config", "checkpoint_sha256"),
+)
+
+
+class FrameFile(Protocol):
+    """Takes frames uint8 ``[F, height, width, 3]`` piece by piece."""
+
+    def add(self, frames: np.ndarray) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Mp4:
+    """H.264 in mp4; odd sizes lose their last line."""
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self.container, self.fps = av.open(str(path), mode="w"), fps
+        self.stream: Any = None
+
+    def add(self, frames: np.ndarray) -> None:
+        height, width = (side // 2 * 2 for side in frames.shape[1:3])  # yuv420p halves both
+        if self.stream is None:
+            self.stream = self.container.add_stream("libx264", rate=Fraction(self.fps).limit_denominator(1000))
+            self.stream.height, self.stream.width, self.stream.pix_fmt = height, width, "yuv420p"
+            self.stream.options = {"crf": "12", "preset": "veryfast", "threads": "1"}
+        for frame in frames[:, :height, :width]:
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            self.container.mux(self.stream.encode(picture))
+
+    def close(self) -> None:
+        if self.stream is not None:
+            self.container.mux(self.stream.encode())
+        self.container.close()
+
+
+class Gif:
+    """An endless GIF of 256 colours a frame."""
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self.path, self.fps = path, fps
+        self.images: list[Image.Image] = []
+
+    def add(self, frames: np.ndarray) -> None:
+        self.images += [Image.fromarray(frame).quantize() for frame in frames]
+
+    def close(self) -> None:
+        if self.images:
+            first, *rest = self.images
+            first.save(self.path, save_all=True, append_images=rest, duration=round(1000 / self.fps), loop=0)
+
+
+class Png:
+    """A single frame."""
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self.path = path
+
+    def add(self, frames: np.ndarray) -> None:
+        Image.fromarray(frames[0]).save(self.path)
+
+    def close(self) -> None:
+        pass
+
+
+FORMATS: dict[str, Any] = {"mp4": Mp4, "gif": Gif, "png": Png}
+
+
+class Output:
+    """The files of one video on their way: ``add`` frames, then ``finish`` or ``abort``.
+
+    Args:
+        facts: what the JSON says; ``format`` there is the kind of file.
+        total: frames that will come.
+    """
+
+    def __init__(self, folder: Path, request: Request, facts: dict[str, Any], total: int) -> None:
+        self.path = media_path(folder, request, facts)
+        self.title, self.facts = request.prompt.text, facts
+        self.partial = _partial(self.path)
+        self.file: FrameFile = FORMATS[self.path.suffix[1:]](self.partial, request.fps)
+        self.wanted = set(shown_frames(total).tolist())
+        self.shown: list[np.ndarray] = []
+        self.count = 0
+
+    def add(self, frames: np.ndarray) -> None:
+        """Take the next frames, uint8 ``[F, height, width, 3]``."""
+        self.file.add(frames)
+        self.shown += [frame for i, frame in enumerate(frames, self.count) if i in self.wanted]
+        self.count += len(frames)
+
+    def finish(self) -> Path:
+        """Give the files their names; returns the video's path."""
+        self.file.close()
+        describing = self.path.with_suffix(".json")
+        describing.unlink(missing_ok=True)  # of a former request: no JSON stands beside what it does not describe
+        os.replace(self.partial, self.path)
+        if self.path.suffix != ".png":
+            sheet = self.path.with_suffix(".png")
+            write_contact_sheet(_partial(sheet), [(self.title, np.stack(self.shown))])
+            os.replace(_partial(sheet), sheet)
+        _partial(describing).write_text(json.dumps(self.facts, indent=1) + "\n")
+        os.replace(_partial(describing), describing)
+        return self.path
+
+    def abort(self) -> None:
+        """Remove what has been written."""
+        self.file.close()
+        self.partial.unlink(missing_ok=True)
+
+
+def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
+    """Where a request's video, or single frame, is written."""
+    return folder / f"{request.name}.{facts['format']}"
+
+
+def facts_of(cfg: InferenceConfig, request: Request, fingerprint: str | None = None) -> dict[str, Any]:
+    """How a video comes about, as JSON values. ``fingerprint`` is the SHA-256 of the weights."""
+    facts: dict[str, Any] = {
+        "prompt": request.prompt.text,
+        "negative_prompt": request.negative_prompt,
+        "seed": request.seed,
+        "place": request.place,
+        "sample": request.sample,
+        "num_frames": request.num_frames,
+        "image_size": list(request.size),
+        "fps": request.fps,
+        "reference_path": request.prompt.reference_path,
+        "mask_strategy": request.prompt.mask_strategy,
+        "format": "png" if request.num_frames == 1 and cfg.loop == 1 else cfg.format,
+        "ckpt": cfg.ckpt,
+        "checkpoint_sha256": fingerprint,
+    }
+    facts |= {key: getattr(cfg, key) for key in ("loop", "condition_frame_length", "condition_frame_edit")}
+    facts["config"] = {
+        key: getattr(cfg, key) for key in ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema")
+    }
+    return json.loads(json.dumps(facts))
+
+
+def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[str] | None:
+    """What the JSON of an existing, complete video says differently, by key; None if there is no such video."""
+    path = media_path(folder, request, facts)
+    describing = path.with_suffix(".json")
+    if not (path.is_file() and describing.is_file()):
+        return None
+    try:
+        there = json.loads(describing.read_text())
+    except ValueError:
+        return ["a JSON that cannot be read"]
+    return [
+        f"{key} {_short(there.get(key))}, now {_short(facts[key])}" for key in COMPARED if there.get(key) != facts[key]
+    ]
+
+
+def fingerprint(weights: Path) -> str:
+    """SHA-256 of weights: as the manifest of their checkpoint says, or else of the bytes of all their files."""
+    manifest = weights.parent / "manifest.json"
+    name = f"{weights.name}/model.safetensors"
+    if manifest.is_file() and name in (listed := json.loads(manifest.read_text())):
+        return listed[name]["sha256"]
+    digest = hashlib.sha256()
+    for path in weight_files(weights):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
