@@ -18,11 +18,12 @@ from opensora_sp.data import (
     ReplicaBatches,
     VideoTextDataset,
     check_micro_batches,
+    count_frames,
     read_video,
     to_clip,
     to_frames,
     toy_clip,
-    video,
+
     write_video,
 )
 from opensora_sp.data.toy import COLOURS
@@ -50,7 +51,7 @@ def test_a_written_video_reads_back(tmp_path: Path) -> None:
     back, fps = read_video(tmp_path / "a.mp4", num_frames=10)
     assert fps == 12 and back.shape == frames.shape
     assert np.abs(back.astype(int) - frames).mean() < 3  # H.264 is lossy
-    assert video._count_frames(tmp_path / "a.mp4") == 10  # where a header does not tell
+    assert count_frames(tmp_path / "a.mp4") == 10  # where a header does not tell
     middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2)
     assert fps == 6 and np.array_equal(middle, back[2:7:2])
     with pytest.raises(ValueError, match="got 10 frames; expected at least 11"):
@@ -80,7 +81,7 @@ def test_a_dataset_reads_a_users_csv(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "which is not a file; expected a CSV with the columns path,text"),
+        (None, "which is not a file; expected a CSV, JSONL or Parquet file with"),
         ("path,text\n", "without clips; expected at least one line"),
         ("file,text\na.mp4,b\n", r"with the columns \['file', 'text'\]; expected path and text; add path"),
         ("", "expected path and text"),

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from opensora_sp.console import told_errors
 
-from . import plan, verify
+from . import index, plan, verify
 
-COMMANDS = {"plan": plan, "verify": verify}
+COMMANDS = {"index": index, "plan": plan, "verify": verify}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
