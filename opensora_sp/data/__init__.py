@@ -1,26 +1,32 @@
 """Video files, manifests, and which samples each step consumes."""
 
+from .bucket_plan import BucketPlan
+from .buckets import Buckets
 from .dataset import BrokenClip, Clip, ClipShape, Sample, VideoTextDataset
 from .index import find_files, index_files, read_captions
 from .manifest import Entry, Manifest, write_manifest
-from .sampler import MicroBatchPlan, ReplicaBatches, check_micro_batches
+from .sampler import BatchPlan, MicroBatch, MicroBatchPlan, ReplicaBatches, deal, share
 from .toy import ToyClip, is_held_out, toy_clip
 from .transforms import resize_and_crop, scale, to_clip, to_frames
 from .video import count_frames, read_frames, read_video, write_video
 
 __all__ = [
+    "BatchPlan",
     "BrokenClip",
+    "BucketPlan",
+    "Buckets",
     "Clip",
     "ClipShape",
     "Entry",
     "Manifest",
+    "MicroBatch",
     "MicroBatchPlan",
     "ReplicaBatches",
     "Sample",
     "ToyClip",
     "VideoTextDataset",
-    "check_micro_batches",
     "count_frames",
+    "deal",
     "find_files",
     "index_files",
     "is_held_out",
@@ -29,6 +35,7 @@ __all__ = [
     "read_video",
     "resize_and_crop",
     "scale",
+    "share",
     "to_clip",
     "to_frames",
     "toy_clip",

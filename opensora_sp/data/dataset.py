@@ -43,7 +43,7 @@ class ClipShape(NamedTuple):
 class Sample(NamedTuple):
     """One use of a clip: which, in which epoch (its crops depend on it), cut to which shape."""
 
-    index: int
+    clip: int
     epoch: int
     shape: ClipShape
 
@@ -52,7 +52,7 @@ class VideoTextDataset(Dataset):
     """Clips from a manifest, by ``Sample``. Items that cannot be used come as ``BrokenClip``.
 
     A clip is ``shape.num_frames`` frames, every ``frame_interval``-th, resized to cover the shape and cropped. What is
-    random about it is drawn from (seed, epoch, index).
+    random about it is drawn from (seed, epoch, clip).
 
     Args:
         manifest: a file, see ``Manifest``.
@@ -103,14 +103,14 @@ class VideoTextDataset(Dataset):
             sample = Sample(sample, 0, self.shape)
         if self._cached is None:
             return self._read(sample)
-        key = sample.index, sample.shape
+        key = sample.clip, sample.shape
         if key not in self._cached:
             self._cached[key] = self._read(sample)
         return self._cached[key]
 
     def _read(self, sample: Sample) -> Clip | BrokenClip:
-        entry, shape = self.rows[sample.index], sample.shape
-        draw = generator(self.seed, "crop", sample.epoch, sample.index)
+        entry, shape = self.rows[sample.clip], sample.shape
+        draw = generator(self.seed, "crop", sample.epoch, sample.clip)
         start_at, *place = draw.random(3)
         try:
             frames, fps = read_video(

@@ -54,7 +54,11 @@ def read_captions(manifest: str | Path) -> dict[Path, str]:
 
 
 def index_files(
-    files: list[Path], *, captions: dict[Path, str] | None = None, workers: int | None = None, on_file: Callable[[], object] = int
+    files: list[Path],
+    *,
+    captions: dict[Path, str] | None = None,
+    workers: int | None = None,
+    on_file: Callable[[], object] = int,
 ) -> Index:
     """Probe files in parallel; threads, since FFmpeg works without Python's lock.
 

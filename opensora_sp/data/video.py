@@ -64,9 +64,7 @@ def read_video(
                 break
     if len(frames) < num_frames:
         available = count_frames(path)
-        raise ValueError(
-            f"got {available} frames; expected at least {start + span}; use longer clips or fewer frames"
-        )
+        raise ValueError(f"got {available} frames; expected at least {start + span}; use longer clips or fewer frames")
     return np.stack(frames), rate
 
 

@@ -15,6 +15,15 @@ def attention_flops(rows: int, length: int, width: int) -> float:
     return 4.0 * rows * length * length * width
 
 
+def pair_flops(num_samples: int, frames: int, patches: int, width: int) -> float:
+    """Forward work of a spatial and a temporal block on a batch."""
+    return (
+        block_flops(2 * num_samples * frames * patches, width)
+        + attention_flops(num_samples * frames, patches, width)
+        + attention_flops(num_samples * patches, frames, width)
+    )
+
+
 def few_rows_costs(num_samples: int, frames: int, patches: int, width: int, heads: int, ranks: int) -> dict[str, float]:
     """Cost of one spatial block and its exchanges on the busiest rank, in FLOPs, for the two ways of ``splits_heads``.
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig, split_type
-from opensora_sp.data import check_micro_batches
+from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models import PatchGrid
@@ -88,7 +88,11 @@ class Plan:
 
 
 def buckets_of(cfg: TrainConfig | InferenceConfig) -> list[Bucket]:
-    """The shapes of batches that a config makes."""
+    """The shapes of batches that a config makes; of each bucket that at 16:9."""
+    if isinstance(cfg, TrainConfig) and cfg.bucket_config is not None:
+        kept = [entry for entry in Buckets.of(cfg.bucket_config).entries if entry.batch_size]
+        shapes = [(entry, entry.shape_at(9 / 16)) for entry in kept]
+        return [Bucket(entry.batch_size, shape.num_frames, (shape.height, shape.width)) for entry, shape in shapes]
     return [Bucket(cfg.batch_size, cfg.num_frames, cfg.size)]
 
 
@@ -150,8 +154,7 @@ class _Run:
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
             replicas = num_gpus // self.ranks
-            check_micro_batches(cfg.micro_batches_per_step or replicas, replicas)
-            self.micro_batches = (cfg.micro_batches_per_step or replicas) // replicas
+            self.micro_batches = -(-(cfg.micro_batches_per_step or replicas) // replicas)
 
     @cached_property
     def sizes(self) -> ModelSizes:

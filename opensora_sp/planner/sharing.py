@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from opensora_sp.parallel import Options
-from opensora_sp.parallel.cost import attention_flops, block_flops, few_rows_costs
+from opensora_sp.parallel.cost import attention_flops, block_flops, few_rows_costs, pair_flops
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, run_sizes
 from opensora_sp.parallel.modes import (
     BranchSwitch,
@@ -114,7 +114,7 @@ def _work(mode: Mode, shape: Shape, ranks: int) -> list[float]:
     B, T, S, C, H = shape.num_samples, shape.frames, shape.patches, shape.width, shape.heads
     every_attention = attention_flops(B * T, S, C) + attention_flops(B * S, T, C)
     if mode is WholeSamples:
-        return [n / B * (block_flops(2 * B * T * S, C) + every_attention) for n in shape.units(SAMPLES, ranks)]
+        return [n / B * pair_flops(B, T, S, C) for n in shape.units(SAMPLES, ranks)]
     temporal = shape.units(TEMPORAL_ROWS, ranks)
     if mode in (SwitchRows, BranchSwitch):
         spatial = shape.units(SPATIAL_ROWS, ranks)
