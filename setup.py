@@ -28,6 +28,7 @@ setup(
         "mmengine",
         "numpy",
         "pillow>=10.1",
+        "pyarrow",
         "pydantic>=2",
         "safetensors",
         "sentencepiece",
@@ -38,7 +39,7 @@ setup(
     entry_points={"console_scripts": ["opensora-sp = opensora_sp.cli:main"]},
     extras_require={
         "flash-attn": ["flash-attn>=2.5"],
-        "test": ["hypothesis", "pytest", "ruff==0.17.5", "mypy==2.4.1"],
+        "test": ["hypothesis", "imageio-ffmpeg", "pytest", "ruff==0.17.5", "mypy==2.4.1"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +15,25 @@ from runs import write_toy_set
 from opensora_sp.data import (
     BrokenClip,
     Clip,
+    ClipShape,
+    Entry,
     MicroBatchPlan,
     ReplicaBatches,
+    Sample,
     VideoTextDataset,
-    check_micro_batches,
+    count_frames,
     read_video,
+    share,
     to_clip,
     to_frames,
     toy_clip,
-    video,
     write_video,
 )
 from opensora_sp.data.toy import COLOURS
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.training.batch import ClipPicker
+
+SHAPE = ClipShape(4, 16, 16)
 
 
 def test_toy_clips_are_deterministic_and_show_what_they_say() -> None:
@@ -50,7 +56,7 @@ def test_a_written_video_reads_back(tmp_path: Path) -> None:
     back, fps = read_video(tmp_path / "a.mp4", num_frames=10)
     assert fps == 12 and back.shape == frames.shape
     assert np.abs(back.astype(int) - frames).mean() < 3  # H.264 is lossy
-    assert video._count_frames(tmp_path / "a.mp4") == 10  # where a header does not tell
+    assert count_frames(tmp_path / "a.mp4") == 10  # where a header does not tell
     middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2)
     assert fps == 6 and np.array_equal(middle, back[2:7:2])
     with pytest.raises(ValueError, match="got 10 frames; expected at least 11"):
@@ -80,7 +86,7 @@ def test_a_dataset_reads_a_users_csv(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "which is not a file; expected a CSV with the columns path,text"),
+        (None, "which is not a file; expected a CSV, JSONL or Parquet file with"),
         ("path,text\n", "without clips; expected at least one line"),
         ("file,text\na.mp4,b\n", r"with the columns \['file', 'text'\]; expected path and text; add path"),
         ("", "expected path and text"),
@@ -94,61 +100,73 @@ def test_manifests_that_cannot_be_used_are_refused(tmp_path: Path, content: str 
 
 
 def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
-    plan = MicroBatchPlan(num_samples=23, batch_size=3, micro_batches_per_step=4, seed=5)
-    epoch = [i for m in range(plan.micro_batches_per_epoch) for i in plan.ids(m)]
-    assert len(set(epoch)) == len(epoch) == 21
-    assert plan.ids(0) != plan.ids(plan.micro_batches_per_epoch)  # epochs differ
-
-    def step_samples(step: int, replicas: int) -> list[int]:
-        shares = [plan.share(step, replica, replicas) for replica in range(replicas)]
-        return sorted(i for share in shares for m in share for i in plan.ids(m))
-
-    for step in range(5):
-        assert step_samples(step, 1) == step_samples(step, 2) == step_samples(step, 4)
-    whole = list(ReplicaBatches(plan, start=0, stop=6, replica=1, num_replicas=2))
-    later = list(ReplicaBatches(plan, start=4, stop=6, replica=1, num_replicas=2))
-    assert whole[-len(later) :] == later
-    with pytest.raises(ValueError, match="got micro_batches_per_step 4 with 3 data-parallel replicas"):
-        check_micro_batches(4, 3)
+    plan = MicroBatchPlan(num_samples=23, batch_size=3, micro_batches_per_step=4, seed=5, shape=SHAPE)
+    taken = [one for step in range(4) for one in plan.step(step)]
+    first, second = taken[: plan.micro_batches_per_epoch], taken[plan.micro_batches_per_epoch :]
+    epoch = [index for one in first for index in one.ids]
+    assert len(set(epoch)) == len(epoch) == 21 and first[0].ids != second[0].ids  # epochs differ
+    assert [one.number for one in taken] == list(range(16)) and {one.epoch for one in second[:7]} == {1}
+    for replicas in (1, 2, 3, 4, 5):
+        shares = [share(plan.step(1), replica, replicas) for replica in range(replicas)]
+        assert len({len(one) for one in shares}) == 1  # all join in as many backward passes
+        assert sorted(one for of_replica in shares for one in of_replica if one) == plan.step(1)
+    whole = list(ReplicaBatches(plan, start=0, stop=6, replica=1, num_replicas=3))
+    later = list(ReplicaBatches(plan, start=4, stop=6, replica=1, num_replicas=3))
+    assert whole[-len(later) :] == later and whole[0][0] == Sample(share(plan.step(0), 1, 3)[0].ids[0], 0, SHAPE)
     with pytest.raises(ValueError, match="got 2 clips and batch_size 3"):
-        MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0)
+        MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0, shape=SHAPE)
 
 
-class BrokenOnRank1(list):
+class BrokenOnRank1:
     """Clips of which rank 1 alone cannot read those with an odd index."""
 
-    rows = [(Path(f"{i}.mp4"), "") for i in range(8)]
+    rows = [Entry(Path(f"{i}.mp4"), "") for i in range(8)]
 
-    def __getitem__(self, index: int) -> Clip | BrokenClip:
-        if dist.get_rank() == 1 and index % 2:
-            return BrokenClip(f"{index}.mp4", "unreadable here")
-        return Clip(torch.full((1,), float(index)), str(index), 8.0)
+    def __getitem__(self, sample: Sample) -> Clip | BrokenClip:
+        if dist.get_rank() == 1 and sample.clip % 2:
+            return BrokenClip(f"{sample.clip}.mp4", "unreadable here")
+        return Clip(torch.full((1,), float(sample.clip)), str(sample.clip), 8.0)
 
     def __len__(self) -> int:
         return 8
 
 
-def pick() -> tuple[list[int], list[str], list[str]]:
-    dataset = BrokenOnRank1()
-    picker = ClipPicker(dataset, SequenceMesh(sp_size=2), seed=0)
-    ids, clips = picker.pick(0, [0, 1, 2, 3], [dataset[i] for i in (0, 1, 2, 3)])
-    return ids, [clip.text for clip in clips], sorted(picker.broken)
-
-
-def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read() -> None:
-    first, second = run_ranks(2, pick)
-    assert first[:2] == second[:2]
-    ids, texts, _ = first
-    assert ids[0] == 0 and ids[2] == 2 and texts == [str(i) for i in ids] and all(i % 2 == 0 for i in ids)
-    assert first[2] == [] and {"1.mp4", "3.mp4"} <= set(second[2])
-
-
 class AllBroken(BrokenOnRank1):
-    def __getitem__(self, index: int) -> BrokenClip:
-        return BrokenClip(f"{index}.mp4", "gone")
+    def __getitem__(self, sample: Sample) -> BrokenClip:
+        return BrokenClip(f"{sample.clip}.mp4", "gone")
 
 
-def test_a_set_without_a_readable_clip_is_an_error() -> None:
-    dataset = AllBroken()
+def plan_of_8() -> MicroBatchPlan:
+    return MicroBatchPlan(num_samples=8, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE)
+
+
+def pick(folder: Path) -> tuple[list[int], list[str], list[str], int, str]:
+    logging.getLogger("opensora_sp").addHandler(logging.FileHandler(folder / "log"))
+    dataset, mesh, cpu = BrokenOnRank1(), SequenceMesh(sp_size=2), torch.device("cpu")
+    picker = ClipPicker(dataset, mesh, plan_of_8(), max_bad_fraction=0.5)
+    batch = plan_of_8().step(0)[0]._replace(ids=(0, 1, 2, 3))
+    for _ in range(2):  # the same clips are broken in the next epoch too
+        ids, clips = picker.pick(batch, [dataset[sample] for sample in batch.samples])
+        replaced = picker.tell(cpu)
+    picker.max_bad_fraction = 0.49
+    with pytest.raises(
+        ValueError, match=r"got 4 broken clips of 8 read, .*at most dataset.max_bad_fraction = 0.49"
+    ) as error:
+        picker.tell(cpu)
+    all_broken = ClipPicker(AllBroken(), mesh, plan_of_8(), max_bad_fraction=1.0)
     with pytest.raises(ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"):
-        ClipPicker(dataset, SequenceMesh(1), seed=0).pick(0, [0], [dataset[0]])
+        all_broken.pick(batch, [AllBroken()[sample] for sample in batch.samples])
+    return ids, [clip.text for clip in clips], sorted(picker.broken), replaced, str(error.value)
+
+
+def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_path: Path) -> None:
+    first, second = run_ranks(2, pick, tmp_path)
+    assert first == second
+    ids, texts, broken, replaced, _ = first
+    assert ids[0] == 0 and ids[2] == 2 and texts == [str(i) for i in ids] and all(i % 2 == 0 for i in ids)
+    plan = plan_of_8()
+    drawn = [plan.replacement(plan.step(0)[0], 1, attempt) for attempt in range(20)]
+    assert ids[1] == next(clip for clip in drawn if clip % 2 == 0)  # from (seed, epoch, index) alone
+    assert replaced == 4 and {"1.mp4", "3.mp4"} <= set(broken)
+    told = (tmp_path / "log").read_text().splitlines()
+    assert sorted(told) == [f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken]

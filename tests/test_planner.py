@@ -296,7 +296,7 @@ def test_shipped_configs_plan(config: Path, capsys: pytest.CaptureFixture[str]) 
         (["--gpus", "0"], "got --gpus 0; expected at least 1"),
         (["--gpus", "8", "--gpus-per-node", "3"], "got --gpus-per-node 3 with --gpus 8; expected nodes that are all"),
         (["--gpus", "8", "--memory-gb", "-1"], "got --memory-gb -1; expected a positive number"),
-        (["--gpus", "8", "--cfg-options", "micro_batches_per_step=3"], "got micro_batches_per_step 3 with 2"),
+        (["--gpus", "8", "--cfg-options", "micro_batches_per_step=0"], "got micro_batches_per_step = 0"),
         (["--gpus", "8", "--cfg-options", "num_framse=3"], "did you mean 'num_frames'?"),
     ],
 )

@@ -73,9 +73,33 @@ def table(plan: Plan) -> str:
     if plan.spans_nodes is not None:
         where = "spans nodes: its exchanges use the network" if plan.spans_nodes else "lies on one node"
         lines.append(f"a group of {plan.sp_size} ranks {where}")
+    if len(plan.buckets) > 1:
+        return "\n".join([*lines, "", *_lines(plan)])
     for bucket in plan.buckets:
         lines += ["", *_bucket(plan, bucket)]
     return "\n".join(lines)
+
+
+def _lines(plan: Plan) -> list[str]:
+    """A line for each bucket; sizes are those at 16:9."""
+    head = (
+        f"{'batch of frames x size':>24} {'tokens':>10} {'shared by':>18} {'busiest':>8} {'MB sent':>10} {'GB peak':>8}"
+    )
+    lines = [head]
+    for one in plan.buckets:
+        height, width = one.bucket.image_size
+        batch = f"{one.bucket.batch_size} of {one.bucket.num_frames} x {height}x{width}"
+        peak = one.memory.configured.total / 1e9
+        fits = " too much" if plan.memory_gb is not None and peak > plan.memory_gb else ""
+        lines.append(
+            f"{batch:>24} {one.tokens['total']:>10,} {NAMES[one.sharing.mode]:>18} {one.sharing.imbalance:>+8.1%} "
+            f"{one.traffic.mean / 1e6:>10,.1f} {peak:>8.2f}{fits}"
+        )
+    return [
+        *lines,
+        "MB that a rank sends for a micro-batch, GB of a rank at its peak beside the encoders, both as configured;",
+        "busiest: how much more than the mean the busiest rank computes. With one bucket alone, more is said.",
+    ]
 
 
 def _bucket(plan: Plan, bucket: BucketPlan) -> list[str]:

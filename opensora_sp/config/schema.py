@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from opensora_sp.components import check_methods, component_class
+from opensora_sp.data.buckets import Buckets
 from opensora_sp.diffusion import IDDPM, RectifiedFlow, check_mask_ratios
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.registry import model_class, resolve_config
@@ -40,12 +41,20 @@ class Strict(BaseModel):
 
 
 class Dataset(Strict):
-    """Clips to train on: a CSV manifest with the columns path,text."""
+    """Clips to train on: a CSV, JSONL or Parquet manifest with the columns path,text; see ``data.VideoTextDataset``.
 
-    type: Literal["VideoText"] = "VideoText"
+    "VideoText" cuts all clips to one shape, "VariableVideoText" to those of ``bucket_config``, for which the manifest
+    has num_frames, height and width. A run stops when over ``max_bad_fraction`` of the clips it read are broken.
+    """
+
+    type: Literal["VideoText", "VariableVideoText"] = "VideoText"
     manifest: str
     frame_interval: int = Field(1, ge=1)
+    transform: Literal["resize_center_crop", "resize_random_crop"] = "resize_center_crop"
+    clip_start: Literal["middle", "random"] = "middle"
+    time_limit: float = Field(60.0, gt=0)
     cache: bool = False
+    max_bad_fraction: float = Field(0.2, ge=0, le=1)
 
 
 class Optimizer(Strict):
@@ -241,11 +250,15 @@ class TrainConfig(Common):
     replicas (by default one each), whatever the number of processes is. ``mask_ratios`` says how often which frames of
     a clip are given to the model, for example ``dict(image_head=0.1)``; see ``diffusion/frame_masks.py``.
     ``validation`` is off where it is None.
+
+    ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths; ``num_frames``, ``image_size`` and
+    ``batch_size`` are then those of its largest clips, at 16:9, for whoever asks for one size.
     """
 
     precision: Precision = "bf16"
     zero_stage: Literal[1, 2] = 2
     dataset: Dataset
+    bucket_config: dict[str, dict[int, Any]] | None = None
     batch_size: int = Field(1, ge=1)
     micro_batches_per_step: int | None = Field(None, ge=1)
     num_workers: int = Field(0, ge=0)
@@ -263,6 +276,39 @@ class TrainConfig(Common):
     load: str | None = None
     mask_ratios: dict[str, float] | None = None
     validation: Validation | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_size_of_buckets(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("bucket_config") is None:
+            return values
+        largest = Buckets.of(values["bucket_config"]).largest
+        _, *size = largest.shape_at(9 / 16)
+        sizes = {"num_frames": largest.num_frames, "image_size": tuple(size), "batch_size": largest.batch_size}
+        for key in (*sizes, "resolution", "aspect_ratio"):
+            given = values.get(key)
+            if given is not None and (tuple(given) if isinstance(given, list) else given) != sizes.get(key):
+                raise ValueError(
+                    f"got {key} {given!r} beside bucket_config; expected sizes in one place; remove {key}, or set "
+                    "bucket_config to None"
+                )
+        return {**values, **sizes}
+
+    @model_validator(mode="after")
+    def _buckets_fit(self) -> TrainConfig:
+        if (self.bucket_config is None) != (self.dataset.type == "VideoText"):
+            found = "without" if self.bucket_config is None else "with"
+            raise ValueError(
+                f"got dataset.type {self.dataset.type!r} {found} bucket_config; "
+                "expected 'VariableVideoText' with buckets, 'VideoText' without; change one of them"
+            )
+        name, options = split_type("model", self.model)
+        if self.bucket_config is not None and hasattr(resolve_config(name, **options), "input_size"):
+            raise ValueError(
+                f"got bucket_config for the model {name!r}, whose positions are made for one input_size; expected a "
+                "model for any size; take STDiT2 or STDiT3"
+            )
+        return self
 
     @field_validator("mask_ratios")
     @classmethod

@@ -1,24 +1,44 @@
 """Video files, manifests, and which samples each step consumes."""
 
-from .dataset import BrokenClip, Clip, VideoTextDataset, read_manifest
-from .sampler import MicroBatchPlan, ReplicaBatches, check_micro_batches
+from .bucket_plan import BucketPlan
+from .buckets import Buckets
+from .dataset import BrokenClip, Clip, ClipShape, Sample, VideoTextDataset
+from .index import find_files, index_files, read_captions
+from .manifest import Entry, Manifest, write_manifest
+from .sampler import BatchPlan, MicroBatch, MicroBatchPlan, ReplicaBatches, deal, share
 from .toy import ToyClip, is_held_out, toy_clip
-from .video import read_frames, read_video, to_clip, to_frames, write_video
+from .transforms import resize_and_crop, scale, to_clip, to_frames
+from .video import count_frames, read_frames, read_video, write_video
 
 __all__ = [
+    "BatchPlan",
     "BrokenClip",
+    "BucketPlan",
+    "Buckets",
     "Clip",
+    "ClipShape",
+    "Entry",
+    "Manifest",
+    "MicroBatch",
     "MicroBatchPlan",
     "ReplicaBatches",
+    "Sample",
     "ToyClip",
     "VideoTextDataset",
-    "check_micro_batches",
+    "count_frames",
+    "deal",
+    "find_files",
+    "index_files",
     "is_held_out",
+    "read_captions",
     "read_frames",
-    "read_manifest",
     "read_video",
+    "resize_and_crop",
+    "scale",
+    "share",
     "to_clip",
     "to_frames",
     "toy_clip",
+    "write_manifest",
     "write_video",
 ]

@@ -1,16 +1,18 @@
-"""Captioned video files listed in a CSV manifest."""
+"""Captioned video and image files listed in a manifest, as clips of the size that is asked for."""
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal, NamedTuple
 
-import av
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .video import read_video, to_clip
+from opensora_sp.randomness import generator
+
+from .manifest import Entry, Manifest
+from .transforms import resize_and_crop, scale
+from .video import UNREADABLE, count_frames, read_video
 
 
 @dataclass(frozen=True)
@@ -30,72 +32,101 @@ class BrokenClip:
     reason: str
 
 
-class VideoTextDataset(Dataset):
-    """Clips of equal size from a manifest with the columns ``path`` and ``text``.
+class ClipShape(NamedTuple):
+    """What a clip is cut to: frames and pixels."""
 
-    Relative paths resolve against the manifest. A clip is the middle ``num_frames`` frames, every
-    ``frame_interval``-th, resized and centre-cropped. Items that cannot be decoded come as ``BrokenClip``.
+    num_frames: int
+    height: int
+    width: int
+
+
+class Sample(NamedTuple):
+    """One use of a clip: which, in which epoch (its crops depend on it), cut to which shape."""
+
+    clip: int
+    epoch: int
+    shape: ClipShape
+
+
+class VideoTextDataset(Dataset):
+    """Clips from a manifest, by ``Sample``. Items that cannot be used come as ``BrokenClip``.
+
+    A clip is ``shape.num_frames`` frames, every ``frame_interval``-th, resized to cover the shape and cropped. What is
+    random about it is drawn from (seed, epoch, clip).
 
     Args:
-        manifest: CSV file with a header line.
-        num_frames, image_size: frames and (height, width) of every clip.
+        manifest: a file, see ``Manifest``.
+        num_frames, image_size: what ``dataset[index]`` cuts clips to, where no shape is given.
         frame_interval: take every n-th frame.
-        cache: keep decoded clips in memory; for small sets.
+        transform: "resize_center_crop" or "resize_random_crop".
+        clip_start: take frames from the "middle" of a file, or from a "random" place.
+        time_limit: seconds after which a file counts as broken.
+        cache: keep decoded clips in memory; for small sets, with nothing random.
+        seed: of what is random.
 
     Raises:
-        ValueError: if the manifest is missing, lacks a column, or lists nothing.
+        ValueError: if the manifest cannot be used, or ``cache`` would freeze what is random.
     """
 
     def __init__(
         self,
         manifest: str,
         *,
-        num_frames: int,
-        image_size: tuple[int, int],
+        num_frames: int | None = None,
+        image_size: tuple[int, int] | None = None,
         frame_interval: int = 1,
+        transform: Literal["resize_center_crop", "resize_random_crop"] = "resize_center_crop",
+        clip_start: Literal["middle", "random"] = "middle",
+        time_limit: float = 60.0,
         cache: bool = False,
+        seed: int = 0,
     ) -> None:
-        self.rows = read_manifest(manifest)
-        self.num_frames, self.image_size, self.frame_interval = num_frames, image_size, frame_interval
-        self._cached: dict[int, Clip | BrokenClip] | None = {} if cache else None
+        if cache and (transform, clip_start) != ("resize_center_crop", "middle"):
+            raise ValueError(
+                f"got cache=True with transform {transform!r} and clip_start {clip_start!r}; expected nothing random "
+                "to be kept; drop dataset.cache, or take 'resize_center_crop' and 'middle'"
+            )
+        self.rows = Manifest(manifest)
+        self.shape = None
+        if num_frames is not None and image_size is not None:
+            self.shape = ClipShape(num_frames, *image_size)
+        self.frame_interval, self.transform, self.clip_start = frame_interval, transform, clip_start
+        self.time_limit, self.seed = time_limit, seed
+        self._cached: dict[tuple[int, ClipShape], Clip | BrokenClip] | None = {} if cache else None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Clip | BrokenClip:
+    def __getitem__(self, sample: int | Sample) -> Clip | BrokenClip:
+        if not isinstance(sample, Sample):
+            assert self.shape is not None, "a dataset without a shape is asked for samples, not indices"
+            sample = Sample(sample, 0, self.shape)
         if self._cached is None:
-            return self._read(index)
-        if index not in self._cached:
-            self._cached[index] = self._read(index)
-        return self._cached[index]
+            return self._read(sample)
+        key = sample.clip, sample.shape
+        if key not in self._cached:
+            self._cached[key] = self._read(sample)
+        return self._cached[key]
 
-    def _read(self, index: int) -> Clip | BrokenClip:
-        path, text = self.rows[index]
+    def _read(self, sample: Sample) -> Clip | BrokenClip:
+        entry, shape = self.rows[sample.clip], sample.shape
+        draw = generator(self.seed, "crop", sample.epoch, sample.clip)
+        start_at, *place = draw.random(3)
         try:
-            frames, fps = read_video(path, num_frames=self.num_frames, interval=self.frame_interval)
-            return Clip(to_clip(frames, self.image_size), text, fps)
-        except (OSError, ValueError, IndexError, av.error.FFmpegError) as error:
-            return BrokenClip(str(path), f"{type(error).__name__}: {error}")
-
-
-def read_manifest(manifest: str | Path) -> list[tuple[Path, str]]:
-    """(path, text) of every line of a CSV manifest."""
-    manifest = Path(manifest)
-    if not manifest.is_file():
-        raise ValueError(
-            f"got manifest {str(manifest)!r}, which is not a file; expected a CSV with the columns path,text; "
-            "check dataset.manifest, or make a toy set with scripts/make_toy_clips.py"
-        )
-    with manifest.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        missing = [name for name in ("path", "text") if name not in columns]
-        if missing:
-            raise ValueError(
-                f"got manifest {str(manifest)!r} with the columns {list(columns)}; expected path and text; "
-                f"add {' and '.join(missing)} to its first line"
+            frames, fps = read_video(
+                entry.path,
+                num_frames=shape.num_frames,
+                interval=self.frame_interval,
+                start=self._start(entry, shape.num_frames, start_at),
+                time_limit=self.time_limit,
             )
-        rows = [(manifest.parent / row["path"], row["text"] or "") for row in reader]
-    if not rows:
-        raise ValueError(f"got manifest {str(manifest)!r} without clips; expected at least one line; add clips to it")
-    return rows
+        except UNREADABLE as error:
+            return BrokenClip(str(entry.path), f"{type(error).__name__}: {error}")
+        crop = (place[0], place[1]) if self.transform == "resize_random_crop" else None
+        return Clip(scale(resize_and_crop(frames, (shape.height, shape.width), crop)), entry.text, fps)
+
+    def _start(self, entry: Entry, num_frames: int, share: float) -> int:
+        """The first frame to read: the middle, or this share of the room that there is."""
+        available = entry.num_frames or count_frames(entry.path)
+        room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
+        return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))

@@ -1,30 +1,66 @@
 """Which samples an optimizer step consumes: one sequence of micro-batches, the same for every world.
 
-Micro-batch ``m`` takes the next ``batch_size`` ids of an epoch's permutation, which depends on (seed, epoch) alone. A
-step consumes ``micro_batches_per_step`` of them, dealt out to the replicas in turn. Position in the data is a function
-of the step, so a resumed run needs nothing else.
+An optimizer step is a list of at most ``micro_batches_per_step`` micro-batches, each of clips of one shape. Which clips
+these are depends on (seed, epoch) and what the set holds, never on processes; only who takes which does (``deal``).
+Position in the data is a function of the step, so a resumed run needs nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from opensora_sp.randomness import generator
+
+from .dataset import ClipShape, Sample
+
+
+class MicroBatch(NamedTuple):
+    """Clips that go through the model together. ``number`` counts from the start of the run and names random draws;
+    ``cost`` is an estimate, in units of the plan's own."""
+
+    number: int
+    epoch: int
+    shape: ClipShape
+    ids: tuple[int, ...]
+    cost: float
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [Sample(index, self.epoch, self.shape) for index in self.ids]
+
+
+class BatchPlan(Protocol):
+    """The world-independent sequence, step by step."""
+
+    @property
+    def micro_batches_per_step(self) -> int: ...
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of an optimizer step."""
+
+    def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
+        """The clip that stands in for one that cannot be read, at the n-th attempt to find one."""
+
+    def describe(self, step: int = 0) -> list[str]:
+        """The plan from a step on in lines for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """The world-independent sequence of micro-batches.
+    """Clips of one shape. Micro-batch ``m`` takes the next ``batch_size`` ids of an epoch's permutation.
 
     Raises:
-        ValueError: if the set is smaller than one micro-batch, or replicas would get unequal numbers of them.
+        ValueError: if the set is smaller than one micro-batch.
     """
 
     num_samples: int
     batch_size: int
     micro_batches_per_step: int
     seed: int
+    shape: ClipShape
 
     def __post_init__(self) -> None:
         if self.num_samples < self.batch_size:
@@ -33,48 +69,60 @@ class MicroBatchPlan:
                 "add clips or lower batch_size"
             )
 
-    @property
+    @cached_property
     def micro_batches_per_epoch(self) -> int:
         return self.num_samples // self.batch_size
 
-    @property
-    def samples_per_step(self) -> int:
-        """B_global: samples whose mean loss one optimizer step descends."""
-        return self.micro_batches_per_step * self.batch_size
-
-    def ids(self, micro_batch: int) -> list[int]:
-        """Sample ids of one micro-batch, counted from the start of the run."""
-        epoch, position = divmod(micro_batch, self.micro_batches_per_epoch)
-        order = generator(self.seed, "order", epoch).permutation(self.num_samples)
-        return order[position * self.batch_size : (position + 1) * self.batch_size].tolist()
-
-    def share(self, step: int, replica: int, num_replicas: int) -> list[int]:
-        """The micro-batches that one replica takes at a step."""
-        check_micro_batches(self.micro_batches_per_step, num_replicas)
+    def step(self, step: int) -> list[MicroBatch]:
         first = step * self.micro_batches_per_step
-        return list(range(first + replica, first + self.micro_batches_per_step, num_replicas))
+        return [self._micro_batch(number) for number in range(first, first + self.micro_batches_per_step)]
+
+    def _micro_batch(self, number: int) -> MicroBatch:
+        epoch, position = divmod(number, self.micro_batches_per_epoch)
+        order = generator(self.seed, "order", epoch).permutation(self.num_samples)
+        ids = order[position * self.batch_size : (position + 1) * self.batch_size].tolist()
+        return MicroBatch(number, epoch, self.shape, tuple(ids), 1.0)
+
+    def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
+        drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
+        return int(drawn.integers(self.num_samples))
+
+    def describe(self, step: int = 0) -> list[str]:
+        per_epoch = self.micro_batches_per_epoch / self.micro_batches_per_step
+        return [
+            f"{self.num_samples} clips, {self.micro_batches_per_step} micro-batches of {self.batch_size} per step, "
+            f"{per_epoch:.1f} steps per epoch"
+        ]
+
+
+def deal(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:
+    """Who takes which micro-batch of a step: a list of places in ``costs`` for each replica, all equally long.
+
+    Replicas average gradients after each micro-batch, so those of one round shall cost the same: rounds are cut out of
+    the order of falling costs, dealt forth and back. In the last round some may have none left.
+    """
+    order: list[int | None] = [*sorted(range(len(costs)), key=lambda place: -costs[place])]
+    order += [None] * (-len(order) % num_replicas)
+    rounds = [order[first : first + num_replicas] for first in range(0, len(order), num_replicas)]
+    turns = [places if number % 2 == 0 else places[::-1] for number, places in enumerate(rounds)]
+    return [[places[replica] for places in turns] for replica in range(num_replicas)]
+
+
+def share(micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int) -> list[MicroBatch | None]:
+    """What one replica does in a step, round by round; None where it has no micro-batch left."""
+    places = deal([one.cost for one in micro_batches], num_replicas)[replica]
+    return [None if place is None else micro_batches[place] for place in places]
 
 
 class ReplicaBatches:
-    """Batch sampler of one replica from a step on: the ids of its micro-batches, step after step."""
+    """Batch sampler of one replica: the samples of its micro-batches from step ``start`` up to step ``stop``."""
 
-    def __init__(self, plan: MicroBatchPlan, *, start: int, stop: int, replica: int, num_replicas: int) -> None:
+    def __init__(self, plan: BatchPlan, *, start: int, stop: int, replica: int, num_replicas: int) -> None:
         self.plan, self.steps = plan, range(start, stop)
         self.replica, self.num_replicas = replica, num_replicas
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Sample]]:
         for step in self.steps:
-            for micro_batch in self.plan.share(step, self.replica, self.num_replicas):
-                yield self.plan.ids(micro_batch)
-
-    def __len__(self) -> int:
-        return len(self.steps) * self.plan.micro_batches_per_step // self.num_replicas
-
-
-def check_micro_batches(micro_batches_per_step: int, num_replicas: int) -> None:
-    """Raise ValueError unless every replica gets the same number of micro-batches per step."""
-    if micro_batches_per_step < 1 or micro_batches_per_step % num_replicas:
-        raise ValueError(
-            f"got micro_batches_per_step {micro_batches_per_step} with {num_replicas} data-parallel replicas; "
-            f"expected a multiple of {num_replicas}; change it, or leave it out for one micro-batch per replica"
-        )
+            for micro_batch in share(self.plan.step(step), self.replica, self.num_replicas):
+                if micro_batch is not None:
+                    yield micro_batch.samples

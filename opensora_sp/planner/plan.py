@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig, split_type
-from opensora_sp.data import check_micro_batches
+from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.registry import resolve_config
@@ -34,10 +34,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, the busiest. Without checkpointing, with it, and the one of these that the config asks for."""
+    """Bytes of one rank, the busiest. Without checkpointing, with it, and the one of these that the config asks for.
+    Among several buckets only that one is looked at."""
 
     kept: Kept
-    plain: Peak
+    plain: Peak | None
     checkpointed: Peak | None
     configured: Peak
 
@@ -45,7 +46,8 @@ class Memory:
 @dataclass(frozen=True)
 class BucketPlan:
     """``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by strategy.
-    ``tokens_changing_rank`` counts those that one switch between the layouts moves."""
+    ``tokens_changing_rank`` counts those that one switch between the layouts moves. Among several buckets there is
+    neither a comparison nor advice."""
 
     bucket: Bucket
     tokens: dict[str, int]
@@ -87,7 +89,11 @@ class Plan:
 
 
 def buckets_of(cfg: TrainConfig | InferenceConfig) -> list[Bucket]:
-    """The shapes of batches that a config makes."""
+    """The shapes of batches that a config makes; of each bucket that at 16:9."""
+    if isinstance(cfg, TrainConfig) and cfg.bucket_config is not None:
+        kept = [entry for entry in Buckets.of(cfg.bucket_config).entries if entry.batch_size]
+        shapes = [(entry, entry.shape_at(9 / 16)) for entry in kept]
+        return [Bucket(entry.batch_size, shape.num_frames, (shape.height, shape.width)) for entry, shape in shapes]
     return [Bucket(cfg.batch_size, cfg.num_frames, cfg.size)]
 
 
@@ -110,7 +116,7 @@ def plan(
         ValueError: if the numbers do not fit each other or the config.
     """
     _check_numbers(num_gpus, gpus_per_node, memory_gb)
-    run = _Run(cfg, num_gpus, memory_gb, device)
+    run, buckets = _Run(cfg, num_gpus, memory_gb, device), buckets_of(cfg)
     return Plan(
         purpose="training" if run.training else "sampling",
         model=run.name,
@@ -123,7 +129,7 @@ def plan(
         micro_batches=run.micro_batches,
         spans_nodes=None if gpus_per_node is None else spans_nodes(num_gpus, run.ranks, gpus_per_node),
         memory_gb=memory_gb,
-        buckets=[run.plan(bucket) for bucket in buckets_of(cfg)],
+        buckets=[run.plan(bucket, brief=len(buckets) > 1) for bucket in buckets],
     )
 
 
@@ -149,19 +155,19 @@ class _Run:
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
             replicas = num_gpus // self.ranks
-            check_micro_batches(cfg.micro_batches_per_step or replicas, replicas)
-            self.micro_batches = (cfg.micro_batches_per_step or replicas) // replicas
+            self.micro_batches = -(-(cfg.micro_batches_per_step or replicas) // replicas)
 
     @cached_property
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.name, self.config)
 
-    def plan(self, bucket: Bucket) -> BucketPlan:
+    def plan(self, bucket: Bucket, *, brief: bool) -> BucketPlan:
         shape, latents = self.shape(bucket), self.latents(bucket)
         sharing = share(shape, self.options, self.ranks)
         switches = sharing.mode in ("SwitchRows", "BranchSwitch")
-        others = {strategy: Options(strategy=strategy) for strategy in COMPARED}
-        memory = self.memory(latents, self.ranks)
+        others = {} if brief else {strategy: Options(strategy=strategy) for strategy in COMPARED}
+        memory = self.memory(latents, self.ranks, brief=brief)
+        advice = [] if brief else [*self._better_balance(bucket, sharing), *self._less_memory(latents, memory)]
         return BucketPlan(
             bucket=bucket,
             tokens={
@@ -175,7 +181,7 @@ class _Run:
             traffic=self.traffic(shape, self.options),
             compared={name: self.traffic(shape, options) for name, options in others.items()},
             memory=memory,
-            advice=[*self._better_balance(bucket, sharing), *self._less_memory(latents, memory)],
+            advice=advice,
         )
 
     def latents(self, bucket: Bucket) -> tuple[int, ...]:
@@ -215,8 +221,8 @@ class _Run:
         gathered = output_gather(shape, shape.mode(options, self.ranks), self.ranks, token_bytes)
         return replace(found, forward=[a + b for a, b in zip(found.forward, gathered, strict=True)])
 
-    def memory(self, latents: tuple[int, ...], ranks: int) -> Memory:
-        """Of one of ``ranks`` that share a batch, in this run's world."""
+    def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
+        """Of one of ``ranks`` that share a batch, in this run's world; ``brief``: only as configured."""
 
         def traced(checkpointing: bool) -> Activations:
             return trace_activations(
@@ -244,8 +250,12 @@ class _Run:
             foreach=self.device == "cuda",
         )
         kept = Kept.training(self.sizes, zero)
-        plain, checkpointed = (training_peak(kept, self.sizes, zero, traced(on)) for on in (False, True))
-        return Memory(kept, plain, checkpointed, checkpointed if self.checkpointing else plain)
+        peaks = {
+            on: training_peak(kept, self.sizes, zero, traced(on))
+            for on in (False, True)
+            if not brief or on == self.checkpointing
+        }
+        return Memory(kept, peaks.get(False), peaks.get(True), peaks[self.checkpointing])
 
     def _better_balance(self, bucket: Bucket, sharing: Sharing) -> list[str]:
         """Other sp_sizes and frame counts with which ranks wait less for each other."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
-from opensora_sp.data import BrokenClip, Clip, VideoTextDataset
+from opensora_sp.data import BatchPlan, BrokenClip, Clip, ClipShape, MicroBatch, Sample, VideoTextDataset
 from opensora_sp.diffusion import DiffusionProcess, Noised, draw_frame_mask
 from opensora_sp.models import sample_numbers
 from opensora_sp.models.registry import model_class
@@ -26,6 +26,7 @@ from opensora_sp.randomness import generator, normal, uniform
 
 logger = logging.getLogger(__name__)
 MAX_REPLACEMENTS = 20
+ENOUGH_READ = 100  # clips, after which a fraction of broken ones means something
 
 
 @dataclass(frozen=True)
@@ -47,57 +48,72 @@ class Batch:
 
 
 class ClipPicker:
-    """Readable clips for the ids of a micro-batch, the same on every rank of the SP group.
+    """Readable clips for a micro-batch, the same on every rank of the SP group.
 
-    A clip that any rank of the group cannot read is replaced, on all of them, by one drawn for this micro-batch and
-    place. ``broken`` maps the paths found broken to the reason, ``files_read`` counts the clips used by kind of file.
+    A clip that any rank of the group cannot read is replaced, on all of them, by the one that the plan names for it.
+    ``files_read`` counts the clips used by kind of file.
 
     Raises:
-        ValueError: if no replacement can be read either.
+        ValueError: if no replacement can be read either, or too many clips are broken.
     """
 
-    def __init__(self, dataset: VideoTextDataset, mesh: SequenceMesh, seed: int) -> None:
-        self.dataset, self.mesh, self.seed = dataset, mesh, seed
-        self.broken: dict[str, str] = {}
+    def __init__(self, dataset: VideoTextDataset, mesh: SequenceMesh, plan: BatchPlan, max_bad_fraction: float) -> None:
+        self.dataset, self.mesh, self.plan, self.max_bad_fraction = dataset, mesh, plan, max_bad_fraction
         self.files_read: Counter[str] = Counter()
-        self.replaced = 0  # places of batches that got another clip; equal on all ranks of the group
+        self.read, self.replaced = 0, 0  # clips asked for, and those that got another; equal on all ranks of the group
+        self.broken: dict[str, str] = {}  # path -> reason, of all ranks after ``tell``
+        self._untold: dict[str, str] = {}  # what this rank has found since
 
-    def pick(
-        self, micro_batch: int, ids: Sequence[int], items: Sequence[Clip | BrokenClip]
-    ) -> tuple[list[int], list[Clip]]:
-        """The ids and clips to use, given what was read for ``ids``."""
-        ids, items = list(ids), list(items)
+    def pick(self, micro_batch: MicroBatch, items: Sequence[Clip | BrokenClip]) -> tuple[list[int], list[Clip]]:
+        """The ids and clips to use, given what was read for the micro-batch's ids."""
+        ids, items = list(micro_batch.ids), list(items)
+        self.read += len(items)
         for attempt in range(MAX_REPLACEMENTS + 1):
             unreadable = self._unreadable(items)
             if not unreadable:
-                self.files_read.update(self.dataset.rows[index][0].suffix for index in ids)
+                self.files_read.update(self.dataset.rows[index].path.suffix for index in ids)
                 return ids, items  # type: ignore[return-value]
-            self.replaced += len(unreadable)
+            self.replaced += len(unreadable) if attempt == 0 else 0
             for place in unreadable:
-                ids[place] = self._replacement(micro_batch, place, attempt)
-                items[place] = self.dataset[ids[place]]
+                ids[place] = self.plan.replacement(micro_batch, micro_batch.ids[place], attempt)
+                items[place] = self.dataset[Sample(ids[place], micro_batch.epoch, micro_batch.shape)]
+        last = next(reversed(({**self.broken, **self._untold}).items()), None)
         raise ValueError(
-            f"got no readable clip in {MAX_REPLACEMENTS} tries for one place of a batch ({len(self.broken)} broken "
-            f"files, the last: {next(reversed(self.broken.items()), None)}); expected video files; check the "
-            "manifest's paths"
+            f"got no readable clip in {MAX_REPLACEMENTS} tries for one place of a batch of {micro_batch.shape} (the "
+            f"last broken file: {last}); expected video files; check the manifest's paths"
         )
+
+    def tell(self, device: torch.device) -> int:
+        """Log what was found broken, each path once, on rank 0; returns the clips replaced so far. Collective."""
+        counts = torch.tensor([self.read, self.replaced, len(self._untold)], device=device)
+        dist.all_reduce(counts)
+        read, replaced, untold = counts.tolist()
+        read, replaced = read // self.mesh.sp_size, replaced // self.mesh.sp_size
+        if untold:
+            found: list[dict[str, str]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(found, self._untold)
+            new = {path: reason for of_rank in found for path, reason in of_rank.items() if path not in self.broken}
+            for path, reason in new.items() if self.mesh.rank == 0 else ():
+                logger.warning("skipped a clip that cannot be read: %s (%s)", path, reason)
+            self.broken |= new
+            self._untold = {}
+        if replaced > self.max_bad_fraction * max(read, min(ENOUGH_READ, len(self.dataset))):
+            raise ValueError(
+                f"got {replaced} broken clips of {read} read, the last {next(reversed(self.broken.items()))}; expected "
+                f"at most dataset.max_bad_fraction = {self.max_bad_fraction:g} of them; check the files that train.log "
+                "names, or raise max_bad_fraction"
+            )
+        return replaced
 
     def _unreadable(self, items: Sequence[Clip | BrokenClip]) -> list[int]:
         """Places that this rank or a peer could not read."""
         for item in items:
             if isinstance(item, BrokenClip) and item.path not in self.broken:
-                self.broken[item.path] = item.reason
-                logger.warning("skipped a clip that cannot be read: %s (%s)", item.path, item.reason)
+                self._untold[item.path] = item.reason
         readable = torch.tensor([isinstance(item, Clip) for item in items], dtype=torch.int32)
         if self.mesh.sp_size > 1:
-            on_cuda = dist.get_backend(self.mesh.sp_group) == "nccl"
-            readable = readable.cuda() if on_cuda else readable
-            dist.all_reduce(readable, op=dist.ReduceOp.MIN, group=self.mesh.sp_group)
+            dist.all_reduce(readable, op=dist.ReduceOp.MIN, group=self.mesh.host_group)
         return [place for place, ok in enumerate(readable.tolist()) if not ok]
-
-    def _replacement(self, micro_batch: int, place: int, attempt: int) -> int:
-        drawn = generator(self.seed, "replacement", micro_batch, place, attempt)
-        return int(drawn.integers(len(self.dataset)))
 
 
 class BatchMaker:
@@ -110,14 +126,16 @@ class BatchMaker:
 
     @torch.no_grad()
     def make(self, micro_batch: int, ids: Sequence[int], clips: Sequence[Clip]) -> Batch:
+        """Batch of ``clips``, all of one shape, which draws are made for as ``ids`` of micro-batch ``micro_batch``."""
         cfg, size = self.cfg, len(clips)
+        num_frames, *sides = clips[0].video.shape[1:]
         latents = self.vae.encode(torch.stack([clip.video for clip in clips]).to(self.device)).float()
         y, mask = self.text_encoder.encode([clip.text for clip in clips])
         keys = [(micro_batch, sample) for sample in ids]
         noise = torch.stack([normal(tuple(latents.shape[1:]), cfg.seed, "noise", *key) for key in keys])
         noise = noise.to(self.device)
-        height, width = (torch.full((size,), float(side), device=self.device) for side in cfg.size)
-        geometry = self.flow.geometry(height, width, latent_frames=latents.shape[2], video_frames=cfg.num_frames)
+        height, width = (torch.full((size,), float(side), device=self.device) for side in sides)
+        geometry = self.flow.geometry(height, width, latent_frames=latents.shape[2], video_frames=num_frames)
         t = torch.tensor([uniform(cfg.seed, "timestep", *key) for key in keys], device=self.device)
         t = self.flow.timesteps_from(t, geometry)
         x_mask = self._frame_masks(keys, latents.shape[2])
@@ -131,8 +149,12 @@ class BatchMaker:
         )
         fps = torch.tensor([clip.fps for clip in clips], device=self.device)
         names = model_class(cfg.model["type"]).sample_inputs
-        inputs |= sample_numbers(names, height=height, width=width, fps=fps, num_frames=cfg.num_frames)
+        inputs |= sample_numbers(names, height=height, width=width, fps=fps, num_frames=num_frames)
         return Batch(Noised.of(self.flow, latents, noise, t, x_mask), inputs)
+
+    def stand_in(self, shape: ClipShape) -> Batch:
+        """What a rank computes on, for nothing, while others have a micro-batch and it has none: one black clip."""
+        return self.make(0, [0], [Clip(torch.full((3, *shape), -1.0), "", 24.0)])
 
     def _frame_masks(self, keys: list[tuple[int, int]], num_frames: int) -> Tensor | None:
         """bool ``[B, f]``, False for given frames; whole patches of frames are given or not."""

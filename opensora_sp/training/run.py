@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig, build_component, dump_config, split_type
-from opensora_sp.data import MicroBatchPlan, ReplicaBatches, VideoTextDataset, check_micro_batches
+from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, VideoTextDataset, share
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.models import PatchGrid, build_model
+from opensora_sp.models import build_model
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import CommLedger, check_sp_size
 from opensora_sp.weights import (
@@ -31,8 +32,9 @@ from opensora_sp.weights import (
     open_weights,
 )
 
-from .batch import BatchMaker, ClipPicker
+from .batch import Batch, BatchMaker, ClipPicker
 from .checkpoint import find_checkpoint, load_checkpoint, load_model, save_checkpoint
+from .clips import Work, make_dataset, make_plan, order_state
 from .ema import ShardedEma
 from .metrics import Reporter, draw_loss, log_to
 from .validation import Validator, preflight_validation
@@ -75,17 +77,10 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_sp_size(cfg.sp_size, world_size)
     num_replicas = world_size // cfg.sp_size
-    check_micro_batches(cfg.micro_batches_per_step or num_replicas, num_replicas)
     if cfg.precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
-    dataset = VideoTextDataset(
-        cfg.dataset.manifest,
-        num_frames=cfg.num_frames,
-        image_size=cfg.size,
-        frame_interval=cfg.dataset.frame_interval,
-        cache=cfg.dataset.cache,
-    )
-    MicroBatchPlan(num_samples=len(dataset), batch_size=cfg.batch_size, micro_batches_per_step=1, seed=0)
+    dataset = make_dataset(cfg)
+    make_plan(cfg, dataset, cfg.micro_batches_per_step or num_replicas)
     if cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
         raise ValueError(
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
@@ -94,7 +89,7 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
     preflight_validation(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     if checkpoint is not None:
-        check_resume(cfg, checkpoint, len(dataset), num_replicas)
+        check_resume(cfg, checkpoint, dataset)
     if resume is None and newest_checkpoint(Path(cfg.outputs)) is not None:
         raise ValueError(
             f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a new folder, or that "
@@ -108,20 +103,19 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
     return dataset, checkpoint
 
 
-def check_resume(cfg: TrainConfig, checkpoint: Path, num_samples: int, num_replicas: int) -> None:
+def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: VideoTextDataset) -> None:
     """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
     state = json.loads((checkpoint / "state.json").read_text())
-    ours = {"seed": cfg.seed, "batch_size": cfg.batch_size, "num_samples": num_samples}
+    ours = order_state(cfg, make_plan(cfg, dataset, state["micro_batches_per_step"]), len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
-    differing = [f"{key} {value} (there {state[key]})" for key, value in ours.items() if state[key] != value]
+    differing = [f"{key} {value} (there {state.get(key)})" for key, value in ours.items() if state.get(key) != value]
     if differing:
         raise ValueError(
             f"got {', '.join(differing)} to go on from {checkpoint}; expected what it was written with, which data "
             "order and random draws depend on; change it back, or start a new run from these weights with "
             f"--cfg-options load={checkpoint}"
         )
-    check_micro_batches(state["micro_batches_per_step"], num_replicas)
     newest = newest_checkpoint(Path(cfg.outputs))
     if newest is not None and newest.name > checkpoint.name:
         raise ValueError(
@@ -141,6 +135,15 @@ def agree_on(checkpoint: Path | None) -> None:
             f"got different checkpoints on different ranks ({names}, rank by rank); expected the same; put the run's "
             "folder on a disk that all nodes share"
         )
+
+
+@dataclass
+class Since:
+    """What is counted from one line of the log to the next."""
+
+    start: float
+    waited: float = 0.0  # seconds that this rank waited for the loader
+    tokens: int = 0  # of all replicas
 
 
 class Run:
@@ -176,19 +179,11 @@ class Run:
             state = load_checkpoint(checkpoint, model, self.fixed, self.shards, self.ema)
             logger.info("resumed from %s at step %d", checkpoint, state["step"])
         self.start: int = state["step"]
-        self.plan = MicroBatchPlan(
-            num_samples=len(dataset),
-            batch_size=cfg.batch_size,
-            micro_batches_per_step=cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size,
-            seed=cfg.seed,
-        )
-        check_micro_batches(self.plan.micro_batches_per_step, self.mesh.dp_size)
-        self.dataset = dataset
-        self.picker = ClipPicker(dataset, self.mesh, cfg.seed)
+        per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
+        self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg)
+        self.picker = ClipPicker(dataset, self.mesh, self.plan, cfg.dataset.max_bad_fraction)
         self.batches = BatchMaker(cfg, model.config, vae, text_encoder, device)
-        latent_size = vae.latent_size(cfg.num_frames, *cfg.size)
-        grid = PatchGrid(num_samples=1, latent_size=latent_size, patch_size=model.config.patch_size)
-        self.tokens_per_sample = grid.frames * grid.patches_per_frame
+        self.since = Since(time.perf_counter())
         self.validator = Validator(self)
 
     def steps(self, run_dir: Path) -> None:
@@ -198,24 +193,23 @@ class Run:
         reporter = Reporter(run_dir, enabled=is_main, start=self.start, stop=cfg.max_steps)
         loader = iter(self._loader())
         ledger = CommLedger()
-        since, losses = time.perf_counter(), torch.zeros(2, device=self.device)  # sum of losses, number of steps
+        losses = torch.zeros(2, device=self.device)  # sum of losses, number of steps
+        self.since = Since(time.perf_counter())
         for step in range(self.start, cfg.max_steps):
             with ledger:
                 losses += torch.stack([self._step(step, loader), losses.new_ones(())])
             done = step + 1
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps
             if done % cfg.log_every == 0 or saves:
-                reporter.log(done, self._measure(losses, since, done))
-                since, losses = time.perf_counter(), torch.zeros_like(losses)
+                reporter.log(done, self._measure(losses, done))
+                self.since, losses = Since(time.perf_counter()), torch.zeros_like(losses)
             reporter.step(done)
-            since += self.validator.after(done, run_dir, reporter)
+            self.since.start += self.validator.after(done, run_dir, reporter)
             if saves:
                 state = {
                     "step": done,
-                    "seed": cfg.seed,
-                    "batch_size": cfg.batch_size,
                     "micro_batches_per_step": self.plan.micro_batches_per_step,
-                    "num_samples": self.plan.num_samples,
+                    **order_state(cfg, self.plan, len(self.dataset)),
                 }
                 path = save_checkpoint(
                     run_dir, state, self.module, self.fixed, self.shards, self.ema, keep_last=cfg.keep_last
@@ -229,14 +223,19 @@ class Run:
     def _step(self, step: int, loader: Any) -> torch.Tensor:
         """One optimizer step; returns this rank's part of the mean loss over the step's samples."""
         mean = torch.zeros((), device=self.device)
-        for micro_batch in self.plan.share(step, self.mesh.dp_rank, self.mesh.dp_size):
-            ids, clips = self.picker.pick(micro_batch, self.plan.ids(micro_batch), next(loader))
-            batch = self.batches.make(micro_batch, ids, clips)
+        micro_batches = self.plan.step(step)
+        samples = sum(len(one.ids) for one in micro_batches)
+        cheapest = min(micro_batches, key=lambda one: one.cost).shape
+        self.since.tokens += sum(len(one.ids) * self.work.tokens(one.shape) for one in micro_batches)
+        for micro_batch in share(micro_batches, self.mesh.dp_rank, self.mesh.dp_size):
+            batch = self._batch(micro_batch, loader, spare=cheapest)
             shard = self.model(batch.x_t, **batch.inputs, output="shards")
             losses = self.batches.flow.losses(shard, batch.noised)
-            loss = rank_loss(losses, global_samples=self.plan.samples_per_step, world_size=dist.get_world_size())
+            if micro_batch is None:  # ZeRO reduces gradients in the order in which a backward pass yields them
+                losses = losses * 0.0
+            loss = rank_loss(losses, global_samples=samples, world_size=dist.get_world_size())
             self.booster.backward(loss, self.optimizer)
-            mean += losses.detach().sum() / self.plan.samples_per_step
+            mean += losses.detach().sum() / samples
             del loss, losses, shard, batch  # and what their graph holds, before the next micro-batch
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.cfg, step)
@@ -244,6 +243,15 @@ class Run:
         self.optimizer.zero_grad()
         self.ema.update(step)
         return mean
+
+    def _batch(self, micro_batch: MicroBatch | None, loader: Any, *, spare: ClipShape) -> Batch:
+        """The next batch of this replica; where it has no micro-batch left, something of shape ``spare``."""
+        if micro_batch is None:
+            return self.batches.stand_in(spare)
+        before = time.perf_counter()
+        ids, clips = self.picker.pick(micro_batch, next(loader))
+        self.since.waited += time.perf_counter() - before
+        return self.batches.make(micro_batch.number, ids, clips)
 
     def _loader(self) -> DataLoader:
         sampler = ReplicaBatches(
@@ -261,47 +269,46 @@ class Run:
             generator=torch.Generator().manual_seed(self.cfg.seed),  # so that the loader leaves the global one alone
         )
 
-    def _measure(self, losses: torch.Tensor, since: float, done: int) -> dict[str, float]:
+    def _measure(self, losses: torch.Tensor, done: int) -> dict[str, float]:
+        replaced = self.picker.tell(self.device)
         steps = losses[1].item()
-        sums = torch.stack([losses[0], losses.new_tensor(self.picker.replaced / self.mesh.sp_size)])
+        sums = torch.stack([losses[0], losses.new_tensor(self.since.waited / dist.get_world_size())])
         dist.all_reduce(sums)
-        total, replaced = sums.tolist()
+        total, waited = sums.tolist()
         if not math.isfinite(total):
             raise ValueError(
                 f"got a loss of {total} up to step {done}; expected a number; lower optimizer.lr or set grad_clip, and "
                 "go on from the last checkpoint with --resume auto"
             )
-        step_time = (time.perf_counter() - since) / steps
+        step_time = (time.perf_counter() - self.since.start) / steps
         return {
             "loss": total / steps,
             "grad_norm": float(self.optimizer.get_grad_norm() or 0.0),
             "lr": learning_rate(self.cfg, done - 1),
             "step_time": step_time,
-            "tokens_per_s": self.plan.samples_per_step * self.tokens_per_sample / step_time,
+            "tokens_per_s": self.since.tokens / steps / step_time,
+            "data_wait": waited / steps / step_time,
             "replaced_clips": replaced,
         }
 
     def _announce(self, run_dir: Path) -> None:
-        mesh, plan = self.mesh, self.plan
+        mesh = self.mesh
         parameters = sum(p.numel() for p in self.module.parameters())
         logger.info("run folder %s", run_dir)
         logger.info("dp_size %d x sp_size %d processes, %s", mesh.dp_size, mesh.sp_size, self.device.type)
         logger.info("%s, %.1f M parameters, %s", type(self.module).__name__, parameters / 1e6, self.cfg.precision)
-        logger.info(
-            "%d clips, %d per step (%d micro-batches of %d), %d tokens each, %.1f steps per epoch",
-            plan.num_samples,
-            plan.samples_per_step,
-            plan.micro_batches_per_step,
-            plan.batch_size,
-            self.tokens_per_sample,
-            plan.micro_batches_per_epoch / plan.micro_batches_per_step,
-        )
+        if self.plan.micro_batches_per_step % mesh.dp_size:
+            logger.warning(
+                "%d micro-batches per step on %d replicas: some wait while others compute their last one",
+                self.plan.micro_batches_per_step,
+                mesh.dp_size,
+            )
+        for line in self.plan.describe(self.start):
+            logger.info("%s", line)
 
     def _conclude(self, run_dir: Path, ledger: CommLedger) -> None:
         """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""
-        found: list[dict[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(found, self.picker.broken)
-        broken = {path: reason for of_rank in found for path, reason in of_rank.items()}
+        broken = self.picker.broken
         summary = {
             "dp_size": self.mesh.dp_size,
             "sp_size": self.mesh.sp_size,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schema import Common, Validation
-from opensora_sp.data import Clip, VideoTextDataset
+from opensora_sp.data import Clip, MicroBatch, MicroBatchPlan, VideoTextDataset
 from opensora_sp.diffusion import Noised
 from opensora_sp.models import sample_numbers
 from opensora_sp.randomness import normal, uniform
@@ -86,7 +86,15 @@ class Validator:
         sampling = sampling_config(run.cfg, self.validation)
         self.pipeline = Pipeline(sampling, run.module, run.batches.vae, run.batches.text_encoder, run.device)
         if self.heldout is not None:
-            self.picker = ClipPicker(self.heldout, run.mesh, run.cfg.seed)
+            assert self.heldout.shape is not None
+            self.plan = MicroBatchPlan(
+                num_samples=len(self.heldout),
+                batch_size=1,
+                micro_batches_per_step=1,
+                seed=run.cfg.seed,
+                shape=self.heldout.shape,
+            )
+            self.picker = ClipPicker(self.heldout, run.mesh, self.plan, run.cfg.dataset.max_bad_fraction)
 
     def after(self, step: int, run_dir: Path, reporter: Reporter) -> float:
         """Validate if it is time to; returns the seconds that took. Collective."""
@@ -124,8 +132,8 @@ class Validator:
         sums = torch.zeros(self.validation.bins, device=self.run.device)
         mine = range(mesh.dp_rank, len(dataset), mesh.dp_size)
         for start in range(0, len(mine), size):
-            ids = list(mine[start : start + size])
-            readable, clips = self.picker.pick(0, ids, [dataset[i] for i in ids])
+            batch = MicroBatch(0, 0, self.plan.shape, tuple(mine[start : start + size]), 1.0)
+            readable, clips = self.picker.pick(batch, [dataset[sample] for sample in batch.samples])
             sums += self._losses(readable, clips, len(sums))
         dist.all_reduce(sums)
         return sums / len(dataset)

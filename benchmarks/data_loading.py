@@ -1,0 +1,86 @@
+"""Clips per second of the training loader against a plain loop over PyAV, one decoding thread each.
+
+OMP_NUM_THREADS=1 python benchmarks/data_loading.py --workers 2
+
+Both decode the same frames of the same files to the same clips (compared first). They take turns; what is told is the
+median of the rounds' ratios.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+import av
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from opensora_sp.data import Clip, ClipShape, Sample, VideoTextDataset, resize_and_crop, scale, toy_clip, write_video
+
+FRAMES, SIZE = 48, 480  # of a file
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--files", type=int, default=6)
+    parser.add_argument("--clips", type=int, default=24, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    shape = ClipShape(32, 240, 240)
+    with tempfile.TemporaryDirectory() as folder:
+        manifest = write_files(Path(folder), args.files)
+        dataset = VideoTextDataset(str(manifest))
+        samples = [Sample(number % args.files, 0, shape) for number in range(args.clips)]
+        loader = DataLoader(
+            dataset,
+            batch_sampler=[[sample] for sample in samples],
+            collate_fn=list,
+            num_workers=args.workers,
+            persistent_workers=args.workers > 0,
+        )
+        paths = [dataset.rows[sample.clip].path for sample in samples]
+        for wanted, (clip,) in zip(map(plainly, paths[: args.files], [shape] * args.files), loader):
+            assert isinstance(clip, Clip) and torch.equal(clip.video, wanted)
+        ways = [lambda: (plainly(path, shape) for path in paths), lambda: loader]
+        rounds = [[args.clips / seconds(way) for way in ways] for _ in range(args.rounds)]
+    plain, loaded = (median(round[way] for round in rounds) for way in (0, 1))
+    ratio = median(loaded / plain for plain, loaded in rounds)
+    print(f"{shape.num_frames} frames of {SIZE}x{SIZE} to {shape.height}x{shape.width}, {args.clips} clips a round")
+    print(f"plain loop {plain:.2f} clips/s, loader with {args.workers} workers {loaded:.2f} clips/s")
+    print(f"ratio: median {ratio:.2f} of {args.rounds} rounds: {', '.join(f'{b / a:.2f}' for a, b in rounds)}")
+
+
+def write_files(folder: Path, count: int) -> Path:
+    for number in range(count):
+        write_video(folder / f"{number}.mp4", toy_clip(0, number).draw(FRAMES, SIZE), fps=24)
+    (folder / "clips.csv").write_text("path,text\n" + "".join(f"{number}.mp4,a clip\n" for number in range(count)))
+    return folder / "clips.csv"
+
+
+def plainly(path: Path, shape: ClipShape) -> Tensor:
+    """The middle frames of a file, as a script without a loader reads them."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        first = (stream.frames - shape.num_frames) // 2
+        decoded = islice(container.decode(stream), first, first + shape.num_frames)
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in decoded])
+    return scale(resize_and_crop(frames, (shape.height, shape.width)))
+
+
+def seconds(way: Callable[[], Iterable[object]]) -> float:
+    start = time.perf_counter()
+    for _ in way():
+        pass
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""``opensora-sp index``: a manifest of a folder of videos and images."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+HELP = "look at all videos and images of a folder and write the manifest that training reads"
+TOLD = 20  # broken files named
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=HELP)
+    parser.add_argument("folder", type=Path, help="searched with its subfolders")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="manifest to write: .csv, .jsonl or .parquet")
+    parser.add_argument(
+        "--captions",
+        metavar="FILE",
+        help="manifest with path,text; by default, and for files that it lacks, clip.txt is the caption of clip.mp4",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="files looked at at a time (default: one a core)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from opensora_sp.data import find_files, index_files, read_captions, write_manifest
+    from opensora_sp.data.manifest import check_ending
+
+    check_ending(args.output)
+    if args.workers is not None and args.workers < 1:
+        raise ValueError(f"got --workers {args.workers}; expected at least 1; change it or leave it out")
+    captions = read_captions(args.captions) if args.captions else None
+    files = find_files(args.folder)
+    with tqdm(total=len(files), desc="index", unit="file", dynamic_ncols=True) as bar:
+        found = index_files(files, captions=captions, workers=args.workers, on_file=bar.update)
+    for broken in found.broken[:TOLD]:
+        sys.stderr.write(f"left out {broken.path}: {broken.reason}\n")
+    if not found.entries:
+        raise ValueError(
+            f"got {len(files)} files in {str(args.folder)!r}, none of which can be read; expected videos or images; "
+            "check them"
+        )
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    near = [entry._replace(path=Path(_relative(entry.path, args.output.parent))) for entry in found.entries]
+    write_manifest(args.output, near)
+    sys.stdout.write(
+        f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a caption; "
+        f"{len(found.broken)} files cannot be read and were left out\n"
+    )
+
+
+def _relative(path: Path, folder: Path) -> str:
+    """As the manifest in ``folder`` names a file."""
+    return os.path.relpath(path.resolve(), folder.resolve())

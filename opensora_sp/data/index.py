@@ -1,0 +1,98 @@
+"""A folder of videos and images, looked at file by file, as the lines of a manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .dataset import BrokenClip
+from .manifest import Entry, Manifest
+from .video import IMAGE_SUFFIXES, UNREADABLE, VIDEO_SUFFIXES, probe
+
+
+@dataclass(frozen=True)
+class Index:
+    """What was found: lines for a manifest, in the order of their paths, and files that cannot be read."""
+
+    entries: list[Entry]
+    broken: list[BrokenClip]
+
+    @property
+    def without_caption(self) -> int:
+        return sum(not entry.text for entry in self.entries)
+
+
+def find_files(folder: Path) -> list[Path]:
+    """Videos and images in a folder and its subfolders, sorted; hidden ones are left out.
+
+    Raises:
+        ValueError: if the folder does not exist or holds none.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"got folder {str(folder)!r}, which does not exist; expected videos or images; check the path")
+    known = {*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}
+    found = sorted(
+        Path(root, name)
+        for root, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if Path(name).suffix.lower() in known and not name.startswith(".")
+    )
+    if not found:
+        raise ValueError(
+            f"got folder {str(folder)!r} without videos and images; expected files named {', '.join(sorted(known))}; "
+            "check the path"
+        )
+    return found
+
+
+def read_captions(manifest: str | Path) -> dict[Path, str]:
+    """Captions by file from a manifest with path and text."""
+    return {entry.path.resolve(): entry.text for entry in Manifest(manifest)}
+
+
+def index_files(
+    files: list[Path],
+    *,
+    captions: dict[Path, str] | None = None,
+    workers: int | None = None,
+    on_file: Callable[[], object] = int,
+) -> Index:
+    """Probe files in parallel; threads, since FFmpeg works without Python's lock.
+
+    Args:
+        captions: by resolved path; where it has none, the caption is that of a file of the same name with the ending
+            ``.txt``.
+        workers: files looked at at a time, by default one for each core.
+        on_file: called without arguments for each file done.
+    """
+    entries, broken = [], []
+    for found in _probed(files, workers or os.cpu_count() or 1):
+        on_file()
+        if isinstance(found, BrokenClip):
+            broken.append(found)
+        else:
+            text = (captions or {}).get(found.path.resolve()) or sidecar_caption(found.path)
+            entries.append(found._replace(text=text))
+    return Index(entries, broken)
+
+
+def sidecar_caption(path: Path) -> str:
+    """The text beside a file: ``clip.txt`` for ``clip.mp4``, on one line; empty where there is none."""
+    text = path.with_suffix(".txt")
+    return " ".join(text.read_text(encoding="utf-8", errors="replace").split()) if text.is_file() else ""
+
+
+def _probed(files: list[Path], workers: int) -> Iterator[Entry | BrokenClip]:
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(_probe, files)
+
+
+def _probe(path: Path) -> Entry | BrokenClip:
+    try:
+        found = probe(path)
+    except UNREADABLE as error:
+        return BrokenClip(str(path), f"{type(error).__name__}: {error}")
+    return Entry(path, "", found.num_frames, found.height, found.width, found.fps, found.height / found.width)

@@ -1,0 +1,177 @@
+"""Manifests: which clips there are, as CSV, JSONL or Parquet with the columns of ``Entry``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+
+class Entry(NamedTuple):
+    """One line: a file, its caption, and what is known of it; ``aspect_ratio`` is height over width."""
+
+    path: Path
+    text: str
+    num_frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    fps: float | None = None
+    aspect_ratio: float | None = None
+
+
+REQUIRED = ("path", "text")
+NUMBERS = ("num_frames", "height", "width", "fps", "aspect_ratio")
+WHOLE = ("num_frames", "height", "width")
+
+
+class Manifest(Sequence[Entry]):
+    """The lines of a manifest, kept by column: sets of millions of clips are copied into every loader's process.
+
+    Relative paths resolve against the file.
+
+    Args:
+        path: ``.csv`` with a header line, ``.jsonl`` with an object a line, or ``.parquet``.
+
+    Raises:
+        ValueError: if the file is missing, is none of these, lacks a column, lists nothing, or has a number that is
+            none.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.file = Path(path)
+        columns = _read_columns(self.file)
+        missing = [name for name in REQUIRED if name not in columns]
+        if missing:
+            raise ValueError(
+                f"got manifest {str(path)!r} with the columns {list(columns)}; expected path and text; "
+                f"add {' and '.join(missing)} to its {'first line' if self.file.suffix == '.csv' else 'lines'}"
+            )
+        if not columns["path"]:
+            raise ValueError(f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it")
+        self.paths = [str(one) for one in columns["path"]]
+        self.texts = [str(one or "") for one in columns["text"]]
+        self.numbers = {
+            name: _as_numbers(self.file, name, columns[name], len(self.paths)) for name in NUMBERS if name in columns
+        }
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        known: dict[str, Any] = {}
+        for name, values in self.numbers.items():
+            if not math.isnan(values[index]):
+                known[name] = int(values[index]) if name in WHOLE else float(values[index])
+        return Entry(self.file.parent / self.paths[index], self.texts[index], **known)
+
+    def column(self, name: str) -> np.ndarray:
+        """One of the columns of numbers as float64 ``[len(self)]``, NaN where nothing is known."""
+        return self.numbers.get(name, np.full(len(self), np.nan))
+
+
+def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:
+    """Write a CSV, JSONL or Parquet file, by the ending of ``path``; paths as they are, numbers not known left empty.
+
+    Raises:
+        ValueError: for another ending.
+    """
+    path = Path(path)
+    check_ending(path)
+    rows = [{**entry._asdict(), "path": str(entry.path)} for entry in entries]
+    if path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, Entry._fields)
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({name: [row[name] for row in rows] for name in Entry._fields}), path)
+
+
+def check_ending(path: Path) -> None:
+    """Raise ValueError unless a manifest's name says in which form it is."""
+    if path.suffix not in (".csv", ".jsonl", ".parquet"):
+        raise ValueError(f"got manifest {str(path)!r}; expected a .csv, .jsonl or .parquet file; rename it")
+
+
+def _read_columns(path: Path) -> dict[str, list[Any]]:
+    if not path.is_file():
+        raise ValueError(
+            f"got manifest {str(path)!r}, which is not a file; expected a CSV, JSONL or Parquet file with the columns "
+            "path,text; check dataset.manifest, make one of a folder with opensora-sp index, or a toy set with "
+            "scripts/make_toy_clips.py"
+        )
+    check_ending(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    with path.open(newline="", encoding="utf-8") as file:
+        if path.suffix == ".csv":
+            reader = csv.reader(file)
+            names = next(reader, [])
+            rows: Iterator[dict[str, Any]] = (dict(zip(names, line)) for line in reader if line)
+            return _by_column(rows, names)
+        return _by_column((_parsed(path, line) for line in file if line.strip()), [])
+
+
+def _by_column(rows: Iterable[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for number, row in enumerate(rows):
+        for name in row.keys() - columns.keys():
+            columns[name] = [None] * number
+        for name, values in columns.items():
+            values.append(row.get(name))
+    return columns
+
+
+def _parsed(path: Path, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        row = error
+    if not isinstance(row, dict):
+        raise ValueError(f"got the line {line.strip()[:80]!r} in {str(path)!r}; expected a JSON object; correct it")
+    return row
+
+
+def _read_parquet(path: Path) -> dict[str, list[Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"got manifest {str(path)!r}, which cannot be read ({error}); expected Parquet; write it again"
+        ) from None
+    return {name: table[name].to_pylist() for name in table.column_names if name in Entry._fields}
+
+
+def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndarray:
+    numbers = np.full(count, np.nan)
+    for place, value in enumerate(values):
+        if value is None or value == "":
+            continue
+        try:
+            numbers[place] = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"got {name} {value!r} for clip {place + 1} of {str(path)!r}; expected a number or nothing; correct it"
+            ) from None
+    return numbers

@@ -1,0 +1,229 @@
+"""Frames against ffmpeg's, manifests and their making, crops, broken files, memory."""
+
+from __future__ import annotations
+
+import csv
+import re
+import resource
+import subprocess
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from opensora_sp.cli import main
+from opensora_sp.data import (
+    BrokenClip,
+    Clip,
+    ClipShape,
+    Entry,
+    Manifest,
+    Sample,
+    VideoTextDataset,
+    count_frames,
+    read_frames,
+    read_video,
+    resize_and_crop,
+    toy_clip,
+    write_manifest,
+    write_video,
+)
+
+NUM_FRAMES = 60
+SOURCE = ("-f", "lavfi", "-i", f"testsrc2=size=64x48:rate=30000/1001:duration={(NUM_FRAMES - 0.5) * 1001 / 30000}")
+X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
+FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
+    "open_gop.mkv": (*X264, "-bf", "3", "-g", "12", "-x264-params", "open-gop=1"),
+    "turned.mp4": ("-c", "copy"),
+    "cut.mp4": ("-c", "copy"),  # an edit list hides what lies between a key frame and the cut
+    "uneven.mp4": ("-vf", "select='not(eq(mod(n,5),3))'", "-fps_mode", "vfr", *X264),
+    "vp9.webm": ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8"),
+    "vp8.webm": ("-c:v", "libvpx", "-auto-alt-ref", "1", "-lag-in-frames", "16"),  # packets that show nothing
+    "pictures.mov": ("-c:v", "mjpeg", "-q:v", "2", "-pix_fmt", "yuvj420p"),
+    "moving.gif": (),
+    "one.png": ("-frames:v", "1"),
+    "one.jpg": ("-frames:v", "1"),
+}
+BEFORE = {"turned.mp4": ("-display_rotation", "90"), "cut.mp4": ("-ss", "0.5")}
+
+
+def ffmpeg(*arguments: str | Path) -> bytes:
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("videos")
+    ffmpeg(*SOURCE, *X264, "-bf", "3", "-g", "12", folder / "b.mp4")
+    for name, options in FILES.items():
+        ffmpeg(*BEFORE.get(name, ()), "-i", folder / "b.mp4", *options, folder / name)
+    return folder
+
+
+def reference(path: Path, height: int, width: int) -> np.ndarray:
+    """All frames as ffmpeg shows them."""
+    raw = ffmpeg("-i", path, "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-")
+    return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3)
+
+
+@pytest.mark.parametrize("name", ["b.mp4", *FILES])
+def test_frames_are_those_of_ffmpeg(videos: Path, name: str) -> None:
+    height, width = (64, 48) if name == "turned.mp4" else (48, 64)
+    wanted = reference(videos / name, height, width)
+    assert count_frames(videos / name) == len(wanted)
+    assert len(wanted) == {"one.png": 1, "one.jpg": 1, "cut.mp4": 45, "uneven.mp4": 48}.get(name, NUM_FRAMES)
+    asked = [(0, 1, 1), (0, 5, 3), (7, 4, 1), (26, 3, 2), (33, 6, 2), (len(wanted) - 3, 3, 1), (len(wanted) - 1, 1, 1)]
+    for start, count, interval in asked if len(wanted) > 1 else asked[:1]:
+        frames, _ = read_video(videos / name, num_frames=count, interval=interval, start=start)
+        assert frames.shape == (count, height, width, 3)
+        for place, frame in zip(range(start, len(wanted), interval), frames):
+            apart = np.abs(wanted.astype(np.int16) - frame).mean(axis=(1, 2, 3))
+            assert apart.argmin() == place and apart[place] < 1, (start, count, interval, place)
+    with pytest.raises(ValueError, match=rf"got {len(wanted)} frames; expected at least {len(wanted) + 1}"):
+        read_video(videos / name, num_frames=2, start=len(wanted) - 1)
+    assert np.array_equal(
+        read_frames(videos / name)[-1], read_video(videos / name, num_frames=1, start=len(wanted) - 1)[0][0]
+    )
+
+
+def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "set"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("b.mp4", "turned.mp4", "one.png"):
+        (folder / "sub" / name).write_bytes((videos / name).read_bytes())
+    (folder / "broken.mp4").write_bytes(b"no video")
+    (folder / "empty.webm").touch()
+    (folder / "sub" / "b.txt").write_text("a fox,\n running\n")
+    (folder / "captions.csv").write_text("path,text\nsub/one.png,a still\n")
+    for ending in ("csv", "jsonl", "parquet"):
+        target = tmp_path / "out" / f"clips.{ending}"
+        main(["index", str(folder), "-o", str(target), "--captions", str(folder / "captions.csv"), "--workers", "2"])
+        told = capsys.readouterr()
+        assert "3 clips, 1 of them without a caption; 2 files cannot be read" in told.out
+        assert "broken.mp4" in told.err and "empty.webm" in told.err and "5/5" in told.err  # the bar
+        video, image, turned = Manifest(target)
+        assert video.path.resolve() == folder / "sub" / "b.mp4" and video.text == "a fox, running"
+        assert video[2:] == (60, 48, 64, pytest.approx(30000 / 1001), 0.75)
+        assert image[1:] == ("a still", 1, 48, 64, None, 0.75)
+        assert turned[2:5] == (60, 64, 48) and turned.text == ""
+    for arguments, message in [
+        ((str(tmp_path / "none"),), "which does not exist"),
+        ((str(tmp_path / "out"),), "without videos and images"),
+        ((str(folder), "--workers", "0"), "got --workers 0"),
+    ]:
+        with pytest.raises(SystemExit):
+            main(["index", *arguments, "-o", str(tmp_path / "clips.csv")])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "clips.csv",
+            "path,text,height\na.mp4,b,tall\n",
+            "got height 'tall' for clip 1 of .*expected a number or nothing",
+        ),
+        ("clips.jsonl", '{"path": "a.mp4"}\n', "expected path and text; add text to its lines"),
+        ("clips.jsonl", "path,text\n", "got the line 'path,text' in .*expected a JSON object"),
+        ("clips.parquet", "path,text\n", "cannot be read .*expected Parquet"),
+        ("clips.txt", "path,text\n", "expected a .csv, .jsonl or .parquet file"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Manifest(tmp_path / name)
+
+
+def test_manifests_may_leave_numbers_out(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,path,fps,height\n"one, two",sub/a.mp4,,48\nb,/b.mp4,29.97,\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"path": "sub/a.mp4", "text": "one, two", "height": 48}\n{"text": "b", "path": "/b.mp4", "fps": 29.97}\n'
+    )
+    for manifest in (Manifest(tmp_path / "a.csv"), Manifest(tmp_path / "a.jsonl")):
+        assert list(manifest) == [
+            Entry(tmp_path / "sub" / "a.mp4", "one, two", height=48),
+            Entry(Path("/b.mp4"), "b", fps=29.97),
+        ]
+        assert np.isnan(manifest.column("width")).all()
+
+
+def test_crops_lie_where_they_are_put() -> None:
+    frames = np.zeros((2, 20, 60, 3), dtype=np.uint8)
+    frames[..., 0] = np.arange(60, dtype=np.uint8) * 4
+    for place, left in [(None, 20), ((0.0, 0.0), 0), ((0.0, 0.999), 40), ((0.5, 0.5), 20)]:
+        cropped = resize_and_crop(frames, (20, 20), place)
+        assert cropped.shape == (3, 2, 20, 20) and cropped[0, 0, 0, 0] == left * 4
+    assert resize_and_crop(frames, (40, 40)).float()[0].mean() == pytest.approx(frames[:, :, 20:40, 0].mean(), abs=1)
+
+
+def test_what_is_random_depends_on_seed_epoch_and_clip_alone(tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", toy_clip(0, 0).draw(30, 64), fps=8)
+    (tmp_path / "clips.csv").write_text("path,text\na.mp4,x\na.mp4,x\n")
+    shape = ClipShape(3, 16, 24)
+    samples = [Sample(clip, epoch, shape) for epoch in range(3) for clip in range(2)]
+    options = dict(transform="resize_random_crop", clip_start="random")
+
+    def clips(seed: int, order: list[Sample], workers: int) -> dict[Sample, torch.Tensor]:
+        dataset = VideoTextDataset(str(tmp_path / "clips.csv"), seed=seed, **options)
+        loader = DataLoader(dataset, batch_sampler=[[sample] for sample in order], collate_fn=list, num_workers=workers)
+        return {sample: item.video.clone() for sample, (item,) in zip(order, loader)}
+
+    here, there = clips(1, samples, 0), clips(1, samples[::-1], 2)
+    assert all(torch.equal(here[sample], there[sample]) for sample in samples)
+    assert len({one.numpy().tobytes() for one in here.values()}) == len(samples)
+    assert not torch.equal(clips(2, samples, 0)[samples[0]], here[samples[0]])
+    with pytest.raises(ValueError, match="got cache=True with transform 'resize_random_crop'"):
+        VideoTextDataset(str(tmp_path / "clips.csv"), cache=True, **options)
+
+
+def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
+    write_video(tmp_path / "good.mp4", toy_clip(0, 0).draw(6, 32), fps=8)
+    whole = (tmp_path / "good.mp4").read_bytes()
+    (tmp_path / "half.mp4").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "text.png").write_text("no image")
+    names = ["good.mp4", "half.mp4", "empty.mp4", "text.png", "gone.mp4"]
+    (tmp_path / "clips.csv").write_text("path,text\n" + "".join(f"{name},x\n" for name in names))
+    dataset = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16))
+    assert isinstance(dataset[0], Clip)
+    for number, name in enumerate(names[1:], 1):
+        broken = dataset[number]
+        assert isinstance(broken, BrokenClip) and broken.path.endswith(name) and re.match(r"\w+: .+", broken.reason)
+    long = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=7, image_size=(16, 16))
+    assert "got 6 frames; expected at least 7" in long[0].reason
+    slow = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16), time_limit=1e-9)
+    assert isinstance(slow[0], BrokenClip)
+
+
+def test_memory_stays_flat_over_2000_clips(tmp_path: Path) -> None:
+    for number in range(2):
+        write_video(tmp_path / f"{number}.mp4", toy_clip(0, number).draw(3, 32), fps=8)
+    (tmp_path / "broken.mp4").write_bytes((tmp_path / "0.mp4").read_bytes()[:600])
+    names = ["0.mp4", "1.mp4", "broken.mp4"]
+    (tmp_path / "clips.csv").write_text("path,text\n" + "".join(f"{name},x\n" for name in names))
+    dataset = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=2, image_size=(16, 16))
+
+    def read(count: int) -> int:
+        for number in range(count):
+            assert isinstance(dataset[number % 3], BrokenClip) == (number % 3 == 2)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+
+    before = read(300)
+    assert read(2000) - before < 4096
+    assert len(list(Path("/proc/self/fd").iterdir())) < 200
+
+
+def test_csv_written_by_others_reads_back(tmp_path: Path) -> None:
+    write_manifest(tmp_path / "a.csv", [Entry(Path("ä b.mp4"), 'says "hi",\ntwice', 3)])
+    with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
+        assert [row["text"] for row in csv.DictReader(file)] == ['says "hi",\ntwice']
+    (entry,) = Manifest(tmp_path / "a.csv")
+    assert entry == Entry(tmp_path / "ä b.mp4", 'says "hi",\ntwice', 3)
