@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runs import SAMPLE, TRAIN
+from runs import ROOT, SAMPLE, TRAIN
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.cli import main
@@ -508,6 +509,20 @@ def test_nothing_is_overwritten_or_left_half_written(
 
 
 # The command and the runs.
+
+
+@pytest.mark.parametrize(("script", "runs"), [("train", "train"), ("inference", "sample")])
+def test_the_scripts_pass_the_leave_to_read_pickles_on(
+    script: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.py").write_text(SAMPLE if runs == "sample" else TRAIN.format(manifest="none.csv"))
+    started: list[Any] = []
+    main = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["main"]
+    monkeypatch.setitem(main.__globals__, runs, lambda cfg, **_: started.append(cfg.allow_pickle))
+    for flag in ([], ["--allow-pickle"]):
+        monkeypatch.setattr("sys.argv", [script, str(tmp_path / "config.py"), *flag])
+        main()
+    assert started == [False, True]
 
 
 def convert(*arguments: object) -> None:

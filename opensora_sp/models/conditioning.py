@@ -340,7 +340,7 @@ class ConditionedModel(Pretrained, nn.Module):
                 )
             if tensor is not None and name != "timestep" and tensor.dtype != torch.bool:
                 raise ValueError(f"got {name} of {tensor.dtype}; expected torch.bool; pass {name}.bool()")
-        for name, tensor in dict(timestep=timestep, y=y, x_mask=x_mask, drop_caption=drop_caption).items():
+        for name, tensor in dict(timestep=timestep, y=y, x_mask=x_mask).items():
             _check_device(name, tensor, x)
 
     def _check_text(self, n: int, y: Tensor, mask: Tensor | None, drop_caption: Tensor | None) -> None:
