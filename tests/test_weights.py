@@ -291,7 +291,7 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
 
 
 def test_places_without_weights_say_what_to_do(state: State, tmp_path: Path) -> None:
-    refused("huggingface-cli download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3")
+    refused("hf download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3")
     refused("which holds no weights", find_weights, tmp_path)
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     refused("run git lfs pull", open_weights, tmp_path)
@@ -532,7 +532,7 @@ def convert(*arguments: object) -> None:
 def test_convert_writes_a_folder(model: STDiT3, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     torch.save({"ema": model.state_dict(), "model": prefixed(model.state_dict())}, tmp_path / "a.pt")
     options = [f"{key}={value}" for key, value in SMALL.items()]
-    for extra in ((), ("--ema", "--dtype", "bf16", "--max-shard-size", "20KB")):
+    for extra in ((), ("--ema", "--dtype", "bf16", "--max-shard-size", "20000")):
         out = tmp_path / f"out{len(extra)}"
         convert(tmp_path / "a.pt", out, "--model", "STDiT3", "--allow-pickle", "--options", *options, *extra)
         assert f"wrote STDiT3, 0.0 M parameters, torch.{'bfloat16' if extra else 'float32'}" in capsys.readouterr().out
