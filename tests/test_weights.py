@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runs import SAMPLE, TRAIN
+from runs import ROOT, SAMPLE, TRAIN
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.cli import main
@@ -290,7 +291,7 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
 
 
 def test_places_without_weights_say_what_to_do(state: State, tmp_path: Path) -> None:
-    refused("huggingface-cli download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3")
+    refused("hf download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3")
     refused("which holds no weights", find_weights, tmp_path)
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     refused("run git lfs pull", open_weights, tmp_path)
@@ -516,6 +517,20 @@ def test_nothing_is_overwritten_or_left_half_written(
 # The command and the runs.
 
 
+@pytest.mark.parametrize(("script", "runs"), [("train", "train"), ("inference", "sample")])
+def test_the_scripts_pass_the_leave_to_read_pickles_on(
+    script: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.py").write_text(SAMPLE if runs == "sample" else TRAIN.format(manifest="none.csv"))
+    started: list[Any] = []
+    main = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["main"]
+    monkeypatch.setitem(main.__globals__, runs, lambda cfg, **_: started.append(cfg.allow_pickle))
+    for flag in ([], ["--allow-pickle"]):
+        monkeypatch.setattr("sys.argv", [script, str(tmp_path / "config.py"), *flag])
+        main()
+    assert started == [False, True]
+
+
 def convert(*arguments: object) -> None:
     main(["convert", *map(str, arguments)])
 
@@ -523,7 +538,7 @@ def convert(*arguments: object) -> None:
 def test_convert_writes_a_folder(model: STDiT3, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     torch.save({"ema": model.state_dict(), "model": prefixed(model.state_dict())}, tmp_path / "a.pt")
     options = [f"{key}={value}" for key, value in SMALL.items()]
-    for extra in ((), ("--ema", "--dtype", "bf16", "--max-shard-size", "20KB")):
+    for extra in ((), ("--ema", "--dtype", "bf16", "--max-shard-size", "20000")):
         out = tmp_path / f"out{len(extra)}"
         convert(tmp_path / "a.pt", out, "--model", "STDiT3", "--allow-pickle", "--options", *options, *extra)
         assert f"wrote STDiT3, 0.0 M parameters, torch.{'bfloat16' if extra else 'float32'}" in capsys.readouterr().out

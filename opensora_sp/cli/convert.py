@@ -29,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
     add_allow_pickle(parser)
     parser.add_argument("--ema", action="store_true", help="take the averaged weights")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="round to this (default: as stored)")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest file, bytes or with a unit (default: 5GB)"
+    )
     conversions = parser.add_argument_group("conversions")
     conversions.add_argument(
         "--input-size",
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
         dtype=DTYPES[args.dtype] if args.dtype else None,
         **options,
     )
-    save_pretrained(model, args.target, max_shard_size=args.max_shard_size)
+    size = args.max_shard_size
+    save_pretrained(model, args.target, max_shard_size=int(size) if size.isdigit() else size)
     numbers, name = sum(p.numel() for p in model.parameters()), type(model).__name__
     files = len(list(Path(args.target).glob("*.safetensors")))
     sys.stdout.write(f"wrote {name}, {numbers / 1e6:.1f} M parameters, {model.dtype}, {files} files to {args.target}\n")

@@ -446,7 +446,7 @@ class ConditionedModel(Pretrained, nn.Module):
             if tensor is not None and name != "timestep" and tensor.dtype != torch.bool:
                 raise ValueError(f"got {name} of {tensor.dtype}; expected torch.bool; pass {name}.bool()")
         caption = y.tokens if isinstance(y, Text) else y
-        for name, tensor in dict(timestep=timestep, y=caption, x_mask=x_mask, drop_caption=drop_caption).items():
+        for name, tensor in dict(timestep=timestep, y=caption, x_mask=x_mask).items():
             _check_device(name, tensor, x)
         if video_mask is not None:
             self._check_video_mask(x, video_mask)

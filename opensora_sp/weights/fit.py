@@ -25,7 +25,6 @@ Tensors = dict[str, Stored]
 class Conversion:
     """What is changed on the way from disk into a model, where it is asked for."""
 
-    told: str
     config_keys: frozenset[str]
     """What of the configuration may then differ from that of the weights."""
     changed: Callable[[Tensors, ConditionedModel], Tensors]
@@ -33,7 +32,7 @@ class Conversion:
 
 
 def _recomputed_tables(tensors: Tensors, model: ConditionedModel) -> Tensors:
-    """Position tables follow from the configuration; those of other latent sizes are of no use."""
+    """STDiT's position tables, computed for the configured sizes and scales."""
     tables = model.position_tables()
     return {name: Stored(tuple(table.shape), partial(table.clone)) for name, table in tables.items()}
 
@@ -63,19 +62,9 @@ def _without_sigma(tensors: Tensors, model: ConditionedModel) -> Tensors:
 
 
 CONVERSIONS = {
-    "pos_embed": Conversion(
-        "compute STDiT's position tables for the configured input_size, space_scale and time_scale",
-        frozenset({"input_size", "space_scale", "time_scale"}),
-        _recomputed_tables,
-    ),
-    "y_embedding": Conversion(
-        "cut the null caption to model_max_length tokens, or repeat its last one",
-        frozenset({"model_max_length"}),
-        _resized_text,
-    ),
-    "pred_sigma": Conversion(
-        "leave out the channels that predict the variance (pred_sigma=False)", frozenset({"pred_sigma"}), _without_sigma
-    ),
+    "pos_embed": Conversion(frozenset({"input_size", "space_scale", "time_scale"}), _recomputed_tables),
+    "y_embedding": Conversion(frozenset({"model_max_length"}), _resized_text),
+    "pred_sigma": Conversion(frozenset({"pred_sigma"}), _without_sigma),
 }
 
 

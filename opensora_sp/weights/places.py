@@ -56,7 +56,7 @@ def find_weights(path: str | Path, *, ema: bool = False) -> Path:
     if not place.is_dir():
         hint = "check the path"
         if _HUB_NAME.fullmatch(str(path)):
-            hint += f", or download it: huggingface-cli download {path} --local-dir DIR"
+            hint += f", or download it: hf download {path} --local-dir DIR"
         raise ValueError(f"got checkpoint {str(path)!r}, which is not on disk; expected a file or a folder; {hint}")
     if _first(place, _USUAL_SAFE + _USUAL_PICKLES) is not None:
         return place
