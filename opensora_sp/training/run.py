@@ -201,7 +201,6 @@ class Run:
                 reporter.log(done, self._measure(losses, since, done))
                 since, losses = time.perf_counter(), torch.zeros_like(losses)
             reporter.step(done)
-            since += self.validator.after(done, run_dir, reporter)
             if saves:
                 state = {
                     "step": done,
@@ -216,6 +215,7 @@ class Run:
                 logger.info("saved %s", path)
                 if is_main:
                     draw_loss(run_dir)
+            since += self.validator.after(done, run_dir, reporter)
         reporter.close()
         self._conclude(run_dir, ledger)
 
