@@ -98,6 +98,12 @@ def test_skip_existing_goes_on_where_a_run_stopped(
     assert {path.name for path in sample(again)} == {"001-white-bright.png", "000-a-red-circle.gif"}
     untouched = [path for path in before if path.stat().st_mtime_ns == before[path]]
     assert len(untouched) == len(before) - 5
+    (folder / "000-a-red-circle.gif").unlink()
+    assert sample(again.model_copy(update={"format": "mp4", "prompts": again.prompts[:1], "num_samples": 1}))
+    assert (folder / "000-a-red-circle.mp4").is_file()
+    assert '000-a-red-circle.mp4 is of another request (format "gif", now "mp4")' in caplog.text
+    sample(again)
+    assert not (folder / "000-a-red-circle.mp4").is_file()
     caplog.clear()
     changed = [*again.prompts[:2], again.prompts[2].model_copy(update={"fps": 8.0})]
     written = sample(again.model_copy(update={"prompts": changed}))
@@ -119,6 +125,9 @@ def test_nothing_half_written_is_left_under_a_name(
         with pytest.raises(KeyboardInterrupt):
             sample(asked.model_copy(update={"outputs": str(tmp_path / kind), "format": kind}))
         assert list((tmp_path / kind).iterdir()) == []
+    (request,) = requests_of(asked, ["never begun"])[:1]
+    Output(tmp_path / "gif", request, {"format": "mp4"}, 8).abort()
+    assert list((tmp_path / "gif").iterdir()) == []
 
 
 def test_text_is_encoded_once_for_all_steps_and_samples(trained: Path) -> None:
@@ -174,7 +183,8 @@ def test_replicas_and_sequence_parallelism_are_mixed_by_estimate(prompts: list, 
     groups = choose_groups(cfg, requests, world)
     assert groups.sp_size == chosen and len(groups.batches) == world // chosen
     assert sorted(r.index for of_group in groups.batches for b in of_group for r in b) == list(range(len(prompts)))
-    assert f"{world // chosen} groups of {chosen} (sp_size {chosen}), by estimate; sp_size" in groups.why
+    count = world // chosen
+    assert f"{count} group{'s' * (count > 1)} of {chosen} (sp_size {chosen}), by estimate; sp_size" in groups.why
     asked_for = choose_groups(cfg.model_copy(update={"sp_size": world}), requests, world)
     assert asked_for.sp_size == world and "as asked for" in asked_for.why
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
+from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -43,42 +45,62 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CASES = [("fp64", 5, 1e-9), ("fp32", 5, 1e-4), ("fp64", 1, 1e-9), ("fp64", 16, 1e-9)]  # precision, frames, tolerance
+FRAMES = (5, 1, 16)
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4}
+Found = dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, int]]
 
 
-def sample_latents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """For each case ten steps with guidance 4, twice; and the elements sent between blocks."""
+def sample_latents(folder: Path) -> Found:
+    """By precision and frames ten steps with guidance 4, twice; and the elements sent between blocks."""
     mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
-    found = []
-    for precision, num_frames, _ in CASES:
+    found = {}
+    for precision, num_frames in product(TOLERANCES, FRAMES):
         options = [f"precision={precision}", f"num_frames={num_frames}", "scheduler.num_sampling_steps=10"]
         cfg = load_inference_config(folder / "sample.py", options)
+        assert cfg.scheduler["cfg_scale"] == 4
         pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
         request = [replace(requests_of(cfg, PROMPTS[:1])[0], place=5)]
         with CommLedger() as ledger:
             first = pipeline.latents(request)
-        exchanges = ledger.elements["switch", "forward"] + ledger.elements["heads", "forward"]
-        found.append((first, pipeline.latents(request), exchanges))
+        sent = ledger.elements["switch", "forward"] + ledger.elements["heads", "forward"]
+        found[precision, num_frames] = (first, pipeline.latents(request), sent)
     return found
 
 
 @pytest.fixture(scope="module")
-def alone(trained: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    return sample_latents(trained)
+def on(trained: Path) -> Callable[[int], list[Found]]:
+    """What each of so many processes finds; they are started once."""
+    return cache(lambda ranks: [sample_latents(trained)] if ranks == 1 else run_ranks(ranks, sample_latents, trained))
+
+
+def check_latents(on: Callable[[int], list[Found]], num_ranks: int, num_frames: int) -> None:
+    for of_rank, (precision, tolerance) in product(on(num_ranks), TOLERANCES.items()):
+        ours, again, _ = of_rank[precision, num_frames]
+        wanted = on(1)[0][precision, num_frames][0]
+        assert ours.shape[2] == num_frames
+        assert ours.dtype == (torch.float64 if precision == "fp64" else torch.float32)
+        assert torch.equal(ours, again)  # bitwise for the same number of processes
+        assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_latents_do_not_depend_on_the_number_of_processes(trained: Path, alone: list, num_ranks: int) -> None:
-    """16 frames on 3 processes and one frame on 4 among them."""
-    for of_rank in run_ranks(num_ranks, sample_latents, trained):
-        for (ours, again, exchanges), (wanted, _, _), (precision, _, tolerance) in zip(
-            of_rank, alone, CASES, strict=True
-        ):
-            assert ours.dtype == (torch.float64 if precision == "fp64" else torch.float32)
-            assert torch.equal(ours, again)  # bitwise for the same number of processes
-            assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
-            # guidance doubles the batch of one: two ranks take a half each and exchange nothing
-            assert (exchanges == 0) == (num_ranks == 2)
+def test_latents_do_not_depend_on_the_number_of_processes(on: Callable[[int], list[Found]], num_ranks: int) -> None:
+    for num_frames in FRAMES:
+        check_latents(on, num_ranks, num_frames)
+
+
+def test_16_frames_on_3_processes(on: Callable[[int], list[Found]]) -> None:
+    check_latents(on, 3, 16)
+
+
+def test_1_frame_on_4_processes(on: Callable[[int], list[Found]]) -> None:
+    check_latents(on, 4, 1)
+
+
+def test_guidance_of_one_prompt_on_2_processes_moves_no_token(on: Callable[[int], list[Found]]) -> None:
+    """Guidance doubles the batch: two ranks take a half each. Three have to exchange tokens."""
+    assert all(sent == 0 for of_rank in on(2) for _, _, sent in of_rank.values())
+    assert all(sent > 0 for of_rank in on(3) for _, _, sent in of_rank.values())
 
 
 def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:

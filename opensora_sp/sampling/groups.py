@@ -39,7 +39,10 @@ def choose_groups(cfg: InferenceConfig, requests: Sequence[Request], world_size:
     dealt = {sp_size: _deal(cfg, requests, sp_size, world_size // sp_size) for sp_size in sizes}
     best = min(sizes, key=lambda sp_size: (dealt[sp_size][0], sp_size))
     seconds, batches = dealt[best]
-    what = f"{len(requests)} videos on {world_size} processes: {len(batches)} groups of {best} (sp_size {best})"
+    counted = ((len(requests), "video", "s"), (world_size, "process", "es"))
+    groups = f"{len(batches)} group{'s' * (len(batches) > 1)} of {best}"
+    videos, processes = (f"{n} {word}" + plural * (n > 1) for n, word, plural in counted)
+    what = f"{videos} on {processes}: {groups} (sp_size {best})"
     if cfg.sp_size:
         return Groups(best, batches, f"{what}, as asked for")
     others = [f"sp_size {n} would take {dealt[n][0] / (seconds or 1):.2f} times as long" for n in sizes if n != best]

@@ -25,7 +25,8 @@ from .requests import Request
 
 COMPARED = (
     *("prompt", "negative_prompt", "seed", "place", "sample", "num_frames", "image_size", "fps", "reference_path"),
-    *("mask_strategy", "loop", "condition_frame_length", "condition_frame_edit", "config", "checkpoint_sha256"),
+    *("mask_strategy", "loop", "condition_frame_length", "condition_frame_edit", "format", "config"),
+    "checkpoint_sha256",
 )
 
 
@@ -107,7 +108,7 @@ class Output:
         self.file: FrameFile = FORMATS[self.path.suffix[1:]](self.partial, request.fps)
         self.wanted = set(shown_frames(total).tolist())
         self.shown: list[np.ndarray] = []
-        self.count = 0
+        self.count, self.closed = 0, False
 
     def add(self, frames: np.ndarray) -> None:
         """Take the next frames, uint8 ``[F, height, width, 3]``."""
@@ -117,9 +118,10 @@ class Output:
 
     def finish(self) -> Path:
         """Give the files their names; returns the video's path."""
-        self.file.close()
+        self._close()
         describing = self.path.with_suffix(".json")
-        describing.unlink(missing_ok=True)  # of a former request: no JSON stands beside what it does not describe
+        for suffix in (".json", ".mp4", ".gif"):  # of a former request: nothing stands beside what does not describe it
+            self.path.with_suffix(suffix).unlink(missing_ok=True)
         os.replace(self.partial, self.path)
         if self.path.suffix != ".png":
             sheet = self.path.with_suffix(".png")
@@ -130,9 +132,14 @@ class Output:
         return self.path
 
     def abort(self) -> None:
-        """Remove what has been written."""
-        self.file.close()
+        """Remove what has been written and has no name yet."""
+        self._close()
         self.partial.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.file.close()
 
 
 def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
@@ -168,15 +175,16 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
     """What the JSON of an existing, complete video says differently, by key; None if there is no such video."""
     path = media_path(folder, request, facts)
     describing = path.with_suffix(".json")
-    if not (path.is_file() and describing.is_file()):
+    if not describing.is_file():
         return None
     try:
         there = json.loads(describing.read_text())
     except ValueError:
         return ["a JSON that cannot be read"]
-    return [
-        f"{key} {_short(there.get(key))}, now {_short(facts[key])}" for key in COMPARED if there.get(key) != facts[key]
-    ]
+    differing = [key for key in COMPARED if there.get(key) != facts[key]]
+    if not differing and not path.is_file():
+        return None
+    return [f"{key} {_short(there.get(key))}, now {_short(facts[key])}" for key in differing]
 
 
 def fingerprint(weights: Path) -> str:

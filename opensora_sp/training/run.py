@@ -204,7 +204,6 @@ class Run:
                 reporter.log(done, self._measure(losses, done))
                 self.since, losses = Since(time.perf_counter()), torch.zeros_like(losses)
             reporter.step(done)
-            self.since.start += self.validator.after(done, run_dir, reporter)
             if saves:
                 state = {
                     "step": done,
@@ -217,6 +216,7 @@ class Run:
                 logger.info("saved %s", path)
                 if is_main:
                     draw_loss(run_dir)
+            self.since.start += self.validator.after(done, run_dir, reporter)
         reporter.close()
         self._conclude(run_dir, ledger)
 
