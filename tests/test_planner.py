@@ -16,7 +16,9 @@ from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
-from opensora_sp.parallel import CommLedger, Options, SequenceMesh, parallelize
+from opensora_sp.models.groups import windows_of
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, cost, parallelize
 from opensora_sp.planner import plan
 from opensora_sp.planner.plan import spans_nodes
 from opensora_sp.planner.sharing import Shape, share
@@ -30,7 +32,8 @@ pytestmark = pytest.mark.core
 # --- bytes sent
 
 TINY = dict(in_channels=2, hidden_size=24, num_heads=3, depth=2, caption_channels=5, model_max_length=4, mlp_ratio=2.0)
-STEPS = [  # (B, T, side of the latent), options, ranks, dtype, checkpointing
+WINDOWS = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, num_heads=2)
+STEPS = [  # (B, T, side of the latent), options (of the model in "model"), ranks, dtype, checkpointing
     ((1, 5, 6), {}, 4, torch.float32, False),
     ((3, 3, 4), {}, 2, torch.bfloat16, True),
     ((4, 2, 4), {}, 4, torch.float32, True),
@@ -44,16 +47,30 @@ STEPS = [  # (B, T, side of the latent), options, ranks, dtype, checkpointing
     ((2, 4, 6), dict(strategy="ulysses"), 2, torch.float32, False),
     ((1, 5, 6), dict(strategy="split_gather"), 4, torch.float32, True),
     ((1, 64, 8), dict(overlap_chunks=3, overlap_backward=True), 4, torch.float32, True),
+    ((1, 5, 10), dict(model=WINDOWS), 4, torch.float32, True),  # 5 x 5 patches: windows of 4, 2 and 1
+    ((1, 5, 6), dict(model=WINDOWS, placement="branch"), 2, torch.float32, False),
+    ((1, 5, 6), dict(model=WINDOWS, strategy="ulysses"), 4, torch.float32, True),
+    ((1, 5, 6), dict(model=WINDOWS, strategy="split_gather"), 4, torch.float32, False),
+    ((1, 128, 4), dict(model=WINDOWS), 4, torch.float32, True),  # one window
+    ((1, 2, 4), dict(model=WINDOWS), 4, torch.float32, True),  # and two frames
+    ((1, 5, 6), dict(model=dict(full_attention=True)), 4, torch.float32, True),
 ]
+
+
+def of_model(options: dict) -> tuple[dict, dict]:
+    """Options of the model, and of how it is shared."""
+    return {**TINY, **options.get("model", {})}, {k: v for k, v in options.items() if k != "model"}
 
 
 def counted_steps() -> list[dict[str, int]]:
     """Bytes that this rank sends in each of STEPS, by phase."""
     found, meshes = [], {ranks: SequenceMesh(ranks) for ranks in (2, 4)}
+    cost.FLOPS_PER_ELEMENT = 10  # so that small models, too, share few units by heads
     for (B, T, side), options, ranks, dtype, checkpointing in STEPS:
-        model = build_model("STDiT3", **TINY).to(dtype)
+        config, how = of_model(options)
+        model = build_model("STDiT3", **config).to(dtype)
         model.set_grad_checkpoint(checkpointing)
-        parallelize(model, meshes[ranks], **options)
+        parallelize(model, meshes[ranks], **how)
         x = torch.randn(B, 2, T, side, side)
         with CommLedger() as ledger:
             shard = model(x, torch.rand(B), torch.randn(B, 1, 4, 5), output="shards")
@@ -65,11 +82,16 @@ def counted_steps() -> list[dict[str, int]]:
     return found
 
 
-def test_bytes_are_those_that_the_ledger_counts() -> None:
+def test_bytes_are_those_that_the_ledger_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = run_ranks(4, counted_steps)
+    monkeypatch.setattr(cost, "FLOPS_PER_ELEMENT", 10)
     modes = set()
-    for i, ((B, T, side), how, ranks, dtype, checkpointing) in enumerate(STEPS):
-        shape, options = Shape(B, T, (side // 2) ** 2, 24, 3, 2), Options(**how)
+    for i, ((B, T, side), options_of_case, ranks, dtype, checkpointing) in enumerate(STEPS):
+        config, how = of_model(options_of_case)
+        options = Options(**how)
+        grid = resolve_config("STDiT3", **config).grid(B, (T, side, side))
+        more = dict(windows=grid.windows, full=grid.full)
+        shape = Shape(B, T, (side // 2) ** 2, 24, config["num_heads"], 2, **more)
         mode = shape.mode(options, ranks)
         modes.add(mode.__name__)
         planned = traffic(
@@ -78,7 +100,10 @@ def test_bytes_are_those_that_the_ledger_counts() -> None:
         for rank in range(4):
             for phase, sent in counted[rank][i].items():
                 assert sent == getattr(planned, phase)[rank % ranks], (STEPS[i], mode, rank, phase)
-    assert modes == {"WholeSamples", "SwitchRows", "SplitHeads", "BranchSwitch", "Ulysses", "SplitGather"}
+    assert modes == {
+        *("WholeSamples", "SwitchRows", "SplitHeads", "BranchSwitch", "Ulysses", "SplitGather"),
+        *("SplitWindows", "SplitBoth", "SplitClips"),
+    }
 
 
 # --- memory
@@ -220,11 +245,13 @@ def test_ranks_without_units_are_told(small: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("shape", [(1, 64, 1024), (3, 5, 6), (1, 7, 9), (2, 2, 30)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_unit_is_held_once_and_work_adds_up(shape: tuple[int, int, int], ranks: int) -> None:
-    batch = Shape(*shape, width=48, heads=4, depth=2)
-    for options in (Options(), Options(strategy="ulysses"), Options(strategy="split_gather")):
-        shared = share(batch, options, ranks)
-        assert sum(shared.tokens) == batch.tokens and all(len(sizes) == ranks for sizes in shared.units.values())
-        assert sum(shared.work) == pytest.approx(ranks) and shared.imbalance == pytest.approx(max(shared.work) - 1)
+    windows = windows_of(shape[2], 1, (4, 1))
+    for more in (dict(), dict(windows=windows), dict(full=True)):
+        batch = Shape(*shape, width=48, heads=4, depth=2, **more)
+        for options in (Options(), Options(strategy="ulysses"), Options(strategy="split_gather")):
+            shared = share(batch, options, ranks)
+            assert sum(shared.tokens) == batch.tokens and all(len(sizes) == ranks for sizes in shared.units.values())
+            assert sum(shared.work) == pytest.approx(ranks) and shared.imbalance == pytest.approx(max(shared.work) - 1)
     assert share(Shape(4, 8, 16, 48, 4, 2), Options(), 4).imbalance == pytest.approx(0)
 
 

