@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from opensora_sp.models import PatchGrid, build_model
-from opensora_sp.models.conditioning import Condition, FinalLayer
+from opensora_sp.models.conditioning import Condition, FinalLayer, Text
 from opensora_sp.models.layers import (
     CaptionEmbedder,
     CrossAttention,
@@ -151,7 +151,7 @@ def conditioned(tensors: dict[str, torch.Tensor], layout: str, T: int, S: int, w
     modulation = torch.stack([s.view(len(t), -1, width) for s in states], dim=1)
     grid = PatchGrid(num_samples=len(t), latent_size=(T, 1, S), patch_size=(1, 1, 1))
     given = ~tensors["input/x_mask"] if "input/x_mask" in tensors else None
-    return Condition.of(grid.rows(layout), modulation, given, text, lengths), modulation
+    return Condition.of(grid.rows(layout), modulation, given, Text(text, lengths)), modulation
 
 
 def test_stdit3_block() -> None:

@@ -132,11 +132,15 @@ class RotaryEmbedding(nn.Module):
     def forward(self, q: Tensor, rows: Rows, *, in_frame: bool = False) -> Tensor:
         """Turn the queries or keys ``[R, L, H, D]`` of these rows by their positions, for attention within a frame or
         over frames."""
-        angles = self.angles(rows, in_frame, q.device)[:, :, None]  # [1 or R, 1 or L, 1, D/2]
-        turns = torch.polar(torch.ones_like(angles), angles)  # complex numbers of length 1
+        turns = self.turns(rows, in_frame, q.device)  # [1 or R, 1 or L, 1, D/2]
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
         pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
         return torch.view_as_real(pairs * turns).flatten(-2).to(q.dtype)
+
+    def turns(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
+        """Complex numbers of length 1, ``[1 or R, 1 or L, 1, D/2]``, that queries and keys are multiplied with."""
+        angles = self.angles(rows, in_frame, device)[:, :, None]
+        return torch.polar(torch.ones_like(angles), angles)
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, 1 or L, D/2]``, by the frame."""
@@ -153,6 +157,11 @@ class RotaryEmbedding3D(RotaryEmbedding):
 
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
+
+    @torch.compiler.disable  # what is computed once for all blocks is no part of a block's graph
+    def turns(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
+        key = ("turns", rows.layout, rows.start, rows.stop, in_frame)
+        return rows.grid.once(key, lambda: super(RotaryEmbedding3D, self).turns(rows, in_frame, device))
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, L, D/2]``."""

@@ -16,7 +16,7 @@ Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -47,7 +47,7 @@ class PatchGrid:
     full: bool = False
     mask: VideoMask | None = field(default=None, compare=False)
     scale: Tensor | None = field(default=None, compare=False)
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # groups, made once per forward
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
     @classmethod
     def of(cls, x: Tensor, patch_size: tuple[int, int, int], **more: Any) -> PatchGrid:
@@ -81,6 +81,12 @@ class PatchGrid:
     def windows(self) -> Windows | None:
         """The windows of a frame, None where temporal attention stays within a patch."""
         return None if self.kernel is None else windows_of(*self.shape[1:], self.kernel)
+
+    def once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once for this batch and shared by all blocks."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def rows(self, layout: str) -> Rows:
         """All rows of the batch in one layout."""
@@ -204,9 +210,7 @@ class Rows:
         if self.attend_alone:
             return None
         key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
-        if key not in self.grid._known:
-            self.grid._known[key] = group_tokens(self, units)
-        return self.grid._known[key]
+        return self.grid.once(("groups", *key), lambda: group_tokens(self, units))
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.
