@@ -491,6 +491,7 @@ def test_what_is_written_reads_back_bitwise(dtype: torch.dtype, size: str | int,
     read = STDiT2.from_pretrained(tmp_path / "out")
     assert same(read.state_dict(), model.state_dict()) and read.config == model.config
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1  # as readable as any file written here
 
 
 def test_nothing_is_overwritten_or_left_half_written(

@@ -95,8 +95,10 @@ def save_pretrained(model: ConditionedModel, path: str | Path, *, max_shard_size
     try:
         _write_shards(model, partial, max_shard_size)
         write_model_config(partial, type(model).__name__, model.config)
-        for file in (*partial.iterdir(), partial):
+        for file in partial.iterdir():
+            shutil.copymode(partial / "config.json", file)  # safetensors makes files that their owner alone may read
             flush(file)
+        flush(partial)
         os.replace(partial, final)
         flush(final.parent)
     finally:
