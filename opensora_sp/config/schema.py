@@ -62,7 +62,10 @@ class SequenceParallel(Strict):
 
 
 class Common(Strict):
-    """What training and sampling share. The frame size is ``resolution`` ("HxW" or one number) or ``image_size``."""
+    """What training and sampling share. The frame size is ``resolution`` ("HxW" or one number) or ``image_size``.
+
+    ``compile="blocks"`` lets ``torch.compile`` compile the blocks of the model.
+    """
 
     num_frames: int = Field(ge=1)
     resolution: str | int | None = None
@@ -71,6 +74,7 @@ class Common(Strict):
     sequence_parallel: SequenceParallel = SequenceParallel()
     seed: int = Field(42, ge=0)
     model: dict[str, Any]
+    compile: Literal["blocks"] | None = None
     vae: dict[str, Any]
     text_encoder: dict[str, Any]
     scheduler: dict[str, Any] = Field(default_factory=lambda: {"type": "rflow"})

@@ -104,6 +104,7 @@ class WholeSamples:
         """This rank's run of all rows of a layout."""
         return rows.take(*balanced_run(rows.total, self.mesh.sp_size, self.mesh.sp_rank))
 
+    @torch.compiler.disable  # made once and kept, not a part of anyone's graph
     def plan(self, sizes: dict[str, int], left: str, entered: str, device: torch.device, *chunk: int) -> ExchangePlan:
         return plan_exchange(sizes, left, entered, self.mesh.sp_size, self.mesh.sp_rank, device, *chunk)
 
