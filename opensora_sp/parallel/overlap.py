@@ -36,7 +36,6 @@ class Flight:
         self._under_way: dict[int, tuple[Tensor, Tensor, dist.Work]] = {}  # what is sent, what arrives
         self._tickets: list[Tensor] = []
 
-    @torch.compiler.disable(recursive=False)  # the chunks may be compiled, but not what sends them off
     def launch(self, chunks: Iterable[Tensor], num_chunks: int) -> Flight:
         """Send chunks ``[rows, L, C]`` off as they are computed. In recomputation nothing is sent again."""
         self._plans = [self._plan(chunk, num_chunks) for chunk in range(num_chunks)]
