@@ -90,6 +90,7 @@ class Common(Strict):
     The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p" with its
     ``aspect_ratio``, "9:16"); ``num_frames`` a number or a name such as "2s". Names are those of Open-Sora 1.2.
     ``allow_pickle`` and ``convert`` are about the weights to begin with (``load``, ``ckpt``); see ``weights``.
+    ``compile="blocks"`` lets ``torch.compile`` compile the blocks of the model.
     """
 
     num_frames: Frames
@@ -100,6 +101,7 @@ class Common(Strict):
     sequence_parallel: SequenceParallel = SequenceParallel()
     seed: int = Field(42, ge=0)
     model: dict[str, Any]
+    compile: Literal["blocks"] | None = None
     vae: dict[str, Any]
     text_encoder: dict[str, Any]
     scheduler: dict[str, Any] = Field(default_factory=lambda: {"type": "rflow"})

@@ -1,5 +1,6 @@
 """STDiT models in plain torch. Nothing in here knows of processes or groups."""
 
+from .compile import compile_blocks
 from .conditioning import Text, sample_numbers
 from .points import Attend, Gather, Point, Rowwise, Segment, Shard, Switch
 from .registry import build_model
@@ -26,5 +27,6 @@ __all__ = [
     "Switch",
     "Text",
     "build_model",
+    "compile_blocks",
     "sample_numbers",
 ]

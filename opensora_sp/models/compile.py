@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache, partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,12 +55,14 @@ def compiled(part: Callable[..., Tensor], backend: str | Callable[..., Any]) -> 
 
 def _call(part: Callable[..., Tensor], backend: Any, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
     torch._dynamo.maybe_mark_dynamic(condition.text, 0)
+    if isinstance(part, MethodType):  # in two, for a graph made for a bound method is that block's alone
+        return _compiled(backend)(part.__func__, part.__self__, x, condition, keep)
     return _compiled(backend)(part, x, condition, keep)
 
 
 @cache
 def _compiled(backend: Any) -> Callable[..., Tensor]:
-    def run_part(part: Callable[..., Tensor], x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
-        return part(x, condition, keep)
+    def run_part(part: Callable[..., Tensor], *args: Any) -> Tensor:
+        return part(*args)
 
     return torch.compile(run_part, backend=backend, dynamic=False)

@@ -118,6 +118,7 @@ class _GatherRows(torch.autograd.Function):
         return parts.unflatten(0, (num_ranks, ctx.rows)).sum(0), None, None, None
 
 
+@torch.compiler.disable  # as an autograd function it would be traced, and what is sent with it
 def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup, *, kind: str = "gather") -> Tensor:
     """All ranks' rows ``[sum(sizes), ...]`` from the rows ``[sizes[rank], ...]`` of each.
 

@@ -118,6 +118,7 @@ class WholeSamples:
             return SPATIAL_ROWS
         return TEMPORAL_ROWS if rows.grid.windows is None else self.window_rows
 
+    @torch.compiler.disable
     def runs(self, rows: Rows) -> list[tuple[int, int]]:
         """The rows ``[start, stop)`` that each rank holds of all rows of a layout."""
         entries = runs(_axes(rows), self.layout(rows), self.mesh.sp_size, rows.grid.windows)
@@ -127,6 +128,7 @@ class WholeSamples:
         """This rank's run of all rows of a layout."""
         return rows.take(*self.runs(rows)[self.mesh.sp_rank])
 
+    @torch.compiler.disable  # made once and kept, not a part of anyone's graph
     def plan(
         self, rows: Rows, left: str, entered: str, device: torch.device, chunk: int = 0, num_chunks: int = 1
     ) -> ExchangePlan:
@@ -176,10 +178,14 @@ class SwitchRows(WholeSamples):
     def rowwise(self, local: Local, function: Local, rows: Rows, *per_row: Tensor) -> Tensor | Flight:
         if self.flight is None:
             return local(function, rows, *per_row)
+        return self._in_chunks(self.flight, function, rows, *per_row)
+
+    @torch.compiler.disable  # sends what it computes, so it runs uncompiled
+    def _in_chunks(self, flight: Flight, function: Local, rows: Rows, *per_row: Tensor) -> Flight:
         num_chunks = self._num_chunks(rows)
         sizes = run_sizes(rows.count, num_chunks)
         chunks = zip(*(z.split(sizes) for z in per_row), strict=True)
-        return self.flight.launch((function(*chunk) for chunk in chunks), num_chunks)
+        return flight.launch((function(*chunk) for chunk in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
         """The same on all ranks: as many as asked for, unless they would be small or a rank had none."""
@@ -226,6 +232,7 @@ class OneLayout(WholeSamples):
         out = local(*qkv.unbind(3), attended, self.units_of(attended, units))
         return exchange(out.flatten(0, 2), back, self.group, kind="heads").view(q.shape)
 
+    @torch.compiler.disable
     def units_of(self, attended: Rows, units: str) -> list[int]:
         """Numbers of what attends together, in the order in which this rank gets them, once for each head."""
         sizes, windows = _axes(attended, h=self.heads), attended.grid.windows

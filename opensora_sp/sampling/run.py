@@ -14,7 +14,7 @@ import torch.distributed as dist
 from opensora_sp.config import InferenceConfig, build_component, split_type
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.models import build_model
+from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.conditioning import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import SequenceMesh, check_sp_size, parallelize
@@ -98,6 +98,8 @@ def build_pipeline(cfg: InferenceConfig, weights: Path, mesh: SequenceMesh, devi
     check_encoders(model.config, vae, text_encoder)
     load_weights(model, weights, cfg)
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
+    if cfg.compile is not None:
+        compile_blocks(model)
     parallelize(model, mesh, **dict(cfg.sequence_parallel))
     return Pipeline(cfg, model, vae, text_encoder, device)
 

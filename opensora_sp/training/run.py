@@ -20,7 +20,7 @@ from opensora_sp.config import TrainConfig, build_component, dump_config, split_
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, VideoTextDataset, share
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.models import build_model
+from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import CommLedger, check_sp_size
 from opensora_sp.weights import (
@@ -166,6 +166,8 @@ class Run:
         model = build_model(name, **options)
         check_encoders(model.config, vae, text_encoder)
         model.set_grad_checkpoint(cfg.grad_checkpoint)
+        if cfg.compile is not None:
+            compile_blocks(model)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
         self.fixed = fixed_tensors(model)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)

@@ -1,0 +1,186 @@
+"""Time a step, forward and backward, of the plain model against a naive reading of its equations.
+
+python benchmarks/model_step.py                                 the two sizes, C=288, depth 4; the ratios should hold
+python benchmarks/model_step.py --xl --compile --attention auto  tokens/s and MFU of STDiT3-XL/2, for a GPU
+
+The naive model has the same parameters and gives the same output: softmax of explicit scores, each step of modulation,
+norm and rotation an operation of its own, tokens rearranged from one layout to the other around each temporal
+attention. Both take turns in one process on one thread, and the ratio is the median of the rounds'. On CPU it is of
+the processor time of the process, which others on the machine disturb less than the time of day; on CUDA, in bf16, of
+the time of day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from opensora_sp.models import build_model, compile_blocks
+
+SIZES = [((16, 256), 1.0), ((4, 1024), 1.3)]  # (T, S), and how much faster than naive at least
+XL_SHAPES = [(16, 256, 16), (15, 1590, 1), (15, 1590, 5), (30, 3600, 1)]  # T, S, B
+HEADS, TEXT, TEXT_WIDTH = 4, 120, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--compile", action="store_true", help="torch.compile per block")
+    parser.add_argument("--xl", action="store_true", help="STDiT3-XL/2 in bf16 instead: tokens/s and MFU")
+    parser.add_argument("--checkpointing", action="store_true", help="with --xl: recompute blocks in backward")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=989.0, help="what MFU 1 is; 989 is bf16 of an H100 or H200"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {args.device}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if args.xl:
+        for shape in XL_SHAPES:
+            xl_step(args, *shape)
+        return
+    kept = [compare(args, *size, at_least) for size, at_least in SIZES]
+    raise SystemExit(not all(kept))
+
+
+def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> bool:
+    """Print the ratio at T frames of S patches; whether it is kept."""
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    model = build_model(
+        "STDiT3", hidden_size=288, depth=4, num_heads=HEADS, caption_channels=TEXT_WIDTH, model_max_length=TEXT,
+        attention=args.attention,
+    ).to(args.device, dtype)  # fmt: skip
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.05)
+    x, t, y = inputs(model, T, S, 1, args.device)
+    with torch.no_grad():
+        ours, theirs = model(x, t, y), naive(model, x, t, y).float()
+    difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    assert difference < (1e-4 if dtype == torch.float32 else 5e-2), difference
+    if args.compile:
+        compile_blocks(model)
+    steps = [step_of(model, f) for f in (lambda: model(x, t, y), lambda: naive(model, x, t, y))]
+    rounds = [[seconds(step, args.device) for step in steps] for _ in range(args.repeats + 1)][1:]
+    ratios = [slow / fast for fast, slow in rounds]
+    ours_s, naive_s = (median(times) for times in zip(*rounds, strict=True))
+    kept = median(ratios) >= at_least
+    print(
+        f"T={T} S={S} C=288 depth 4, {dtype}: naive {naive_s:.3f} s / ours {ours_s:.3f} s: median of the ratios "
+        f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), limit {at_least}: "
+        f"{'kept' if kept else 'MISSED'}; load {os.getloadavg()[0]:.1f}"
+    )
+    return kept
+
+
+def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> None:
+    """Print tokens/s and model FLOP utilisation of STDiT3-XL/2, without optimizer."""
+    model = build_model("STDiT3-XL/2", attention=args.attention).to(args.device, torch.bfloat16)
+    model.set_grad_checkpoint(args.checkpointing)
+    if args.compile:
+        compile_blocks(model)
+    x, t, y = inputs(model, T, S, B, args.device)
+    step = step_of(model, lambda: model(x, t, y))
+    taken = median([seconds(step, args.device) for _ in range(args.repeats + 2)][2:])
+    tokens, width, text = B * T * S, model.config.hidden_size, y.shape[2]
+    of_token = 56 * (28 * width**2 + 4 * text * width) + 28 * 4 * width * (S + T) + 56 * 4 * width**2 * text / (T * S)
+    rate = 3 * tokens * of_token / taken  # backward is twice the forward; what is recomputed does not count
+    print(
+        f"T={T} S={S} B={B}: {taken:.3f} s, {tokens / taken:,.0f} tokens/s, {rate / 1e12:.0f} TFLOP/s, "
+        f"MFU {rate / 1e12 / args.peak_tflops:.1%}"
+    )
+
+
+def inputs(model: nn.Module, T: int, S: int, B: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Latents of T frames of S patches, timesteps, text features; all text in use."""
+    config = model.config
+    H = max(h for h in range(1, int(S**0.5) + 1) if S % h == 0)
+    x = torch.randn(B, 4, T, 2 * H, 2 * S // H, device=device)
+    y = torch.randn(B, 1, config.model_max_length, config.caption_channels, device=device)
+    return x, torch.full((B,), 500.0, device=device), y
+
+
+def step_of(model: nn.Module, forward: Callable[[], Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        forward().square().mean().backward()
+
+    return step
+
+
+def seconds(step: Callable[[], None], device: str) -> float:
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    start = clock()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def naive(model: nn.Module, x: Tensor, timestep: Tensor, y: Tensor) -> Tensor:
+    """The equations of STDiT3 with the parameters of ``model``, one after the other; tokens are ``[B, T * S, C]``."""
+    B, _, T, H, W = (*x.shape[:3], x.shape[3] // 2, x.shape[4] // 2)
+    x = rearrange(model.x_embedder.proj(x.to(model.dtype)), "b c t h w -> b t (h w) c")
+    positions = model.pos_embed(H, W, scale=1.0, base_size=round((H * W) ** 0.5), device=x.device)
+    x = (x + positions.to(x.dtype)).flatten(1, 2)
+    t = model.t_embedder(timestep) + model.fps_embedder(timestep.new_full((1,), 24.0), B)
+    modulation = model.t_block(t).view(B, 6, -1)
+    text = model.y_embedder(y[:, 0].to(model.dtype))
+    for spatial, temporal in zip(model.spatial_blocks, model.temporal_blocks, strict=True):
+        x = naive_block(spatial, x, modulation, text, ("b (t s) c -> (b t) s c", "(b t) s c -> b (t s) c"), T, None)
+        there_and_back = ("b (t s) c -> (b s) t c", "(b s) t c -> b (t s) c")
+        x = naive_block(temporal, x, modulation, text, there_and_back, T, model.rope.freqs)
+    shift, scale = (model.final_layer.scale_shift_table + t[:, None]).chunk(2, dim=1)
+    x = model.final_layer.linear(model.final_layer.norm_final(x) * (1 + scale) + shift)
+    return rearrange(x, "b (t h w) (p q c) -> b c t (h p) (w q)", t=T, h=H, p=2, q=2)
+
+
+def naive_block(
+    block: nn.Module, x: Tensor, modulation: Tensor, text: Tensor, patterns: tuple[str, str], T: int,
+    freqs: Tensor | None,
+) -> Tensor:  # fmt: skip
+    entries = (block.scale_shift_table + modulation).chunk(6, dim=1)
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = entries
+    rows = rearrange(block.norm1(x) * (1 + scale) + shift, patterns[0], t=T)
+    q, k, v = rearrange(block.attn.qkv(rows), "r l (three h d) -> three r h l d", three=3, h=HEADS)
+    q, k = naive_norm(block.attn.q_norm, q), naive_norm(block.attn.k_norm, k)
+    if freqs is not None:
+        q, k = naive_rotation(q, freqs), naive_rotation(k, freqs)
+    out = block.attn.proj(rearrange(naive_attention(q, k, v), "r h l d -> r l (h d)"))
+    x = x + gate * rearrange(out, patterns[1], b=len(x))
+    q = rearrange(block.cross_attn.q_linear(x), "b n (h d) -> b h n d", h=HEADS)
+    k, v = rearrange(block.cross_attn.kv_linear(text), "b n (two h d) -> two b h n d", two=2, h=HEADS)
+    x = x + block.cross_attn.proj(rearrange(naive_attention(q, k, v), "b h n d -> b n (h d)"))
+    hidden = F.gelu(block.mlp.fc1(block.norm2(x) * (1 + mlp_scale) + mlp_shift), approximate="tanh")
+    return x + mlp_gate * block.mlp.fc2(hidden)
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    return scores.softmax(dim=-1) @ v
+
+
+def naive_norm(norm: nn.Module, q: Tensor) -> Tensor:
+    wide = q.float()
+    return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(q.dtype)
+
+
+def naive_rotation(q: Tensor, freqs: Tensor) -> Tensor:
+    angles = torch.arange(q.shape[-2], device=q.device)[:, None] * freqs
+    cos, sin = (f(angles).repeat_interleave(2, dim=-1).to(q.dtype) for f in (torch.cos, torch.sin))
+    turned = torch.stack([-q[..., 1::2], q[..., ::2]], dim=-1).flatten(-2)
+    return q * cos + turned * sin
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""``compile="blocks"``: the numbers of the plain model, and no graph more than there are kinds of blocks and shapes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from dataclasses import replace
+
+import pytest
+import test_sp_parity
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_sp_parity import Case, assert_one_process_result
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from opensora_sp.models import attention, build_model, compile_blocks
+from opensora_sp.models.conditioning import Condition
+from opensora_sp.models.rows import SPATIAL, PatchGrid
+from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
+
+pytestmark = pytest.mark.core
+DEPTH = 3
+# A part of a block is two graphs around its attention to text and two within that, which projects and comes back; a
+# spatial part of STDiT and STDiT2 holds no attention to text.
+GRAPHS = {"STDiT3": 4 + 4, "STDiT2": 1 + 4}
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def small(name: str) -> torch.nn.Module:
+    model = build_model(name, hidden_size=24, depth=DEPTH, num_heads=2, caption_channels=8, model_max_length=6).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def step(model: torch.nn.Module, size: tuple[int, int, int], texts: tuple[int, int]) -> list[torch.Tensor]:
+    """Output and gradients."""
+    generator = torch.Generator().manual_seed(sum(texts))
+    x, y = (torch.randn(s, generator=generator).double() for s in [(2, 4, *size), (2, 1, 6, 8)])
+    numbers = {number: torch.tensor([8.0, 16.0]) for number in model.sample_inputs}
+    mask = torch.arange(6) < torch.tensor(texts)[:, None]
+    output = model(x.requires_grad_(), torch.tensor([10.0, 900.0]), y, mask, **numbers)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *learned])]
+
+
+@pytest.mark.parametrize(("name", "backend"), [("STDiT3", "aot_eager"), ("STDiT2", "eager")])
+def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: str) -> None:
+    plain, counter = small(name), CompileCounterWithBackend(backend)
+    compiled = compile_blocks(copy.deepcopy(plain), backend=counter)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    bucket, another = (3, 4, 4), (2, 6, 4)
+    steps = [  # size, lengths of the texts, recomputed, graphs that may be new
+        (bucket, (6, 3), False, GRAPHS[name]),  # whatever the depth
+        (bucket, (2, 4), False, 0),
+        (bucket, (5, 5), True, 0),
+        (bucket, (1, 6), True, 0),
+        (another, (4, 2), True, GRAPHS[name]),
+        (another, (1, 1), False, 0),
+        (bucket, (3, 3), False, 0),
+    ]
+    for size, texts, recomputed, new in steps:
+        before = counter.frame_count
+        plain.set_grad_checkpoint(recomputed)
+        compiled.set_grad_checkpoint(recomputed)
+        for ours, theirs in zip(step(compiled, size, texts), step(plain, size, texts), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * theirs.abs().max().item())
+        assert counter.frame_count - before == new, (size, texts, recomputed)
+
+
+def test_nothing_breaks_the_graph_of_a_self_attention(caplog: pytest.LogCaptureFixture) -> None:
+    """Not even the line that the choice of a backend logs the first time."""
+    attention._choose.cache_clear()
+    block = small("STDiT3").temporal_blocks[0]
+    rows = PatchGrid(num_samples=1, latent_size=(3, 2, 2), patch_size=(1, 1, 1)).rows(SPATIAL)
+    modulation = torch.zeros(1, 1, 6, 24, dtype=torch.float64)
+    condition = Condition.of(rows, modulation, None, torch.zeros(1, 24).double(), [1])
+    x = torch.randn(3, 4, 24, dtype=torch.float64)
+    with caplog.at_level(logging.INFO, logger=attention.__name__):
+        found = torch.compile(block.attend, fullgraph=True, backend="eager")(x, condition, None)
+    assert [record.message for record in caplog.records if record.name == attention.__name__]
+    torch.testing.assert_close(found, block.attend(x, condition, None))
+
+
+def test_a_compiled_model_can_be_copied_and_refuses_strangers() -> None:
+    model = compile_blocks(build_model("STDiT3", hidden_size=24, depth=1, num_heads=2), backend="eager")
+    assert copy.deepcopy(model).compile_backend == pickle.loads(pickle.dumps(model)).compile_backend == "eager"
+    with pytest.raises(ValueError, match="got a model of class Linear; expected an STDiT model; call"):
+        compile_blocks(torch.nn.Linear(1, 1))
+
+
+WAYS = [
+    (Case((1, 5, 5, 6)), {}),
+    (Case((1, 5, 5, 6), checkpoint=True), dict(overlap_chunks=2, overlap_backward=True)),
+    (Case((1, 5, 5, 6), checkpoint=True), dict(placement="branch")),
+]
+
+
+def compiled_in_parallel() -> None:
+    mesh, counter = SequenceMesh(sp_size=dist.get_world_size()), CompileCounterWithBackend("eager")
+    cost.FLOPS_PER_ELEMENT, modes.MIN_CHUNK_TOKENS = 0, 1
+
+    def parallelize_compiled(model: torch.nn.Module, mesh: SequenceMesh, **options) -> torch.nn.Module:
+        return compile_blocks(parallelize(model, mesh, **options), backend=counter)
+
+    test_sp_parity.parallelize = parallelize_compiled  # what assert_one_process_result calls
+    for case, options in WAYS:
+        torch._dynamo.reset()
+        assert_one_process_result(case, mesh, **options)
+        compiled = counter.frame_count
+        assert_one_process_result(replace(case, mask=True), mesh, **options)  # other lengths of the texts
+        assert counter.frame_count == compiled, (case, options)
+    assert compiled  # the counter does count
+
+
+def test_compiled_blocks_under_sequence_parallelism() -> None:
+    run_ranks(2, compiled_in_parallel, timeout=600)
