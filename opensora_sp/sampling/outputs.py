@@ -22,6 +22,7 @@ from opensora_sp.config import InferenceConfig
 from .contact_sheet import shown_frames, write_contact_sheet
 from .requests import Request
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 COMPARED = (
     *("prompt", "negative_prompt", "seed", "place", "sample", "num_frames", "image_size", "fps", "reference_path"),
     *("mask_strategy", "loop", "condition_frame_length", "condition_frame_edit", "format", "config"),
@@ -187,13 +188,21 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
 
 
 def fingerprint(weights: Path) -> str:
-    """SHA-256 of the weights in a folder: as the manifest of their checkpoint says, or else of the file's bytes."""
+    """SHA-256 of a file of weights, or of those in a folder; as their checkpoint's manifest says, if it does."""
+    files = [weights] if weights.is_file() else sorted(p for p in weights.iterdir() if p.suffix in WEIGHTS)
     manifest = weights.parent / "manifest.json"
-    name = f"{weights.name}/model.safetensors"
-    if manifest.is_file() and name in (listed := json.loads(manifest.read_text())):
-        return listed[name]["sha256"]
-    with (weights / "model.safetensors").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    listed = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    names = [f"{file.parent.name}/{file.name}" for file in files]
+    found = [listed[name]["sha256"] if name in listed else _sha256(file) for name, file in zip(names, files)]
+    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _short(value: Any) -> str:
