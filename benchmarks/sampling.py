@@ -3,6 +3,7 @@
 python benchmarks/sampling.py --repeats 5
 
 Each process computes with one thread. In each repeat they take turns: one process while the other waits, then both.
+Beside the time itself stands the processor's time in it, which other programs on the machine hardly change.
 Also counted: how often text is encoded in a whole sampling loop, and the peak of live bytes while a video is decoded,
 for videos of different lengths.
 """
@@ -58,26 +59,29 @@ def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
         if rank == 0 and way == "guidance":
             count_encodings(pipeline, request)
         text, tokens = pipeline.encode(request), args.num_frames * (args.size // 8) ** 2
-        seconds: dict[int, list[float]] = {1: [], 2: []}
+        seconds: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
         for repeat in range(args.repeats + 1):
             for processes, mesh in meshes.items():
                 if mesh is not None:
                     parallelize(pipeline.model, mesh)
                 dist.barrier()
                 if rank < processes:
-                    since = time.perf_counter()
+                    wall, cpu = time.perf_counter(), time.process_time()
                     pipeline.latents(request, text=text)
+                    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
                     if repeat:  # the first one warms up
-                        seconds[processes].append((time.perf_counter() - since) / args.steps)
+                        seconds[processes].append((wall / args.steps, cpu / args.steps))
                 unwrap(pipeline.model)
         if rank == 0:
-            ratios = [two / one for one, two in zip(seconds[1], seconds[2], strict=True)]
-            print(
-                f"{way}: {tokens} tokens a video, {median(seconds[1]):.3f} s a step on 1 process, "
-                f"{median(seconds[2]):.3f} s on 2; ratio, median of {len(ratios)}: {median(ratios):.3f} "
-                f"(of {min(ratios):.3f} to {max(ratios):.3f})",
-                flush=True,
-            )
+            print(f"{way}, {tokens} tokens a video", flush=True)
+            for place, kind in enumerate(("seconds a step", "of them computing")):
+                one, two = ([times[place] for times in seconds[processes]] for processes in (1, 2))
+                ratios = [b / a for a, b in zip(one, two, strict=True)]
+                print(
+                    f"  {kind}: {median(one):.3f} on 1 process, {median(two):.3f} on 2; ratio, median of "
+                    f"{len(ratios)}: {median(ratios):.3f} (of {min(ratios):.3f} to {max(ratios):.3f})",
+                    flush=True,
+                )
     dist.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling import parse, read_prompts, sample
 from opensora_sp.sampling.groups import choose_groups
-from opensora_sp.sampling.outputs import Output
+from opensora_sp.sampling.outputs import Output, fingerprint
 from opensora_sp.sampling.requests import batches_of, requests_of
 from opensora_sp.sampling.run import build_pipeline, preflight
 
@@ -229,3 +229,20 @@ def test_a_size_that_a_model_has_no_positions_for_is_refused_before_it_is_loaded
         ValueError, match=r"latents of \(5, 7, 6\), for 'a'; expected the model's input_size \(5, 8, 6\)"
     ):
         preflight(cfg)
+
+
+def test_the_fingerprint_is_that_of_the_manifest_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "ema").mkdir()
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / "ema" / name).write_bytes(name.encode())
+    index = tmp_path / "ema" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"one": "a.safetensors", "two": "b.safetensors"}}))
+    first = hashlib.sha256(b"a.safetensors").hexdigest()
+    assert fingerprint(tmp_path / "ema" / "a.safetensors") == first
+    both = fingerprint(tmp_path / "ema")
+    (tmp_path / "ema" / "b.safetensors").write_bytes(b"other")
+    assert fingerprint(tmp_path / "ema") not in (both, first)
+    (tmp_path / "ema" / "b.safetensors").unlink()
+    index.unlink()
+    (tmp_path / "manifest.json").write_text(json.dumps({"ema/a.safetensors": {"sha256": "as listed"}}))
+    assert fingerprint(tmp_path / "ema") == "as listed"

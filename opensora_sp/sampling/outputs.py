@@ -188,16 +188,20 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
 
 
 def fingerprint(weights: Path) -> str:
-    """SHA-256 of weights: as the manifest of their checkpoint says, or else of the bytes of all their files."""
+    """SHA-256 of weights, in one file or several; as their checkpoint's manifest says, if it does."""
+    files = weight_files(weights)
     manifest = weights.parent / "manifest.json"
-    name = f"{weights.name}/model.safetensors"
-    if manifest.is_file() and name in (listed := json.loads(manifest.read_text())):
-        return listed[name]["sha256"]
+    listed = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    names = [f"{file.parent.name}/{file.name}" for file in files]
+    found = [listed[name]["sha256"] if name in listed else _sha256(file) for name, file in zip(names, files)]
+    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    for path in weight_files(weights):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
     return digest.hexdigest()
 
 

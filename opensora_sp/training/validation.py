@@ -8,6 +8,7 @@ Legend: B clips, c latent channels, f x h x w latent size, K bins of timesteps.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schema import Common, Validation
-from opensora_sp.data import Clip, MicroBatch, MicroBatchPlan, VideoTextDataset
+from opensora_sp.data import BrokenClip, Clip, VideoTextDataset
 from opensora_sp.diffusion import Noised
 from opensora_sp.models import sample_numbers
 from opensora_sp.randomness import normal, uniform
@@ -29,7 +30,6 @@ from opensora_sp.sampling.requests import batches_of, check_requests, requests_o
 from opensora_sp.sampling.run import write_batch
 from opensora_sp.weights import checkpoint_name
 
-from .batch import ClipPicker
 from .ema import ShardedEma
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from .metrics import Reporter
     from .run import Run
+
+logger = logging.getLogger(__name__)
 
 
 def preflight_validation(cfg: TrainConfig) -> None:
@@ -85,16 +87,6 @@ class Validator:
             return
         sampling = sampling_config(run.cfg, self.validation)
         self.pipeline = Pipeline(sampling, run.module, run.batches.vae, run.batches.text_encoder, run.device)
-        if self.heldout is not None:
-            assert self.heldout.shape is not None
-            self.plan = MicroBatchPlan(
-                num_samples=len(self.heldout),
-                batch_size=1,
-                micro_batches_per_step=1,
-                seed=run.cfg.seed,
-                shape=self.heldout.shape,
-            )
-            self.picker = ClipPicker(self.heldout, run.mesh, self.plan, run.cfg.dataset.max_bad_fraction)
 
     def after(self, step: int, run_dir: Path, reporter: Reporter) -> float:
         """Validate if it is time to; returns the seconds that took. Collective."""
@@ -122,21 +114,38 @@ class Validator:
         return None if self.heldout is None else self._heldout_losses(self.heldout).tolist()
 
     def _heldout_losses(self, dataset: VideoTextDataset) -> Tensor:
-        """The mean loss of the clips in each bin, ``[K]``. Collective.
+        """The mean loss of the clips that all ranks can read, in each bin, ``[K]``. Collective.
 
         Bin k holds the k-th part of the timesteps that training draws, from data to noise, so that the mean of the
         bins is the loss that training would have on these clips.
         """
         assert self.validation is not None
         mesh, size = self.run.mesh, self.validation.batch_size
-        sums = torch.zeros(self.validation.bins, device=self.run.device)
+        bins = self.validation.bins
+        sums = torch.zeros(bins + 1, device=self.run.device)  # and the number of clips
         mine = range(mesh.dp_rank, len(dataset), mesh.dp_size)
         for start in range(0, len(mine), size):
-            batch = MicroBatch(0, 0, self.plan.shape, tuple(mine[start : start + size]), 1.0)
-            readable, clips = self.picker.pick(batch, [dataset[sample] for sample in batch.samples])
-            sums += self._losses(readable, clips, len(sums))
+            kept = self._readable({i: dataset[i] for i in mine[start : start + size]})
+            if kept:
+                sums[:bins] += self._losses(list(kept), list(kept.values()), bins)
+                sums[bins] += len(kept) / mesh.sp_size
         dist.all_reduce(sums)
-        return sums / len(dataset)
+        if not sums[bins]:
+            raise ValueError(
+                f"got {len(dataset)} clips in validation.manifest {self.validation.manifest!r}, none of which can be "
+                "read; expected videos; check the manifest's paths"
+            )
+        return sums[:bins] / sums[bins]
+
+    def _readable(self, items: dict[int, Clip | BrokenClip]) -> dict[int, Clip]:
+        """Those that every rank of the SP group could read, by index. Collective in the group."""
+        for item in items.values():
+            if isinstance(item, BrokenClip):
+                logger.warning("left out of validation: %s (%s)", item.path, item.reason)
+        readable = torch.tensor([isinstance(item, Clip) for item in items.values()], dtype=torch.int32)
+        if self.run.mesh.sp_size > 1:
+            dist.all_reduce(readable, op=dist.ReduceOp.MIN, group=self.run.mesh.host_group)
+        return {i: item for (i, item), ok in zip(items.items(), readable.tolist(), strict=True) if ok}  # type: ignore[misc]
 
     def _losses(self, ids: list[int], clips: list[Clip], bins: int) -> Tensor:
         """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""
