@@ -130,6 +130,6 @@ class VideoTextDataset(Dataset):
 
     def _start(self, entry: Entry, num_frames: int, share: float) -> int:
         """The first frame to read: the middle, or this share of the room that there is."""
-        available = entry.num_frames or count_frames(entry.path)
+        available = entry.num_frames or count_frames(entry.path, time_limit=self.time_limit)
         room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
         return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))

@@ -174,7 +174,6 @@ class Run:
         self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg)
         self.picker = ClipPicker(dataset, self.mesh, self.plan, cfg.dataset.max_bad_fraction)
         self.batches = BatchMaker(cfg, model.config, vae, text_encoder, device)
-        self.since = Since(time.perf_counter())
 
     def steps(self, run_dir: Path) -> None:
         """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end."""
