@@ -47,8 +47,8 @@ def main() -> None:
         )
         paths = [dataset.rows[sample.clip].path for sample in samples]
         for wanted, (clip,) in zip(map(plainly, paths[: args.files], [shape] * args.files), loader):
-            assert isinstance(clip, Clip) and torch.equal(clip.video, wanted)
-        ways = [lambda: (plainly(path, shape) for path in paths), lambda: loader]
+            assert isinstance(clip, Clip) and torch.equal(scale(clip.video), wanted)
+        ways = [lambda: (plainly(path, shape) for path in paths), lambda: (scale(clip.video) for (clip,) in loader)]
         rounds = [[args.clips / seconds(way) for way in ways] for _ in range(args.rounds)]
     plain, loaded = (median(round[way] for round in rounds) for way in (0, 1))
     ratio = median(loaded / plain for plain, loaded in rounds)

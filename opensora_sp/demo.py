@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.data import BrokenClip, VideoTextDataset, is_held_out, toy_clip
+from opensora_sp.data import BrokenClip, VideoTextDataset, is_held_out, scale, toy_clip
 from opensora_sp.data.toy import COLOURS, MARGIN
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
 from opensora_sp.parallel import SequenceMesh
@@ -194,7 +194,7 @@ def encode_all(pipeline: Pipeline, dataset: VideoTextDataset) -> tuple[Tensor, l
         clip = dataset[i]
         if isinstance(clip, BrokenClip):
             raise ValueError(f"got a clip that cannot be read: {clip.path} ({clip.reason}); make the toy set again")
-        latents.append(pipeline.vae.encode(clip.video[None])[0])
+        latents.append(pipeline.vae.encode(scale(clip.video)[None])[0])
         texts.append(clip.text)
     return torch.stack(latents), texts
 

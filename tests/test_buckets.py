@@ -150,9 +150,7 @@ def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> 
             )
     assert counted[-1] == 1 and counted[-2] and counted[-3]
     assert f"{(found >= 0).sum()} of 401 clips" in report[-1]
-    with pytest.raises(
-        ValueError, match=r"(?s)got no clip for any bucket.*4k x 900.*dropped.*401? .*expected at least one"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)got no clip for any bucket.*4k x 900 .*dropped .*expected at least one"):
         made(rows, work, per_step=4, buckets={"4k": {900: (1.0, 1)}})
 
 
@@ -177,16 +175,15 @@ def test_buckets_that_cannot_be_are_refused(tmp_path: Path, options: list[str], 
 
 
 def test_a_plan_has_a_line_for_each_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    buckets = {"144p": {1: (1.0, 16), 8: (1.0, 6)}, "240p": {1: (0.5, 8), 8: (0.0, None)}}
+    buckets = {"144p": {8: (1.0, 6)}, "240p": {1: (0.5, 8), 8: (0.0, None)}}
     (tmp_path / "config.py").write_text(CONFIG.format(buckets=buckets))
     main(["plan", str(tmp_path / "config.py"), "--gpus", "2", "--cfg-options", "sp_size=2"])
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 110
+    assert max(map(len, lines)) <= 100
     told = [" ".join(line.split()) for line in lines]
     for batch, tokens, mode in [
         ("8 of 1 x 240x426", 8 * 15 * 27, "whole samples"),
         ("6 of 8 x 144x256", 6 * 8 * 9 * 16, "whole samples"),
-        ("16 of 1 x 144x256", 16 * 9 * 16, "whole samples"),
     ]:
         assert any(line.startswith(f"{batch} {tokens:,} {mode} +0.0% 0.0 ") for line in told), told
     assert not any(" 8 x 240x426" in line for line in told)  # keeps nothing

@@ -33,15 +33,28 @@ from opensora_sp.data import (
 )
 
 NUM_FRAMES = 60
-SOURCE = ("-f", "lavfi", "-i", f"testsrc2=size=64x48:rate=30000/1001:duration={(NUM_FRAMES - 0.5) * 1001 / 30000}")
-X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
+LENGTH = (NUM_FRAMES - 0.5) * 1001 / 30000
+NOISY = f"testsrc2=size=64x48:rate=30000/1001:duration={LENGTH},noise=alls=60:allf=t"  # no two frames are alike
+SOURCE = ("-f", "lavfi", "-i", NOISY)
+X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", "4", "-pix_fmt", "yuv420p")
 FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
     "open_gop.mkv": (*X264, "-bf", "3", "-g", "12", "-x264-params", "open-gop=1"),
     "turned.mp4": ("-c", "copy"),
     "cut.mp4": ("-c", "copy"),  # an edit list hides what lies between a key frame and the cut
     "uneven.mp4": ("-vf", "select='not(eq(mod(n,5),3))'", "-fps_mode", "vfr", *X264),
-    "vp9.webm": ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8"),
-    "vp8.webm": ("-c:v", "libvpx", "-auto-alt-ref", "1", "-lag-in-frames", "16"),  # packets that show nothing
+    "vp9.webm": ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8", "-crf", "4", "-b:v", "0"),
+    "vp8.webm": (
+        "-c:v",
+        "libvpx",
+        "-crf",
+        "4",
+        "-b:v",
+        "9M",
+        "-auto-alt-ref",
+        "1",
+        "-lag-in-frames",
+        "16",
+    ),  # packets that show nothing
     "pictures.mov": ("-c:v", "mjpeg", "-q:v", "2", "-pix_fmt", "yuvj420p"),
     "moving.gif": (),
     "one.png": ("-frames:v", "1"),

@@ -97,8 +97,8 @@ def _lines(plan: Plan) -> list[str]:
         )
     return [
         *lines,
-        "MB that a rank sends for a micro-batch, GB of a rank at its peak beside the encoders, both as configured;",
-        "busiest: how much more than the mean the busiest rank computes. With one bucket alone, more is said.",
+        "busiest: work of the busiest rank over the mean. MB that a rank sends for a micro-batch, and GB of a",
+        "rank at its peak beside the encoders, both as configured. With one bucket alone, more is said.",
     ]
 
 

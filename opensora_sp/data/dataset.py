@@ -11,13 +11,16 @@ from torch.utils.data import Dataset
 from opensora_sp.randomness import generator
 
 from .manifest import Entry, Manifest
-from .transforms import resize_and_crop, scale
+from .transforms import resize_and_crop
 from .video import UNREADABLE, count_frames, read_video
 
 
 @dataclass(frozen=True)
 class Clip:
-    """One sample: ``video`` ``[3, F, height, width]`` in [-1, 1], its caption and frame rate."""
+    """One sample: ``video`` uint8 ``[3, F, height, width]``, its caption and frame rate.
+
+    ``transforms.scale`` makes it what a VAE takes, on the device: loaders pass on a quarter of the bytes.
+    """
 
     video: Tensor
     text: str
@@ -123,10 +126,10 @@ class VideoTextDataset(Dataset):
         except UNREADABLE as error:
             return BrokenClip(str(entry.path), f"{type(error).__name__}: {error}")
         crop = (place[0], place[1]) if self.transform == "resize_random_crop" else None
-        return Clip(scale(resize_and_crop(frames, (shape.height, shape.width), crop)), entry.text, fps)
+        return Clip(resize_and_crop(frames, (shape.height, shape.width), crop), entry.text, fps)
 
     def _start(self, entry: Entry, num_frames: int, share: float) -> int:
         """The first frame to read: the middle, or this share of the room that there is."""
-        available = entry.num_frames or count_frames(entry.path)
+        available = entry.num_frames or count_frames(entry.path, time_limit=self.time_limit)
         room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
         return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))

@@ -58,7 +58,7 @@ def index_files(
     *,
     captions: dict[Path, str] | None = None,
     workers: int | None = None,
-    on_file: Callable[[], object] = int,
+    on_file: Callable[[], object] = lambda: None,
 ) -> Index:
     """Probe files in parallel; threads, since FFmpeg works without Python's lock.
 

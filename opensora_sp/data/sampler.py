@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from opensora_sp.randomness import generator
 
@@ -79,8 +81,9 @@ class MicroBatchPlan:
 
     def _micro_batch(self, number: int) -> MicroBatch:
         epoch, position = divmod(number, self.micro_batches_per_epoch)
-        order = generator(self.seed, "order", epoch).permutation(self.num_samples)
-        ids = order[position * self.batch_size : (position + 1) * self.batch_size].tolist()
+        ids = _order(self.seed, epoch, self.num_samples)[
+            position * self.batch_size : (position + 1) * self.batch_size
+        ].tolist()
         return MicroBatch(number, epoch, self.shape, tuple(ids), 1.0)
 
     def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
@@ -93,6 +96,12 @@ class MicroBatchPlan:
             f"{self.num_samples} clips, {self.micro_batches_per_step} micro-batches of {self.batch_size} per step, "
             f"{per_epoch:.1f} steps per epoch"
         ]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    """The clips of an epoch in their order, ``[num_samples]``."""
+    return generator(seed, "order", epoch).permutation(num_samples)
 
 
 def deal(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:

@@ -49,7 +49,7 @@ def read_video(
     """
     span = (num_frames - 1) * interval + 1
     if start is None:
-        start = max(0, count_frames(path) - span) // 2
+        start = max(0, count_frames(path, time_limit=time_limit) - span) // 2
     deadline = time.monotonic() + (time_limit or float("inf"))
     frames = []
     with _opened(path, time_limit) as (container, stream):
@@ -68,9 +68,9 @@ def read_video(
     return np.stack(frames), rate
 
 
-def count_frames(path: str | Path) -> int:
+def count_frames(path: str | Path, *, time_limit: float | None = None) -> int:
     """Frames of a file: its packets but those that an edit list cuts away. Nothing is decoded."""
-    with _opened(path) as (container, stream):
+    with _opened(path, time_limit) as (container, stream):
         return sum(1 for _ in _shown_packets(container, stream))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
-from opensora_sp.data import BatchPlan, BrokenClip, Clip, ClipShape, MicroBatch, Sample, VideoTextDataset
+from opensora_sp.data import BatchPlan, BrokenClip, Clip, ClipShape, MicroBatch, Sample, VideoTextDataset, scale
 from opensora_sp.diffusion import DiffusionProcess, Noised, draw_frame_mask
 from opensora_sp.models import sample_numbers
 from opensora_sp.models.registry import model_class
@@ -129,7 +129,8 @@ class BatchMaker:
         """Batch of ``clips``, all of one shape, which draws are made for as ``ids`` of micro-batch ``micro_batch``."""
         cfg, size = self.cfg, len(clips)
         num_frames, *sides = clips[0].video.shape[1:]
-        latents = self.vae.encode(torch.stack([clip.video for clip in clips]).to(self.device)).float()
+        videos = scale(torch.stack([clip.video for clip in clips]).to(self.device))  # [B, 3, F, height, width]
+        latents = self.vae.encode(videos).float()
         y, mask = self.text_encoder.encode([clip.text for clip in clips])
         keys = [(micro_batch, sample) for sample in ids]
         noise = torch.stack([normal(tuple(latents.shape[1:]), cfg.seed, "noise", *key) for key in keys])
@@ -154,7 +155,7 @@ class BatchMaker:
 
     def stand_in(self, shape: ClipShape) -> Batch:
         """What a rank computes on, for nothing, while others have a micro-batch and it has none: one black clip."""
-        return self.make(0, [0], [Clip(torch.full((3, *shape), -1.0), "", 24.0)])
+        return self.make(0, [0], [Clip(torch.zeros(3, *shape, dtype=torch.uint8), "", 24.0)])
 
     def _frame_masks(self, keys: list[tuple[int, int]], num_frames: int) -> Tensor | None:
         """bool ``[B, f]``, False for given frames; whole patches of frames are given or not."""

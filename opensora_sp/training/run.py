@@ -185,7 +185,6 @@ class Run:
         self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg)
         self.picker = ClipPicker(dataset, self.mesh, self.plan, cfg.dataset.max_bad_fraction)
         self.batches = BatchMaker(cfg, model.config, vae, text_encoder, device)
-        self.since = Since(time.perf_counter())
         self.validator = Validator(self)
 
     def steps(self, run_dir: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schema import Common, Validation
-from opensora_sp.data import BrokenClip, Clip, VideoTextDataset
+from opensora_sp.data import BrokenClip, Clip, VideoTextDataset, scale
 from opensora_sp.diffusion import Noised
 from opensora_sp.models import sample_numbers
 from opensora_sp.randomness import normal, uniform
@@ -150,7 +150,7 @@ class Validator:
     def _losses(self, ids: list[int], clips: list[Clip], bins: int) -> Tensor:
         """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""
         run, seed, flow = self.run, self.run.cfg.seed, self.run.batches.flow
-        video = torch.stack([clip.video for clip in clips]).to(run.device)
+        video = scale(torch.stack([clip.video for clip in clips]).to(run.device))  # [B, 3, F, height, width]
         latents = self.pipeline.vae.encode(video).float()  # [B, c, f, h, w]
         noise = torch.stack([normal(tuple(latents.shape[1:]), seed, "validation_noise", i) for i in ids]).to(latents)
         num_frames, *pixels = video.shape[2:]
