@@ -12,20 +12,21 @@ import logging
 from collections.abc import Callable
 from functools import cache, partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from .conditioning import Condition, ConditionedModel
+    from .conditioning import Condition
 
 logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
 
 MAX_GRAPHS = 256  # of a part; beyond torch's limit of 8 a new bucket would run uncompiled
 
 
-def compile_blocks(model: ConditionedModel, *, backend: str | Callable[..., Any] = "inductor") -> ConditionedModel:
+def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inductor") -> Model:
     """Let ``torch.compile`` compile each block of a model when it first meets a shape.
 
     Works in place and returns the same object; parameters, state dict and what hangs at its points stay as they are.
@@ -43,7 +44,7 @@ def compile_blocks(model: ConditionedModel, *, backend: str | Callable[..., Any]
         )
     limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
     setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), MAX_GRAPHS))
-    model.compile_backend = backend
+    cast(Any, model).compile_backend = backend
     logger.info("blocks are compiled with %s", backend)
     return model
 

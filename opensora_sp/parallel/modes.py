@@ -176,16 +176,18 @@ class SwitchRows(WholeSamples):
         return local(launched, rows, *args, recompute=recompute, last=last)
 
     def rowwise(self, local: Local, function: Local, rows: Rows, *per_row: Tensor) -> Tensor | Flight:
+        if self.options.overlap_chunks == 1 and not self.options.overlap_backward:
+            return local(function, rows, *per_row)
+        return self._in_chunks(local, function, rows, *per_row)
+
+    @torch.compiler.disable  # sends what it computes, and each forward has a flight of its own: not for a graph
+    def _in_chunks(self, local: Local, function: Local, rows: Rows, *per_row: Tensor) -> Tensor | Flight:
         if self.flight is None:
             return local(function, rows, *per_row)
-        return self._in_chunks(self.flight, function, rows, *per_row)
-
-    @torch.compiler.disable  # sends what it computes, so it runs uncompiled
-    def _in_chunks(self, flight: Flight, function: Local, rows: Rows, *per_row: Tensor) -> Flight:
         num_chunks = self._num_chunks(rows)
         sizes = run_sizes(rows.count, num_chunks)
         chunks = zip(*(z.split(sizes) for z in per_row), strict=True)
-        return flight.launch((function(*chunk) for chunk in chunks), num_chunks)
+        return self.flight.launch((function(*chunk) for chunk in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
         """The same on all ranks: as many as asked for, unless they would be small or a rank had none."""
