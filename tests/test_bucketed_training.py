@@ -30,6 +30,7 @@ micro_batches_per_step = 3
 max_steps = {steps}
 optimizer = dict(lr=1e-3)
 mask_ratios = dict(image_head=0.3, random=0.3)
+grad_checkpoint = True
 ckpt_every = 100
 """
 )

@@ -109,21 +109,24 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, 
 
 @pytest.mark.parametrize(("per_step", "replicas"), [(2, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
 def test_replicas_have_equal_work_at_the_same_time(tmp_path: Path, work: Work, per_step: int, replicas: int) -> None:
-    """Of what the slowest replica of each round needs, on average less than 10 % is waiting for the others."""
+    """The slowest replica needs less than 10 % over the mean, in nine rounds of ten and over the epoch."""
     plan = made(manifest(tmp_path, 2000), work, per_step=per_step)
-    slowest = mean = naive = 0.0
+    slowest, means = [], []
     for number in range(len(plan.epoch(0).steps)):
         micro_batches = plan.step(number)
         if len(micro_batches) < per_step:
             continue  # the last step of the epoch
         for turn in zip(*(share(micro_batches, replica, replicas) for replica in range(replicas))):
             costs = [one.cost for one in turn]
-            slowest, mean = slowest + max(costs), mean + sum(costs) / replicas
+            slowest.append(max(costs))
+            means.append(sum(costs) / replicas)
     everything = [batch.cost for number in range(len(plan.epoch(0).steps)) for batch in plan.step(number)]
     rng = np.random.default_rng(0)
     shuffled = rng.permutation(everything)[: len(everything) // replicas * replicas].reshape(-1, replicas)
     naive = shuffled.max(axis=1).sum() / shuffled.mean(axis=1).sum()
-    assert slowest / mean < 1.1 < naive, (slowest / mean, naive)
+    ours = sum(slowest) / sum(means)
+    assert ours < 1.1 < naive, (ours, naive)
+    assert np.mean(np.array(slowest) < 1.1 * np.array(means)) > 0.9
 
 
 def test_rounds_are_dealt_forth_and_back() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import ROOT, run
 
-from opensora_sp.data import is_held_out, read_manifest, toy_clip
+from opensora_sp.data import Manifest, is_held_out, toy_clip
 from opensora_sp.data.toy import COLOURS
 from opensora_sp.demo import (
     LinearPredictor,
@@ -79,9 +79,9 @@ def test_the_demo_asks_for_captions_that_training_leaves_out(tmp_path: Path) -> 
     for more, held_out in [((), False), (("--all-captions",), True)]:
         done = run("scripts/make_toy_clips.py", tmp_path, "--num", "40", "--size", "16", "--num-frames", "2", *more)
         assert done.returncode == 0, done.stderr
-        rows = read_manifest(tmp_path / "clips.csv")
-        assert len(rows) == 40 and all(path.is_file() for path, _ in rows)
-        assert any(is_held_out(text) for _, text in rows) == held_out
+        rows = Manifest(tmp_path / "clips.csv")
+        assert len(rows) == 40 and all(row.path.is_file() for row in rows)
+        assert any(is_held_out(row.text) for row in rows) == held_out
     prompts = re.findall(r'--prompt "(.+?)"', (ROOT / "Makefile").read_text())
     assert len(prompts) == 3 and all(is_held_out(prompt) for prompt in [*prompts, *distinct_captions(8)])
 

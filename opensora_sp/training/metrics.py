@@ -46,7 +46,8 @@ class Reporter:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
         shown = {"loss": f"{values['loss']:.4f}", "s/step": f"{values['step_time']:.2f}"}
-        self._bar.set_postfix({**shown, "tokens/s": f"{values['tokens_per_s']:.3g}"}, refresh=False)
+        shown |= {"tokens/s": f"{values['tokens_per_s']:.3g}", "waits for data": f"{values['data_wait']:.0%}"}
+        self._bar.set_postfix(shown, refresh=False)
 
     def close(self) -> None:
         if self.enabled:
