@@ -1,5 +1,5 @@
 # make demo   everything from nothing to sampled videos, on CPU
-# make test   the tests
+# make test   the tests; test-faults does what they sample at every point
 # Both make their own virtual environment in .venv and install what they need.
 
 VENV ?= .venv
@@ -8,7 +8,7 @@ DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test lint install clean
+.PHONY: help demo test test-faults lint install clean
 
 help:
 	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +34,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
+
+test-faults: $(VENV)/.installed
+	GRID=all $(BIN)/python -m pytest -q tests/test_storage.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -17,6 +17,12 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def checkpoint_step(folder: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for any other name."""
+    found = _NAME.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
 def committed_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoints of a run that were written to the end, oldest first."""
     if not run_dir.is_dir():
@@ -32,10 +38,14 @@ def newest_checkpoint(place: Path) -> Path | None:
     return next(reversed(committed_checkpoints(place)), None)
 
 
+def model_config_json(name: str, config: Any) -> bytes:
+    """The content of ``config.json`` beside the weights."""
+    return (json.dumps({"_class_name": name, **dataclasses.asdict(config)}, indent=1) + "\n").encode()
+
+
 def write_model_config(folder: Path, name: str, config: Any) -> None:
     """Write ``config.json`` beside the weights."""
-    values = {"_class_name": name, **dataclasses.asdict(config)}
-    (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
+    (folder / "config.json").write_bytes(model_config_json(name, config))
 
 
 def check_model_config(folder: Path, name: str, config: Any) -> None:

@@ -25,7 +25,7 @@ from opensora_sp.parallel import CommLedger, check_sp_size
 from opensora_sp.weights import check_encoders, check_model_config, newest_checkpoint
 
 from .batch import BatchMaker, ClipPicker
-from .checkpoint import find_checkpoint, load_checkpoint, load_model, save_checkpoint
+from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
 from .ema import ShardedEma
 from .metrics import Reporter, draw_loss, log_to
 
@@ -53,6 +53,9 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     if is_main:
         (run_dir / "config.py").write_text(dump_config(cfg))
     try:
+        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+        if checkpoint is not None and checkpoint != found:
+            check_resume(cfg, checkpoint, len(dataset), dist.get_world_size() // cfg.sp_size)
         Run(cfg, dataset, checkpoint, current_device()).steps(run_dir)
         gc.collect()  # groups that outlive the process group can abort the interpreter at exit
         dist.barrier()
@@ -112,24 +115,11 @@ def check_resume(cfg: TrainConfig, checkpoint: Path, num_samples: int, num_repli
             f"--cfg-options load={checkpoint}"
         )
     check_micro_batches(state["micro_batches_per_step"], num_replicas)
-    newest = newest_checkpoint(Path(cfg.outputs))
+    newest = find_checkpoint(Path(cfg.outputs), "auto")
     if newest is not None and newest.name > checkpoint.name:
         raise ValueError(
             f"got --resume {checkpoint} while {cfg.outputs} holds newer checkpoints, up to {newest.name}; expected the "
             "newest of them; move the newer ones away, or pass another --cfg-options outputs=..."
-        )
-
-
-def agree_on(checkpoint: Path | None) -> None:
-    """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
-    mine = None if checkpoint is None else (checkpoint.name, (checkpoint / "manifest.json").read_text())
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, mine)
-    if any(other != seen[0] for other in seen):
-        names = [None if other is None else other[0] for other in seen]
-        raise ValueError(
-            f"got different checkpoints on different ranks ({names}, rank by rank); expected the same; put the run's "
-            "folder on a disk that all nodes share"
         )
 
 
@@ -143,7 +133,6 @@ class Run:
         from opensora_sp.plugin._colossalai import Booster
 
         self.cfg, self.device = cfg, device
-        agree_on(checkpoint)
         plugin = SequenceParallelPlugin.from_config(cfg)
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
@@ -154,17 +143,18 @@ class Run:
         check_encoders(model.config, vae, text_encoder)
         model.set_grad_checkpoint(cfg.grad_checkpoint)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
-        self.fixed = fixed_tensors(model)
+        fixed = fixed_tensors(model)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.module = model
-        self.shards = NamedShards(model, self.optimizer)
+        shards = NamedShards(model, self.optimizer)
         initial = initial_weights(cfg)
         if initial is not None and checkpoint is None:
-            load_model(initial, model, self.fixed, self.shards)
-        self.ema = ShardedEma(self.shards.masters, cfg.ema_decay)
+            load_model(initial, model, fixed, shards)
+        self.ema = ShardedEma(shards.masters, cfg.ema_decay)
+        self.tensors = TrainingState(model, fixed, shards, self.ema)
         state: dict[str, Any] = {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
         if checkpoint is not None:
-            state = load_checkpoint(checkpoint, model, self.fixed, self.shards, self.ema)
+            state = self.tensors.load(checkpoint)
             logger.info("resumed from %s at step %d", checkpoint, state["step"])
         self.start: int = state["step"]
         self.plan = MicroBatchPlan(
@@ -187,6 +177,9 @@ class Run:
         self._announce(run_dir)
         reporter = Reporter(run_dir, enabled=is_main, start=self.start, stop=cfg.max_steps)
         loader = iter(self._loader())
+        checkpoints = Checkpoints(
+            run_dir, keep_last=cfg.keep_last, keep_every=cfg.keep_every, in_background=cfg.async_save
+        )
         ledger = CommLedger()
         since, losses = time.perf_counter(), torch.zeros(2, device=self.device)  # sum of losses, number of steps
         for step in range(self.start, cfg.max_steps):
@@ -199,21 +192,25 @@ class Run:
                 since, losses = time.perf_counter(), torch.zeros_like(losses)
             reporter.step(done)
             if saves:
-                state = {
-                    "step": done,
-                    "seed": cfg.seed,
-                    "batch_size": cfg.batch_size,
-                    "micro_batches_per_step": self.plan.micro_batches_per_step,
-                    "num_samples": self.plan.num_samples,
-                }
-                path = save_checkpoint(
-                    run_dir, state, self.module, self.fixed, self.shards, self.ema, keep_last=cfg.keep_last
-                )
-                logger.info("saved %s", path)
+                checkpoints.save(self.tensors, self.state(done))
                 if is_main:
                     draw_loss(run_dir)
+        checkpoints.wait()
         reporter.close()
         self._conclude(run_dir, ledger)
+
+    def state(self, done: int) -> dict[str, Any]:
+        """What goes into ``state.json`` after ``done`` steps: all that data order, draws and schedules depend on."""
+        return {
+            "step": done,
+            "seed": self.cfg.seed,
+            "batch_size": self.cfg.batch_size,
+            "micro_batches_per_step": self.plan.micro_batches_per_step,
+            "num_samples": self.plan.num_samples,
+            "next_micro_batch": done * self.plan.micro_batches_per_step,
+            "next_lr": learning_rate(self.cfg, done),
+            "config": self.cfg.model_dump(mode="json"),
+        }
 
     def _step(self, step: int, loader: Any) -> torch.Tensor:
         """One optimizer step; returns this rank's part of the mean loss over the step's samples."""
