@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
     from colossalai.booster import Booster
     from colossalai.booster.plugin import LowLevelZeroPlugin
-    from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
+    from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO, LowLevelZeroModel
     from colossalai.interface import ModelWrapper, OptimizerWrapper
     from colossalai.interface.optimizer import DistributedOptim
     from colossalai.logging import get_dist_logger
@@ -29,6 +29,7 @@ __all__ = [
     "Booster",
     "CpuAccelerator",
     "DistributedOptim",
+    "LowLevelZeroCheckpointIO",
     "LowLevelZeroModel",
     "LowLevelZeroOptimizer",
     "LowLevelZeroPlugin",

@@ -29,11 +29,48 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                     f"got parameters of {self._dtype} and of {wrong.dtype}; expected one dtype; cast the model first"
                 )
 
+    shards: NamedShards  # set by the plugin, which knows the parameters' names
+
+    def clip_grad_by_norm(  # type: ignore[override]
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """Clip the gradients that the next ``step`` takes to a global norm; returns the norm before.
+
+        ColossalAI's clips the gradients of the masters, which do not exist before ``step``, and so nothing.
+
+        Raises:
+            ValueError: if ``norm_type`` is not 2, or on ``error_if_nonfinite`` the norm is not finite.
+        """
+        if norm_type != 2.0:
+            raise ValueError(
+                f"got norm_type {norm_type}; expected 2, the norm that is summed over shards; leave it out"
+            )
+        stores = list(self.pg_to_grad_store.values())
+        shards = [[s.get_working_grads_by_group_id(g) for s in stores] for g in range(self.num_param_groups)]
+        norms = [self._compute_grad_norm(s.torch_pg, grads) for own in shards for s, grads in zip(stores, own)]
+        norm = torch.tensor(norms, dtype=torch.float64).square().sum().sqrt() / self._loss_scale()
+        if error_if_nonfinite and not norm.isfinite():
+            raise ValueError(f"got a gradient norm of {norm.item()}; expected a finite one; skip this step")
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+        for grad in (grad for own in shards for grads in own for grad in grads):
+            grad.mul_(factor)
+        return norm.float()
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """Clip each number of the gradients that the next ``step`` takes."""
+        limit = clip_value * self._loss_scale()
+        for store in self.pg_to_grad_store.values():
+            for group in range(self.num_param_groups):
+                for grad in store.get_working_grads_by_group_id(group):
+                    grad.clamp_(-limit, limit)
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self.mixed_precision_mixin is None else self.mixed_precision_mixin.get_grad_div_scale()
+
     def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
         super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
         # ColossalAI leaves the fp16 loss scale in the norm that it reports.
-        scale = 1.0 if self.mixed_precision_mixin is None else self.mixed_precision_mixin.get_grad_div_scale()
-        self._current_grad_norm = total_norm / scale
+        self._current_grad_norm = total_norm / self._loss_scale()
 
 
 class NamedShards:

@@ -48,6 +48,7 @@ class CheckpointFolder:
 
     def begin(self) -> None:
         """Make room: remove what saves that were cut off have left."""
+        self.disk.mkdir(self.final.parent)
         committed = committed_checkpoints(self.final.parent)
         for path in sorted(self.final.parent.iterdir()):
             leftover = checkpoint_step(path) is not None and path not in committed

@@ -97,10 +97,14 @@ class Saver:
         Raises:
             ValueError, RuntimeError: what failed on rank 0.
         """
+        self.join()
+        self._tell()
+
+    def join(self) -> None:
+        """Until nothing is under way; what went wrong is kept for ``wait``."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._tell()
 
     def _tell(self) -> None:
         error, self._error = self._error, None

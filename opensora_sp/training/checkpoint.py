@@ -129,8 +129,12 @@ class Checkpoints:
         return folder.final
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Until nothing is being written; raises on every rank what went wrong."""
         self._saver.wait()
+
+    def close(self) -> None:
+        """Let what is being written come to its end, also when the training did not; raises nothing."""
+        self._saver.join()
 
 
 def load_model(folder: Path, module: nn.Module, fixed: dict[str, Tensor], shards: NamedShards) -> None:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
         if checkpoint is not None and checkpoint != found:
             check_resume(cfg, checkpoint, len(dataset), dist.get_world_size() // cfg.sp_size)
-        Run(cfg, dataset, checkpoint, current_device()).steps(run_dir)
+        run = Run(cfg, dataset, checkpoint, current_device())
+        with closing(run.checkpoints):
+            run.steps(run_dir)
+        del run
         gc.collect()  # groups that outlive the process group can abort the interpreter at exit
         dist.barrier()
     finally:
@@ -152,6 +156,9 @@ class Run:
             load_model(initial, model, fixed, shards)
         self.ema = ShardedEma(shards.masters, cfg.ema_decay)
         self.tensors = TrainingState(model, fixed, shards, self.ema)
+        self.checkpoints = Checkpoints(
+            Path(cfg.outputs), keep_last=cfg.keep_last, keep_every=cfg.keep_every, in_background=cfg.async_save
+        )
         state: dict[str, Any] = {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
         if checkpoint is not None:
             state = self.tensors.load(checkpoint)
@@ -177,9 +184,6 @@ class Run:
         self._announce(run_dir)
         reporter = Reporter(run_dir, enabled=is_main, start=self.start, stop=cfg.max_steps)
         loader = iter(self._loader())
-        checkpoints = Checkpoints(
-            run_dir, keep_last=cfg.keep_last, keep_every=cfg.keep_every, in_background=cfg.async_save
-        )
         ledger = CommLedger()
         since, losses = time.perf_counter(), torch.zeros(2, device=self.device)  # sum of losses, number of steps
         for step in range(self.start, cfg.max_steps):
@@ -192,10 +196,10 @@ class Run:
                 since, losses = time.perf_counter(), torch.zeros_like(losses)
             reporter.step(done)
             if saves:
-                checkpoints.save(self.tensors, self.state(done))
+                self.checkpoints.save(self.tensors, self.state(done))
                 if is_main:
                     draw_loss(run_dir)
-        checkpoints.wait()
+        self.checkpoints.wait()
         reporter.close()
         self._conclude(run_dir, ledger)
 
