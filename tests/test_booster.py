@@ -254,11 +254,10 @@ def lora(root: Path) -> None:
         assert len(optimizer.shards.masters) == len(trained) == 2 * len(targets)
         names = (root / "lora model.safetensors", root / "lora optimizer.safetensors")
         if attempt == 0:
-            base = bare.blocks if hasattr(bare, "blocks") else bare.final_layer
-            frozen = {name: p.clone() for name, p in base.named_parameters() if not p.requires_grad}
-            first = [one_step(booster, model, optimizer, step) for step in range(3)]
-            assert first[2] != first[1]
-            assert all(torch.equal(p, frozen[n]) for n, p in base.named_parameters() if not p.requires_grad)
+            frozen = {name: p.clone() for name, p in bare.named_parameters() if not p.requires_grad}
+            losses = [one_step(booster, model, optimizer, step) for step in range(3)]
+            assert len(set(losses)) == 3 and len(frozen) > 40
+            assert all(torch.equal(p, frozen[name]) for name, p in bare.named_parameters() if name in frozen)
             booster.save_model(model, str(names[0]), use_safetensors=True)
             booster.save_optimizer(optimizer, str(names[1]))
             booster.save_lora_as_pretrained(model, str(root / "adapters"), use_safetensors=True)
@@ -272,7 +271,7 @@ def lora(root: Path) -> None:
 
 
 def contract(root: Path) -> list[list[float] | None]:
-    sequences = in_worlds(loss_sequence, [(dp * sp, (dp, sp)) for dp, sp in LAYOUTS])
+    sequences = in_worlds(loss_sequence, [(dp * sp, (dp, sp)) for dp, sp in LAYOUTS], ["opensora_sp.plugin"])
     in_worlds(uneven_replicas, [(4, ())])
     in_worlds(accumulation_without_sending, [(2, (1,)), (2, (2,))])
     in_worlds(clipping, [(2, (1,)), (2, (2,))])
@@ -291,7 +290,7 @@ def contract(root: Path) -> list[list[float] | None]:
 
 
 def test_the_contract(tmp_path: Path) -> None:
-    sequences = run_ranks(4, contract, tmp_path, timeout=590)[0]
+    sequences = run_ranks(4, contract, tmp_path, timeout=900)[0]
     for layout, sequence in zip(LAYOUTS, sequences, strict=True):
         assert sequence == pytest.approx(sequences[0], rel=1e-6), layout
     assert sequences[0][-1] < sequences[0][0]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from runs import TRAIN, write_toy_set
 from test_reshard import record_draws
-from worlds import in_worlds
+from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
 from opensora_sp.training.metrics import read_metrics
@@ -99,14 +99,16 @@ CONTROLS = [("fp32", "weights"), ("fp32", "moments"), ("fp32", "average"), ("fp3
 
 def all_whole(config: Path, root: Path) -> list:
     return in_worlds(
-        run_whole, [(dp * sp, (config, root, (dp, sp), kind)) for dp, sp in LAYOUTS for kind in ("fp32", "bf16")]
+        run_whole,
+        [(dp * sp, (config, root, (dp, sp), kind)) for dp, sp in LAYOUTS for kind in ("fp32", "bf16")],
+        TRAINING,
     )
 
 
 def all_cut(config: Path, root: Path) -> list:
     cases = [(layout, kind, cut, None) for layout in LAYOUTS for kind in ("fp32", "bf16") for cut in CUTS]
     cases += [((1, 1), kind, 1, part) for kind, part in CONTROLS]
-    return in_worlds(run_on, [(case[0][0] * case[0][1], (config, root, *case)) for case in cases])
+    return in_worlds(run_on, [(case[0][0] * case[0][1], (config, root, *case)) for case in cases], TRAINING)
 
 
 def seen(outputs: Path, step: int) -> tuple[dict, dict]:
@@ -127,7 +129,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_cut_run_is_the_run_that_was_not_cut(config: Path, tmp_path: Path) -> None:
-    limit = 7200 if ALL else 590
+    limit = 7200 if ALL else 900
     whole_draws = run_ranks(4, all_whole, config, tmp_path, timeout=limit)
     cut_draws = run_ranks(4, all_cut, config, tmp_path, timeout=limit)  # fresh processes
     number = 0
@@ -197,13 +199,13 @@ def all_ledgers(config: Path, root: Path) -> list:
         for layout, workers, cuts in LEDGERS
         for attempt in range(len(cuts) + 1)
     ]
-    found = iter(in_worlds(ledger, cases))
+    found = iter(in_worlds(ledger, cases, TRAINING))
     return [[next(found) for _ in range(len(cuts) + 1)] for _, _, cuts in LEDGERS]
 
 
 def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path) -> None:
     """No duplicate, no omission, peers equal, replicas different, whatever interrupts and whoever reads."""
-    of_ranks = run_ranks(4, all_ledgers, config, tmp_path, timeout=590)
+    of_ranks = run_ranks(4, all_ledgers, config, tmp_path, timeout=900)
     reference = dict(row for attempt in of_ranks[0][0] for row in attempt)
     for epoch in range(2):
         micro_batches = range(epoch * 4, epoch * 4 + 4)

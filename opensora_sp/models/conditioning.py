@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,10 @@ class SharedConfig:
         for name in ("class_dropout_prob", "drop_path"):
             if not 0 <= (rate := getattr(self, name)) < 1:
                 raise ValueError(f"got {name} {rate}; expected a rate in [0, 1); choose a smaller one")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments by name, as ``transformers`` and ``peft`` ask a model's ``config`` for them."""
+        return asdict(self)
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
@@ -167,7 +168,7 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         self._saver.save(SaveJob(target, files), in_background=use_async)
 
     def _say_safetensors(self, use_safetensors: bool) -> None:
-        if not use_safetensors and not self._warned:
+        if not use_safetensors and not self._warned and dist.get_rank() == 0:
             self._warned = True
             warnings.warn("weights are saved in safetensors: this plugin pickles nothing", stacklevel=4)
 
