@@ -13,9 +13,10 @@ from runs import TRAIN, run, write_toy_set
 from safetensors.torch import load_file
 
 from opensora_sp.config import load_train_config
-from opensora_sp.training.checkpoint import _gather_moments, find_checkpoint, verify
+from opensora_sp.storage import Part, verify
+from opensora_sp.training.checkpoint import agree_on, choose_checkpoint, find_checkpoint
 from opensora_sp.training.metrics import read_metrics
-from opensora_sp.training.run import agree_on, learning_rate, preflight
+from opensora_sp.training.run import learning_rate, preflight
 from opensora_sp.weights import check_model_config, committed_checkpoints
 
 
@@ -77,8 +78,12 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
 def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "run"
     train(config, outputs, "max_steps=3", launcher="colossalai")
-    log = train(config, outputs, "--resume", "auto", launcher="colossalai")
+    damaged = outputs / "step_00000005"
+    shutil.copytree(outputs / "step_00000003", damaged)  # a checkpoint of step 3 under another name is none
+    log = train(config, outputs, "async_save=True", "keep_last=2", "--resume", "auto", launcher="colossalai")
     assert "resumed from" in log and "at step 3" in log
+    assert "step_00000005/manifest.json is of step 3" in log and "set aside as step_00000005.damaged" in log
+    assert (outputs / "latest").read_text() == "step_00000006\n"
     assert losses(outputs) == losses(whole)
     assert_same_weights(outputs, whole)
 
@@ -148,12 +153,14 @@ def test_damaged_and_half_written_checkpoints_are_not_used(whole: Path, tmp_path
     copy = tmp_path / "run"
     shutil.copytree(whole, copy)
     newest = copy / "step_00000006"
+    state, commit = (newest / "state.json").read_bytes(), (newest / "COMMIT").read_bytes()
     (newest / "COMMIT").unlink()
     assert find_checkpoint(copy, "auto") == copy / "step_00000003"
-    damaged = copy / "step_00000003" / "optimizer.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(ValueError, match="got a damaged checkpoint: .*optimizer.safetensors"):
-        verify(copy / "step_00000003")
+    (newest / "COMMIT").write_bytes(commit)
+    (newest / "state.json").write_bytes(state.replace(b"42", b"43"))
+    assert find_checkpoint(copy, "auto") == copy / "step_00000003"
+    with pytest.raises(ValueError, match="got a damaged checkpoint: .*state.json"):
+        find_checkpoint(copy, str(newest))
     with pytest.raises(ValueError, match="without config.json"):
         check_model_config(tmp_path, "STDiT3", None)
 
@@ -179,7 +186,37 @@ def test_ranks_that_see_different_checkpoints_say_so(whole: Path, tmp_path: Path
     assert told[0] == told[1] and "(['step_00000006', None], rank by rank)" in told[0]
 
 
-def test_integer_states_of_an_optimizer_stay_integers(tmp_path: Path) -> None:
+def fall_back(run_dir: Path) -> tuple[Path | None, str, str]:
+    """Rank 0 damages the newest checkpoint where only reading all of it shows; then all of them."""
+    newest = run_dir / "step_00000006"
+    rank = torch.distributed.get_rank()
+
+    def damage(folder: Path) -> None:
+        torch.distributed.barrier()
+        if rank == 0:
+            path = folder / "optimizer.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+        torch.distributed.barrier()
+
+    damage(newest)
+    with pytest.raises(ValueError, match="got a damaged checkpoint: .*optimizer.safetensors has") as by_path:
+        choose_checkpoint(run_dir, newest, resume=str(newest))
+    chosen = choose_checkpoint(run_dir, newest, resume="auto")
+    damage(run_dir / "step_00000003")
+    with pytest.raises(ValueError, match="got only damaged checkpoints") as none_left:
+        choose_checkpoint(run_dir, chosen, resume="auto")
+    return chosen, str(by_path.value), str(none_left.value)
+
+
+def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    first, second = run_ranks(2, fall_back, run_dir)
+    assert first == second and first[0] == run_dir / "step_00000003"
+    assert {path.name for path in run_dir.glob("step_*")} == {"step_00000003.damaged", "step_00000006.damaged"}
+
+
+def test_integer_states_of_an_optimizer_stay_integers() -> None:
     """HybridAdam counts its steps in an int."""
     from opensora_sp.plugin import NamedShards
 
@@ -191,8 +228,8 @@ def test_integer_states_of_an_optimizer_stay_integers(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2, bias=False)
     weight, master = module.weight, torch.zeros(4)
     shards = NamedShards(module, Zero(master, {"step": 3}))
-    saved = dict(_gather_moments(shards))
-    assert saved["step/weight"].dtype == torch.int64
-    shards.set_state("weight", {"step": saved["step/weight"]})
+    saved = shards.state_parts()["step/weight"]
+    assert isinstance(saved, Part) and saved.tensor.dtype == torch.int64
+    shards.set_state("weight", {"step": saved.tensor})
     step = shards.states()["weight"]["step"]
     assert step == 3 and isinstance(step, int)

@@ -274,6 +274,8 @@ class TrainConfig(Common):
     log_every: int = Field(1, ge=1)
     ckpt_every: int = Field(1000, ge=1)
     keep_last: int | None = Field(None, ge=1)
+    keep_every: int | None = Field(None, ge=1)
+    async_save: bool = False
     outputs: str = "outputs"
     load: str | None = None
     mask_ratios: dict[str, float] | None = None

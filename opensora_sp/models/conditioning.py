@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +80,10 @@ class SharedConfig:
         for name in ("class_dropout_prob", "drop_path"):
             if not 0 <= (rate := getattr(self, name)) < 1:
                 raise ValueError(f"got {name} {rate}; expected a rate in [0, 1); choose a smaller one")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments by name, as ``transformers`` and ``peft`` ask a model's ``config`` for them."""
+        return asdict(self)
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

@@ -1,8 +1,8 @@
 """ColossalAI's names that this package builds on, imported quietly.
 
 ColossalAI 0.5.0 warns at import about extras that are absent (apex, tensornvme) and so do packages it imports; none
-of these are needed here. Everything private of ColossalAI that the plugin relies on is imported here, so that a move
-upstream shows up in one place.
+of these are needed here. Any other warning passes. Everything of ColossalAI that the plugin relies on is imported here,
+and tests/test_colossalai.py knows what is used of it, so that a move upstream shows up in one place.
 """
 
 from __future__ import annotations
@@ -10,25 +10,30 @@ from __future__ import annotations
 import logging
 import warnings
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # complains of missing CPU kernels that nobody calls
+_bitsandbytes = logging.getLogger("bitsandbytes")
+_level = _bitsandbytes.level
+_bitsandbytes.setLevel(logging.ERROR)  # complains of missing CPU kernels that nobody calls
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+    warnings.filterwarnings("ignore", message="Please install (the latest tensornvme|apex from source)")
     import colossalai
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
     from colossalai.booster import Booster
     from colossalai.booster.plugin import LowLevelZeroPlugin
-    from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
+    from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO, LowLevelZeroModel
     from colossalai.interface import ModelWrapper, OptimizerWrapper
     from colossalai.interface.optimizer import DistributedOptim
     from colossalai.logging import get_dist_logger
     from colossalai.nn.optimizer import cast_to_distributed
     from colossalai.zero import LowLevelZeroOptimizer
 
+_bitsandbytes.setLevel(_level)
+
 __all__ = [
     "Booster",
     "CpuAccelerator",
     "DistributedOptim",
+    "LowLevelZeroCheckpointIO",
     "LowLevelZeroModel",
     "LowLevelZeroOptimizer",
     "LowLevelZeroPlugin",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from opensora_sp.storage import Part, Spec
 
 from ._colossalai import LowLevelZeroOptimizer
 
@@ -27,11 +29,48 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                     f"got parameters of {self._dtype} and of {wrong.dtype}; expected one dtype; cast the model first"
                 )
 
+    shards: NamedShards  # set by the plugin, which knows the parameters' names
+
+    def clip_grad_by_norm(  # type: ignore[override]
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """Clip the gradients that the next ``step`` takes to a global norm; returns the norm before.
+
+        ColossalAI's clips the gradients of the masters, which do not exist before ``step``, and so nothing.
+
+        Raises:
+            ValueError: if ``norm_type`` is not 2, or on ``error_if_nonfinite`` the norm is not finite.
+        """
+        if norm_type != 2.0:
+            raise ValueError(
+                f"got norm_type {norm_type}; expected 2, the norm that is summed over shards; leave it out"
+            )
+        stores = list(self.pg_to_grad_store.values())
+        shards = [[s.get_working_grads_by_group_id(g) for s in stores] for g in range(self.num_param_groups)]
+        norms = [self._compute_grad_norm(s.torch_pg, grads) for own in shards for s, grads in zip(stores, own)]
+        norm = torch.tensor(norms, dtype=torch.float64).square().sum().sqrt() / self._loss_scale()
+        if error_if_nonfinite and not norm.isfinite():
+            raise ValueError(f"got a gradient norm of {norm.item()}; expected a finite one; skip this step")
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+        for grad in (grad for own in shards for grads in own for grad in grads):
+            grad.mul_(factor)
+        return norm.float()
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """Clip each number of the gradients that the next ``step`` takes."""
+        limit = clip_value * self._loss_scale()
+        for store in self.pg_to_grad_store.values():
+            for group in range(self.num_param_groups):
+                for grad in store.get_working_grads_by_group_id(group):
+                    grad.clamp_(-limit, limit)
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self.mixed_precision_mixin is None else self.mixed_precision_mixin.get_grad_div_scale()
+
     def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
         super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
         # ColossalAI leaves the fp16 loss scale in the norm that it reports.
-        scale = 1.0 if self.mixed_precision_mixin is None else self.mixed_precision_mixin.get_grad_div_scale()
-        self._current_grad_norm = total_norm / scale
+        self._current_grad_norm = total_norm / self._loss_scale()
 
 
 class NamedShards:
@@ -50,11 +89,6 @@ class NamedShards:
         """The wrapped optimizer's state per parameter name, shards and scalars alike; empty before the first step."""
         return {name: dict(self.optimizer.optim.state.get(master, {})) for name, master in self.masters.items()}
 
-    def gather(self, name: str, shard: Tensor) -> Tensor | None:
-        """The whole tensor, on the CPU of rank 0; None elsewhere. Collective."""
-        whole = self.whole(name, shard)
-        return whole.cpu().clone() if dist.get_rank() == 0 else None
-
     def whole(self, name: str, shard: Tensor) -> Tensor:
         """The whole tensor, on every rank and its device. Collective."""
         like = self.working[name]
@@ -62,11 +96,58 @@ class NamedShards:
         dist.all_gather_into_tensor(flat, shard.contiguous())
         return flat[: like.numel()].view(like.shape)
 
-    def gather_all(self, shards: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by name on rank 0, one after the other; nothing elsewhere. Collective."""
-        for name, shard in shards.items():
-            if (whole := self.gather(name, shard)) is not None:
-                yield name, whole
+    def part(self, name: str, shard: Tensor) -> Part:
+        """What this rank gives to a checkpoint's tensor of a parameter's shape."""
+        return Part(shard, Spec(shard.dtype, tuple(self.working[name].shape)), sharded=True)
+
+    def state_parts(self) -> dict[str, Part]:
+        """The optimizer's state as parts of tensors ``"exp_avg/<parameter>"``, ``"step/<parameter>"``, ..."""
+        parts = {}
+        for name, state in self.states().items():
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    parts[f"{kind}/{name}"] = self.part(name, value)
+                elif value is not None:  # HybridAdam counts its steps in an int
+                    parts[f"{kind}/{name}"] = Part.whole(torch.as_tensor(value))
+        return parts
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups as JSON values: names of parameters, and what else a group says."""
+        names = {id(master): name for name, master in self.masters.items()}
+        return [
+            {"parameters": [names[id(p)] for p in group["params"]], **_json_values(group)}
+            for group in self.optimizer.param_groups
+        ]
+
+    def check_groups(self, saved: list[dict[str, Any]], source: Any) -> None:
+        """Raise ValueError unless the saved groups hold the parameters that ours hold, in their order."""
+        ours = self.groups()
+        place = {name: i for i, group in enumerate(ours) for name in group["parameters"]}
+        there = {name: i for i, group in enumerate(saved) for name in group["parameters"]}
+        differences = [f"missing {name}" for name in place if name not in there]
+        differences += [f"unexpected {name}" for name in there if name not in place]
+        differences += [
+            f"{name} is in group {there[name]} there, in group {i} here"
+            for name, i in place.items()
+            if there.get(name, i) != i
+        ]
+        if differences or len(ours) != len(saved):
+            raise ValueError(
+                f"got optimizer state of other parameter groups in {source} ({len(saved)} groups there, {len(ours)} "
+                f"here; {', '.join(differences[:4])}); expected the same parameters in the same groups; build the "
+                "optimizer as it was when the state was saved"
+            )
+
+    def check_states(self, found: dict[str, tuple[int, ...]], source: Any) -> None:
+        """Raise ValueError unless the tensors ``kind/<parameter>`` are scalars or of the parameter's shape."""
+        for key, shape in found.items():
+            name = key.partition("/")[2]
+            if name not in self.working or shape not in ((), tuple(self.working[name].shape)):
+                wanted = list(self.working[name].shape) if name in self.working else "no such parameter"
+                raise ValueError(
+                    f"got optimizer state of another model in {source}: {key} is {list(shape)}; expected {wanted}; "
+                    "change the checkpoint or the model"
+                )
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor, on the device and in the dtype of the master."""
@@ -89,3 +170,14 @@ class NamedShards:
             return value.clone() if value.is_floating_point() else int(value)
 
         self.optimizer.optim.state[self.masters[name]] = {key: own(value) for key, value in state.items()}
+
+
+def _json_values(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group says beside its parameters, as far as JSON can hold it; tensors become numbers."""
+    values = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor):
+            value = value.item()
+        if key != "params" and isinstance(value, bool | int | float | str | list | tuple | None):
+            values[key] = value
+    return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -27,7 +28,8 @@ from ._colossalai import (
     get_accelerator,
 )
 from .accelerator import use_cpu_if_nothing_else
-from .optimizer import SequenceZeroOptimizer
+from .checkpoint_io import NamedCheckpointIO
+from .optimizer import NamedShards, SequenceZeroOptimizer
 
 
 class SequenceParallelPlugin(LowLevelZeroPlugin):
@@ -47,6 +49,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         overlap_communication: reduce gradients while backward runs; by default on CUDA only, where it exists.
         initial_scale: loss scale that fp16 starts with.
         sequence_parallel: how the ranks of a replica share a batch: keyword arguments of ``parallelize``.
+        allow_pickle: let ``Booster.load_model`` read pickled weights, which can run code; see ``NamedCheckpointIO``.
         options: further arguments of ``LowLevelZeroPlugin``.
 
     Raises:
@@ -64,6 +67,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         overlap_communication: bool | None = None,
         initial_scale: float = 2**16,
         sequence_parallel: Mapping[str, Any] | None = None,
+        allow_pickle: bool = False,
         **options: Any,
     ) -> None:
         use_cpu_if_nothing_else()
@@ -72,6 +76,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         self.sequence_parallel = dict(sequence_parallel or {})
         Options(**{key: value for key, value in self.sequence_parallel.items() if key != "verify"})  # checks itself
         self.mesh = SequenceMesh(sp_size)
+        self.allow_pickle = allow_pickle
         name = type(self).__name__
         super().__init__(
             stage=stage,
@@ -114,16 +119,18 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     ) -> tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader, Any]:
         """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
         if not isinstance(model, ModelWrapper) and (self.mesh.sp_size > 1 or hasattr(model, "sharding_points")):
-            parallelize(model, self.mesh, **self.sequence_parallel)
+            parallelize(_without_peft(model), self.mesh, **self.sequence_parallel)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             if isinstance(cast_to_distributed(optimizer), DistributedOptim):
                 raise ValueError(
                     f"got optimizer {type(optimizer).__name__}, which ColossalAI replaces by a distributed one; "
                     "expected an elementwise optimizer such as torch.optim.AdamW; choose another optimizer"
                 )
+            if self.lora_enabled:  # as super().configure does, which must not see a model that is wrapped already
+                self.add_lora_params_to_optimizer(model, optimizer)
             for group in optimizer.param_groups:  # ColossalAI takes its dtype from the first parameter, frozen or not
                 group["params"] = [p for p in group["params"] if p.requires_grad]
-            # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made here first.
+            # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made here.
             exact = self._exact_weights(model)
             model = LowLevelZeroModel(
                 model,
@@ -137,7 +144,25 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             )
             model.update_master_params = MethodType(optimizer.update_master_params, model)  # type: ignore[assignment]
             self._restore_exact(optimizer, exact)
+            model.shards = optimizer.shards = NamedShards(model.unwrap(), optimizer)  # type: ignore[assignment]
+            return model, optimizer, criterion, dataloader, lr_scheduler  # type: ignore[return-value]
         return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    def get_checkpoint_io(self) -> NamedCheckpointIO:
+        return NamedCheckpointIO(allow_pickle=self.allow_pickle)
+
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Micro-batches whose gradients are summed before they are sent, and no step is taken; stage 1 only.
+
+        Raises:
+            ValueError: at stage 2, which shards gradients after every backward.
+        """
+        if not self.support_no_sync():
+            raise ValueError(
+                "got no_sync at ZeRO stage 2, which shards gradients after every backward; expected stage 1; leave "
+                "no_sync out (gradients of several backward passes are summed anyway) or set stage=1"
+            )
+        return optimizer.no_sync()
 
     def _exact_weights(self, model: nn.Module) -> dict[int, torch.Tensor]:
         """This rank's part of each trainable parameter before it is cast down."""
@@ -205,6 +230,11 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             num_workers=num_workers,
             **kwargs,
         )
+
+
+def _without_peft(model: nn.Module) -> nn.Module:
+    """The model itself, into which LoRA layers have been put."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _seed_worker(worker: int) -> None:

@@ -1,43 +1,41 @@
-"""Checkpoints that do not depend on the processes that wrote them.
+"""A training run's checkpoints, which do not depend on the processes that wrote them.
 
 A checkpoint is a folder ``step_00001000`` of whole, named tensors and JSON; nothing in it is pickled::
 
-    model/config.json  model/model.safetensors     fp32 weights
+    model/config.json  model/model.safetensors     fp32 weights: ZeRO's masters, and what is not trained
     ema/config.json    ema/model.safetensors       their moving average
     optimizer.safetensors                          "exp_avg/<parameter>", ...
-    state.json                                     step and what else a run needs to go on
+    state.json                                     step, parameter groups and what else a run needs to go on
     manifest.json                                  size and SHA-256 of every file above
     COMMIT                                         written last: without it the folder is not a checkpoint
 
-It is written under a temporary name by rank 0 and renamed when complete.
+``storage/`` writes and checks such folders; this file says what is in them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-from collections.abc import Collection, Iterator
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_sp.models.conditioning import ConditionedModel
+from opensora_sp.storage import CheckpointFolder, Disk, Part, SaveJob, Saver, on_rank_0, set_aside, verify
+from opensora_sp.storage.folder import FORMAT, to_json
 from opensora_sp.weights import (
     Weights,
     checkpoint_name,
     committed_checkpoints,
     fitted,
-    flush,
+    model_config_json,
     newest_checkpoint,
     open_weights,
-    write_model_config,
 )
 
 from .ema import ShardedEma
@@ -45,74 +43,100 @@ from .ema import ShardedEma
 if TYPE_CHECKING:
     from opensora_sp.plugin import NamedShards
 
-FORMAT = 1
+logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(
-    run_dir: Path,
-    state: dict[str, Any],
-    module: nn.Module,
-    fixed: dict[str, Tensor],
-    shards: NamedShards,
-    ema: ShardedEma,
-    *,
-    keep_last: int | None,
-) -> Path:
-    """Write the checkpoint of ``state["step"]``. Collective; an error of the writer is raised on every rank.
+@dataclass
+class TrainingState:
+    """The tensors of a run.
+
+    ``module``: the bare model. ``fixed``: its frozen parameters and buffers as they were before they were cast to the
+    training's precision. ``shards``, ``ema``: trainable weights and optimizer state, and the averages.
+    """
+
+    module: ConditionedModel
+    fixed: dict[str, Tensor]
+    shards: NamedShards
+    ema: ShardedEma
+
+    def files(self) -> dict[str, dict[str, Part]]:
+        """The tensor files of a checkpoint: for each, this rank's part of each tensor."""
+        fixed = {name: Part.whole(tensor, constant=True) for name, tensor in self.fixed.items()}
+        weights = {name: self.shards.part(name, shard) for name, shard in self.shards.masters.items()}
+        averages = {name: self.shards.part(name, shard) for name, shard in self.ema.shards.items()}
+        return {
+            "model/model.safetensors": {**fixed, **weights},
+            "ema/model.safetensors": {**fixed, **averages},
+            "optimizer.safetensors": self.shards.state_parts(),
+        }
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Take over the tensors of a verified checkpoint; returns its ``state.json``. Checks names before it changes.
+
+        Raises:
+            ValueError: if names, shapes or groups of parameters are those of another model.
+        """
+        state = json.loads((folder / "state.json").read_text())
+        self.shards.check_groups(state["parameter_groups"], folder)
+        self.shards.check_states(shapes_in(folder / "optimizer.safetensors"), folder / "optimizer.safetensors")
+        weights, averages = (fitted(open_weights(folder / part), self.module) for part in ("model", "ema"))
+        load_model(weights, self.module, self.fixed, self.shards)
+        for name, shard in self.ema.shards.items():
+            shard.copy_(self.shards.cut(name, averages.tensors[name].read()))
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self.shards.working}
+        with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+            for key in file.keys():
+                kind, name = key.split("/", 1)
+                found[name][kind] = file.get_tensor(key)
+        for name, moments in found.items():
+            self.shards.set_state(name, moments)
+        return state
+
+
+class Checkpoints:
+    """Writes a run's checkpoints. Creating and every method is collective.
 
     Args:
-        run_dir: folder that holds the run's checkpoints.
-        state: JSON values for ``state.json``, with the step.
-        module: the bare model, for its configuration.
-        fixed: its frozen parameters and buffers, before they were cast to the training's precision.
-        shards, ema: where trainable weights, optimizer state and averages come from.
-        keep_last: remove older checkpoints beyond this many.
+        run_dir: folder that holds them.
+        keep_last: keep so many of the newest ones; None keeps all.
+        keep_every: and those whose step is a multiple of this.
+        in_background: ``save`` returns when each rank has copied its own shards; the writing goes on beside the
+            training. An error shows at the next ``save`` or at ``wait``.
     """
-    final = run_dir / checkpoint_name(state["step"])
-    weights = dict(shards.gather_all(shards.masters))
-    averages = dict(shards.gather_all(ema.shards))
-    moments = dict(_gather_moments(shards))
-    with on_rank_0("saving a checkpoint") as writer:
-        if writer:
-            partial = run_dir / f".partial-{final.name}"
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "model").mkdir(parents=True)
-            (partial / "ema").mkdir()
-            save_file({**fixed, **weights}, partial / "model" / "model.safetensors")
-            save_file({**fixed, **averages}, partial / "ema" / "model.safetensors")
-            save_file(moments, partial / "optimizer.safetensors")
-            for part in ("model", "ema"):
-                write_model_config(partial / part, type(module).__name__, module.config)
-            _write_json(partial / "state.json", {"format": FORMAT, **state})
-            _commit(partial, final)
-            for old in committed_checkpoints(run_dir)[: -keep_last or None] if keep_last else []:
-                shutil.rmtree(old)
-    return final
 
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        in_background: bool = False,
+        disk: Disk | None = None,
+    ) -> None:
+        self.run_dir, self.in_background = run_dir, in_background
+        self._saver = Saver()
+        self._how: dict[str, Any] = dict(keep_last=keep_last, keep_every=keep_every, disk=disk)
 
-def load_checkpoint(
-    folder: Path, module: ConditionedModel, fixed: dict[str, Tensor], shards: NamedShards, ema: ShardedEma
-) -> dict[str, Any]:
-    """Put a checkpoint's weights, averages and optimizer state into this run's shards; returns ``state.json``.
+    def save(self, tensors: TrainingState, values: dict[str, Any]) -> Path:
+        """Write the checkpoint of ``values["step"]``; ``values`` are JSON, for ``state.json``.
 
-    Raises:
-        ValueError: if a file is damaged, or parameter names or shapes are those of another model.
-    """
-    with on_rank_0("checking a checkpoint") as checker:
-        if checker:
-            verify(folder)
-    load_model(open_weights(folder / "model"), module, fixed, shards)
-    averages = fitted(open_weights(folder / "ema"), module)
-    for name, shard in ema.shards.items():
-        shard.copy_(shards.cut(name, averages.tensors[name].read()))
-    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
-        found: dict[str, dict[str, Tensor]] = {}
-        for key in file.keys():
-            kind, name = key.split("/", 1)
-            found.setdefault(name, {})[kind] = file.get_tensor(key)
-    for name, moments in found.items():
-        shards.set_state(name, moments)
-    return json.loads((folder / "state.json").read_text())
+        Raises:
+            ValueError, RuntimeError: on every rank, if writing this one, or the last in the background, failed.
+        """
+        config = model_config_json(type(tensors.module).__name__, tensors.module.config)
+        state = {"format": FORMAT, "parameter_groups": tensors.shards.groups(), **values}
+        small = {"model/config.json": config, "ema/config.json": config, "state.json": to_json(state)}
+        folder = CheckpointFolder(self.run_dir / checkpoint_name(values["step"]), small, **self._how)
+        self._saver.save(SaveJob(folder, tensors.files()), in_background=self.in_background)
+        return folder.final
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises on every rank what went wrong."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Let what is being written come to its end, also when the training did not; raises nothing."""
+        self._saver.join()
 
 
 def load_model(
@@ -139,82 +163,87 @@ def load_model(
             tensors[name].copy_(whole)
 
 
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a safetensors file."""
+    with safe_open(path, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+
+
 def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
     """The checkpoint that ``--resume auto|PATH`` means; None if ``auto`` finds none.
 
+    ``auto`` passes over checkpoints that are seen to be damaged without reading all of them.
+
     Raises:
-        ValueError: if PATH is neither a committed checkpoint nor a folder that holds one.
+        ValueError: if PATH is neither a committed checkpoint nor a folder that holds one, or it is damaged.
     """
-    found = newest_checkpoint(run_dir if resume == "auto" else Path(resume))
-    if found is None and resume != "auto":
+    if resume == "auto":
+        return next((folder for folder in reversed(committed_checkpoints(run_dir)) if _looks_whole(folder)), None)
+    found = newest_checkpoint(Path(resume))
+    if found is None:
         raise ValueError(
             f"got checkpoint path {resume!r}, which holds no committed checkpoint; expected a folder step_... or a "
             "run's folder; check the path"
         )
+    verify(found, thorough=False)
     return found
 
 
-def verify(folder: Path) -> None:
-    """Raise ValueError unless every file has the size and SHA-256 that the manifest says."""
-    for name, entry in json.loads((folder / "manifest.json").read_text()).items():
-        file = folder / name
-        found = {"bytes": file.stat().st_size, "sha256": _sha256(file)} if file.is_file() else "no such file"
-        if found != entry:
-            raise ValueError(
-                f"got a damaged checkpoint: {file} has {found}; expected {entry}; resume from another checkpoint"
-            )
+def _looks_whole(folder: Path) -> bool:
+    try:
+        verify(folder, thorough=False)
+    except ValueError:
+        return False  # rank 0 says so in choose_checkpoint
+    return True
 
 
-class on_rank_0:  # noqa: N801  (used like a function)
-    """``with on_rank_0(what) as here:`` runs rank 0's part; its error is raised on every rank, so that none hangs."""
+def choose_checkpoint(run_dir: Path, checkpoint: Path | None, *, resume: str | None) -> Path | None:
+    """The checkpoint to go on from, read and checked by rank 0 and seen by every rank. Collective.
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    With ``resume="auto"``, damaged checkpoints are set aside, and the newest whole one before them is taken.
 
-    def __enter__(self) -> bool:
-        return dist.get_rank() == 0
+    Args:
+        checkpoint: what this rank has found.
 
-    def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        told: list[Any] = [None if error is None else (isinstance(error, ValueError), f"{error}")]
-        dist.broadcast_object_list(told, src=0)
-        if told[0] is not None and error is None:
-            is_user_error, text = told[0]
-            raise (ValueError(text) if is_user_error else RuntimeError(f"rank 0 failed {self.what}: {text}"))
-
-
-def _gather_moments(shards: NamedShards) -> Iterator[tuple[str, Tensor]]:
-    for name, state in shards.states().items():
-        for kind, value in state.items():
-            if isinstance(value, int):  # as HybridAdam counts its steps
-                value = torch.tensor(value)
-            if value.ndim == 0:
-                yield f"{kind}/{name}", value.cpu().clone()
-            elif (whole := shards.gather(name, value)) is not None:
-                yield f"{kind}/{name}", whole
+    Raises:
+        ValueError: if ranks see different checkpoints, or none is whole.
+    """
+    agree_on(checkpoint)
+    chosen: list[Any] = [checkpoint]
+    with on_rank_0("checking a checkpoint") as checker:
+        if checker and resume == "auto":
+            chosen = [_newest_whole(run_dir)]
+        elif checker and checkpoint is not None:
+            verify(checkpoint)
+    dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]
 
 
-def _commit(partial: Path, final: Path) -> None:
-    files = sorted(p for p in partial.rglob("*") if p.is_file())
-    manifest = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
-    _write_json(partial / "manifest.json", manifest)
-    for path in (*files, partial / "manifest.json", *(p for p in partial.rglob("*") if p.is_dir()), partial):
-        flush(path)
-    if final.exists():  # the leftover of a run that was cut off, or an equal checkpoint written again
-        shutil.rmtree(final)
-    os.replace(partial, final)
-    (final / "COMMIT").write_text(f"{FORMAT}\n")
-    flush(final / "COMMIT")
-    flush(final)
-    flush(final.parent)
+def _newest_whole(run_dir: Path) -> Path | None:
+    """The newest whole checkpoint; None if there never was one."""
+    candidates = committed_checkpoints(run_dir)
+    for candidate in reversed(candidates):
+        try:
+            verify(candidate)
+            return candidate
+        except ValueError as error:
+            logger.warning("%s; set aside as %s", error, set_aside(candidate).name)
+    if not candidates:
+        return None
+    raise ValueError(
+        f"got only damaged checkpoints in {run_dir}, now named *.damaged; expected a whole one; start again "
+        "with another --cfg-options outputs=..."
+    )
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+def agree_on(checkpoint: Path | None) -> None:
+    """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
+    mine = None if checkpoint is None else (checkpoint.name, (checkpoint / "COMMIT").read_text())
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    if any(other != seen[0] for other in seen):
+        names = [None if other is None else other[0] for other in seen]
+        raise ValueError(
+            f"got different checkpoints on different ranks ({names}, rank by rank); expected the same; put the run's "
+            "folder on a disk that all nodes share"
+        )

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from opensora_sp.weights import (
 )
 
 from .batch import Batch, BatchMaker, ClipPicker
-from .checkpoint import find_checkpoint, load_checkpoint, load_model, save_checkpoint
+from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
 from .clips import Work, make_dataset, make_plan, order_state
 from .ema import ShardedEma
 from .metrics import Reporter, draw_loss, log_to
@@ -63,7 +64,13 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     if is_main:
         (run_dir / "config.py").write_text(dump_config(cfg))
     try:
-        Run(cfg, dataset, checkpoint, current_device()).steps(run_dir)
+        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+        if checkpoint is not None and checkpoint != found:
+            check_resume(cfg, checkpoint, dataset)
+        run = Run(cfg, dataset, checkpoint, current_device())
+        with closing(run.checkpoints):
+            run.steps(run_dir)
+        del run
         gc.collect()  # groups that outlive the process group can abort the interpreter at exit
         dist.barrier()
     finally:
@@ -116,24 +123,11 @@ def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: VideoTextDataset) 
             "order and random draws depend on; change it back, or start a new run from these weights with "
             f"--cfg-options load={checkpoint}"
         )
-    newest = newest_checkpoint(Path(cfg.outputs))
+    newest = find_checkpoint(Path(cfg.outputs), "auto")
     if newest is not None and newest.name > checkpoint.name:
         raise ValueError(
             f"got --resume {checkpoint} while {cfg.outputs} holds newer checkpoints, up to {newest.name}; expected the "
             "newest of them; move the newer ones away, or pass another --cfg-options outputs=..."
-        )
-
-
-def agree_on(checkpoint: Path | None) -> None:
-    """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
-    mine = None if checkpoint is None else (checkpoint.name, (checkpoint / "manifest.json").read_text())
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, mine)
-    if any(other != seen[0] for other in seen):
-        names = [None if other is None else other[0] for other in seen]
-        raise ValueError(
-            f"got different checkpoints on different ranks ({names}, rank by rank); expected the same; put the run's "
-            "folder on a disk that all nodes share"
         )
 
 
@@ -156,7 +150,6 @@ class Run:
         from opensora_sp.plugin._colossalai import Booster
 
         self.cfg, self.device = cfg, device
-        agree_on(checkpoint)
         plugin = SequenceParallelPlugin.from_config(cfg)
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
@@ -169,16 +162,20 @@ class Run:
         if cfg.compile is not None:
             compile_blocks(model)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
-        self.fixed = fixed_tensors(model)
+        fixed = fixed_tensors(model)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.module = model
-        self.shards = NamedShards(model, self.optimizer)
+        shards = NamedShards(model, self.optimizer)
         if cfg.load is not None and checkpoint is None:
-            load_model(initial_weights(cfg), model, self.fixed, self.shards, convert=cfg.convert)
-        self.ema = ShardedEma(self.shards.masters, cfg.ema_decay)
+            load_model(initial_weights(cfg), model, fixed, shards, convert=cfg.convert)
+        self.ema = ShardedEma(shards.masters, cfg.ema_decay)
+        self.tensors = TrainingState(model, fixed, shards, self.ema)
+        self.checkpoints = Checkpoints(
+            Path(cfg.outputs), keep_last=cfg.keep_last, keep_every=cfg.keep_every, in_background=cfg.async_save
+        )
         state: dict[str, Any] = {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
         if checkpoint is not None:
-            state = load_checkpoint(checkpoint, model, self.fixed, self.shards, self.ema)
+            state = self.tensors.load(checkpoint)
             logger.info("resumed from %s at step %d", checkpoint, state["step"])
         self.start: int = state["step"]
         per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
@@ -206,20 +203,24 @@ class Run:
                 self.since, losses = Since(time.perf_counter()), torch.zeros_like(losses)
             reporter.step(done)
             if saves:
-                state = {
-                    "step": done,
-                    "micro_batches_per_step": self.plan.micro_batches_per_step,
-                    **order_state(cfg, self.plan, len(self.dataset)),
-                }
-                path = save_checkpoint(
-                    run_dir, state, self.module, self.fixed, self.shards, self.ema, keep_last=cfg.keep_last
-                )
-                logger.info("saved %s", path)
+                self.checkpoints.save(self.tensors, self.state(done))
                 if is_main:
                     draw_loss(run_dir)
             self.since.start += self.validator.after(done, run_dir, reporter)
+        self.checkpoints.wait()
         reporter.close()
         self._conclude(run_dir, ledger)
+
+    def state(self, done: int) -> dict[str, Any]:
+        """What goes into ``state.json`` after ``done`` steps: all that data order, draws and schedules depend on."""
+        return {
+            "step": done,
+            **order_state(self.cfg, self.plan, len(self.dataset)),
+            "micro_batches_per_step": self.plan.micro_batches_per_step,
+            "next_micro_batch": done * self.plan.micro_batches_per_step,
+            "next_lr": learning_rate(self.cfg, done),
+            "config": self.cfg.model_dump(mode="json"),
+        }
 
     def _step(self, step: int, loader: Any) -> torch.Tensor:
         """One optimizer step; returns this rank's part of the mean loss over the step's samples."""

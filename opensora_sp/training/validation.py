@@ -95,7 +95,7 @@ class Validator:
         since = time.perf_counter()
         folder = run_dir / "validation" / checkpoint_name(step)
         if self.validation.use_ema:
-            with averaged(self.run.shards, self.run.ema):
+            with averaged(self.run.tensors.shards, self.run.ema):
                 losses = self._validate(folder)
         else:
             losses = self._validate(folder)

@@ -4,9 +4,17 @@
 understands ``config.json``, ``fit`` compares with a model and holds the conversions, ``pretrained`` puts it together.
 """
 
-from .configs import check_encoders, check_model_config, write_model_config
-from .fit import CONVERSIONS, check_conversions, fitted
-from .places import checkpoint_name, committed_checkpoints, find_weights, flush, newest_checkpoint, weight_files
+from .configs import check_encoders, check_model_config, model_config_json, write_model_config
+from .fit import CONVERSIONS, check_conversions, check_names, fitted
+from .places import (
+    checkpoint_name,
+    checkpoint_step,
+    committed_checkpoints,
+    find_weights,
+    flush,
+    newest_checkpoint,
+    weight_files,
+)
 from .pretrained import check_vacant, fill, from_pretrained, save_pretrained
 from .read import Stored, Weights, open_weights, saved_config
 
@@ -17,14 +25,17 @@ __all__ = [
     "check_conversions",
     "check_encoders",
     "check_model_config",
+    "check_names",
     "check_vacant",
     "checkpoint_name",
+    "checkpoint_step",
     "committed_checkpoints",
     "fill",
     "find_weights",
     "fitted",
     "flush",
     "from_pretrained",
+    "model_config_json",
     "newest_checkpoint",
     "open_weights",
     "save_pretrained",

@@ -25,10 +25,14 @@ WITHOUT_EFFECT = frozenset(
 MUST_BE = {"no_temporal_pos_emb": False, "skip_temporal": False}  # what these would change is not built here
 
 
+def model_config_json(name: str, config: Any) -> bytes:
+    """The content of ``config.json`` beside the weights."""
+    return (json.dumps({"_class_name": name, **dataclasses.asdict(config)}, indent=1) + "\n").encode()
+
+
 def write_model_config(folder: Path, name: str, config: Any) -> None:
     """Write ``config.json`` beside the weights."""
-    values = {"_class_name": name, **dataclasses.asdict(config)}
-    (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
+    (folder / "config.json").write_bytes(model_config_json(name, config))
 
 
 def understood(saved: dict[str, Any], place: Path) -> tuple[str, dict[str, Any], tuple[str, ...]]:

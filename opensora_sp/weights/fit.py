@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -88,13 +89,17 @@ class Differences:
 
     @classmethod
     def of(cls, tensors: Tensors, model: ConditionedModel) -> Differences:
-        wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        reshaped = [name for name, shape in wanted.items() if name in tensors and tensors[name].shape != shape]
+        return cls.between({name: stored.shape for name, stored in tensors.items()}, model.state_dict())
+
+    @classmethod
+    def between(cls, found: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> Differences:
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        reshaped = [name for name, shape in wanted.items() if name in found and found[name] != shape]
         return cls(
-            missing=tuple(name for name in wanted if name not in tensors),
-            unexpected=tuple(name for name in tensors if name not in wanted),
+            missing=tuple(name for name in wanted if name not in found),
+            unexpected=tuple(name for name in found if name not in wanted),
             reshaped=tuple(reshaped),
-            shapes={name: f"{list(tensors[name].shape)}, not {list(wanted[name])}" for name in reshaped},
+            shapes={name: f"{list(found[name])}, not {list(wanted[name])}" for name in reshaped},
         )
 
     def __len__(self) -> int:
@@ -107,6 +112,18 @@ class Differences:
         if self.reshaped:
             told.append(f"of another shape {_listed(self.reshaped, self.shapes)}")
         return f"{len(self)} differences: {'; '.join(told)}"
+
+
+def check_names(
+    source: Any, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor], *, exact: bool = True
+) -> None:
+    """Raise ValueError unless every tensor of ``wanted`` is found in its shape (and, if exact, nothing else)."""
+    differences = Differences.between(found if exact else {n: s for n, s in found.items() if n in wanted}, wanted)
+    if differences:
+        raise ValueError(
+            f"got weights of another model in {source} ({differences}); expected those of the configured model; "
+            "change the checkpoint or the model"
+        )
 
 
 def fitted(weights: Weights, model: ConditionedModel, *, convert: Collection[str] = (), strict: bool = True) -> Weights:

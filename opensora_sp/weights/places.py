@@ -26,6 +26,12 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def checkpoint_step(folder: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for any other name."""
+    found = _NAME.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
 def committed_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoints of a run that were written to the end, oldest first."""
     if not run_dir.is_dir():
