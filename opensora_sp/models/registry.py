@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from .conditioning import ConditionedModel
+from .base import ConditionedModel
 from .stdit import STDiT
 from .stdit2 import STDiT2
 from .stdit3 import STDiT3

@@ -1,6 +1,7 @@
 """STDiT, the spatial-temporal diffusion transformer of Open-Sora 1.0 (and, with frame masks, of its 1.2 code).
 
-Reading order: what all STDiT models share (``conditioning.py``), one block, the model, presets in ``registry.py``.
+Reading order: what all STDiT models share (``conditioning.py``, ``base.py``), one block, the model, presets in
+``registry.py``.
 
 A block attends over the S patches of a frame, then over the T frames of a patch, then to the text. So it has two
 parts, one in spatial and one in temporal rows (``rows.py``). Positions are tables for one latent size.
@@ -17,7 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .conditioning import GATE, Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig, Text
+from .base import ConditionedModel
+from .conditioning import GATE, Condition, FinalLayer, ModulatedBlock, SharedConfig, Text
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,

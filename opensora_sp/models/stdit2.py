@@ -1,6 +1,7 @@
 """STDiT2, the spatial-temporal diffusion transformer of Open-Sora 1.1, also part of 1.2.
 
-Reading order: what all STDiT models share (``conditioning.py``), one block, the model, presets in ``registry.py``.
+Reading order: what all STDiT models share (``conditioning.py``, ``base.py``), one block, the model, presets in
+``registry.py``.
 
 A block attends over the S patches of a frame, then over the T frames of a patch, then to the text. So it has two
 parts, one in spatial and one in temporal rows (``rows.py``). The size of the video conditions the spatial attention and
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .conditioning import Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig, Text, modulate
+from .base import ConditionedModel
+from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, modulate
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,

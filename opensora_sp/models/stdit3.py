@@ -1,6 +1,7 @@
 """STDiT3, the spatial-temporal diffusion transformer of Open-Sora 1.2, and of 1.3, which attends within windows.
 
-Reading order: what all STDiT models share (``conditioning.py``), one block, the model, presets in ``registry.py``.
+Reading order: what all STDiT models share (``conditioning.py``, ``base.py``), one block, the model, presets in
+``registry.py``.
 
 Tokens are rows (``rows.py``): a spatial block attends over the S patches of a frame, a temporal block over the T
 frames of a patch (1.3: of a window of patches), and everything else acts on single tokens. The model says where tokens
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .conditioning import Condition, ConditionedModel, FinalLayer, ModulatedBlock, SharedConfig, Text
+from .base import ConditionedModel
+from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,

@@ -15,7 +15,7 @@ from opensora_sp.config import InferenceConfig, build_component, split_type
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.conditioning import ConditionedModel
+from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import SequenceMesh, check_sp_size, parallelize
 from opensora_sp.weights import (

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from opensora_sp.models.conditioning import ConditionedModel
+from opensora_sp.models.base import ConditionedModel
 from opensora_sp.storage import CheckpointFolder, Disk, Part, SaveJob, Saver, on_rank_0, set_aside, verify
 from opensora_sp.storage.folder import FORMAT, to_json
 from opensora_sp.weights import (

@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from opensora_sp.models.conditioning import ConditionedModel
+from opensora_sp.models.base import ConditionedModel
 
 from .read import Stored, Weights, logger
 

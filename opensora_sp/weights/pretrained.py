@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opensora_sp.models.conditioning import ConditionedModel
+from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import CLASSES
 
 from .configs import choose_config, write_model_config
