@@ -17,15 +17,6 @@ def attention_flops(rows: int, length: int, width: int) -> float:
     return 4.0 * rows * length * length * width
 
 
-def pair_flops(num_samples: int, frames: int, patches: int, width: int) -> float:
-    """Forward work of a spatial and a temporal block on a batch."""
-    return (
-        block_flops(2 * num_samples * frames * patches, width)
-        + attention_flops(num_samples * frames, patches, width)
-        + attention_flops(num_samples * patches, frames, width)
-    )
-
-
 def few_units_costs(unit: int, num_units: int, held: int, width: int, heads: int, ranks: int) -> dict[str, float]:
     """Cost of one block and its exchanges on the busiest rank, in FLOPs, where few units attend.
 

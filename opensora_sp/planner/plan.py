@@ -190,19 +190,8 @@ class _Run:
         return bucket.batch_size * (1 if self.training else 2), self.config.in_channels, *size
 
     def shape(self, bucket: Bucket) -> Shape:
-        num_samples, _, *size = self.latents(bucket)
-        config = self.config
-        grid = config.grid(num_samples, (size[0], size[1], size[2]))
-        return Shape(
-            num_samples,
-            grid.frames,
-            grid.patches_per_frame,
-            config.hidden_size,
-            config.num_heads,
-            config.depth,
-            windows=grid.windows,
-            full=grid.full,
-        )
+        num_samples, _, frames, height, width = self.latents(bucket)
+        return Shape.of(self.config, num_samples, (frames, height, width))
 
     def traffic(self, shape: Shape, options: Options) -> Traffic:
         found = traffic(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from opensora_sp.models.conditioning import SharedConfig
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.cost import attention_flops, block_flops, few_frames_costs
 from opensora_sp.parallel.layout import (
@@ -61,6 +62,21 @@ class Shape:
     depth: int
     windows: Partition | None = None  # of temporal attention
     full: bool = False  # attention over whole clips
+
+    @classmethod
+    def of(cls, config: SharedConfig, num_samples: int, latent_size: tuple[int, int, int]) -> Shape:
+        """The shape of a batch of such latents in a model of this configuration."""
+        grid = config.grid(num_samples, latent_size)
+        return cls(
+            num_samples,
+            grid.frames,
+            grid.patches_per_frame,
+            config.hidden_size,
+            config.num_heads,
+            config.depth,
+            windows=grid.windows,
+            full=grid.full,
+        )
 
     @property
     def patches_per_frame(self) -> int:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from opensora_sp.config import InferenceConfig, build_component, split_type
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models import PatchGrid
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel.cost import FLOPS_PER_ELEMENT
 from opensora_sp.planner.sharing import Shape, busiest_work, options_of
@@ -71,11 +70,7 @@ def _cost_by_shape(cfg: InferenceConfig, ranks: int) -> Callable[[Batch], float]
 
     @functools.cache
     def cost(size: tuple[int, int, int], count: int) -> float:
-        latent_size = planned_latent_size(cfg.vae, *size)
-        grid = PatchGrid(num_samples=doubled * count, latent_size=latent_size, patch_size=model.patch_size)
-        shape = Shape(
-            grid.num_samples, grid.frames, grid.patches_per_frame, model.hidden_size, model.num_heads, model.depth
-        )
+        shape = Shape.of(model, doubled * count, planned_latent_size(cfg.vae, *size))
         mode = shape.mode(how, ranks)
         sent = traffic(mode, shape, how, ranks, element_size=1, checkpointing=False, training=False)
         return busiest_work(shape, how, ranks) + max(sent.forward, default=0) * FLOPS_PER_ELEMENT

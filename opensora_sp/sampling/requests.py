@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import av
 from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, PromptOptions, split_type
+from opensora_sp.data.video import UNREADABLE, Probed, probe
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.randomness import normal
@@ -105,7 +105,7 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
 
     References of another size than the video are told, once each.
     """
-    seen, tell = functools.cache(probe), functools.cache(_tell_size)  # each file once
+    seen, tell = functools.cache(probe_reference), functools.cache(_tell_size)  # each file once
     for request in requests:
         frames = latent_frames(cfg, request)
         prompt_of_loop(request.prompt.text, cfg.loop - 1)
@@ -116,9 +116,9 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
             )
         counts = []
         for path in request.prompt.references:
-            count, *size = seen(path)
-            tell(path, tuple(size), request.size)
-            counts.append(planned_latent_size(cfg.vae, count, *request.size)[0])
+            found = seen(path)
+            tell(path, (found.height, found.width), request.size)
+            counts.append(planned_latent_size(cfg.vae, found.num_frames, *request.size)[0])
         check_insertions(request.prompt.insertions, counts, frames=frames, loops=cfg.loop)
 
 
@@ -145,8 +145,8 @@ def _tell_size(path: Path, found: tuple[int, int], wanted: tuple[int, int]) -> N
         logger.warning("reference %s of %dx%d pixels is resized and cropped to %dx%d", path, *found, *wanted)
 
 
-def probe(path: Path) -> tuple[int, int, int]:
-    """Frames, height and width of an image or a video, from its packets and first frame.
+def probe_reference(path: Path) -> Probed:
+    """What an image or a video holds.
 
     Raises:
         ValueError: if it is no file, or cannot be decoded.
@@ -154,13 +154,9 @@ def probe(path: Path) -> tuple[int, int, int]:
     if not path.is_file():
         raise ValueError(f"got reference {str(path)!r}, which is not a file; expected an image or a video; check it")
     try:
-        with av.open(str(path)) as container:
-            first = next(container.decode(video=0))
-        with av.open(str(path)) as container:
-            count = sum(packet.size > 0 for packet in container.demux(video=0))
-    except (OSError, av.error.FFmpegError, IndexError, StopIteration) as error:
+        return probe(path)
+    except UNREADABLE as error:
         raise ValueError(
             f"got reference {str(path)!r}, which cannot be decoded ({error or 'no frames'}); expected an image or a "
             "video; check the file"
         ) from None
-    return count, first.height, first.width

@@ -8,9 +8,9 @@ from typing import Any
 from opensora_sp.config import TrainConfig, split_type
 from opensora_sp.data import BatchPlan, BucketPlan, ClipShape, MicroBatchPlan, VideoTextDataset
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models import PatchGrid
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel.cost import pair_flops
+from opensora_sp.parallel import Options
+from opensora_sp.planner.sharing import Shape, busiest_work
 
 
 def make_dataset(cfg: TrainConfig) -> VideoTextDataset:
@@ -59,17 +59,14 @@ class Work:
     def __init__(self, cfg: TrainConfig) -> None:
         name, options = split_type("model", cfg.model)
         self.vae, self.model = cfg.vae, resolve_config(name, **options)
-        self.rows = lru_cache(maxsize=None)(self._rows)
+        self.shape_of = lru_cache(maxsize=None)(self._shape_of)
 
-    def _rows(self, shape: ClipShape) -> tuple[int, int]:
-        """T and S of a clip."""
-        grid = PatchGrid(1, planned_latent_size(self.vae, *shape), self.model.patch_size)
-        return grid.frames, grid.patches_per_frame
+    def _shape_of(self, clip: ClipShape, num_samples: int) -> Shape:
+        return Shape.of(self.model, num_samples, planned_latent_size(self.vae, *clip))
 
-    def tokens(self, shape: ClipShape) -> int:
-        frames, patches = self.rows(shape)
-        return frames * patches
+    def tokens(self, clip: ClipShape) -> int:
+        return self.shape_of(clip, 1).tokens
 
-    def flops(self, shape: ClipShape, num_samples: int) -> float:
-        """Forward work of a pair of blocks."""
-        return pair_flops(num_samples, *self.rows(shape), self.model.hidden_size)
+    def flops(self, clip: ClipShape, num_samples: int) -> float:
+        """Forward work of the blocks."""
+        return busiest_work(self.shape_of(clip, num_samples), Options(), 1)
