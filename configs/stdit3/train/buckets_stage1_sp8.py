@@ -1,11 +1,19 @@
 """Mixed resolutions, lengths and aspect ratios, like the first stage of Open-Sora 1.2; clips are shared by 8 GPUs.
 
-Batch sizes are those that the release uses on one GPU for each batch, with the latents of its own VAE, which has 5
-frames for 17; ``opensora-sp plan`` says what they take here. A manifest with sizes comes from ``opensora-sp index``.
+Batch sizes are of the kind that the release uses on one GPU for each batch; ``opensora-sp plan`` says what they take here.
+A manifest with sizes comes from ``opensora-sp index``.
 """
 
 _base_ = ["../../_base_/stdit3_xl2.py", "../../_base_/train.py"]
 
+vae = dict(
+    _delete_=True,
+    type="OpenSoraVAE_V1_2",
+    from_pretrained="hpcai-tech/OpenSora-VAE-v1.2",
+    micro_frame_size=17,
+    micro_batch_size=4,
+    dtype="bf16",
+)
 dataset = dict(type="VariableVideoText", frame_interval=1, transform="resize_center_crop", clip_start="random")
 bucket_config = {
     "144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27), 204: ((1.0, 0.1), 13), 408: ((1.0, 0.1), 6)},
