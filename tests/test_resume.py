@@ -214,7 +214,7 @@ def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path) -> None:
         assert sorted(i for m in micro_batches for i in reference[m][0]) == list(range(CLIPS))
     assert len({digest for _, _, digest in reference.values()}) == len(reference) == 8
     for case, (layout, _, _) in enumerate(LEDGERS):
-        ledgers = [[row for attempt in of_rank[case] for row in attempt] for of_rank in of_ranks]
+        ledgers = [[row for attempt in of_rank[case] for row in attempt or ()] for of_rank in of_ranks]
         for rank in range(layout[0] * layout[1]):
             assert ledgers[rank] == ledgers[rank - rank % layout[1]]  # the peers' of its replica
         of_replicas = [row for ledger in ledgers[: layout[0] * layout[1] : layout[1]] for row in ledger]
