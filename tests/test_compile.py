@@ -16,7 +16,7 @@ from test_sp_parity import Case, assert_one_process_result
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from opensora_sp.models import attention, build_model, compile_blocks
-from opensora_sp.models.conditioning import Condition
+from opensora_sp.models.conditioning import Condition, Text
 from opensora_sp.models.rows import SPATIAL, PatchGrid
 from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
 
@@ -84,7 +84,7 @@ def test_nothing_breaks_the_graph_of_a_self_attention(caplog: pytest.LogCaptureF
     block = small("STDiT3").temporal_blocks[0]
     rows = PatchGrid(num_samples=1, latent_size=(3, 2, 2), patch_size=(1, 1, 1)).rows(SPATIAL)
     modulation = torch.zeros(1, 1, 6, 24, dtype=torch.float64)
-    condition = Condition.of(rows, modulation, None, torch.zeros(1, 24).double(), [1])
+    condition = Condition.of(rows, modulation, None, Text(torch.zeros(1, 24).double(), [1]))
     x = torch.randn(3, 4, 24, dtype=torch.float64)
     with caplog.at_level(logging.INFO, logger=attention.__name__):
         found = torch.compile(block.attend, fullgraph=True, backend="eager")(x, condition, None)

@@ -166,7 +166,7 @@ def test_errors_and_counts_on_ranks() -> None:
     assert told == told_elsewhere
     assert "rank 0: drop_caption" not in told[0] and "x [1, 2, 5, 7, 9] float64" in told[0]
     assert "x [1, 2, 4, 7, 9] float64" in told[0] and "'shards'" in told[1] and "y [1, 1, 5, 5]" in told[2]
-    positions, tokens = zip(*(result[3] for result in results), strict=True)
+    tokens, positions = zip(*(result[3] for result in results), strict=True)
     assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5  # each once: 2 frames of 4 x 5 patches
     own, over_ranks = results[0][1]
     for table in (own, over_ranks):

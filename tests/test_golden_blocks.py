@@ -8,7 +8,7 @@ from test_golden_models import GOLDEN, block_cases, close, load, with_state
 
 from opensora_sp.models import PatchGrid
 from opensora_sp.models.layers import RotaryEmbedding, SelfAttention, timestep_sinusoid
-from opensora_sp.models.rows import SPATIAL
+from opensora_sp.models.rows import TEMPORAL
 
 pytestmark = pytest.mark.core
 BLOCKS = {  # number of cases
@@ -51,7 +51,7 @@ def test_queries_and_keys_before_and_after_norm_and_rotation() -> None:
         handed_on = []
         attention.attend.register_forward_pre_hook(lambda _, args, kept=handed_on: kept.extend(args[:2]))
         x = tensors["input/x"]
-        rows = PatchGrid(num_samples=1, latent_size=(len(x), 1, x.shape[1]), patch_size=(1, 1, 1)).rows(SPATIAL)
+        rows = PatchGrid(num_samples=1, latent_size=(x.shape[1], 1, len(x)), patch_size=(1, 1, 1)).rows(TEMPORAL)
         attention(x, rows)
         before = attention.qkv(x).unflatten(-1, (3, case["heads"], -1)).unbind(2)[:2]
         for ours, after, name in zip(before, handed_on, "qk", strict=True):  # [R, L, H, D]
@@ -65,5 +65,6 @@ def test_rotation_is_exact_to_the_precision_of_queries(dtype: torch.dtype) -> No
     for _, tensors in [pair for pair in block_cases("rotary_attention") if pair[0]["case"].startswith("rope")]:
         q = tensors["input/q"].transpose(1, 2).to(dtype)
         rope = RotaryEmbedding(q.shape[-1])
-        exact = rope(q.double()).to(dtype)
-        torch.testing.assert_close(rope(q), exact, rtol=torch.finfo(dtype).eps * 2, atol=torch.finfo(dtype).eps)
+        rows = PatchGrid(num_samples=len(q), latent_size=(q.shape[1], 1, 1), patch_size=(1, 1, 1)).rows(TEMPORAL)
+        exact = rope(q.double(), rows).to(dtype)
+        torch.testing.assert_close(rope(q, rows), exact, rtol=torch.finfo(dtype).eps * 2, atol=torch.finfo(dtype).eps)

@@ -153,17 +153,15 @@ class SwitchRows(WholeSamples):
         if isinstance(x, Flight):
             tokens = x.land()
         else:
-            tokens = exchange(x.flatten(0, 1), self._plan(rows, x.device), self.group)
+            tokens = exchange(x.flatten(0, 1), self._plans(rows, x.device)(), self.group)
         return tokens.unflatten(0, (turned.count, turned.length)), turned
 
     def segment(self, local: Local, function: Local, rows: Rows, *args: Any, recompute: bool, last: bool) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:
             return local(function, rows, *args, recompute=recompute, last=last)
-        device = args[0].device  # the flight outlives the block, so it must not hold its input
-        flight = Flight(
-            lambda *chunk: self._plan(rows, device, *chunk), self.group, overlap_backward=self.options.overlap_backward
-        )
+        plans = self._plans(rows, args[0].device)
+        flight = Flight(plans, self.group, overlap_backward=self.options.overlap_backward)
 
         def launched(*args: Any) -> Flight:
             self.flight = flight
@@ -194,8 +192,11 @@ class SwitchRows(WholeSamples):
         fewest = min(stop - start for start, stop in self.runs(rows))
         return max(1, min(self.options.overlap_chunks, fewest * rows.length // MIN_CHUNK_TOKENS, fewest))
 
-    def _plan(self, rows: Rows, device: torch.device, *chunk: int) -> ExchangePlan:
-        return self.plan(rows, self.layout(rows), self.layout(rows.turned()), device, *chunk)
+    def _plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
+        """This rank's part in a switch, or in one of several chunks; holds nothing of the batch, which it outlives."""
+        left, entered = self.layout(rows), self.layout(rows.turned())
+        ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
+        return partial(plan_exchange, _axes(rows), left, entered, ranks, rank, device, windows=rows.grid.windows)
 
 
 class OneLayout(WholeSamples):
