@@ -131,7 +131,7 @@ def naive(model: nn.Module, x: Tensor, timestep: Tensor, y: Tensor) -> Tensor:
     """The equations of STDiT3 with the parameters of ``model``, one after the other; tokens are ``[B, T * S, C]``."""
     B, _, T, H, W = (*x.shape[:3], x.shape[3] // 2, x.shape[4] // 2)
     x = rearrange(model.x_embedder.proj(x.to(model.dtype)), "b c t h w -> b t (h w) c")
-    positions = model.pos_embed(H, W, scale=1.0, base_size=round((H * W) ** 0.5), device=x.device)
+    positions = model.pos_embed(model.config.grid(B, (T, 2 * H, 2 * W)).rows("spatial"), x.device)  # [1, S, C]
     x = (x + positions.to(x.dtype)).flatten(1, 2)
     t = model.t_embedder(timestep) + model.fps_embedder(timestep.new_full((1,), 24.0), B)
     modulation = model.t_block(t).view(B, 6, -1)

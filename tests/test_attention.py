@@ -84,7 +84,7 @@ def assert_equal_to_definition(
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
-@pytest.mark.parametrize("case", [*EQUAL, *PACKED], ids=str)
+@pytest.mark.parametrize("case", [*EQUAL, *PACKED], ids=lambda case: str(case)[:40])
 def test_backends_equal_the_definition(case: tuple, backend: str) -> None:
     assert_equal_to_definition(case, backend)
     assert_equal_to_definition(case, backend, torch.float32, 1e-5)
@@ -174,7 +174,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 @pytest.mark.parametrize("backend", ["auto", "flash"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", [*EQUAL, *PACKED], ids=str)
+@pytest.mark.parametrize("case", [*EQUAL, *PACKED], ids=lambda case: str(case)[:40])
 def test_flash_attn_is_called_as_documented(flash: StandIn, case: tuple, dtype: torch.dtype, backend: str) -> None:
     assert_equal_to_definition(case, backend, dtype, 6e-2 if dtype == torch.bfloat16 else 1e-2)
     holds_tokens = sum(case[0]) if isinstance(case[0], list) else case[0] and case[2] > 1

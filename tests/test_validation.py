@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Clip
+from opensora_sp.data import Clip, scale
 from opensora_sp.diffusion import Noised
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.training.metrics import read_metrics
@@ -48,7 +48,7 @@ def expected_losses(run: Run) -> list[float]:
     readable = [i for i in range(len(clips)) if isinstance(clips[i], Clip)]
     assert readable == [0, 2, 3]
     for i in readable:
-        latents = run.batches.vae.encode(clips[i].video[None])
+        latents = run.batches.vae.encode(scale(clips[i].video)[None])
         noise = normal(tuple(latents.shape[1:]), seed, "validation_noise", i)[None]
         y, mask = run.batches.text_encoder.encode([clips[i].text])
         sizes = dict(fps=torch.tensor([clips[i].fps]), height=torch.tensor([28.0]), width=torch.tensor([24.0]))
