@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from test_golden_models import CASES, built, close, load, under
+from test_golden_models import CASES, built, close, inputs_of, load
 
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import attention
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def test_golden_output_on_cuda(name: str) -> None:
     about, tensors = load("models", name)
     model = built(about, tensors)
-    inputs = {key: value.cuda() for key, value in under(tensors, "input/").items()}
+    inputs = {key: value.cuda() if torch.is_tensor(value) else value for key, value in inputs_of(tensors).items()}
     close(model.cuda()(**inputs).cpu(), tensors["output"])
 
 
