@@ -7,7 +7,7 @@ Position in the data is a function of the step, so a resumed run needs nothing e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
@@ -124,14 +124,26 @@ def share(micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int) 
 
 
 class ReplicaBatches:
-    """Batch sampler of one replica: the samples of its micro-batches from step ``start`` up to step ``stop``."""
+    """Batch sampler of one replica: what is to be read for its micro-batches from step ``start`` up to step ``stop``.
 
-    def __init__(self, plan: BatchPlan, *, start: int, stop: int, replica: int, num_replicas: int) -> None:
+    ``samples_of`` says what that is for a micro-batch; by default all its samples.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        *,
+        start: int,
+        stop: int,
+        replica: int,
+        num_replicas: int,
+        samples_of: Callable[[MicroBatch], list[Sample]] = lambda micro_batch: micro_batch.samples,
+    ) -> None:
         self.plan, self.steps = plan, range(start, stop)
-        self.replica, self.num_replicas = replica, num_replicas
+        self.replica, self.num_replicas, self.samples_of = replica, num_replicas, samples_of
 
     def __iter__(self) -> Iterator[list[Sample]]:
         for step in self.steps:
             for micro_batch in share(self.plan.step(step), self.replica, self.num_replicas):
                 if micro_batch is not None:
-                    yield micro_batch.samples
+                    yield self.samples_of(micro_batch)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from opensora_sp.config import TrainConfig, split_type
+import torch
+
+from opensora_sp.config import TrainConfig, build_component, split_type
 from opensora_sp.data import BatchPlan, BucketPlan, ClipShape, MicroBatchPlan, VideoTextDataset
-from opensora_sp.encoders import planned_latent_size
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.sharing import Shape, busiest_work
+
+from .features import Encoders, Source
 
 
 def make_dataset(cfg: TrainConfig) -> VideoTextDataset:
@@ -22,6 +26,17 @@ def make_dataset(cfg: TrainConfig) -> VideoTextDataset:
         seed=cfg.seed,
         **cfg.dataset.model_dump(exclude={"type", "max_bad_fraction"}),
     )
+
+
+def make_source(cfg: TrainConfig, dataset: VideoTextDataset, device: torch.device) -> Source:
+    """What makes latents and text features of the dataset's clips."""
+    return make_encoders(cfg, device)
+
+
+def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:
+    """The config's encoders, loaded."""
+    vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
+    return Encoders(vae, build_component(cfg.text_encoder, TEXT_ENCODERS).to(device), device)
 
 
 def make_plan(cfg: TrainConfig, dataset: VideoTextDataset, micro_batches_per_step: int) -> BatchPlan:

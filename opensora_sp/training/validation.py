@@ -30,7 +30,9 @@ from opensora_sp.sampling.requests import batches_of, check_requests, requests_o
 from opensora_sp.sampling.run import write_batch
 from opensora_sp.weights import checkpoint_name
 
+from .clips import make_encoders
 from .ema import ShardedEma
+from .features import Encoders
 
 if TYPE_CHECKING:
     from opensora_sp.plugin import NamedShards
@@ -86,7 +88,8 @@ class Validator:
         if self.validation is None:
             return
         sampling = sampling_config(run.cfg, self.validation)
-        self.pipeline = Pipeline(sampling, run.module, run.batches.vae, run.batches.text_encoder, run.device)
+        found = run.source if isinstance(run.source, Encoders) else make_encoders(run.cfg, run.device)
+        self.pipeline = Pipeline(sampling, run.module, found.vae, found.text_encoder, run.device)
 
     def after(self, step: int, run_dir: Path, reporter: Reporter) -> float:
         """Validate if it is time to; returns the seconds that took. Collective."""
