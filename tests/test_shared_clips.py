@@ -102,7 +102,7 @@ class Drawn:
 
 
 class ChunkVAE(PatchPoolVAE):
-    """Two latent frames of each four, by themselves; the last chunk of a clip may be shorter. As a user may write it."""
+    """Two latent frames of each four, by themselves, as a user may write it; a clip's last chunk may be shorter."""
 
     chunk = 4
 
@@ -148,6 +148,7 @@ SHAPE = ClipShape(7, 28, 20)  # latents of 7 x 5, which patches of 2 do not divi
 
 def make_model(name: str) -> Any:
     kind, options = MODELS[name]
+    torch.manual_seed(0)  # for its buffers
     model = build_model(kind, **MODEL, **options).double()
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -5,9 +5,9 @@
       clips.jsonl               the manifest they were made of
       shard-00000.safetensors   "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w], "text/<clip>" [tokens, W]
 
-Clips are numbered by their line in the manifest. A shard also says in its header, as JSON, at how many frames per second
-its clips are (``fps``) and which could not be read (``broken``), so the index can always be made again of the shards.
-Numbers are kept in the narrowest type that holds them exactly.
+Clips are numbered by their line in the manifest. A shard also says in its header, as JSON, how many frames per second
+its clips have (``fps``) and which could not be read (``broken``), so the index can always be made again of the shards.
+Numbers are kept in half the bytes where that loses nothing.
 
 Legend: c latent channels, f x h x w latent size, W width of text features.
 """
@@ -67,8 +67,8 @@ class Shard:
                 names, told = list(file.keys()), json.loads(file.metadata()["clips"])
         except (SafetensorError, OSError, TypeError, KeyError) as error:
             raise ValueError(
-                f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature cache; remove it and "
-                "run scripts/precompute.py again"
+                f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature cache; remove it "
+                "and run scripts/precompute.py again"
             ) from None
         texts = [int(name.split("/")[1]) for name in names if name.startswith("text/")]
         fps = {(clip, parse_shape(shape)): rate for clip, shape, rate in told["fps"]}
@@ -92,7 +92,7 @@ def shard_bytes(
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """The same numbers, on the CPU, in half the bytes where that loses nothing: encoders often compute in these."""
+    """The same numbers, on the CPU, in 16 bits where that loses nothing: encoders often compute in these."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(x.to(dtype).to(x.dtype), x):
             return x.to("cpu", dtype).contiguous()
@@ -148,8 +148,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     index = json.loads((folder / INDEX).read_text())
     if index.get("format") != FORMAT:
         raise ValueError(
-            f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected format {FORMAT}; make it "
-            "again with scripts/precompute.py"
+            f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected format {FORMAT}; "
+            "make it again with scripts/precompute.py"
         )
     return index
 
@@ -186,7 +186,7 @@ class CachedFeatures(Dataset):
 
     def known(self, shape: ClipShape) -> np.ndarray:
         """The clips of which there are latents of a shape, or which are known to be broken."""
-        held = self._held[shape][0] if shape in self._held else []
+        held = self._held[shape][0].tolist() if shape in self._held else []
         return np.array([*held, *self.broken.get(shape, {})], dtype=np.int64)
 
     def __getitem__(self, sample: Sample) -> CachedClip | BrokenClip:

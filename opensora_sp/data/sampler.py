@@ -46,6 +46,9 @@ class BatchPlan(Protocol):
     def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
         """The clip that stands in for one that cannot be read, at the n-th attempt to find one."""
 
+    def epochs(self, steps: int) -> Iterator[tuple[int, dict[ClipShape, np.ndarray]]]:
+        """The clips that the first ``steps`` steps are taken from, in each shape, epoch by epoch."""
+
     def describe(self, step: int = 0) -> list[str]:
         """The plan from a step on in lines for the log."""
 
@@ -89,6 +92,9 @@ class MicroBatchPlan:
     def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
         drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
         return int(drawn.integers(self.num_samples))
+
+    def epochs(self, steps: int) -> Iterator[tuple[int, dict[ClipShape, np.ndarray]]]:
+        yield 0, {self.shape: np.arange(self.num_samples)}  # all of them, in each
 
     def describe(self, step: int = 0) -> list[str]:
         per_epoch = self.micro_batches_per_epoch / self.micro_batches_per_step

@@ -118,7 +118,9 @@ def check_cache(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> N
         if missing := len(np.setdiff1d(clips, dataset.known(shape))):
             lacking[shape_name(shape)] = missing
     if lacking:
-        asked = f"image_size {cfg.size} and num_frames {cfg.num_frames}" if cfg.bucket_config is None else "bucket_config"
+        asked = (
+            f"image_size {cfg.size} and num_frames {cfg.num_frames}" if cfg.bucket_config is None else "bucket_config"
+        )
         told = ", ".join(f"{count} clips of {shape}" for shape, count in lacking.items())
         raise ValueError(
             f"got {asked} and max_steps {cfg.max_steps}, for which the feature cache {folder!r} lacks {told}; expected "

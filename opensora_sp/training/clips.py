@@ -8,29 +8,36 @@ from typing import Any
 import torch
 
 from opensora_sp.config import TrainConfig, build_component, split_type
-from opensora_sp.data import BatchPlan, BucketPlan, ClipShape, MicroBatchPlan, VideoTextDataset
+from opensora_sp.data import BatchPlan, BucketPlan, CachedFeatures, ClipShape, MicroBatchPlan, VideoTextDataset
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.sharing import Shape, busiest_work
 
+from .cached import CachedSource
 from .features import Encoders, Source
 
+TrainingSet = VideoTextDataset | CachedFeatures
 
-def make_dataset(cfg: TrainConfig) -> VideoTextDataset:
-    """The config's clips; of one shape, unless it has buckets."""
+
+def make_dataset(cfg: TrainConfig) -> TrainingSet:
+    """The config's clips, of one shape unless it has buckets; or a feature cache of them."""
+    if cfg.dataset.type == "CachedFeatures":
+        assert cfg.dataset.path is not None
+        return CachedFeatures(cfg.dataset.path)
+    assert cfg.dataset.manifest is not None
     bucketed = cfg.bucket_config is not None
     return VideoTextDataset(
         num_frames=None if bucketed else cfg.num_frames,
         image_size=None if bucketed else cfg.size,
         seed=cfg.seed,
-        **cfg.dataset.model_dump(exclude={"type", "max_bad_fraction"}),
+        **cfg.dataset.model_dump(exclude={"type", "path", "max_bad_fraction"}),
     )
 
 
-def make_source(cfg: TrainConfig, dataset: VideoTextDataset, device: torch.device) -> Source:
-    """What makes latents and text features of the dataset's clips."""
-    return make_encoders(cfg, device)
+def make_source(cfg: TrainConfig, dataset: TrainingSet, device: torch.device) -> Source:
+    """What makes latents and text features of the dataset's clips; for a cache nothing is loaded."""
+    return CachedSource(dataset, device) if isinstance(dataset, CachedFeatures) else make_encoders(cfg, device)
 
 
 def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:
@@ -39,16 +46,15 @@ def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:
     return Encoders(vae, build_component(cfg.text_encoder, TEXT_ENCODERS).to(device), device)
 
 
-def make_plan(cfg: TrainConfig, dataset: VideoTextDataset, micro_batches_per_step: int) -> BatchPlan:
+def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: int) -> BatchPlan:
     """The sequence of micro-batches of a run."""
     if cfg.bucket_config is None:
-        assert dataset.shape is not None
         return MicroBatchPlan(
             num_samples=len(dataset),
             batch_size=cfg.batch_size,
             micro_batches_per_step=micro_batches_per_step,
             seed=cfg.seed,
-            shape=dataset.shape,
+            shape=ClipShape(cfg.num_frames, *cfg.size),
         )
     return BucketPlan(
         dataset.rows,

@@ -1,8 +1,8 @@
 """Make a feature cache: what the steps of a config's run would read and encode, written down once.
 
-Ranks share the work by shards, each of some clips. A shard appears whole or not at all, so an interrupted run goes on with
-the clips that none holds. Broken clips are listed with their reasons, and tried again by the next run; what the training
-would take in their place is encoded as well.
+Ranks share the work by shards, each of some clips. A shard appears whole or not at all, so an interrupted run goes on
+with the clips that none holds. Broken clips are listed with their reasons, and tried again by the next run; what the
+training would take in their place is encoded as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.data import BatchPlan, BrokenClip, Clip, ClipShape, Sample, VideoTextDataset, write_manifest
 from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_bytes
 from opensora_sp.storage import Disk
-from opensora_sp.weights import check_encoders
 
 from .cached import check_made_of, clips_used, made_of
 from .clips import make_dataset, make_encoders, make_plan
@@ -37,7 +36,7 @@ UNFINISHED = "made_of.json"  # the fingerprint, until there is an index
 def precompute(cfg: TrainConfig, folder: str) -> Path:
     """Write, or go on writing, the feature cache of a config's run; every rank calls it.
 
-    The epochs of ``cfg.max_steps`` steps are looked at, with ``micro_batches_per_step`` as for as many processes as now.
+    It holds what ``cfg.max_steps`` steps take, with ``micro_batches_per_step`` as for as many processes as there are.
 
     Returns:
         The folder, for ``dataset=dict(type="CachedFeatures", path=...)``.
@@ -76,8 +75,8 @@ def check_kept(cfg: TrainConfig) -> None:
         )
     if cfg.dataset.type == "CachedFeatures":
         raise ValueError(
-            "got dataset.type 'CachedFeatures' to make a feature cache of; expected 'VideoText' or 'VariableVideoText'; "
-            "pass the config that reads the files"
+            "got dataset.type 'CachedFeatures' to make a feature cache of; expected 'VideoText' or "
+            "'VariableVideoText'; pass the config that reads the files"
         )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig, dump_config, split_type
-from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, VideoTextDataset, share
+from opensora_sp.data import CachedFeatures, ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import model_class, resolve_config
@@ -34,8 +34,9 @@ from opensora_sp.weights import (
 
 from .batch import Batch, BatchMaker
 from .broken import BrokenClips
+from .cached import check_cache
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
-from .clips import Work, make_dataset, make_plan, make_source, order_state
+from .clips import TrainingSet, Work, make_dataset, make_plan, make_source, order_state
 from .ema import ShardedEma
 from .features import SharedClips
 from .metrics import Reporter, draw_loss, log_to
@@ -80,7 +81,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     return run_dir
 
 
-def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, Path | None]:
+def preflight(cfg: TrainConfig, resume: str | None) -> tuple[TrainingSet, Path | None]:
     """Everything that can be checked without a process group or a model; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_sp_size(cfg.sp_size, world_size)
@@ -88,7 +89,9 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
     if cfg.precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
     dataset = make_dataset(cfg)
-    make_plan(cfg, dataset, cfg.micro_batches_per_step or num_replicas)
+    plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or num_replicas)
+    if isinstance(dataset, CachedFeatures):
+        check_cache(cfg, dataset, plan)
     if cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
         raise ValueError(
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
@@ -111,7 +114,7 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
     return dataset, checkpoint
 
 
-def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: VideoTextDataset) -> None:
+def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
     """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
     state = json.loads((checkpoint / "state.json").read_text())
     ours = order_state(cfg, make_plan(cfg, dataset, state["micro_batches_per_step"]), len(dataset))
@@ -144,9 +147,7 @@ class Since:
 class Run:
     """The parts of a training run. ``__init__`` builds and restores them, ``steps`` trains."""
 
-    def __init__(
-        self, cfg: TrainConfig, dataset: VideoTextDataset, checkpoint: Path | None, device: torch.device
-    ) -> None:
+    def __init__(self, cfg: TrainConfig, dataset: TrainingSet, checkpoint: Path | None, device: torch.device) -> None:
         from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
         from opensora_sp.plugin._colossalai import Booster
 
