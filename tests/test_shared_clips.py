@@ -134,7 +134,7 @@ class Counting(Encoders):
 
 
 MODEL = dict(
-    in_channels=3, caption_channels=8, model_max_length=WORDS, hidden_size=24, depth=2, num_heads=2, mlp_ratio=2.0
+    in_channels=3, caption_channels=8, model_max_length=WORDS, hidden_size=24, depth=1, num_heads=2, mlp_ratio=2.0
 )
 MODELS: dict[str, tuple[str, dict]] = {
     "STDiT3": ("STDiT3", dict(pred_sigma=False)),
@@ -220,7 +220,7 @@ CASES += [("patches of 2 frames", "chunks", [8], {}, SHAPE), ("STDiT3", "frames"
 CASES += [("windows", "frames", [5], {}, ClipShape(2, 28, 20)), ("STDiT2", "clips", [2, 3], {}, SHAPE)]
 CASES += [("STDiT3", "frames", [4, 1], dict(strategy=s), SHAPE) for s in ("ulysses", "split_gather")]
 CASES += [("STDiT3", "chunks", [4, 1, 0], dict(placement="branch"), SHAPE)]
-WORLDS = [1, 2, 3, 4]
+WORLDS = [2, 3, 4]
 
 
 def share_all() -> list:
@@ -270,9 +270,9 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
             ids, features = clips.take(batch, [clips.dataset[sample] for sample in clips.samples(batch)])
         replaced = clips.broken.tell(CPU)
     assert ledger.calls["data", "forward"] == 1 + attempts(plan)
-    clips.broken.max_bad_fraction = 0.24
+    clips.broken.max_bad_fraction = 0.22
     with pytest.raises(
-        ValueError, match=r"got 2 broken clips of 8 read, .*at most dataset.max_bad_fraction = 0.24"
+        ValueError, match=r"got 2 broken clips of 8 read, .*at most dataset.max_bad_fraction = 0.22"
     ) as error:
         clips.broken.tell(CPU)
     hopeless = clips_of(Drawn(lambda sample: True), 1.0)

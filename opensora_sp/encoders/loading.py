@@ -114,8 +114,12 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
     folder = Path(source, subfolder or "")
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.utils import HFValidationError
 
-        found = try_to_load_from_cache(source, str(Path(subfolder or "", "config.json")))
+        try:
+            found = try_to_load_from_cache(source, str(Path(subfolder or "", "config.json")))
+        except HFValidationError:  # a path, then, of a folder that is elsewhere
+            found = None
         if not isinstance(found, str):
             return None
         folder = Path(found).parent
