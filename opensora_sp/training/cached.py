@@ -102,30 +102,31 @@ def check_made_of(found: dict[str, Any], wanted: dict[str, Any], folder: str) ->
         )
 
 
-def check_cache(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> None:
-    """Raise ValueError unless the cache holds what the config would encode, for all steps of the run."""
-    rows = dataset.rows
+def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
+    """Raise ValueError unless the cache was made of what the config would encode."""
     found = dataset.index["made_of"]
-    wanted = made_of(cfg, rows)
+    wanted = made_of(cfg, dataset.rows)
     wanted["dataset.manifest"] = found["dataset.manifest"]
     if cfg.dataset.manifest is not None:
         wanted["dataset.manifest"] = manifest_digest(Manifest(cfg.dataset.manifest))
-    folder = str(dataset.folder)
-    check_made_of(found, wanted, folder)
+    check_made_of(found, wanted, str(dataset.folder))
+
+
+def check_clips(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> None:
+    """Raise ValueError unless the cache holds every clip that the run's steps take."""
     broken = {shape: set(clips) for shape, clips in dataset.broken.items()}
     lacking = {}
     for shape, clips in clips_used(plan, cfg.max_steps, broken).items():
         if missing := len(np.setdiff1d(clips, dataset.known(shape))):
             lacking[shape_name(shape)] = missing
     if lacking:
-        asked = (
-            f"image_size {cfg.size} and num_frames {cfg.num_frames}" if cfg.bucket_config is None else "bucket_config"
-        )
+        sizes = f"image_size {cfg.size} and num_frames {cfg.num_frames}"
+        asked = sizes if cfg.bucket_config is None else "bucket_config"
         told = ", ".join(f"{count} clips of {shape}" for shape, count in lacking.items())
         raise ValueError(
-            f"got {asked} and max_steps {cfg.max_steps}, for which the feature cache {folder!r} lacks {told}; expected "
-            f"all clips of the run, it has the shapes {[shape_name(shape) for shape in dataset.sizes]}; run "
-            f"scripts/precompute.py with this config -o {folder}, which adds them"
+            f"got {asked} and max_steps {cfg.max_steps}, for which the feature cache {str(dataset.folder)!r} lacks {told}; "
+            f"expected all clips of the run, it has the shapes {[shape_name(shape) for shape in dataset.sizes]}; run "
+            f"scripts/precompute.py with this config -o {dataset.folder}, which adds them"
         )
 
 

@@ -34,7 +34,7 @@ from opensora_sp.weights import (
 
 from .batch import Batch, BatchMaker
 from .broken import BrokenClips
-from .cached import check_cache
+from .cached import check_cache, check_clips
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
 from .clips import TrainingSet, Work, make_dataset, make_plan, make_source, order_state
 from .ema import ShardedEma
@@ -91,7 +91,8 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[TrainingSet, Path |
     dataset = make_dataset(cfg)
     plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or num_replicas)
     if isinstance(dataset, CachedFeatures):
-        check_cache(cfg, dataset, plan)
+        check_cache(cfg, dataset)
+        check_clips(cfg, dataset, plan)
     if cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
         raise ValueError(
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
@@ -117,7 +118,8 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[TrainingSet, Path |
 def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
     """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
     state = json.loads((checkpoint / "state.json").read_text())
-    ours = order_state(cfg, make_plan(cfg, dataset, state["micro_batches_per_step"]), len(dataset))
+    plan = make_plan(cfg, dataset, state["micro_batches_per_step"])
+    ours = order_state(cfg, plan, len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
     differing = [f"{key} {value} (there {state.get(key)})" for key, value in ours.items() if state.get(key) != value]
@@ -127,6 +129,8 @@ def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> No
             "order and random draws depend on; change it back, or start a new run from these weights with "
             f"--cfg-options load={checkpoint}"
         )
+    if isinstance(dataset, CachedFeatures):
+        check_clips(cfg, dataset, plan)
     newest = find_checkpoint(Path(cfg.outputs), "auto")
     if newest is not None and newest.name > checkpoint.name:
         raise ValueError(

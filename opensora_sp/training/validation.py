@@ -166,8 +166,8 @@ class Validator:
         num_frames, *pixels = features.shape
         height, width = (torch.full((len(ids),), float(side), device=run.device) for side in pixels)
         geometry = flow.geometry(height, width, latent_frames=latents.shape[2], video_frames=num_frames)
-        sizes = dict(height=height, width=width, fps=features.fps, num_frames=num_frames)
-        numbers = sample_numbers(run.module.sample_inputs, **sizes)
+        names, fps = run.module.sample_inputs, features.fps
+        numbers = sample_numbers(names, height=height, width=width, fps=fps, num_frames=num_frames)
         text = run.module.encode_text(features.y, features.mask)
         sums = []
         for k in range(bins):
