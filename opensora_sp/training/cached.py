@@ -123,9 +123,10 @@ def check_clips(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> N
         sizes = f"image_size {cfg.size} and num_frames {cfg.num_frames}"
         asked = sizes if cfg.bucket_config is None else "bucket_config"
         told = ", ".join(f"{count} clips of {shape}" for shape, count in lacking.items())
+        folder, known = str(dataset.folder), [shape_name(shape) for shape in dataset.sizes]
         raise ValueError(
-            f"got {asked} and max_steps {cfg.max_steps}, for which the feature cache {str(dataset.folder)!r} lacks {told}; "
-            f"expected all clips of the run, it has the shapes {[shape_name(shape) for shape in dataset.sizes]}; run "
+            f"got {asked} and max_steps {cfg.max_steps}, for which the feature cache {folder!r} lacks {told}; expected "
+            f"all clips of the run, where it has some of the shapes {known}; run "
             f"scripts/precompute.py with this config -o {dataset.folder}, which adds them"
         )
 
