@@ -4,14 +4,16 @@ name where it does not fit."""
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from runs import TRAIN, write_toy_set
+from runs import ROOT, TRAIN, write_toy_set
 from safetensors.torch import load_file
 from test_bucketed_training import BUCKETS, write_mixed_set
 from test_bucketed_training import TRAIN as BUCKETED
@@ -56,7 +58,9 @@ def made(config: Path, cache: Path, options: list[str], shards: int | None) -> i
     module.CLIPS_A_SHARD = 3
     module.CacheWriter._write_shard, Encoders.latents = counted_write, counted_latents
     try:
-        module.precompute(load_train_config(config, options), str(cache))
+        arguments = ["--cfg-options", *options] if options else []
+        sys.argv = ["precompute.py", str(config), "-o", str(cache), *arguments]
+        runpy.run_path(str(ROOT / "scripts" / "precompute.py"), run_name="__main__")
     except CutError:
         assert shards is not None
     finally:

@@ -205,12 +205,9 @@ class SharedClips:
     def _samples(self, micro_batch: MicroBatch, ids: Sequence[int], places: Sequence[int]) -> list[Sample]:
         """What this rank reads of the clips at ``places``."""
         dealt = deal_pieces(places, self.source.pieces(micro_batch.shape), self.mesh.sp_size)
-        return [
-            Sample(
-                ids[portion.place], micro_batch.epoch, micro_batch.shape, (portion.frames.start, portion.frames.stop)
-            )
-            for portion in dealt[self.mesh.sp_rank]
-        ]
+        epoch, shape = micro_batch.epoch, micro_batch.shape
+        own = dealt[self.mesh.sp_rank]
+        return [Sample(ids[p.place], epoch, shape, (p.frames.start, p.frames.stop)) for p in own]
 
     @torch.no_grad()
     def share(self, features: Features, places: Sequence[int], items: Sequence[Any]) -> list[int]:
@@ -226,34 +223,37 @@ class SharedClips:
         return self._fill(division, received, features)
 
     def _made(self, division: Division, items: Sequence[Any], features: Features) -> list[Tensor]:
-        """What each rank gets of what this one has made, in numbers in a row: told of its portions, latents, captions.
-
-        What could not be read is sent as zeros.
-        """
+        """What each rank gets of what this one has made, numbers in a row: told of its portions, latents, captions."""
         own = division.portions[self.mesh.sp_rank]
-        readable = [number for number, item in enumerate(items) if not isinstance(item, BrokenClip)]
         told = torch.tensor([[0.0, 0.0] if isinstance(item, BrokenClip) else [1.0, item.fps] for item in items])
-        latents = [features.positions.new_zeros(features.positions[p.place, p.latents].shape) for p in own]
-        for number, made in zip(readable, self.source.latents([items[n] for n in readable]), strict=True):
-            latents[number] = made.movedim(0, -1)  # [f', h, w, c]
-        channels = features.positions.shape[-1]
-        entries = torch.cat([features.positions.new_zeros(0, channels), *(z.reshape(-1, channels) for z in latents)])
-        captions = {
-            number: features.y.new_zeros(_numbers_of_text(features)) for number, p in enumerate(own) if p.has_caption
-        }
-        spoken = [number for number in readable if own[number].has_caption]
-        if spoken:
-            y, mask = self.source.texts([items[number] for number in spoken])
-            numbers = torch.cat([mask.sum(1, keepdim=True).float(), y.flatten(1)], dim=1)  # [n, 1 + L * W]
-            captions |= zip(spoken, numbers, strict=True)
         told = told.to(self.device).flatten()
+        latents, captions = self._latents(own, items, features), self._captions(own, items, features)
+        picked = division.delivery.pack.to(self.device).split(division.delivery.send_splits)
         sent = []
-        for wanted, picked in zip(
-            division.clips, division.delivery.pack.split(division.delivery.send_splits), strict=True
-        ):
-            texts = [text for number, text in captions.items() if wanted[own[number].place]]
-            sent.append(torch.cat([told, entries[picked.to(self.device)].flatten(), *texts]))
+        for wanted, numbers in zip(division.clips, picked, strict=True):
+            texts = [text for place, text in captions.items() if wanted[place]]
+            sent.append(torch.cat([told, latents[numbers].flatten(), *texts]))
         return sent
+
+    def _latents(self, own: Sequence[Portion], items: Sequence[Any], features: Features) -> Tensor:
+        """The latent positions of this rank's portions, ``[n, c]``; zeros for what could not be read."""
+        made = [torch.zeros_like(features.positions[portion.place, portion.latents]) for portion in own]
+        readable = [number for number, item in enumerate(items) if not isinstance(item, BrokenClip)]
+        for number, z in zip(readable, self.source.latents([items[n] for n in readable]), strict=True):
+            made[number] = z.movedim(0, -1)  # [f', h, w, c]
+        none = features.positions.new_zeros(0, features.positions.shape[-1])
+        return torch.cat([none, *(z.flatten(0, 2) for z in made)])
+
+    def _captions(self, own: Sequence[Portion], items: Sequence[Any], features: Features) -> dict[int, Tensor]:
+        """The captions of this rank's portions by place, ``[1 + L * W]`` each; zeros for what could not be read."""
+        spoken = {portion.place: item for portion, item in zip(own, items, strict=True) if portion.has_caption}
+        made = {place: features.y.new_zeros(_numbers_of_text(features)) for place in spoken}
+        readable = {place: item for place, item in spoken.items() if not isinstance(item, BrokenClip)}
+        if readable:
+            y, mask = self.source.texts(list(readable.values()))
+            lengths = mask.sum(1, keepdim=True).float()
+            made |= zip(readable, torch.cat([lengths, y.flatten(1)], dim=1), strict=True)
+        return made
 
     def _exchange(self, division: Division, sent: list[Tensor], features: Features) -> list[Tensor]:
         """What the ranks of the group have made for this one, rank by rank."""
@@ -266,11 +266,11 @@ class SharedClips:
 
     def _sizes(self, division: Division, sender: int, features: Features) -> list[int]:
         """How many numbers come from a rank: told of its portions, latents, captions."""
-        texts = len(self._captions(division, sender))
+        texts = len(self._spoken(division, sender))
         latents = division.delivery.recv_splits[sender] * features.positions.shape[-1]
         return [2 * len(division.portions[sender]), latents, texts * _numbers_of_text(features)]
 
-    def _captions(self, division: Division, sender: int) -> list[int]:
+    def _spoken(self, division: Division, sender: int) -> list[int]:
         """The places of the captions that this rank gets from another one."""
         wanted = division.clips[self.mesh.sp_rank]
         return [p.place for p in division.portions[sender] if p.has_caption and wanted[p.place]]
@@ -281,7 +281,7 @@ class SharedClips:
         told, latents, texts = (torch.cat(column) for column in zip(*parts, strict=True))
         entries = features.positions.flatten(0, 3)  # a view, [B * f * h * w, c]
         entries[division.delivery.place.to(self.device)] = latents.view(-1, entries.shape[1])
-        places = [place for rank in range(self.mesh.sp_size) for place in self._captions(division, rank)]
+        places = [place for rank in range(self.mesh.sp_size) for place in self._spoken(division, rank)]
         texts = texts.view(len(places), _numbers_of_text(features))
         lengths, y = texts[:, :1], texts[:, 1:]
         features.y[places] = y.view(-1, *features.y.shape[1:])
