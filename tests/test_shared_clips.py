@@ -169,9 +169,10 @@ def gradients(model: Any, maker: BatchMaker, ids: list[int], features: Any, worl
     return [losses.detach(), *found]
 
 
-def shared(name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape) -> dict[str, Any]:
+def shared(
+    mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
+) -> dict[str, Any]:
     """What this rank did for one micro-batch, after a comparison with one process that does all of it."""
-    mesh = SequenceMesh(dist.get_world_size())
     plan = MicroBatchPlan(num_samples=9, batch_size=len(ids), micro_batches_per_step=1, seed=0, shape=shape)
     micro_batch = plan.step(0)[0]._replace(ids=tuple(ids))
     scheduler = {"type": "iddpm"} if MODELS[name][1].get("pred_sigma") else {"type": "rflow"}
@@ -224,17 +225,21 @@ WORLDS = [2, 3, 4]
 
 
 def share_all() -> list:
-    return in_worlds(shared, [(world, case) for world in WORLDS for case in CASES])
+    mesh = SequenceMesh(dist.get_world_size())
+    return [shared(mesh, *case) for case in CASES]
+
+
+def share_in_worlds() -> list:
+    return in_worlds(share_all, [(world, ()) for world in WORLDS])
 
 
 def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
     """Losses and all gradients in float64 are checked inside, against one process that reads and encodes everything."""
-    of_ranks = run_ranks(4, share_all, timeout=900)
-    number = 0
-    for world in WORLDS:
-        for name, encoder, ids, options, shape in CASES:
-            told, case = [of_rank[number] for of_rank in of_ranks[:world]], (world, name, encoder, ids, options)
-            number += 1
+    of_ranks = run_ranks(4, share_in_worlds, timeout=300)
+    for place, world in enumerate(WORLDS):
+        for number, (name, encoder, ids, options, shape) in enumerate(CASES):
+            told = [of_rank[place][number] for of_rank in of_ranks[:world]]
+            case = (world, name, encoder, ids, options)
             total, pieces = len(ids) * shape.num_frames, len(ids) * told[0]["pieces"]
             per_piece = {"frames": 1, "chunks": ChunkVAE.chunk, "clips": shape.num_frames}[encoder]
             assert [one["read"] for one in told] == [one["encoded"] for one in told], case

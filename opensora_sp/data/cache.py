@@ -3,7 +3,7 @@
     cache/
       index.json                what they were made of, where those of each clip lie, and which clips are broken
       clips.jsonl               the manifest they were made of
-      shard-00000.safetensors   "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w], "text/<clip>" [tokens, W]
+      shard-000000.safetensors  "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w], "text/<clip>" [tokens, W]
 
 Clips are numbered by their line in the manifest. A shard also says in its header, as JSON, how many frames per second
 its clips have (``fps``) and which could not be read (``broken``), so the index can always be made again of the shards.

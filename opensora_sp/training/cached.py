@@ -67,7 +67,7 @@ def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:
         told[f"{key}.weights"] = source and weights_digest(source, options.get("subfolder"))
     told |= {f"dataset.{name}": getattr(cfg.dataset, name) for name in CUT_BY}
     told["dataset.manifest"] = manifest_digest(rows)
-    return json.loads(json.dumps(told))  # tuples as lists, as they come back from the index
+    return json.loads(json.dumps(told, default=str))  # tuples as lists, as they come back from the index
 
 
 def manifest_digest(rows: Manifest) -> str:

@@ -30,7 +30,6 @@ from opensora_sp.parallel.layout import ExchangePlan, balanced_run, plan_deliver
 from .broken import BrokenClips
 
 MAX_REPLACEMENTS = 20
-READABLE, FPS = 0, 1  # what is told of a part of a clip
 
 
 class Source(Protocol):
@@ -286,13 +285,10 @@ class SharedClips:
         lengths, y = texts[:, :1], texts[:, 1:]
         features.y[places] = y.view(-1, *features.y.shape[1:])
         features.mask[places] = (torch.arange(features.mask.shape[1], device=self.device) < lengths).long()
-        portions = [portion for of_rank in division.portions for portion in of_rank]
-        unreadable = set()
-        for portion, (readable, fps) in zip(portions, told.view(-1, 2).tolist(), strict=True):
-            features.fps[portion.place] = fps
-            if not readable:
-                unreadable.add(portion.place)
-        return sorted(unreadable)
+        of_portions = [portion.place for of_rank in division.portions for portion in of_rank]
+        readable, rates = told.view(-1, 2).T.tolist()
+        features.fps[of_portions] = torch.tensor(rates, device=self.device)
+        return sorted({place for place, ok in zip(of_portions, readable, strict=True) if not ok})
 
     def _division(self, shape: ClipShape, num_clips: int, places: tuple[int, ...], whole: bool) -> Division:
         size, ranks = self.source.latent_size(shape), self.mesh.sp_size

@@ -180,7 +180,7 @@ class CacheWriter:
             if new:
                 for clip, y, mask in zip(new, *self.encoders.texts(list(new.values())), strict=True):
                     captions[clip] = y[0, : int(mask.sum())]
-        path = self.folder / f"shard-{number:05d}.safetensors"
+        path = self.folder / f"shard-{number:06d}.safetensors"
         self.disk.write_file(path, shard_bytes(latents, fps, captions, broken))
 
     def _write_index(self, shapes: list[ClipShape], shards: list[Shard]) -> None:
