@@ -24,7 +24,7 @@ from test_reshard import record_draws
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Clip
+from opensora_sp.data import Clip, Sample, VideoTextDataset, dataset
 from opensora_sp.training.metrics import read_metrics
 
 ALL = os.environ.get("GRID") == "all"
@@ -168,18 +168,13 @@ class CutClip(Clip):
     cut: tuple
 
 
-def record_crops(into: dict[int, dict]) -> None:
-    """Note where the clips of each micro-batch that this rank, or a worker of its, has read were cut from."""
-    from opensora_sp.data import dataset as module
-    from opensora_sp.training.features import SharedClips
+class CutClips(VideoTextDataset):
+    """A dataset whose clips know it, in workers as well."""
 
-    read, take = module.VideoTextDataset._read, SharedClips.take
-    read, take = getattr(read, "original", read), getattr(take, "original", take)
-
-    def recorded_read(self: Any, sample: Any) -> CutClip:
+    def _read(self, sample: Sample) -> CutClip:
         seen: dict[str, Any] = {}
 
-        def read_video(path: Any, **options: Any) -> Any:
+        def read_video(path: Path, **options: Any) -> Any:
             seen["start"] = options["start"] - sample.frames[0]
             return reads(path, **options)
 
@@ -187,21 +182,34 @@ def record_crops(into: dict[int, dict]) -> None:
             seen["place"] = place
             return crops(frames, size, place)
 
-        reads, crops = module.read_video, module.resize_and_crop
-        module.read_video, module.resize_and_crop = read_video, resize_and_crop
+        reads, crops = dataset.read_video, dataset.resize_and_crop
+        dataset.read_video, dataset.resize_and_crop = read_video, resize_and_crop
         try:
-            clip = read(self, sample)
+            clip = super()._read(sample)
         finally:
-            module.read_video, module.resize_and_crop = reads, crops
+            dataset.read_video, dataset.resize_and_crop = reads, crops
         return CutClip(clip.video, clip.text, clip.fps, (seen["start"], *seen["place"]))
+
+
+def record_crops(into: dict[int, dict]) -> None:
+    """Note where the clips of each micro-batch that this rank has read were cut from."""
+    from opensora_sp.training import run
+    from opensora_sp.training.features import SharedClips
+
+    make, take = (getattr(function, "original", function) for function in (run.make_dataset, SharedClips.take))
+
+    def recorded_make(cfg: Any) -> CutClips:
+        made = make(cfg)
+        made.__class__ = CutClips
+        return made
 
     def recorded_take(self: Any, micro_batch: Any, items: Any) -> Any:
         samples = self.samples(micro_batch)
         into[micro_batch.number] = {s.clip: item.cut for s, item in zip(samples, items, strict=True)}
         return take(self, micro_batch, items)
 
-    recorded_read.original, recorded_take.original = read, take
-    module.VideoTextDataset._read, SharedClips.take = recorded_read, recorded_take
+    recorded_make.original, recorded_take.original = make, take
+    run.make_dataset, SharedClips.take = recorded_make, recorded_take
 
 
 def ledger(
