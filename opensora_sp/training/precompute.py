@@ -193,10 +193,8 @@ class CacheWriter:
         self.disk.write_file(self.folder / INDEX, _json(index))
         self.disk.unlink(self.folder / UNFINISHED)
         held = sum(len(one["clips"]) for one in index["latents"].values())
-        logger.info(
-            "feature cache %s: latents of %d clips in %d shapes, %d captions, %d broken",
-            self.folder, held, len(shapes), len(index["texts"]["clips"]), len(index["broken"]),
-        )  # fmt: skip
+        told = "feature cache %s: latents of %d clips in %d shapes, %d captions, %d broken"
+        logger.info(told, self.folder, held, len(shapes), len(index["texts"]["clips"]), len(index["broken"]))
 
 
 def _json(value: Any) -> bytes:
