@@ -171,7 +171,9 @@ class CachedFeatures(Dataset):
         self.folder = Path(path)
         self.index = read_index(self.folder)
         self.rows = Manifest(self.folder / MANIFEST)
-        self.sizes = {parse_shape(name): tuple(held["size"]) for name, held in self.index["latents"].items()}
+        self.sizes: dict[ClipShape, tuple[int, int, int]] = {
+            parse_shape(name): tuple(held["size"]) for name, held in self.index["latents"].items()
+        }
         self._held = {  # by shape: clips in order, their shards, their rates
             parse_shape(name): tuple(np.array(held[column]) for column in ("clips", "shards", "fps"))
             for name, held in self.index["latents"].items()

@@ -62,7 +62,7 @@ def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: in
         frame_interval=cfg.dataset.frame_interval,
         micro_batches_per_step=micro_batches_per_step,
         seed=cfg.seed,
-        cost=Work(cfg).flops,
+        cost=Work(cfg, dataset).flops,
     )
 
 
@@ -75,15 +75,17 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
 
 
 class Work:
-    """Tokens and estimated work of the model on clips of a shape."""
+    """Tokens and estimated work of the model on clips of a shape; a cache knows their latents, or else the planner."""
 
-    def __init__(self, cfg: TrainConfig) -> None:
+    def __init__(self, cfg: TrainConfig, dataset: TrainingSet) -> None:
         name, options = split_type("model", cfg.model)
         self.vae, self.model = cfg.vae, resolve_config(name, **options)
+        self.sizes = dataset.sizes if isinstance(dataset, CachedFeatures) else {}
         self.shape_of = lru_cache(maxsize=None)(self._shape_of)
 
     def _shape_of(self, clip: ClipShape, num_samples: int) -> Shape:
-        return Shape.of(self.model, num_samples, planned_latent_size(self.vae, *clip))
+        size = self.sizes.get(clip) or planned_latent_size(self.vae, *clip)
+        return Shape.of(self.model, num_samples, size)
 
     def tokens(self, clip: ClipShape) -> int:
         return self.shape_of(clip, 1).tokens

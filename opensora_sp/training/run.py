@@ -184,7 +184,7 @@ class Run:
             logger.info("resumed from %s at step %d", checkpoint, state["step"])
         self.start: int = state["step"]
         per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
-        self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg)
+        self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg, dataset)
         self.broken = BrokenClips(dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
         self.clips = SharedClips(
             self.mesh, model, dataset, self.plan, self.source, self.broken, device, whole=cfg.sequence_parallel.verify
