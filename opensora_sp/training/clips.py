@@ -77,7 +77,7 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
 class Work:
     """Tokens and estimated work of the model on clips of a shape; a cache knows their latents, or else the planner."""
 
-    def __init__(self, cfg: TrainConfig, dataset: TrainingSet) -> None:
+    def __init__(self, cfg: TrainConfig, dataset: TrainingSet | None = None) -> None:
         name, options = split_type("model", cfg.model)
         self.vae, self.model = cfg.vae, resolve_config(name, **options)
         self.sizes = dataset.sizes if isinstance(dataset, CachedFeatures) else {}
