@@ -265,9 +265,9 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     plan = MicroBatchPlan(num_samples=9, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE)
     batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
 
-    def clips_of(dataset: Drawn, max_bad_fraction: float) -> SharedClips:
+    def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> SharedClips:
         broken = BrokenClips(dataset.rows, mesh, max_bad_fraction)
-        return SharedClips(mesh, model, dataset, plan, Counting("frames"), broken, CPU)
+        return SharedClips(mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole)
 
     clips = clips_of(Drawn(lambda sample: rank == 1 and sample.clip % 2 == 1), 0.25)
     for _ in range(2):  # the same clips are broken in the next epoch too
@@ -283,6 +283,9 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     hopeless = clips_of(Drawn(lambda sample: True), 1.0)
     with pytest.raises(ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"):
         hopeless.take(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
+    verified = clips_of(Drawn(), 1.0, whole=True)  # all of the first batch, for the bare model
+    read = [verified.dataset[sample] for sample in verified.samples(batch)]
+    assert [verified.take(batch, read)[1].latents.isnan().any().item() for _ in range(2)] == [False, True]
     expected = torch.stack([Drawn()[Sample(i, 0, SHAPE, (0, 7))].video.float() for i in ids])
     made = PatchPoolVAE((1, 4, 4)).encode(expected / 127.5 - 1)
     here = ~features.latents.isnan()
