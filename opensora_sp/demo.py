@@ -48,6 +48,7 @@ def check_run(run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig
     """All checks of a finished demo; writes ``check.png``, the samples looked at, into the run's folder."""
     weights = find_weights(run_dir, ema=True)
     pipeline = build_pipeline(sample_cfg, weights, SequenceMesh(1), torch.device("cpu"))
+    assert train_cfg.dataset.manifest is not None
     train = encode_all(pipeline, _dataset(train_cfg, train_cfg.dataset.manifest))[0]
     held, texts = encode_all(pipeline, _dataset(train_cfg, heldout))
     prompts = distinct_captions(8)

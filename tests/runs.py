@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from ranks import free_port
 
@@ -62,6 +63,17 @@ def write_toy_set(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Pat
         lines.append(f"{i}.mp4,{clip.caption}")
     (folder / "clips.csv").write_text("\n".join(lines) + "\n")
     return folder / "clips.csv"
+
+
+def features_of(source: Any, clips: list[Any]) -> Any:
+    """Features of whole clips, made by one process."""
+    import torch
+
+    from opensora_sp.data import ClipShape
+    from opensora_sp.training.features import Features
+
+    latents, fps = torch.stack(source.latents(clips)), torch.tensor([clip.fps for clip in clips])
+    return Features(ClipShape(*clips[0].video.shape[1:]), latents.movedim(1, -1), *source.texts(clips), fps)
 
 
 def run(

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from runs import write_toy_set
 
 from opensora_sp.data import (
     BrokenClip,
     Clip,
     ClipShape,
-    Entry,
     MicroBatchPlan,
     ReplicaBatches,
     Sample,
@@ -30,8 +25,6 @@ from opensora_sp.data import (
     write_video,
 )
 from opensora_sp.data.toy import COLOURS
-from opensora_sp.parallel import SequenceMesh
-from opensora_sp.training.batch import ClipPicker
 
 SHAPE = ClipShape(4, 16, 16)
 
@@ -115,58 +108,3 @@ def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
     assert whole[-len(later) :] == later and whole[0][0] == Sample(share(plan.step(0), 1, 3)[0].ids[0], 0, SHAPE)
     with pytest.raises(ValueError, match="got 2 clips and batch_size 3"):
         MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0, shape=SHAPE)
-
-
-class BrokenOnRank1:
-    """Clips of which rank 1 alone cannot read those with an odd index."""
-
-    rows = [Entry(Path(f"{i}.mp4"), "") for i in range(8)]
-
-    def __getitem__(self, sample: Sample) -> Clip | BrokenClip:
-        if dist.get_rank() == 1 and sample.clip % 2:
-            return BrokenClip(f"{sample.clip}.mp4", "unreadable here")
-        return Clip(torch.full((1,), float(sample.clip)), str(sample.clip), 8.0)
-
-    def __len__(self) -> int:
-        return 8
-
-
-class AllBroken(BrokenOnRank1):
-    def __getitem__(self, sample: Sample) -> BrokenClip:
-        return BrokenClip(f"{sample.clip}.mp4", "gone")
-
-
-def plan_of_8() -> MicroBatchPlan:
-    return MicroBatchPlan(num_samples=8, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE)
-
-
-def pick(folder: Path) -> tuple[list[int], list[str], list[str], int, str]:
-    logging.getLogger("opensora_sp").addHandler(logging.FileHandler(folder / "log"))
-    dataset, mesh, cpu = BrokenOnRank1(), SequenceMesh(sp_size=2), torch.device("cpu")
-    picker = ClipPicker(dataset, mesh, plan_of_8(), max_bad_fraction=0.5)
-    batch = plan_of_8().step(0)[0]._replace(ids=(0, 1, 2, 3))
-    for _ in range(2):  # the same clips are broken in the next epoch too
-        ids, clips = picker.pick(batch, [dataset[sample] for sample in batch.samples])
-        replaced = picker.tell(cpu)
-    picker.max_bad_fraction = 0.49
-    with pytest.raises(
-        ValueError, match=r"got 4 broken clips of 8 read, .*at most dataset.max_bad_fraction = 0.49"
-    ) as error:
-        picker.tell(cpu)
-    all_broken = ClipPicker(AllBroken(), mesh, plan_of_8(), max_bad_fraction=1.0)
-    with pytest.raises(ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"):
-        all_broken.pick(batch, [AllBroken()[sample] for sample in batch.samples])
-    return ids, [clip.text for clip in clips], sorted(picker.broken), replaced, str(error.value)
-
-
-def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_path: Path) -> None:
-    first, second = run_ranks(2, pick, tmp_path)
-    assert first == second
-    ids, texts, broken, replaced, _ = first
-    assert ids[0] == 0 and ids[2] == 2 and texts == [str(i) for i in ids] and all(i % 2 == 0 for i in ids)
-    plan = plan_of_8()
-    drawn = [plan.replacement(plan.step(0)[0], 1, attempt) for attempt in range(20)]
-    assert ids[1] == next(clip for clip in drawn if clip % 2 == 0)  # from (seed, epoch, index) alone
-    assert replaced == 4 and {"1.mp4", "3.mp4"} <= set(broken)
-    told = (tmp_path / "log").read_text().splitlines()
-    assert sorted(told) == [f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from runs import features_of
 from test_golden_models import GOLDEN
 
 from opensora_sp.config import load_train_config
@@ -19,6 +20,7 @@ from opensora_sp.diffusion.frame_masks import STRATEGIES
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.randomness import generator
 from opensora_sp.training.batch import BatchMaker
+from opensora_sp.training.features import Encoders
 
 pytestmark = pytest.mark.core
 REFERENCE = json.loads((GOLDEN / "data" / "training_masks_v12.json").read_text())
@@ -127,9 +129,11 @@ def test_configs_refuse_bad_ratios_and_models_that_do_not_fit_the_scheduler() ->
 
 def make_batch(cfg, micro_batch: int, ids: list[int]):
     config = SimpleNamespace(class_dropout_prob=0.0, drop_path=0.0, patch_size=(2, 2, 2))
-    maker = BatchMaker(cfg, config, PatchPoolVAE((1, 4, 4)), HashedBagOfWords(8, 4), torch.device("cpu"))
+    source = Encoders(PatchPoolVAE((1, 4, 4)), HashedBagOfWords(8, 4), torch.device("cpu"))
+    maker = BatchMaker(cfg, config, source, torch.device("cpu"))
     videos = [torch.randn(3, 7, 8, 8, generator=torch.Generator().manual_seed(i)) for i in ids]
-    return maker.make(micro_batch, ids, [Clip(video=video, text="a", fps=8.0) for video in videos])
+    clips = [Clip(video=video, text="a", fps=8.0) for video in videos]
+    return maker.make(micro_batch, ids, features_of(source, clips))
 
 
 @pytest.mark.parametrize("scheduler", ["{'type': 'rflow'}", "{'type': 'iddpm', 'learn_sigma': False}"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from runs import features_of
 
 from opensora_sp.cli import main
 from opensora_sp.config import TrainConfig, load_train_config
@@ -155,6 +156,7 @@ def measured_peak(cfg: TrainConfig) -> int:
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.batch import BatchMaker
     from opensora_sp.training.ema import ShardedEma
+    from opensora_sp.training.features import Encoders
     from opensora_sp.training.run import fixed_tensors, make_optimizer
 
     clip = Clip(
@@ -169,11 +171,12 @@ def measured_peak(cfg: TrainConfig) -> int:
         fixed = fixed_tensors(model)
         boosted, optimizer, *_ = booster.boost(model, optimizer)
         ema = ShardedEma(NamedShards(model, optimizer).masters, cfg.ema_decay)
-        maker = BatchMaker(cfg, model.config, PatchPoolVAE((1, 4, 4)), HashedBagOfWords(64, 20), torch.device("cpu"))
+        source = Encoders(PatchPoolVAE((1, 4, 4)), HashedBagOfWords(64, 20), torch.device("cpu"))
+        maker = BatchMaker(cfg, model.config, source, torch.device("cpu"))
         live.reset_peak()
         for step in range(2):
             for micro_batch in range((cfg.micro_batches_per_step or mesh.dp_size) // mesh.dp_size):
-                batch = maker.make(micro_batch, range(cfg.batch_size), [clip] * cfg.batch_size)
+                batch = maker.make(micro_batch, range(cfg.batch_size), features_of(source, [clip] * cfg.batch_size))
                 shard = boosted(batch.x_t, **batch.inputs, output="shards")
                 loss = rank_loss(velocity_loss(shard, batch.target), global_samples=4, world_size=mesh.world_size)
                 booster.backward(loss, optimizer)

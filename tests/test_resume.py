@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from test_reshard import record_draws
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
+from opensora_sp.data import Clip, Sample, VideoTextDataset, dataset
 from opensora_sp.training.metrics import read_metrics
 
 ALL = os.environ.get("GRID") == "all"
@@ -32,6 +34,7 @@ MICRO_BATCHES, CLIPS = 2, 8  # of two clips: two steps an epoch
 CUTS = list(range(1, 49)) if ALL else [1, 2]
 STEPS = CUTS[-1] + 20
 
+CROPPED = ["image_size=(16, 12)", "dataset.transform=resize_random_crop", "dataset.clip_start=random"]
 TINY = ["warmup_steps=3", "batch_size=2", "num_frames=3", "image_size=(16, 16)", "model.depth=1"]
 
 
@@ -158,6 +161,57 @@ class CutError(Exception):
     """Where a run is interrupted."""
 
 
+@dataclass(frozen=True)
+class CutClip(Clip):
+    """A clip that knows the first frame and the place of its crop in the file."""
+
+    cut: tuple
+
+
+class CutClips(VideoTextDataset):
+    """A dataset whose clips know it, in workers as well."""
+
+    def _read(self, sample: Sample) -> CutClip:
+        seen: dict[str, Any] = {}
+
+        def read_video(path: Path, **options: Any) -> Any:
+            seen["start"] = options["start"] - sample.frames[0]
+            return reads(path, **options)
+
+        def resize_and_crop(frames: Any, size: Any, place: Any) -> Any:
+            seen["place"] = place
+            return crops(frames, size, place)
+
+        reads, crops = dataset.read_video, dataset.resize_and_crop
+        dataset.read_video, dataset.resize_and_crop = read_video, resize_and_crop
+        try:
+            clip = super()._read(sample)
+        finally:
+            dataset.read_video, dataset.resize_and_crop = reads, crops
+        return CutClip(clip.video, clip.text, clip.fps, (seen["start"], *seen["place"]))
+
+
+def record_crops(into: dict[int, dict]) -> None:
+    """Note where the clips of each micro-batch that this rank has read were cut from."""
+    from opensora_sp.training import run
+    from opensora_sp.training.features import SharedClips
+
+    make, take = (getattr(function, "original", function) for function in (run.make_dataset, SharedClips.take))
+
+    def recorded_make(cfg: Any) -> CutClips:
+        made = make(cfg)
+        made.__class__ = CutClips
+        return made
+
+    def recorded_take(self: Any, micro_batch: Any, items: Any) -> Any:
+        samples = self.samples(micro_batch)
+        into[micro_batch.number] = {s.clip: item.cut for s, item in zip(samples, items, strict=True)}
+        return take(self, micro_batch, items)
+
+    recorded_make.original, recorded_take.original = make, take
+    run.make_dataset, SharedClips.take = recorded_make, recorded_take
+
+
 def ledger(
     config: Path, root: Path, layout: tuple[int, int], workers: int, cuts: tuple[int, ...], attempt: int
 ) -> list:
@@ -167,13 +221,15 @@ def ledger(
     multiprocessing.current_process()._config["daemon"] = False  # so that loaders may have workers
     rows: list[tuple] = []
     drawn: dict[int, tuple] = {}
+    crops: dict[int, dict] = {}
     record_draws(drawn)
+    record_crops(crops)
     recorded = BatchMaker.make
     until = cuts[attempt] if attempt < len(cuts) else None
 
     def interrupted(self: Any, micro_batch: int, ids: Any, *args: Any) -> Any:
         batch = recorded(self, micro_batch, ids, *args)
-        rows.append((micro_batch, drawn[micro_batch]))
+        rows.append((micro_batch, drawn[micro_batch], crops[micro_batch]))
         step, place = divmod(micro_batch, MICRO_BATCHES)
         if step == until and place >= MICRO_BATCHES - layout[0]:  # this rank's last one: in the midst of accumulation
             raise CutError
@@ -183,7 +239,7 @@ def ledger(
     BatchMaker.make = interrupted
     outputs = root / f"ledger {layout} {workers} {len(cuts)}"
     try:
-        train_once(config, outputs, layout, 4, f"num_workers={workers}", "async_save=True", resume=True)
+        train_once(config, outputs, layout, 4, f"num_workers={workers}", *CROPPED, "async_save=True", resume=True)
         assert until is None
     except CutError:
         rows = [row for row in rows if row[0] // MICRO_BATCHES != until]
@@ -210,7 +266,9 @@ def all_ledgers(config: Path, root: Path) -> list:
 def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path) -> None:
     """No duplicate, no omission, peers equal, replicas different, whatever interrupts and whoever reads."""
     of_ranks = run_ranks(4, all_ledgers, config, tmp_path, timeout=900)
-    reference = dict(row for attempt in of_ranks[0][0] for row in attempt)
+    reference = {m: drawn for attempt in of_ranks[0][0] for m, drawn, _ in attempt}
+    crops = {m: cut for attempt in of_ranks[0][0] for m, _, cut in attempt}
+    assert len({cut for of_batch in crops.values() for cut in of_batch.values()}) == 2 * CLIPS  # no two alike
     for epoch in range(2):
         micro_batches = range(epoch * 4, epoch * 4 + 4)
         assert sorted(i for m in micro_batches for i in reference[m][0]) == list(range(CLIPS))
@@ -218,6 +276,9 @@ def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path) -> None:
     for case, (layout, _, _) in enumerate(LEDGERS):
         ledgers = [[row for attempt in of_rank[case] for row in attempt or ()] for of_rank in of_ranks]
         for rank in range(layout[0] * layout[1]):
-            assert ledgers[rank] == ledgers[rank - rank % layout[1]]  # the peers' of its replica
-        of_replicas = [row for ledger in ledgers[: layout[0] * layout[1] : layout[1]] for row in ledger]
+            first = ledgers[rank - rank % layout[1]]  # the peers' of its replica
+            assert [row[:2] for row in ledgers[rank]] == [row[:2] for row in first]
+        of_replicas = [row[:2] for ledger in ledgers[: layout[0] * layout[1] : layout[1]] for row in ledger]
         assert len(of_replicas) == 8 and dict(of_replicas) == reference, LEDGERS[case]
+        cuts = [(m, item) for ledger in ledgers for m, _, cut in ledger for item in cut.items()]
+        assert sorted(cuts) == sorted((m, item) for m, cut in crops.items() for item in cut.items()), LEDGERS[case]

@@ -48,9 +48,9 @@ def expected_losses(run: Run) -> list[float]:
     readable = [i for i in range(len(clips)) if isinstance(clips[i], Clip)]
     assert readable == [0, 2, 3]
     for i in readable:
-        latents = run.batches.vae.encode(scale(clips[i].video)[None])
+        latents = run.source.vae.encode(scale(clips[i].video)[None])
         noise = normal(tuple(latents.shape[1:]), seed, "validation_noise", i)[None]
-        y, mask = run.batches.text_encoder.encode([clips[i].text])
+        y, mask = run.source.text_encoder.encode([clips[i].text])
         sizes = dict(fps=torch.tensor([clips[i].fps]), height=torch.tensor([28.0]), width=torch.tensor([24.0]))
         for k in range(3):
             t = torch.tensor([1000 * (k + uniform(seed, "validation_timestep", i, k)) / 3])

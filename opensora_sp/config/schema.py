@@ -44,17 +44,32 @@ class Dataset(Strict):
     """Clips to train on: a CSV, JSONL or Parquet manifest with the columns path,text; see ``data.VideoTextDataset``.
 
     "VideoText" cuts all clips to one shape, "VariableVideoText" to those of ``bucket_config``, for which the manifest
-    has num_frames, height and width. A run stops when over ``max_bad_fraction`` of the clips it read are broken.
+    has num_frames, height and width. "CachedFeatures" takes either from the folder ``path`` that scripts/precompute.py
+    made, and encodes nothing; ``manifest``, if set, has to be the one it was made of. A run stops when over
+    ``max_bad_fraction`` of the clips it read are broken.
     """
 
-    type: Literal["VideoText", "VariableVideoText"] = "VideoText"
-    manifest: str
+    type: Literal["VideoText", "VariableVideoText", "CachedFeatures"] = "VideoText"
+    manifest: str | None = None
+    path: str | None = None
     frame_interval: int = Field(1, ge=1)
     transform: Literal["resize_center_crop", "resize_random_crop"] = "resize_center_crop"
     clip_start: Literal["middle", "random"] = "middle"
     time_limit: float = Field(60.0, gt=0)
     cache: bool = False
     max_bad_fraction: float = Field(0.2, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _has_its_source(self) -> Dataset:
+        wanted, other = ("path", "manifest") if self.type == "CachedFeatures" else ("manifest", "path")
+        if getattr(self, wanted) is None or (other == "path" and self.path is not None):
+            raise ValueError(
+                f"got dataset.type {self.type!r} with manifest {self.manifest!r} and path {self.path!r}; expected a "
+                f"{wanted}; set dataset.{wanted}, and path for 'CachedFeatures' alone"
+            )
+        if self.type == "CachedFeatures" and self.cache:
+            raise ValueError("got dataset.cache with 'CachedFeatures'; expected one of them; remove dataset.cache")
+        return self
 
 
 class Optimizer(Strict):
@@ -300,7 +315,8 @@ class TrainConfig(Common):
 
     @model_validator(mode="after")
     def _buckets_fit(self) -> TrainConfig:
-        if (self.bucket_config is None) != (self.dataset.type == "VideoText"):
+        fitting = "VideoText" if self.bucket_config is None else "VariableVideoText"
+        if self.dataset.type not in (fitting, "CachedFeatures"):
             found = "without" if self.bucket_config is None else "with"
             raise ValueError(
                 f"got dataset.type {self.dataset.type!r} {found} bucket_config; "

@@ -2,6 +2,7 @@
 
 from .bucket_plan import BucketPlan
 from .buckets import Buckets
+from .cache import CachedClip, CachedFeatures
 from .dataset import BrokenClip, Clip, ClipShape, Sample, VideoTextDataset
 from .index import find_files, index_files, read_captions
 from .manifest import Entry, Manifest, write_manifest
@@ -15,6 +16,8 @@ __all__ = [
     "BrokenClip",
     "BucketPlan",
     "Buckets",
+    "CachedClip",
+    "CachedFeatures",
     "Clip",
     "ClipShape",
     "Entry",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -108,6 +108,11 @@ class BucketPlan:
             pool = np.flatnonzero(self.num_frames >= span)
         drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
         return int(pool[drawn.integers(len(pool))])
+
+    def epochs(self, steps: int) -> Iterator[tuple[int, dict[ClipShape, np.ndarray]]]:
+        """The clips of each shape, in the epochs of the first ``steps`` steps."""
+        for number in range(self.epoch_of(steps - 1).number + 1):
+            yield number, self.epoch(number).members
 
     def describe(self, step: int = 0) -> list[str]:
         """The report before training: clips and micro-batches of each bucket, steps, and why clips were dropped."""

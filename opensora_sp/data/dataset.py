@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -17,7 +17,7 @@ from .video import UNREADABLE, count_frames, read_video
 
 @dataclass(frozen=True)
 class Clip:
-    """One sample: ``video`` uint8 ``[3, F, height, width]``, its caption and frame rate.
+    """One sample, or frames of it: ``video`` uint8 ``[3, F, height, width]``, its caption and frame rate.
 
     ``transforms.scale`` makes it what a VAE takes, on the device: loaders pass on a quarter of the bytes.
     """
@@ -44,18 +44,20 @@ class ClipShape(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One use of a clip: which, in which epoch (its crops depend on it), cut to which shape."""
+    """One use of a clip: which, in which epoch (its crops depend on it), cut to which shape, and the frames
+    ``[first, stop)`` of that which are asked for; all by default."""
 
     clip: int
     epoch: int
     shape: ClipShape
+    frames: tuple[int, int] | None = None
 
 
 class VideoTextDataset(Dataset):
     """Clips from a manifest, by ``Sample``. Items that cannot be used come as ``BrokenClip``.
 
     A clip is ``shape.num_frames`` frames, every ``frame_interval``-th, resized to cover the shape and cropped. What is
-    random about it is drawn from (seed, epoch, clip).
+    random about it is drawn from (seed, epoch, clip), so that parts of it that are read apart fit together.
 
     Args:
         manifest: a file, see ``Manifest``.
@@ -95,7 +97,7 @@ class VideoTextDataset(Dataset):
             self.shape = ClipShape(num_frames, *image_size)
         self.frame_interval, self.transform, self.clip_start = frame_interval, transform, clip_start
         self.time_limit, self.seed = time_limit, seed
-        self._cached: dict[tuple[int, ClipShape], Clip | BrokenClip] | None = {} if cache else None
+        self._cached: dict[tuple[Any, ...], Clip | BrokenClip] | None = {} if cache else None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,21 +108,22 @@ class VideoTextDataset(Dataset):
             sample = Sample(sample, 0, self.shape)
         if self._cached is None:
             return self._read(sample)
-        key = sample.clip, sample.shape
+        key = sample.clip, sample.shape, sample.frames
         if key not in self._cached:
             self._cached[key] = self._read(sample)
         return self._cached[key]
 
     def _read(self, sample: Sample) -> Clip | BrokenClip:
         entry, shape = self.rows[sample.clip], sample.shape
+        first, stop = sample.frames or (0, shape.num_frames)
         draw = generator(self.seed, "crop", sample.epoch, sample.clip)
         start_at, *place = draw.random(3)
         try:
             frames, fps = read_video(
                 entry.path,
-                num_frames=shape.num_frames,
+                num_frames=stop - first,
                 interval=self.frame_interval,
-                start=self._start(entry, shape.num_frames, start_at),
+                start=self._start(entry, shape.num_frames, start_at) + first * self.frame_interval,
                 time_limit=self.time_limit,
             )
         except UNREADABLE as error:

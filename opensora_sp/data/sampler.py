@@ -7,7 +7,7 @@ Position in the data is a function of the step, so a resumed run needs nothing e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
@@ -45,6 +45,9 @@ class BatchPlan(Protocol):
 
     def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
         """The clip that stands in for one that cannot be read, at the n-th attempt to find one."""
+
+    def epochs(self, steps: int) -> Iterator[tuple[int, dict[ClipShape, np.ndarray]]]:
+        """The clips that the first ``steps`` steps are taken from, in each shape, epoch by epoch."""
 
     def describe(self, step: int = 0) -> list[str]:
         """The plan from a step on in lines for the log."""
@@ -90,6 +93,9 @@ class MicroBatchPlan:
         drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
         return int(drawn.integers(self.num_samples))
 
+    def epochs(self, steps: int) -> Iterator[tuple[int, dict[ClipShape, np.ndarray]]]:
+        yield 0, {self.shape: np.arange(self.num_samples)}  # all of them, in each
+
     def describe(self, step: int = 0) -> list[str]:
         per_epoch = self.micro_batches_per_epoch / self.micro_batches_per_step
         return [
@@ -124,14 +130,26 @@ def share(micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int) 
 
 
 class ReplicaBatches:
-    """Batch sampler of one replica: the samples of its micro-batches from step ``start`` up to step ``stop``."""
+    """Batch sampler of one replica: what is to be read for its micro-batches from step ``start`` up to step ``stop``.
 
-    def __init__(self, plan: BatchPlan, *, start: int, stop: int, replica: int, num_replicas: int) -> None:
+    ``samples_of`` says what that is for a micro-batch; by default all its samples.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        *,
+        start: int,
+        stop: int,
+        replica: int,
+        num_replicas: int,
+        samples_of: Callable[[MicroBatch], list[Sample]] = lambda micro_batch: micro_batch.samples,
+    ) -> None:
         self.plan, self.steps = plan, range(start, stop)
-        self.replica, self.num_replicas = replica, num_replicas
+        self.replica, self.num_replicas, self.samples_of = replica, num_replicas, samples_of
 
     def __iter__(self) -> Iterator[list[Sample]]:
         for step in self.steps:
             for micro_batch in share(self.plan.step(step), self.replica, self.num_replicas):
                 if micro_batch is not None:
-                    yield micro_batch.samples
+                    yield self.samples_of(micro_batch)

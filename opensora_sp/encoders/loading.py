@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+HASHED = (".bin", ".json", ".model", ".safetensors")
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
@@ -104,6 +106,31 @@ def find_file(source: str, name: str, key: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(source, name, local_files_only=local_files_only))
+
+
+def weights_digest(source: str, subfolder: str | None = None) -> str | None:
+    """SHA-256 of the weights and configuration of a local folder, or of what the hub's cache has of a repository; None
+    where neither is on this machine. Nothing is loaded; reading takes about a second for each GB."""
+    folder = Path(source, subfolder or "")
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.utils import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(source, str(Path(subfolder or "", "config.json")))
+        except HFValidationError:  # a path, then, of a folder that is elsewhere
+            found = None
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in HASHED and path.is_file():
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager

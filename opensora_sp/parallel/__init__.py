@@ -5,7 +5,7 @@ from .mesh import SequenceMesh, check_sp_size
 from .modes import Options
 from .plan import ShardPlan, register_plan
 from .verify import Verdict, verify_step
-from .wrap import Shard, parallelize, unwrap
+from .wrap import Shard, held_rows, parallelize, unwrap
 
 __all__ = [
     "CommLedger",
@@ -15,6 +15,7 @@ __all__ = [
     "ShardPlan",
     "Verdict",
     "check_sp_size",
+    "held_rows",
     "parallelize",
     "register_plan",
     "unwrap",

@@ -21,7 +21,7 @@ Legend: b samples, t frames, s patches of a frame, w windows of a frame, p patch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -101,6 +101,24 @@ def plan_exchange(
         ValueError: if a layout does not name every axis once.
     """
     return _cached_plan(tuple(sizes.items()), left, entered, num_ranks, rank, device, chunk, num_chunks, windows)
+
+
+def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -> ExchangePlan:
+    """Plan one rank's part in handing entries from the ranks that made them to all that want them.
+
+    Args:
+        made: for each rank the numbers of its entries, int64, in its own order.
+        wanted: for each rank which entries it wants, bool ``[all entries]``; many may want one, or none.
+        rank: whose part; its plan packs its own entries, and ``place`` has the numbers of those that arrive.
+    """
+    sent = [of_receiver[made[rank]].nonzero().flatten() for of_receiver in wanted]
+    arriving = [of_sender[wanted[rank][of_sender]] for of_sender in made]
+    return ExchangePlan(
+        pack=torch.cat(sent),
+        place=torch.cat(arriving),
+        send_splits=[len(entries) for entries in sent],
+        recv_splits=[len(entries) for entries in arriving],
+    )
 
 
 def runs(

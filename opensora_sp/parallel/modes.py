@@ -86,8 +86,12 @@ class WholeSamples:
     def __init__(self, mesh: SequenceMesh, options: Options, heads: int) -> None:
         self.mesh, self.options, self.heads = mesh, options, heads
 
+    def ends(self, rows: Rows) -> tuple[Rows, ...]:
+        """All rows as tokens enter and as they leave, given all spatial rows; one where both are the same."""
+        return rows, rows.turned()
+
     def shard(self, local: Local, grid: Any) -> Rows:
-        return self.held(local(grid))
+        return self.held(self.ends(local(grid))[0])
 
     def switch(self, local: Local, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return local(x, rows)
@@ -209,9 +213,8 @@ class OneLayout(WholeSamples):
     stays = "temporal"
     keeps_received = True
 
-    def shard(self, local: Local, grid: Any) -> Rows:
-        rows = local(grid)
-        return self.held(rows if rows.layout == self.stays else rows.turned())
+    def ends(self, rows: Rows) -> tuple[Rows, ...]:
+        return (rows if rows.layout == self.stays else rows.turned(),)
 
     def switch(self, local: Local, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return x, rows

@@ -103,6 +103,12 @@ class SequenceParallel:
             raise ValueError(f"got output={self._output!r}; expected 'full' or 'shards'; pass one of these")
         return args, kwargs
 
+    def ends(self, grid: Any) -> list[list[Rows]]:
+        """For each rank of the group the rows that it holds where tokens enter and where they leave."""
+        mode = self._mode(grid)
+        ends = mode.ends(grid.rows("spatial"))
+        return [[rows.take(*mode.runs(rows)[rank]) for rows in ends] for rank in range(self.mesh.sp_size)]
+
     def _shard(self, local: Callable, grid: Any) -> Rows:
         return local(grid) if self.suspended else self._mode(grid).shard(local, grid)
 
@@ -206,6 +212,14 @@ def _hooks(model: nn.Module, mesh: SequenceMesh, options: Options) -> Any:
             "docs/own_model.md"
         )
     return SequenceParallel(model, mesh, options)
+
+
+def held_rows(model: nn.Module, grid: Any) -> list[list[Rows]]:
+    """What a parallelized model that names its points reads of a batch, and what its ``Shard`` is of: for each rank of
+    the group its rows where tokens enter and where they leave, of the patches ``grid`` (``model.config.grid``). With
+    ``output="shards"`` a rank looks at these rows of x alone.
+    """
+    return getattr(model, ATTRIBUTE).ends(grid)
 
 
 def unwrap(model: Model) -> Model:

@@ -5,35 +5,56 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from opensora_sp.config import TrainConfig, split_type
-from opensora_sp.data import BatchPlan, BucketPlan, ClipShape, MicroBatchPlan, VideoTextDataset
-from opensora_sp.encoders import planned_latent_size
+import torch
+
+from opensora_sp.config import TrainConfig, build_component, split_type
+from opensora_sp.data import BatchPlan, BucketPlan, CachedFeatures, ClipShape, MicroBatchPlan, VideoTextDataset
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.sharing import Shape, busiest_work
 
+from .cached import CachedSource
+from .features import Encoders, Source
 
-def make_dataset(cfg: TrainConfig) -> VideoTextDataset:
-    """The config's clips; of one shape, unless it has buckets."""
+TrainingSet = VideoTextDataset | CachedFeatures
+
+
+def make_dataset(cfg: TrainConfig) -> TrainingSet:
+    """The config's clips, of one shape unless it has buckets; or a feature cache of them."""
+    if cfg.dataset.type == "CachedFeatures":
+        assert cfg.dataset.path is not None
+        return CachedFeatures(cfg.dataset.path)
+    assert cfg.dataset.manifest is not None
     bucketed = cfg.bucket_config is not None
     return VideoTextDataset(
         num_frames=None if bucketed else cfg.num_frames,
         image_size=None if bucketed else cfg.size,
         seed=cfg.seed,
-        **cfg.dataset.model_dump(exclude={"type", "max_bad_fraction"}),
+        **cfg.dataset.model_dump(exclude={"type", "path", "max_bad_fraction"}),
     )
 
 
-def make_plan(cfg: TrainConfig, dataset: VideoTextDataset, micro_batches_per_step: int) -> BatchPlan:
+def make_source(cfg: TrainConfig, dataset: TrainingSet, device: torch.device) -> Source:
+    """What makes latents and text features of the dataset's clips; for a cache nothing is loaded."""
+    return CachedSource(dataset, device) if isinstance(dataset, CachedFeatures) else make_encoders(cfg, device)
+
+
+def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:
+    """The config's encoders, loaded."""
+    vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
+    return Encoders(vae, build_component(cfg.text_encoder, TEXT_ENCODERS).to(device), device)
+
+
+def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: int) -> BatchPlan:
     """The sequence of micro-batches of a run."""
     if cfg.bucket_config is None:
-        assert dataset.shape is not None
         return MicroBatchPlan(
             num_samples=len(dataset),
             batch_size=cfg.batch_size,
             micro_batches_per_step=micro_batches_per_step,
             seed=cfg.seed,
-            shape=dataset.shape,
+            shape=ClipShape(cfg.num_frames, *cfg.size),
         )
     return BucketPlan(
         dataset.rows,
@@ -41,7 +62,7 @@ def make_plan(cfg: TrainConfig, dataset: VideoTextDataset, micro_batches_per_ste
         frame_interval=cfg.dataset.frame_interval,
         micro_batches_per_step=micro_batches_per_step,
         seed=cfg.seed,
-        cost=Work(cfg).flops,
+        cost=Work(cfg, dataset).flops,
     )
 
 
@@ -54,15 +75,17 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
 
 
 class Work:
-    """Tokens and estimated work of the model on clips of a shape."""
+    """Tokens and estimated work of the model on clips of a shape; a cache knows their latents, or else the planner."""
 
-    def __init__(self, cfg: TrainConfig) -> None:
+    def __init__(self, cfg: TrainConfig, dataset: TrainingSet | None = None) -> None:
         name, options = split_type("model", cfg.model)
         self.vae, self.model = cfg.vae, resolve_config(name, **options)
+        self.sizes = dataset.sizes if isinstance(dataset, CachedFeatures) else {}
         self.shape_of = lru_cache(maxsize=None)(self._shape_of)
 
     def _shape_of(self, clip: ClipShape, num_samples: int) -> Shape:
-        return Shape.of(self.model, num_samples, planned_latent_size(self.vae, *clip))
+        size = self.sizes.get(clip) or planned_latent_size(self.vae, *clip)
+        return Shape.of(self.model, num_samples, size)
 
     def tokens(self, clip: ClipShape) -> int:
         return self.shape_of(clip, 1).tokens

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from opensora_sp.config import TrainConfig, build_component, dump_config, split_type
-from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, VideoTextDataset, share
+from opensora_sp.config import TrainConfig, dump_config, split_type
+from opensora_sp.data import CachedFeatures, ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.diffusion import rank_loss
-from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import CommLedger, check_sp_size
@@ -33,10 +32,13 @@ from opensora_sp.weights import (
     open_weights,
 )
 
-from .batch import Batch, BatchMaker, ClipPicker
+from .batch import Batch, BatchMaker
+from .broken import BrokenClips
+from .cached import check_cache, check_clips
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
-from .clips import Work, make_dataset, make_plan, order_state
+from .clips import TrainingSet, Work, make_dataset, make_plan, make_source, order_state
 from .ema import ShardedEma
+from .features import SharedClips
 from .metrics import Reporter, draw_loss, log_to
 from .validation import Validator, preflight_validation
 
@@ -79,7 +81,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     return run_dir
 
 
-def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, Path | None]:
+def preflight(cfg: TrainConfig, resume: str | None) -> tuple[TrainingSet, Path | None]:
     """Everything that can be checked without a process group or a model; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_sp_size(cfg.sp_size, world_size)
@@ -87,7 +89,10 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
     if cfg.precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
     dataset = make_dataset(cfg)
-    make_plan(cfg, dataset, cfg.micro_batches_per_step or num_replicas)
+    plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or num_replicas)
+    if isinstance(dataset, CachedFeatures):
+        check_cache(cfg, dataset)
+        check_clips(cfg, dataset, plan)
     if cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
         raise ValueError(
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
@@ -110,10 +115,11 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
     return dataset, checkpoint
 
 
-def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: VideoTextDataset) -> None:
+def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
     """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
     state = json.loads((checkpoint / "state.json").read_text())
-    ours = order_state(cfg, make_plan(cfg, dataset, state["micro_batches_per_step"]), len(dataset))
+    plan = make_plan(cfg, dataset, state["micro_batches_per_step"])
+    ours = order_state(cfg, plan, len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
     differing = [f"{key} {value} (there {state.get(key)})" for key, value in ours.items() if state.get(key) != value]
@@ -123,6 +129,8 @@ def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: VideoTextDataset) 
             "order and random draws depend on; change it back, or start a new run from these weights with "
             f"--cfg-options load={checkpoint}"
         )
+    if isinstance(dataset, CachedFeatures):
+        check_clips(cfg, dataset, plan)
     newest = find_checkpoint(Path(cfg.outputs), "auto")
     if newest is not None and newest.name > checkpoint.name:
         raise ValueError(
@@ -143,21 +151,18 @@ class Since:
 class Run:
     """The parts of a training run. ``__init__`` builds and restores them, ``steps`` trains."""
 
-    def __init__(
-        self, cfg: TrainConfig, dataset: VideoTextDataset, checkpoint: Path | None, device: torch.device
-    ) -> None:
+    def __init__(self, cfg: TrainConfig, dataset: TrainingSet, checkpoint: Path | None, device: torch.device) -> None:
         from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
         from opensora_sp.plugin._colossalai import Booster
 
         self.cfg, self.device = cfg, device
         plugin = SequenceParallelPlugin.from_config(cfg)
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
-        vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
-        text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
+        self.source = make_source(cfg, dataset, device)
         name, options = split_type("model", cfg.model)
         torch.manual_seed(cfg.seed)
         model = build_model(name, **options)
-        check_encoders(model.config, vae, text_encoder)
+        check_encoders(model.config, self.source, self.source)
         model.set_grad_checkpoint(cfg.grad_checkpoint)
         if cfg.compile is not None:
             compile_blocks(model)
@@ -179,9 +184,12 @@ class Run:
             logger.info("resumed from %s at step %d", checkpoint, state["step"])
         self.start: int = state["step"]
         per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
-        self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg)
-        self.picker = ClipPicker(dataset, self.mesh, self.plan, cfg.dataset.max_bad_fraction)
-        self.batches = BatchMaker(cfg, model.config, vae, text_encoder, device)
+        self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg, dataset)
+        self.broken = BrokenClips(dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
+        self.clips = SharedClips(
+            self.mesh, model, dataset, self.plan, self.source, self.broken, device, whole=cfg.sequence_parallel.verify
+        )
+        self.batches = BatchMaker(cfg, model.config, self.source, device)
         self.validator = Validator(self)
 
     def steps(self, run_dir: Path) -> None:
@@ -251,9 +259,9 @@ class Run:
         if micro_batch is None:
             return self.batches.stand_in(spare)
         before = time.perf_counter()
-        ids, clips = self.picker.pick(micro_batch, next(loader))
+        items = next(loader)
         self.since.waited += time.perf_counter() - before
-        return self.batches.make(micro_batch.number, ids, clips)
+        return self.batches.make(micro_batch.number, *self.clips.take(micro_batch, items))
 
     def _loader(self) -> DataLoader:
         sampler = ReplicaBatches(
@@ -262,6 +270,7 @@ class Run:
             stop=self.cfg.max_steps,
             replica=self.mesh.dp_rank,
             num_replicas=self.mesh.dp_size,
+            samples_of=self.clips.samples,
         )
         return DataLoader(
             self.dataset,
@@ -272,11 +281,12 @@ class Run:
         )
 
     def _measure(self, losses: torch.Tensor, done: int) -> dict[str, float]:
-        replaced = self.picker.tell(self.device)
+        replaced = self.broken.tell(self.device)
         steps = losses[1].item()
-        sums = torch.stack([losses[0], losses.new_tensor(self.since.waited / dist.get_world_size())])
-        dist.all_reduce(sums)
-        total, waited = sums.tolist()
+        mean, longest = losses[:1].clone(), losses.new_tensor([self.since.waited])
+        dist.all_reduce(mean)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # the others wait for this rank
+        total, waited = mean.item(), longest.item()
         if not math.isfinite(total):
             raise ValueError(
                 f"got a loss of {total} up to step {done}; expected a number; lower optimizer.lr or set grad_clip, and "
@@ -310,13 +320,13 @@ class Run:
 
     def _conclude(self, run_dir: Path, ledger: CommLedger) -> None:
         """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""
-        broken = self.picker.broken
+        broken = self.broken.found
         summary = {
             "dp_size": self.mesh.dp_size,
             "sp_size": self.mesh.sp_size,
             "switches": ledger.calls["switch", "forward"],
             "elements_sent": {" ".join(key): count for key, count in sorted(ledger.elements.items())},
-            "files_read": dict(self.picker.files_read),
+            "files_read": dict(self.broken.files_read),
             "broken_clips": broken,
         }
         if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schema import Common, Validation
-from opensora_sp.data import BrokenClip, Clip, VideoTextDataset, scale
+from opensora_sp.data import MicroBatch, VideoTextDataset
 from opensora_sp.diffusion import Noised
 from opensora_sp.models import sample_numbers
 from opensora_sp.randomness import normal, uniform
@@ -30,7 +30,10 @@ from opensora_sp.sampling.requests import batches_of, check_requests, requests_o
 from opensora_sp.sampling.run import write_batch
 from opensora_sp.weights import checkpoint_name
 
+from .broken import BrokenClips
+from .clips import make_encoders
 from .ema import ShardedEma
+from .features import Encoders, Features, SharedClips
 
 if TYPE_CHECKING:
     from opensora_sp.plugin import NamedShards
@@ -86,7 +89,11 @@ class Validator:
         if self.validation is None:
             return
         sampling = sampling_config(run.cfg, self.validation)
-        self.pipeline = Pipeline(sampling, run.module, run.batches.vae, run.batches.text_encoder, run.device)
+        found = run.source if isinstance(run.source, Encoders) else make_encoders(run.cfg, run.device)
+        self.pipeline = Pipeline(sampling, run.module, found.vae, found.text_encoder, run.device)
+        if self.heldout is not None:
+            self.broken = BrokenClips(self.heldout.rows, run.mesh, max_bad_fraction=1.0)
+            self.clips = SharedClips(run.mesh, run.module, self.heldout, run.plan, found, self.broken, run.device)
 
     def after(self, step: int, run_dir: Path, reporter: Reporter) -> float:
         """Validate if it is time to; returns the seconds that took. Collective."""
@@ -125,11 +132,12 @@ class Validator:
         sums = torch.zeros(bins + 1, device=self.run.device)  # and the number of clips
         mine = range(mesh.dp_rank, len(dataset), mesh.dp_size)
         for start in range(0, len(mine), size):
-            kept = self._readable({i: dataset[i] for i in mine[start : start + size]})
-            if kept:
-                sums[:bins] += self._losses(list(kept), list(kept.values()), bins)
-                sums[bins] += len(kept) / mesh.sp_size
+            ids, features = self._readable(mine[start : start + size])
+            if ids:
+                sums[:bins] += self._losses(ids, features, bins)
+                sums[bins] += len(ids) / mesh.sp_size
         dist.all_reduce(sums)
+        self.broken.tell(self.run.device)
         if not sums[bins]:
             raise ValueError(
                 f"got {len(dataset)} clips in validation.manifest {self.validation.manifest!r}, none of which can be "
@@ -137,29 +145,30 @@ class Validator:
             )
         return sums[:bins] / sums[bins]
 
-    def _readable(self, items: dict[int, Clip | BrokenClip]) -> dict[int, Clip]:
-        """Those that every rank of the SP group could read, by index. Collective in the group."""
-        for item in items.values():
-            if isinstance(item, BrokenClip):
-                logger.warning("left out of validation: %s (%s)", item.path, item.reason)
-        readable = torch.tensor([isinstance(item, Clip) for item in items.values()], dtype=torch.int32)
-        if self.run.mesh.sp_size > 1:
-            dist.all_reduce(readable, op=dist.ReduceOp.MIN, group=self.run.mesh.host_group)
-        return {i: item for (i, item), ok in zip(items.items(), readable.tolist(), strict=True) if ok}  # type: ignore[misc]
+    def _readable(self, chosen: Sequence[int]) -> tuple[list[int], Features]:
+        """Those of some clips that can be read, and their features. Collective in the group."""
+        assert self.heldout is not None and self.heldout.shape is not None
+        ids, shape = list(chosen), self.heldout.shape
+        while True:
+            features = Features.filled(float("nan"), len(ids), shape, self.clips.source, self.run.device)
+            batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
+            items = [self.heldout[sample] for sample in self.clips.samples(batch)] if ids else []
+            unreadable = self.clips.share(features, range(len(ids)), items) if ids else []
+            if not unreadable:
+                return ids, features
+            ids = [index for place, index in enumerate(ids) if place not in unreadable]
 
-    def _losses(self, ids: list[int], clips: list[Clip], bins: int) -> Tensor:
+    def _losses(self, ids: list[int], features: Features, bins: int) -> Tensor:
         """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""
         run, seed, flow = self.run, self.run.cfg.seed, self.run.batches.flow
-        video = scale(torch.stack([clip.video for clip in clips]).to(run.device))  # [B, 3, F, height, width]
-        latents = self.pipeline.vae.encode(video).float()  # [B, c, f, h, w]
+        latents = features.latents  # [B, c, f, h, w]
         noise = torch.stack([normal(tuple(latents.shape[1:]), seed, "validation_noise", i) for i in ids]).to(latents)
-        num_frames, *pixels = video.shape[2:]
+        num_frames, *pixels = features.shape
         height, width = (torch.full((len(ids),), float(side), device=run.device) for side in pixels)
         geometry = flow.geometry(height, width, latent_frames=latents.shape[2], video_frames=num_frames)
-        fps = torch.tensor([clip.fps for clip in clips], device=run.device)
-        numbers = sample_numbers(run.module.sample_inputs, height=height, width=width, fps=fps, num_frames=num_frames)
-        y, mask = self.pipeline.text_encoder.encode([clip.text for clip in clips])
-        text = run.module.encode_text(y.to(run.device), mask.to(run.device))
+        names, fps = run.module.sample_inputs, features.fps
+        numbers = sample_numbers(names, height=height, width=width, fps=fps, num_frames=num_frames)
+        text = run.module.encode_text(features.y, features.mask)
         sums = []
         for k in range(bins):
             shares = [(k + uniform(seed, "validation_timestep", i, k)) / bins for i in ids]

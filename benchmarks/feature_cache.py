@@ -1,0 +1,93 @@
+"""Step time of a run that encodes its clips against one from a feature cache: same clips, model and losses.
+
+OMP_NUM_THREADS=1 python benchmarks/feature_cache.py
+
+The autoencoder is one of Stable Diffusion's kind with random weights and a quarter of its width; captions take no time.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from opensora_sp.data import toy_clip, write_video
+
+ROOT = Path(__file__).parent.parent
+CLIPS = 12
+CONFIG = """
+num_frames = 16
+image_size = (64, 64)
+precision = "fp32"
+dataset = dict(manifest="{folder}/clips.csv")
+vae = dict(type="VideoAutoencoderKL", from_pretrained="{folder}/vae")
+text_encoder = dict(type="HashedBagOfWords", width=64, max_length=24)
+model = dict(
+    type="STDiT3", in_channels=4, caption_channels=64, model_max_length=24, hidden_size=144, depth=4, num_heads=4,
+)
+batch_size = 2
+max_steps = {steps}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_set(folder)
+        config = folder / "train.py"
+        config.write_text(CONFIG.format(folder=folder, steps=args.steps))
+        run("scripts/precompute.py", config, "-o", folder / "cache")
+        from_cache = ["dataset.type=CachedFeatures", f"dataset.path={folder / 'cache'}"]
+        ratios = []
+        for number in range(args.rounds):
+            encoding, losses = train(config, folder / f"encoding {number}")
+            cached, same = train(config, folder / f"cached {number}", *from_cache)
+            apart = max(abs(a - b) / a for a, b in zip(losses, same, strict=True))
+            print(f"{encoding:.3f} s a step encoding, {cached:.3f} s from the cache; losses {apart:.0e} apart")
+            ratios.append(encoding / cached)
+    print(f"ratio: median {median(ratios):.1f} of {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
+
+
+def write_set(folder: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    lines = ["path,text"]
+    for number in range(CLIPS):
+        clip = toy_clip(0, number)
+        write_video(folder / f"{number}.mp4", clip.draw(16, 64), fps=8)
+        lines.append(f"{number}.mp4,{clip.caption}")
+    (folder / "clips.csv").write_text("\n".join(lines) + "\n")
+    torch.manual_seed(0)
+    AutoencoderKL(
+        block_out_channels=(32, 64, 128, 128),
+        layers_per_block=2,
+        latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+    ).save_pretrained(folder / "vae")
+
+
+def train(config: Path, outputs: Path, *options: str) -> tuple[float, list[float]]:
+    """The median step time after the first steps, and all losses."""
+    run("scripts/train.py", config, "--cfg-options", f"outputs={outputs}", *options)
+    lines = [json.loads(line) for line in (outputs / "metrics.jsonl").read_text().splitlines()]
+    return median(line["step_time"] for line in lines[2:]), [line["loss"] for line in lines]
+
+
+def run(script: str, *arguments: object) -> None:
+    command = [sys.executable, ROOT / script, *arguments]
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Write latents and text features of a config's clips down once, to train from with CachedFeatures.
+
+torchrun --nproc_per_node 8 scripts/precompute.py configs/stdit3/train/16x256x256_sp2.py -o cache/
+"""
+
+from opensora_sp.config import load_train_config
+from opensora_sp.console import config_arguments, log_to_terminal, told_errors
+from opensora_sp.training.precompute import precompute
+
+
+def main() -> None:
+    parser = config_arguments("Make a feature cache. Start it with torchrun; started again, it goes on.")
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the cache's folder")
+    args = parser.parse_args()
+    log_to_terminal()
+    with told_errors():
+        precompute(load_train_config(args.config, args.cfg_options), args.output)
+
+
+if __name__ == "__main__":
+    main()
