@@ -203,13 +203,17 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "half.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.png").write_text("no image")
-    names = ["good.mp4", "half.mp4", "empty.mp4", "text.png", "gone.mp4"]
+    (tmp_path / "unknown.mp4").write_bytes(whole.replace(b"avc1", b"none"))  # no decoder has this name
+    ffmpeg("-f", "lavfi", "-i", "sine=duration=0.1", tmp_path / "sound.mp4")
+    names = ["good.mp4", "half.mp4", "empty.mp4", "text.png", "gone.mp4", "unknown.mp4", "sound.mp4"]
     (tmp_path / "clips.csv").write_text("path,text\n" + "".join(f"{name},x\n" for name in names))
     dataset = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16))
     assert isinstance(dataset[0], Clip)
     for number, name in enumerate(names[1:], 1):
         broken = dataset[number]
         assert isinstance(broken, BrokenClip) and broken.path.endswith(name) and re.match(r"\w+: .+", broken.reason)
+        if name in ("unknown.mp4", "sound.mp4"):
+            assert "it holds no video that can be decoded" in broken.reason
     long = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=7, image_size=(16, 16))
     assert "got 6 frames; expected at least 7" in long[0].reason
     slow = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16), time_limit=1e-9)

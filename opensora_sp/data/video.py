@@ -105,7 +105,9 @@ def probe(path: str | Path) -> Probed:
 def _opened(path: str | Path, time_limit: float | None = None) -> Iterator[tuple[Any, Any]]:
     """A file and its first video stream, decoded by this thread alone: workers are what works in parallel here."""
     with av.open(str(path), timeout=time_limit) as container:
-        stream = container.streams.video[0]
+        stream = next(iter(container.streams.video), None)
+        if stream is None or stream.codec_context is None:  # sound alone, or a codec that FFmpeg was built without
+            raise ValueError("it holds no video that can be decoded")
         stream.thread_type = "NONE"
         stream.codec_context.thread_count = 1
         yield container, stream
