@@ -28,6 +28,7 @@ from opensora_sp.data import (
     read_video,
     resize_and_crop,
     toy_clip,
+    video,
     write_manifest,
     write_video,
 )
@@ -55,6 +56,7 @@ FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
         "-lag-in-frames",
         "16",
     ),  # packets that show nothing
+    "stream.mp4": ("-c", "copy", "-f", "mpegts"),  # named so by many a downloader
     "pictures.mov": ("-c:v", "mjpeg", "-q:v", "2", "-pix_fmt", "yuvj420p"),
     "moving.gif": (),
     "one.png": ("-frames:v", "1"),
@@ -103,6 +105,15 @@ def test_frames_are_those_of_ffmpeg(videos: Path, name: str) -> None:
     assert np.array_equal(
         read_frames(videos / name)[-1], read_video(videos / name, num_frames=1, start=len(wanted) - 1)[0][0]
     )
+
+
+def test_a_frame_that_is_lost_is_not_made_up_for_by_a_later_one(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = video._frames_from
+    monkeypatch.setattr(video, "_frames_from", lambda *of: (found for found in decoded(*of) if found[0] != 33))
+    for start in (31, 33):
+        with pytest.raises(ValueError, match=rf"1 of its frames {start} to {start + 2} cannot be decoded"):
+            read_video(videos / "b.mp4", num_frames=2, start=start, interval=2)
+    assert len(read_video(videos / "b.mp4", num_frames=2, start=32, interval=2)[0]) == 2
 
 
 def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
