@@ -18,11 +18,12 @@ from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_co
 from opensora_sp.data import read_frames
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.sampling import parse, read_prompts, sample
+from opensora_sp.sampling import outputs, parse, read_prompts, sample
 from opensora_sp.sampling.groups import choose_groups
 from opensora_sp.sampling.outputs import Output, fingerprint
 from opensora_sp.sampling.requests import batches_of, requests_of
 from opensora_sp.sampling.run import build_pipeline, preflight
+from opensora_sp.storage import CheckpointFolder
 
 TABLE = """prompt,num_frames,resolution,seed,fps,negative_prompt
 a red circle,,,,,
@@ -231,7 +232,7 @@ def test_a_size_that_a_model_has_no_positions_for_is_refused_before_it_is_loaded
         preflight(cfg)
 
 
-def test_the_fingerprint_is_that_of_the_manifest_where_there_is_one(tmp_path: Path) -> None:
+def test_the_fingerprint_is_that_of_all_files(tmp_path: Path) -> None:
     (tmp_path / "ema").mkdir()
     for name in ("a.safetensors", "b.safetensors"):
         (tmp_path / "ema" / name).write_bytes(name.encode())
@@ -242,7 +243,22 @@ def test_the_fingerprint_is_that_of_the_manifest_where_there_is_one(tmp_path: Pa
     both = fingerprint(tmp_path / "ema")
     (tmp_path / "ema" / "b.safetensors").write_bytes(b"other")
     assert fingerprint(tmp_path / "ema") not in (both, first)
-    (tmp_path / "ema" / "b.safetensors").unlink()
-    index.unlink()
-    (tmp_path / "manifest.json").write_text(json.dumps({"ema/a.safetensors": {"sha256": "as listed"}}))
-    assert fingerprint(tmp_path / "ema") == "as listed"
+    (tmp_path / "manifest.json").write_text("not of a checkpoint")
+    assert fingerprint(tmp_path / "ema" / "a.safetensors") == first
+
+
+def test_the_fingerprint_of_a_checkpoint_is_read_and_not_worked_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path / "step_00000001", {"ema/model.safetensors": b"weights"})
+    folder.begin()
+    folder.finish({})
+    file = tmp_path / "step_00000001" / "ema" / "model.safetensors"
+    wanted, worked_out = hashlib.sha256(b"weights").hexdigest(), []
+    monkeypatch.setattr(outputs, "sha256", lambda path: worked_out.append(path) or "anew")
+    assert fingerprint(file.parent) == fingerprint(file) == wanted and not worked_out
+    file.write_bytes(b"other weights")
+    assert fingerprint(file.parent) == "anew"
+    file.write_bytes(b"weights")
+    (tmp_path / "step_00000001" / "manifest.json").write_text("{}")
+    assert fingerprint(file.parent) == "anew"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import resource
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import imageio_ffmpeg
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from torch.utils.data import DataLoader
 
 from opensora_sp.cli import main
@@ -24,10 +27,12 @@ from opensora_sp.data import (
     Sample,
     VideoTextDataset,
     count_frames,
+    find_files,
     read_frames,
     read_video,
     resize_and_crop,
     toy_clip,
+    video,
     write_manifest,
     write_video,
 )
@@ -55,6 +60,7 @@ FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
         "-lag-in-frames",
         "16",
     ),  # packets that show nothing
+    "stream.mp4": ("-c", "copy", "-f", "mpegts"),  # named so by many a downloader
     "pictures.mov": ("-c:v", "mjpeg", "-q:v", "2", "-pix_fmt", "yuvj420p"),
     "moving.gif": (),
     "one.png": ("-frames:v", "1"),
@@ -105,6 +111,15 @@ def test_frames_are_those_of_ffmpeg(videos: Path, name: str) -> None:
     )
 
 
+def test_a_frame_that_is_lost_is_not_made_up_for_by_a_later_one(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = video._frames_from
+    monkeypatch.setattr(video, "_frames_from", lambda *of: (found for found in decoded(*of) if found[0] != 33))
+    for start in (31, 33):
+        with pytest.raises(ValueError, match=rf"1 of its frames {start} to {start + 2} cannot be decoded"):
+            read_video(videos / "b.mp4", num_frames=2, start=start, interval=2)
+    assert len(read_video(videos / "b.mp4", num_frames=2, start=32, interval=2)[0]) == 2
+
+
 def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "set"
     (folder / "sub").mkdir(parents=True)
@@ -135,14 +150,55 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
         assert message in capsys.readouterr().err
 
 
+def test_an_index_looks_at_each_file_once_and_not_at_hidden_folders(videos: Path, tmp_path: Path) -> None:
+    (tmp_path / "set" / ".trash").mkdir(parents=True)
+    for name in ("a.png", ".trash/b.png"):
+        (tmp_path / "set" / name).write_bytes((videos / "one.png").read_bytes())
+    (tmp_path / "set" / "back").symlink_to(tmp_path / "set")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "c.png").write_bytes((videos / "one.png").read_bytes())
+    (tmp_path / "set" / "link").symlink_to(tmp_path / "far")
+    assert find_files(tmp_path / "set") == [tmp_path / "set" / "a.png", tmp_path / "set" / "link" / "c.png"]
+
+
+def test_an_index_is_written_whole_or_not_at_all(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = tmp_path / "set", tmp_path / "clips.csv"
+    folder.mkdir()
+    for name in (b"good.png", b"caf\xe9.png"):  # as an archive of another system is unpacked
+        (folder / os.fsdecode(name)).write_bytes((videos / "one.png").read_bytes())
+    main(["index", str(folder), "-o", str(target)])
+    told = capsys.readouterr()
+    assert "1 clips, 1 of them without a caption; 1 files cannot be read" in told.out
+    assert f"left out {folder}/caf\\xe9.png: its name is not UTF-8" in told.err
+    before = target.read_bytes()
+    with pytest.raises(UnicodeEncodeError):
+        write_manifest(target, [Entry(Path("a.png"), "b"), Entry(Path("c.png"), "\ud800")])
+    assert target.read_bytes() == before and {path.name for path in tmp_path.iterdir()} == {"set", "clips.csv"}
+    monkeypatch.setattr("opensora_sp.data.index_files", lambda *_, **__: pytest.fail("looked at files first"))
+    for name, message in [("set.csv", "which is a folder"), ("clips.csv/a.csv", "which cannot be written")]:
+        (tmp_path / "set.csv").mkdir(exist_ok=True)
+        with pytest.raises(SystemExit):
+            main(["index", str(folder), "-o", str(tmp_path / name)])
+        assert f"got --output '{tmp_path / name}', {message}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         (
             "clips.csv",
             "path,text,height\na.mp4,b,tall\n",
-            "got height 'tall' for clip 1 of .*expected a number or nothing",
+            "got height 'tall' for clip 1 of .*expected a whole number or nothing",
         ),
+        ("clips.csv", "path,text,num_frames\na.mp4,b,inf\n", "got num_frames 'inf' for clip 1"),
+        ("clips.csv", "path,text,width\na.mp4,b,1\na.mp4,b,-4\n", "got width '-4' for clip 2"),
+        ("clips.jsonl", '{"path": "a", "text": "b", "height": 1.5}\n', "got height 1.5 for clip 1"),
+        ("clips.csv", "path,text\na.mp4,b\n,c\n", "with 1 clips without a path, clip 2 is the first"),
+        ("clips.jsonl", '{"path": "a", "text": "b"}\n{"text": "c"}\n', "with 1 clips without a path, clip 2"),
+        ("clips.csv", "path,text\na.mp4,\udce9\n", "cannot be read .*invalid continuation byte.*expected UTF-8"),
+        ("clips.csv", "path,text\na.mp4," + "x" * 140_000, "cannot be read .*field limit.*at most 131,072 characters"),
         ("clips.jsonl", '{"path": "a.mp4"}\n', "expected path and text; add text to its lines"),
         ("clips.jsonl", "path,text\n", "got the line 'path,text' in .*expected a JSON object"),
         ("clips.parquet", "path,text\n", "cannot be read .*expected Parquet"),
@@ -150,9 +206,24 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
+    (tmp_path / name).write_text(content, errors="surrogateescape")
+    with pytest.raises(ValueError, match=message) as error:
         Manifest(tmp_path / name)
+    assert str(error.value).startswith("got ")
+
+
+def test_a_path_that_is_null_in_parquet_is_refused(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"path": ["a.mp4", None], "text": [None, "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="with 1 clips without a path, clip 2 is the first"):
+        Manifest(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.csv", "path,text\r\na.mp4,b\r\n"), ("a.jsonl", '{"path":"a.mp4","text":"b"}\r\n')]
+)
+def test_manifests_of_windows_are_read(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
+    assert list(Manifest(tmp_path / name)) == [Entry(tmp_path / "a.mp4", "b")]
 
 
 def test_manifests_may_leave_numbers_out(tmp_path: Path) -> None:
@@ -203,13 +274,17 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "half.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.png").write_text("no image")
-    names = ["good.mp4", "half.mp4", "empty.mp4", "text.png", "gone.mp4"]
+    (tmp_path / "unknown.mp4").write_bytes(whole.replace(b"avc1", b"none"))  # no decoder has this name
+    ffmpeg("-f", "lavfi", "-i", "sine=duration=0.1", tmp_path / "sound.mp4")
+    names = ["good.mp4", "half.mp4", "empty.mp4", "text.png", "gone.mp4", "unknown.mp4", "sound.mp4"]
     (tmp_path / "clips.csv").write_text("path,text\n" + "".join(f"{name},x\n" for name in names))
     dataset = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16))
     assert isinstance(dataset[0], Clip)
     for number, name in enumerate(names[1:], 1):
         broken = dataset[number]
         assert isinstance(broken, BrokenClip) and broken.path.endswith(name) and re.match(r"\w+: .+", broken.reason)
+        if name in ("unknown.mp4", "sound.mp4"):
+            assert "it holds no video that can be decoded" in broken.reason
     long = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=7, image_size=(16, 16))
     assert "got 6 frames; expected at least 7" in long[0].reason
     slow = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16), time_limit=1e-9)

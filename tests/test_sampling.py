@@ -139,11 +139,17 @@ def test_prompt_files(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('prompt,seed\n"one, two",1\nthree,2\n')
     assert [one.prompt for one in read_prompts(tmp_path / "a.txt")] == ["one", "two"]
     assert [(one.prompt, one.seed) for one in read_prompts(tmp_path / "a.csv")] == [("one, two", 1), ("three", 2)]
+    (tmp_path / "windows.txt").write_bytes("one\r\ntwo\u2028three\r\n".encode("utf-8-sig"))
+    assert [one.prompt for one in read_prompts(tmp_path / "windows.txt")] == ["one", "two\u2028three"]
+    (tmp_path / "windows.csv").write_bytes("prompt,seed\r\none,1\r\n".encode("utf-8-sig"))
+    assert [(one.prompt, one.seed) for one in read_prompts(tmp_path / "windows.csv")] == [("one", 1)]
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "b.csv").write_text("words\na\n")
     for name, message in [
         ("none.txt", "which is not a file"),
         ("empty.txt", "without prompts"),
+        ("latin.txt", "got prompts file .*which cannot be read .*expected UTF-8"),
         ("b.csv", r"with the columns \['words'\]"),
         ("a.json", "which is not a file"),
     ]:

@@ -224,6 +224,29 @@ def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:
     assert set_aside(tmp_path / "step_00000001").name == "step_00000001.damaged"
 
 
+def test_checkpoints_that_were_moved_and_linked_stay_where_they_are(tmp_path: Path) -> None:
+    """Whoever makes room on a disk leaves links behind; a save that passes over them neither fails nor follows."""
+
+    def save(step: int) -> None:
+        folder = CheckpointFolder(tmp_path / "run" / checkpoint_name(step), {"state.json": b"{}"}, keep_last=1)
+        folder.begin()
+        folder.finish({})
+
+    save(1)
+    (tmp_path / "far").mkdir()
+    for name in (checkpoint_name(1), ".partial-mine"):
+        (tmp_path / "far" / name).mkdir() if name[0] == "." else (tmp_path / "run" / name).rename(
+            tmp_path / "far" / name
+        )
+        (tmp_path / "far" / name / "file").write_text("x")
+        (tmp_path / "run" / name).symlink_to(tmp_path / "far" / name)
+    (tmp_path / "run" / checkpoint_name(2)).symlink_to(tmp_path / "gone")
+    save(2)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {checkpoint_name(2), "latest"}
+    verify(tmp_path / "far" / checkpoint_name(1))
+    assert len(list((tmp_path / "far").glob("*/file"))) == 2
+
+
 def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
     wanted = {f"{i}": torch.arange(7 * i).reshape(7, i).to(dtype) for i, dtype in enumerate(dtypes)}

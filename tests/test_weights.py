@@ -24,7 +24,15 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.run import build_pipeline
 from opensora_sp.sampling.run import preflight as sampling_preflight
 from opensora_sp.training.run import check_initial_weights
-from opensora_sp.weights import find_weights, from_pretrained, open_weights, read, save_pretrained, write_model_config
+from opensora_sp.weights import (
+    find_weights,
+    from_pretrained,
+    open_weights,
+    read,
+    save_pretrained,
+    weight_files,
+    write_model_config,
+)
 
 pytestmark = pytest.mark.core
 GOLDEN = Path(__file__).parent / "golden" / "models"
@@ -324,6 +332,19 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(model: STDiT3, tmp_pat
     refused("where it is not", open_weights, folder)
     (folder / "model.safetensors.index.json").write_text("{}")
     refused("not an index of shards (KeyError('weight_map'))", open_weights, folder)
+    save_file(model.state_dict(), tmp_path / "outside.safetensors")
+    for content, told in [
+        ("{", "which is not an index of shards"),
+        ({"weight_map": {}}, "which is not an index of shards"),
+        ({"weight_map": [1]}, "which is not an index of shards"),
+        ({"weight_map": {"a": 1}}, "which is not an index of shards"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "1 are absent (gone.safetensors)"),
+        ({"weight_map": {"a": "../outside.safetensors"}}, "which names '../outside.safetensors'"),
+        ({"weight_map": {"a": str(tmp_path / "outside.safetensors")}}, "expected files of its own folder"),
+    ]:
+        (folder / "model.safetensors.index.json").write_text(content if content == "{" else json.dumps(content))
+        for look in (open_weights, weight_files):  # sampling asks for the files first, for their digests
+            refused(told, look, folder)
 
 
 # What does not fit.

@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> None:
     check_ending(args.output)
     if args.workers is not None and args.workers < 1:
         raise ValueError(f"got --workers {args.workers}; expected at least 1; change it or leave it out")
+    _check_writable(args.output)
     captions = read_captions(args.captions) if args.captions else None
     files = find_files(args.folder)
     with tqdm(total=len(files), desc="index", unit="file", dynamic_ncols=True) as bar:
@@ -44,13 +45,23 @@ def run(args: argparse.Namespace) -> None:
             f"got {len(files)} files in {str(args.folder)!r}, none of which can be read; expected videos or images; "
             "check them"
         )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     near = [entry._replace(path=Path(_relative(entry.path, args.output.parent))) for entry in found.entries]
     write_manifest(args.output, near)
     sys.stdout.write(
         f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a caption; "
         f"{len(found.broken)} files cannot be read and were left out\n"
     )
+
+
+def _check_writable(file: Path) -> None:
+    """Raise ValueError if the manifest could not be written, before hours of looking at files."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        problem = "is a folder" if file.is_dir() else "" if os.access(file.parent, os.W_OK) else "cannot be written"
+    except OSError as error:
+        problem = f"cannot be written ({error})"
+    if problem:
+        raise ValueError(f"got --output {str(file)!r}, which {problem}; expected a file to write; choose another name")
 
 
 def _relative(path: Path, folder: Path) -> str:

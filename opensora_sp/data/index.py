@@ -26,26 +26,28 @@ class Index:
 
 
 def find_files(folder: Path) -> list[Path]:
-    """Videos and images in a folder and its subfolders, sorted; hidden ones are left out.
+    """Videos and images in a folder and its subfolders, sorted; hidden ones are left out. Links are followed, once.
 
     Raises:
         ValueError: if the folder does not exist or holds none.
     """
     if not folder.is_dir():
         raise ValueError(f"got folder {str(folder)!r}, which does not exist; expected videos or images; check the path")
-    known = {*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}
-    found = sorted(
-        Path(root, name)
-        for root, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if Path(name).suffix.lower() in known and not name.startswith(".")
-    )
+    known, found, seen = {*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}, list[Path](), set[str]()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        place = os.path.realpath(root)
+        if place in seen:  # a link that leads back to where it stands, or the second of two to one place
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(root, n) for n in names if Path(n).suffix.lower() in known and not n.startswith(".")]
     if not found:
         raise ValueError(
             f"got folder {str(folder)!r} without videos and images; expected files named {', '.join(sorted(known))}; "
             "check the path"
         )
-    return found
+    return sorted(found)
 
 
 def read_captions(manifest: str | Path) -> dict[Path, str]:
@@ -91,6 +93,9 @@ def _probed(files: list[Path], workers: int) -> Iterator[Entry | BrokenClip]:
 
 
 def _probe(path: Path) -> Entry | BrokenClip:
+    shown = os.fsencode(path).decode(errors="backslashreplace")
+    if shown != str(path):
+        return BrokenClip(shown, "its name is not UTF-8, in which a manifest is written; rename it")
     try:
         found = probe(path)
     except UNREADABLE as error:

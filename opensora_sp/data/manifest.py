@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -38,8 +39,8 @@ class Manifest(Sequence[Entry]):
         path: ``.csv`` with a header line, ``.jsonl`` with an object a line, or ``.parquet``.
 
     Raises:
-        ValueError: if the file is missing, is none of these, lacks a column, lists nothing, or has a number that is
-            none.
+        ValueError: if the file is missing, is none of these, lacks a column or a path, lists nothing, or has a number
+            that is none.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -53,6 +54,12 @@ class Manifest(Sequence[Entry]):
             )
         if not columns["path"]:
             raise ValueError(f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it")
+        without = [place for place, one in enumerate(columns["path"]) if one is None or one == ""]
+        if without:
+            raise ValueError(
+                f"got manifest {str(path)!r} with {len(without)} clips without a path, clip {without[0] + 1} is the "
+                "first; expected a file for each; fill them in, or remove these lines"
+            )
         self.paths = [str(one) for one in columns["path"]]
         self.texts = [str(one or "") for one in columns["text"]]
         self.numbers = {
@@ -85,12 +92,22 @@ class Manifest(Sequence[Entry]):
 def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:
     """Write a CSV, JSONL or Parquet file, by the ending of ``path``; paths as they are, numbers not known left empty.
 
+    The file appears under its name when it is complete; what stood there stays until then.
+
     Raises:
         ValueError: for another ending.
     """
     path = Path(path)
     check_ending(path)
-    rows = [{**entry._asdict(), "path": str(entry.path)} for entry in entries]
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        _write(partial, [{**entry._asdict(), "path": str(entry.path)} for entry in entries])
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.suffix == ".csv":
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, Entry._fields)
@@ -121,13 +138,19 @@ def _read_columns(path: Path) -> dict[str, list[Any]]:
     check_ending(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    with path.open(newline="", encoding="utf-8") as file:
-        if path.suffix == ".csv":
-            reader = csv.reader(file)
-            names = next(reader, [])
-            rows: Iterator[dict[str, Any]] = (dict(zip(names, line)) for line in reader if line)
-            return _by_column(rows, names)
-        return _by_column((_parsed(path, line) for line in file if line.strip()), [])
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # Excel begins UTF-8 with a mark
+            if path.suffix == ".csv":
+                reader = csv.reader(file)
+                names = next(reader, [])
+                rows: Iterator[dict[str, Any]] = (dict(zip(names, line)) for line in reader if line)
+                return _by_column(rows, names)
+            return _by_column((_parsed(path, line) for line in file if line.strip()), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"got manifest {str(path)!r}, which cannot be read ({error}); expected UTF-8 with cells of at most "
+            f"{csv.field_size_limit():,} characters; save it as that"
+        ) from None
 
 
 def _by_column(rows: Iterable[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
@@ -169,9 +192,12 @@ def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndar
         if value is None or value == "":
             continue
         try:
-            numbers[place] = float(value)
+            numbers[place] = number = float(value)
+            if number < 0 or math.isinf(number) or (name in WHOLE and number % 1 > 0):
+                raise ValueError
         except (TypeError, ValueError):
+            kind = "a whole number" if name in WHOLE else "a number"
             raise ValueError(
-                f"got {name} {value!r} for clip {place + 1} of {str(path)!r}; expected a number or nothing; correct it"
+                f"got {name} {value!r} for clip {place + 1} of {str(path)!r}; expected {kind} or nothing; correct it"
             ) from None
     return numbers

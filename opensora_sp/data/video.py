@@ -44,7 +44,7 @@ def read_video(
         ``interval``.
 
     Raises:
-        ValueError: if the file has too few frames.
+        ValueError: if the file has too few frames, or some of these cannot be decoded.
         OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes too long.
     """
     span = (num_frames - 1) * interval + 1
@@ -58,12 +58,14 @@ def read_video(
         for number, frame in _frames_from(container, stream, start, last):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"decoding took longer than {time_limit:g} s")
-            if number >= start and (number - start) % interval == 0:
+            if start <= number <= last and (number - start) % interval == 0:
                 frames.append(_upright(frame))
-            if number == last:
+            if number >= last:
                 break
     if len(frames) < num_frames:
         available = count_frames(path)
+        if available >= start + span:
+            raise ValueError(f"{num_frames - len(frames)} of its frames {start} to {last} cannot be decoded")
         raise ValueError(f"got {available} frames; expected at least {start + span}; use longer clips or fewer frames")
     return np.stack(frames), rate
 
@@ -105,7 +107,9 @@ def probe(path: str | Path) -> Probed:
 def _opened(path: str | Path, time_limit: float | None = None) -> Iterator[tuple[Any, Any]]:
     """A file and its first video stream, decoded by this thread alone: workers are what works in parallel here."""
     with av.open(str(path), timeout=time_limit) as container:
-        stream = container.streams.video[0]
+        stream = next(iter(container.streams.video), None)
+        if stream is None or stream.codec_context is None:  # sound alone, or a codec that FFmpeg was built without
+            raise ValueError("it holds no video that can be decoded")
         stream.thread_type = "NONE"
         stream.codec_context.thread_count = 1
         yield container, stream
@@ -131,10 +135,13 @@ def _frames_from(container: Any, stream: Any, start: int, last: int) -> Iterator
                 key = max((pts for pts, is_key in times[: start + 1] if is_key), default=times[0][0])
                 container.seek(key, stream=stream)
                 numbers = {pts: number for number, (pts, _) in enumerate(times)}
-                for frame in container.decode(stream):
-                    if frame.pts in numbers:
-                        yield numbers[frame.pts], frame
-                return
+                frames = ((numbers[frame.pts], frame) for frame in container.decode(stream) if frame.pts in numbers)
+                first = next(frames, None)
+                if first is not None and first[0] <= start:
+                    yield first
+                    yield from frames
+                    return
+                container.seek(0)  # it landed too late, as in MPEG-TS, which has no index
     yield from zip(count(), container.decode(stream))
 
 

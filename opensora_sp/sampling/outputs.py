@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from opensora_sp.config import InferenceConfig
+from opensora_sp.storage.folder import sha256
 from opensora_sp.weights import weight_files
 
 from .contact_sheet import shown_frames, write_contact_sheet
@@ -190,19 +191,20 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
 def fingerprint(weights: Path) -> str:
     """SHA-256 of weights, in one file or several; as their checkpoint's manifest says, if it does."""
     files = weight_files(weights)
-    manifest = weights.parent / "manifest.json"
-    listed = json.loads(manifest.read_text()) if manifest.is_file() else {}
-    names = [f"{file.parent.name}/{file.name}" for file in files]
-    found = [listed[name]["sha256"] if name in listed else _sha256(file) for name, file in zip(names, files)]
+    listed = _listed(files[0].parent.parent)
+    found = [listed.get((f"{file.parent.name}/{file.name}", file.stat().st_size)) or sha256(file) for file in files]
     return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
+def _listed(checkpoint: Path) -> dict[tuple[str, int], str]:
+    """(path, size) -> SHA-256 of the files of a committed checkpoint; nothing where it is none."""
+    if not (checkpoint / "COMMIT").is_file():
+        return {}
+    try:
+        entries = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        return {(name, entry["bytes"]): entry["sha256"] for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def _short(value: Any) -> str:

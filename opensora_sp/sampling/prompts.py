@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from opensora_sp.config import PromptOptions, explain
 
+ENCODING = "utf-8-sig"  # editors of Windows begin UTF-8 with a mark, which is no part of the first prompt
+
 
 def read_prompts(path: str | Path) -> list[PromptOptions]:
     """Prompts of a .txt file (one a line) or a .csv file; lines without a prompt are skipped.
@@ -22,20 +24,26 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the path")
-    if path.suffix == ".csv":
-        prompts = _rows(path)
-    elif path.suffix == ".txt":
-        lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-        prompts = [PromptOptions(prompt=line) for line in lines if line]
-    else:
+    if path.suffix not in (".txt", ".csv"):
         raise ValueError(f"got prompts file {str(path)!r}; expected .txt or .csv; rename or convert it")
+    try:
+        prompts = _rows(path) if path.suffix == ".csv" else _lines(path)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"got prompts file {str(path)!r}, which cannot be read ({error}); expected UTF-8; save it as that"
+        ) from None
     if not prompts:
         raise ValueError(f"got prompts file {str(path)!r} without prompts; expected at least one; add a line")
     return prompts
 
 
+def _lines(path: Path) -> list[PromptOptions]:
+    with path.open(encoding=ENCODING) as file:
+        return [PromptOptions(prompt=line.strip()) for line in file if line.strip()]
+
+
 def _rows(path: Path) -> list[PromptOptions]:
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding=ENCODING) as file:
         reader = csv.DictReader(file, skipinitialspace=True)
         columns = ["prompt" if name == "text" else name.strip() for name in reader.fieldnames or []]
         if columns.count("prompt") != 1:

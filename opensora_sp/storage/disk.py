@@ -60,7 +60,9 @@ class Disk:
         self.flush(path.parent)
 
     def remove_tree(self, folder: Path) -> None:
-        """Remove a folder and what is in it; links are removed, not followed."""
+        """Remove a folder and what is in it; links are removed, not followed, and so is ``folder`` if it is one."""
+        if folder.is_symlink():
+            return self.unlink(folder)
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
                 self.remove_tree(path)

@@ -71,7 +71,7 @@ class CheckpointFolder:
         self._write(self.partial / "manifest.json", text)
         for folder in (*(path for path in self.partial.rglob("*") if path.is_dir()), self.partial):
             self.disk.flush(folder)
-        if self.final.exists():
+        if self.final.exists() or self.final.is_symlink():
             remove_checkpoint(self.final, self.disk)
         self.disk.rename(self.partial, self.final)
         self.disk.flush(self.final.parent)
@@ -97,7 +97,7 @@ class CheckpointFolder:
 
 def remove_checkpoint(folder: Path, disk: Disk) -> None:
     """Remove a checkpoint, ``COMMIT`` first: what is left of it half-way is not taken for one."""
-    if (folder / "COMMIT").exists():
+    if (folder / "COMMIT").exists() and not folder.is_symlink():  # what a link leads to is not this run's to remove
         disk.unlink(folder / "COMMIT")
         disk.flush(folder)
     disk.remove_tree(folder)

@@ -94,8 +94,38 @@ def weight_files(place: Path) -> list[Path]:
     first = weight_file(place)
     if not first.name.endswith(".index.json"):
         return [first]
-    shards = sorted(set(json.loads(first.read_text())["weight_map"].values()))
-    return [first, *(first.parent / shard for shard in shards)]
+    return [first, *(first.parent / shard for shard in sorted(set(shard_of(first).values())))]
+
+
+def shard_of(index: Path) -> dict[str, str]:
+    """Tensor -> file beside the index, all of which are there.
+
+    Raises:
+        ValueError: if it is no index, or names files that are absent or in other folders.
+    """
+    try:
+        places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        names = sorted(set(places.values()))
+        if not names or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"files {names}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"got {index}, which is not an index of shards ({error!r}); expected JSON with a weight_map; download it "
+            "again"
+        ) from None
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ValueError(
+            f"got {index}, which names {outside[0]!r}; expected files of its own folder; do not use weights from this "
+            "source"
+        )
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise ValueError(
+            f"got {index}, of whose {len(names)} shards {len(absent)} are absent ({', '.join(absent[:4])}); expected "
+            "all of them beside it; download or copy the rest"
+        )
+    return places
 
 
 def flush(path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .places import find_weights, weight_file
+from .places import find_weights, shard_of, weight_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,20 +95,8 @@ def saved_config(place: Path) -> dict[str, Any] | None:
 
 def _open_shards(index: Path, **options: bool) -> Weights:
     """All shards that an index names, as one."""
-    try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"got {index}, which is not an index of shards ({error!r}); expected JSON with a weight_map; download it "
-            "again"
-        ) from None
+    places = shard_of(index)
     names = sorted(set(places.values()))
-    absent = [name for name in names if not (index.parent / name).is_file()]
-    if absent:
-        raise ValueError(
-            f"got {index}, of whose {len(names)} shards {len(absent)} are absent ({', '.join(absent[:4])}); expected "
-            "all of them beside it; download or copy the rest"
-        )
     shards = {name: _open_file(index.parent / name, **options) for name in names}
     lost = [name for name, shard in places.items() if name not in shards[shard].tensors]
     if lost:
