@@ -80,6 +80,11 @@ class CheckpointFolder:
         self._remove_old()
         logger.info("saved %s", self.final)
 
+    def abandon(self) -> None:
+        """Remove what was written, which may be what has filled the disk."""
+        if self.partial.exists():
+            self.disk.remove_tree(self.partial)
+
     def _write(self, path: Path, data: bytes) -> None:
         with path.open("wb", buffering=0) as file:
             self.disk.write(file, data)
