@@ -1,7 +1,7 @@
 """Runs that lose a rank, a launcher, or their numbers: how they end, what they say, and that nothing is left behind.
 
-Each is a small training as users start it, in which ``faulty.py`` plants the fault. ``make test-faults`` (GRID=all) does
-with both launchers and with either rank what CI does once.
+Each is a small training as users start it, in which ``faulty.py`` plants the fault. ``make test-faults`` (GRID=all)
+does with both launchers and with either rank what CI does once.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class Job:
         while left := self.left():
             assert time.monotonic() < deadline, f"processes {left} are left behind:\n{self.text}"
             time.sleep(0.1)
+        self.process.wait(5)
 
     def left(self) -> list[int]:
         """Processes, of any age and parent, that this job has started."""

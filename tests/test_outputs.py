@@ -244,5 +244,5 @@ def test_the_fingerprint_is_that_of_the_manifest_where_there_is_one(tmp_path: Pa
     assert fingerprint(tmp_path / "ema") not in (both, first)
     (tmp_path / "ema" / "b.safetensors").unlink()
     index.unlink()
-    (tmp_path / "manifest.json").write_text(json.dumps({"ema/a.safetensors": {"sha256": "as listed"}}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": {"ema/a.safetensors": {"sha256": "as listed"}}}))
     assert fingerprint(tmp_path / "ema") == "as listed"

@@ -120,9 +120,8 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
                 "save_optimizer wrote: ColossalAI's own files name no parameters; save it again"
             )
         with safe_open(path, framework="pt") as file:
-            about = {
-                key: json.loads(text) for key, text in (file.metadata() or {}).items() if key in (GROUPS, LOSS_SCALE)
-            }
+            metadata = file.metadata() or {}
+        about = {key: json.loads(metadata[key]) for key in (GROUPS, LOSS_SCALE) if key in metadata}
         _load_optimizer(_shards_of(optimizer), path, [path], about)
 
     def load_sharded_optimizer(

@@ -191,7 +191,7 @@ def fingerprint(weights: Path) -> str:
     """SHA-256 of weights, in one file or several; as their checkpoint's manifest says, if it does."""
     files = weight_files(weights)
     manifest = weights.parent / "manifest.json"
-    listed = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    listed = json.loads(manifest.read_text())["files"] if manifest.is_file() else {}
     names = [f"{file.parent.name}/{file.name}" for file in files]
     found = [listed[name]["sha256"] if name in listed else _sha256(file) for name, file in zip(names, files)]
     return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()

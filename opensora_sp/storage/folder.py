@@ -119,10 +119,11 @@ def set_aside(folder: Path, disk: Disk | None = None) -> Path:
     return aside
 
 
-def verify(folder: Path, *, thorough: bool = True) -> None:
+def verify(folder: Path, *, thorough: bool = True, part: str = "") -> None:
     """Check a committed checkpoint against its manifest, and that against ``COMMIT``.
 
     Args:
+        part: check the files within this folder of it only, such as "ema".
         thorough: read all files for their SHA-256; otherwise of files over 1 MiB the size is compared only.
 
     Raises:
@@ -130,6 +131,8 @@ def verify(folder: Path, *, thorough: bool = True) -> None:
     """
     manifest = _manifest(folder)
     for name, entry in manifest["files"].items():
+        if part and PurePosixPath(name).parts[0] != part:
+            continue
         file = inside(folder, name)
         found: Any = "no such file"
         if file.is_file():

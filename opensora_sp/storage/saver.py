@@ -215,9 +215,11 @@ class on_rank_0:  # noqa: N801  (used like a function)
         self.what = what
 
     def __enter__(self) -> bool:
-        return dist.get_rank() == 0
+        return _rank() == 0
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+        if not dist.is_initialized():
+            return
         told: list[Any] = [None if error is None else described(error)]
         dist.broadcast_object_list(told, src=0)
         if told[0] is not None and error is None:

@@ -122,8 +122,8 @@ class Checkpoints:
         """Write the checkpoint of ``values["step"]``; ``values`` are JSON, for ``state.json``.
 
         Raises:
-            ValueError, RuntimeError: on every rank, if writing this one, or the last in the background, failed; ValueError
-            if for want of room or leave to write.
+            ValueError, RuntimeError: on every rank, if writing this one, or the last in the background, failed; the
+                former if for want of room or leave to write.
         """
         config = model_config_json(type(tensors.module).__name__, tensors.module.config)
         state = {"format": FORMAT, "parameter_groups": tensors.shards.groups(), **values}

@@ -223,7 +223,7 @@ class Run:
         bad, done, stopped = 0, self.start, False  # bad steps in a row
         for step in range(self.start, cfg.max_steps):
             with ledger:
-                outcome = self._step(step, loader, asked_to_stop=stop_reason() is not None)
+                outcome = self._step(step, loader, stop_reason)
             done, stopped = step + 1, outcome.stop and step + 1 < cfg.max_steps
             bad = self._count(outcome, done, bad)
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps or stopped
@@ -260,7 +260,7 @@ class Run:
             "config": self.cfg.model_dump(mode="json"),
         }
 
-    def _step(self, step: int, loader: Any, *, asked_to_stop: bool) -> Outcome:
+    def _step(self, step: int, loader: Any, stop_reason: Callable[[], str | None]) -> Outcome:
         """One optimizer step. A step without a finite loss and gradient uses its batches and learning rate up."""
         mean = torch.zeros((), device=self.device)  # this rank's part of the mean loss
         micro_batches = self.plan.step(step)
@@ -281,7 +281,7 @@ class Run:
             del loss, losses, shard, batch  # and what their graph holds, before the next micro-batch
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.cfg, step)
-        told = torch.stack([mean, mean.new_tensor(float(asked_to_stop))])
+        told = torch.stack([mean, mean.new_tensor(float(stop_reason() is not None))])
         dist.all_reduce(told)
         taken = self.optimizer.step_if_finite(told[0])
         if taken:

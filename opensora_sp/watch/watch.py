@@ -58,7 +58,7 @@ class Watch:
     Args:
         peer_timeout: seconds without a sign of life after which a rank is given up.
         collective_timeout: seconds in one collective after which the ranks that did not come are given up.
-        grace_time: seconds that the run has to end after ``stop_reason`` was set.
+        grace_time: seconds that the run has to end after ``stop_reason`` was set; 0 if it does not look at that.
     """
 
     def __init__(
@@ -198,8 +198,9 @@ class Watch:
         gone = next((one for one in self._launchers if not one.is_alive), None)
         if gone is not None:
             self._ask_to_stop(f"the launcher{f' (process {gone.pid})' if gone.pid else ''} has gone")
-        if self.stop_reason is not None and (self._beats - self._stop_beat) * BEAT > self.grace_time:
-            raise _End(f"{self.stop_reason}, and no step and checkpoint in {self.grace_time:g} s (grace_time) after it")
+        if self.stop_reason is not None and (self._beats - self._stop_beat) * BEAT >= self.grace_time:
+            after = f", and no step and checkpoint in {self.grace_time:g} s (grace_time) after it"
+            raise _End(f"{self.stop_reason}{after if self.grace_time else ''}")
 
     def _listen(self) -> None:
         """Take in what the store says: failures, wishes to stop, signs of life."""
@@ -252,7 +253,8 @@ class Watch:
         if self._store is not None and not reason.startswith("rank "):
             reason = f"rank {self._rank}: {reason}"
             self._store.set("stop", reason)
-        logger.warning("%s; stopping after this step, with a checkpoint", reason)
+        if self.grace_time:
+            logger.warning("%s; stopping after this step, with a checkpoint", reason)
         self.stop_reason, self._stop_beat = reason, self._beats
 
     def _exit(self, reason: str) -> None:
