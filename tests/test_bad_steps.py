@@ -220,7 +220,7 @@ def test_a_wish_to_stop_is_granted_after_the_step_with_the_exit_code_asked_for(o
 def test_a_parameter_that_differs_is_named_with_its_rank(outcomes: Any) -> None:
     for of_rank in outcomes[1]:
         told = of_rank["diverging"]
-        assert "got another parameter 'final_layer.linear.bias' on ranks [1]" in told and "after step 4" in told
+        assert "got another weight 'final_layer.linear.bias' on ranks [1]" in told and "in step 4" in told
 
 
 def test_a_small_disk(config: Path, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def synchronous(dtype: torch.dtype) -> dict[str, str]:
             for one in batches:
                 watch.see(step, one)
             try:
-                watch.after(step)
+                watch.compare(step)
             except ValueError as error:
                 found[name] = str(error)
         return watch
@@ -286,7 +286,7 @@ def test_the_check_compares_parameters_everywhere_and_batches_within_groups_and_
         for found in of_rank:
             assert set(found) == {"parameter", "peer", "replica"}
             assert (
-                "got another parameter '1.weight' on ranks [3] than on the rest of ranks [0, 1, 2, 3]"
+                "got another weight '1.weight' on ranks [3] than on the rest of ranks [0, 1, 2, 3]"
                 in found["parameter"]
             )
             assert "got another batch tensor 'mask' on ranks" in found["peer"] and "of ranks [2, 3]" in found["peer"]

@@ -154,6 +154,9 @@ def test_a_cut_run_is_the_run_that_was_not_cut(config: Path, tmp_path: Path) -> 
         assert seen(outputs, 3) != seen(whole, 3), f"leaving out {part} goes unnoticed"
 
 
+RANDOM = ["dataset.transform=resize_random_crop", "dataset.clip_start=random", "mask_ratios={'image_head': 0.5}"]
+
+
 class CutError(Exception):
     """Where a run is interrupted."""
 
@@ -183,7 +186,7 @@ def ledger(
     BatchMaker.make = interrupted
     outputs = root / f"ledger {layout} {workers} {len(cuts)}"
     try:
-        train_once(config, outputs, layout, 4, f"num_workers={workers}", "async_save=True", resume=True)
+        train_once(config, outputs, layout, 4, f"num_workers={workers}", *RANDOM, "async_save=True", resume=True)
         assert until is None
     except CutError:
         rows = [row for row in rows if row[0] // MICRO_BATCHES != until]

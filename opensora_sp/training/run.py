@@ -283,10 +283,10 @@ class Run:
             group["lr"] = learning_rate(self.cfg, step)
         told = torch.stack([mean, mean.new_tensor(float(stop_reason() is not None))])
         dist.all_reduce(told)
+        self.sync_check.compare(step)
         taken = self.optimizer.step_if_finite(told[0])
         if taken:
             self.ema.update(step)
-        self.sync_check.after(step)
         total, stop = told.tolist()
         return Outcome(total, taken, stop > 0)
 

@@ -1,7 +1,7 @@
 """A look at whether ranks that must hold the same numbers still do.
 
-The working parameters are whole on every rank (ZeRO gathers them after each step) and must be equal everywhere; a batch
-must be the same on the ranks of a sequence-parallel group, and another one on each replica.
+The working weights are whole on every rank (ZeRO gathers the trained ones after each step) and must be equal everywhere;
+a batch must be the same on the ranks of a sequence-parallel group, and another one on each replica.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NONE = 0  # the fingerprint of no batch
 class SyncCheck:
     """Every so many steps each tensor is read once and summed as integers, and all sums become one number.
 
-    The number of the parameters and that of the batches are gathered from all ranks. Only where they are wrong are the
+    The number of the weights and that of the batches are gathered from all ranks. Only where they are wrong are the
     tensors' own sums gathered, to find the first that differs. Collective.
 
     Args:
-        module: whose parameters are compared, by name.
+        module: whose parameters and buffers are compared, by name.
         every: steps from one check to the next; 0 for none.
     """
 
@@ -46,8 +46,8 @@ class SyncCheck:
             with self._timed():
                 self._batches += self._sums({name: one for name, one in batch.items() if isinstance(one, Tensor)})
 
-    def after(self, step: int) -> None:
-        """Compare, if the step is checked.
+    def compare(self, step: int) -> None:
+        """Compare, if the step is checked, what it was computed with: before ZeRO gathers new weights over the old.
 
         Raises:
             ValueError: on every rank, naming the first tensor that differs and the ranks where it does.
@@ -55,16 +55,16 @@ class SyncCheck:
         if not self.due(step):
             return
         with self._timed():
-            parameters = self._sums(dict(self.module.named_parameters()))
+            weights = self._sums({**dict(self.module.named_parameters()), **dict(self.module.named_buffers())})
             batches, self._batches = self._batches, []
-            own = torch.stack([_combined(parameters), _combined(batches) if batches else parameters[0][1] * 0])
+            own = torch.stack([_combined(weights), _combined(batches) if batches else weights[0][1] * 0])
             of_all = own.new_empty(2 * self.mesh.world_size)
             dist.all_gather_into_tensor(of_all, own)
-            of_parameters, of_batches = of_all.view(-1, 2).T.tolist()
+            of_weights, of_batches = of_all.view(-1, 2).T.tolist()
         self.cost["bytes_sent"] += own.nbytes * (self.mesh.world_size - 1)
         self.cost["checks"] += 1
-        if len(set(of_parameters)) > 1:
-            self._refuse("parameter", parameters, range(self.mesh.world_size), step)
+        if len(set(of_weights)) > 1:
+            self._refuse("weight", weights, range(self.mesh.world_size), step)
         size = self.mesh.sp_size
         groups = [range(first, first + size) for first in range(0, self.mesh.world_size, size)]
         for ranks in groups:
@@ -99,7 +99,7 @@ class SyncCheck:
         usual = max(column, key=column.count)
         other = [rank for rank, value in zip(ranks, column, strict=True) if value != usual]
         raise ValueError(
-            f"got another {kind} {usual[0]!r} on ranks {other} than on the rest of ranks {list(ranks)}, after step "
+            f"got another {kind} {usual[0]!r} on ranks {other} than on the rest of ranks {list(ranks)}, in step "
             f"{step + 1}; expected the same numbers; go on from a checkpoint before this step with --resume PATH, and "
             "look for a faulty device or code that changes one rank alone"
         )
