@@ -172,9 +172,10 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(config: Path, tmp_path: Path, j
     text = job.text
     assert f"rank 0 stops: rank 1 (process {job.rank(1)}) has gone without a word" in text
     assert "rank 1 stops: rank 0" in text  # in a resume and in a save
-    stuck = next(line for line in text.splitlines() if "has waited 3 s (collective_timeout)" in line)
-    assert "rank 0 stops: rank 0 has waited" in stuck and "ranks [0] came, there did not come: rank 1" in stuck
-    assert "all_reduce(tensor [2] int64), number" in stuck and "faulty.py:" in stuck  # where rank 1 stands
+    stuck = next(line for line in text.splitlines() if "rank 0 has waited 3 s (collective_timeout)" in line)
+    assert "all_reduce(tensor [3] int32), number" in stuck and "training/batch.py" in stuck
+    assert "ranks [0] came, there did not come: rank 1, which has begun" in stuck
+    assert "tests/faulty.py" in stuck  # where rank 1 stands
     assert "rank 0 stops: rank 1 has given no sign of life for 6 s (peer_timeout)" in text
     assert text.count("resumed from") >= 4 and "at step 3" in text
     assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]

@@ -1,7 +1,7 @@
 """A look at whether ranks that must hold the same numbers still do.
 
-The working weights are whole on every rank (ZeRO gathers the trained ones after each step) and must be equal everywhere;
-a batch must be the same on the ranks of a sequence-parallel group, and another one on each replica.
+The working weights are whole on every rank (ZeRO gathers the trained ones after each step) and must be equal
+everywhere; a batch must be the same on the ranks of a sequence-parallel group, and another one on each replica.
 """
 
 from __future__ import annotations
