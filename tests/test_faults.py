@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import free_port
+from ranks import free_port, run_ranks
 from runs import BIN, ROOT, TRAIN, write_toy_set
 from safetensors.torch import load_file
 
+from opensora_sp.config import load_train_config
 from opensora_sp.storage import verify
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.weights import committed_checkpoints, newest_checkpoint
@@ -40,15 +41,19 @@ class Job:
         restarts: int = 0,
         faults: dict[int, tuple[str, int, int]] | None = None,
         pause: float = 0.0,
+        port: int | None = None,
     ) -> None:
         self.folder, self.outputs, self.log = folder, folder / "run", folder / f"log {time.monotonic_ns()}"
         self.pids = folder / f"pids_{time.monotonic_ns()}"
         self.pids.mkdir(parents=True)
         self.mark = f"JOB={self.pids}"
-        port = ["--nproc_per_node", "2", "--master_port", str(free_port())]
+        one_node = ["--nproc_per_node", "2", "--master_port", str(port or free_port())]
+        nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", str(port)]
         start = {
-            "torchrun": [BIN / "torchrun", *port, "--max-restarts", str(restarts)],
-            "colossalai": [BIN / "colossalai", "run", *port],
+            "torchrun": [BIN / "torchrun", *one_node, "--max-restarts", str(restarts)],
+            "colossalai": [BIN / "colossalai", "run", *one_node],
+            "node 0": [BIN / "torchrun", *nodes, "--node_rank", "0"],
+            "node 1": [BIN / "torchrun", *nodes, "--node_rank", "1"],
         }[launcher]
         command = [*start, "tests/faulty.py", config, "--resume", "auto", "--cfg-options", f"outputs={self.outputs}"]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -146,11 +151,24 @@ def test_the_first_error_ends_all_ranks_and_is_told_last(
     assert f"rank {rank} failed: {error}" in (job.outputs / "train.log").read_text()
 
 
-def whole_run(folder: Path, config: Path, jobs: list[Job]) -> dict[str, torch.Tensor]:
-    job = Job(folder / "whole", config)
-    jobs.append(job)
-    assert job.process.wait(120) == 0, job.text
-    return load_file(job.outputs / "step_00000006" / "optimizer.safetensors")
+@pytest.mark.parametrize("rank", [0, 1] if ALL else [0])
+def test_the_ranks_of_another_node_end_too(config: Path, tmp_path: Path, jobs: list[Job], rank: int) -> None:
+    """Two torchruns, neither of which hears of the other's ranks."""
+    port = free_port()
+    for node in (0, 1):
+        jobs.append(Job(tmp_path, config, launcher=f"node {node}", faults={0: ("raise", rank, 2)}, port=port))
+    for node, job in enumerate(jobs):
+        job.until(f"rank {rank} failed: ValueError: got a planted error")
+        job.until_gone(30)
+        assert job.process.returncode == 1
+        if node != rank:
+            assert f"rank {node} stops: rank {rank} failed" in job.text
+
+
+def undisturbed(config: Path, outputs: Path) -> None:
+    from opensora_sp.training import train
+
+    train(load_train_config(config, [f"outputs={outputs}"]))
 
 
 def test_a_run_goes_on_whatever_its_ranks_die_of(config: Path, tmp_path: Path, jobs: list[Job]) -> None:
@@ -162,7 +180,7 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(config: Path, tmp_path: Path, j
         3: ("sleep", 1, 4),
         4: ("stop", 1, 5),
     }
-    limits = ["collective_timeout=3", "peer_timeout=6"]
+    limits = ["collective_timeout=8", "peer_timeout=5"]
     job = Job(tmp_path, config, *limits, restarts=len(faults), faults=faults)
     jobs.append(job)
     job.until("no sign of life", 240)
@@ -172,19 +190,17 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(config: Path, tmp_path: Path, j
     text = job.text
     assert f"rank 0 stops: rank 1 (process {job.rank(1)}) has gone without a word" in text
     assert "rank 1 stops: rank 0" in text  # in a resume and in a save
-    stuck = next(line for line in text.splitlines() if "rank 0 has waited 3 s (collective_timeout)" in line)
+    stuck = next(line for line in text.splitlines() if "rank 0 has waited 8 s (collective_timeout)" in line)
     assert "all_reduce(tensor [3] int32), number" in stuck and "training/batch.py" in stuck
     assert "ranks [0] came, there did not come: rank 1, which has begun" in stuck
     assert "tests/faulty.py" in stuck  # where rank 1 stands
-    assert "rank 0 stops: rank 1 has given no sign of life for 6 s (peer_timeout)" in text
+    assert "rank 0 stops: rank 1 has given no sign of life for 5 s (peer_timeout)" in text
     assert text.count("resumed from") >= 4 and "at step 3" in text
     assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
     for checkpoint in committed_checkpoints(job.outputs):
         verify(checkpoint)
-    found, wanted = (
-        load_file(job.outputs / "step_00000006" / "optimizer.safetensors"),
-        whole_run(tmp_path, config, jobs),
-    )
+    run_ranks(2, undisturbed, config, tmp_path / "whole")
+    found, wanted = (load_file(tmp_path / run / "step_00000006" / "optimizer.safetensors") for run in ("run", "whole"))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
