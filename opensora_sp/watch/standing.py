@@ -17,18 +17,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_TORCH = str(Path(torch.__file__).parent)
+_PASSED_OVER = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A collective that a thread is in: the ``number``-th of the process group ``group``, by all of ``ranks``."""
+    """A collective that a thread is in: the ``number``-th of the process group ``group``, by all of ``ranks``.
+
+    ``is_for_one``: it sends to, or receives from, the other one of two ranks.
+    """
 
     operation: str
     tensors: str
     group: str
     number: int
     ranks: tuple[int, ...]
+    is_for_one: bool
     place: str
 
     def __str__(self) -> str:
@@ -47,26 +51,35 @@ def collectives_waited_for() -> dict[int, Waiting]:
 
 def collectives_begun() -> dict[str, int]:
     """How many collectives this rank has begun in each of its process groups (torch has no public way to ask)."""
-    groups: dict[Any, str] = c10d._world.pg_names  # type: ignore[assignment]
-    return {name: group._get_sequence_number_for_group() for group, name in groups.items()}
+    return {name: _number(group) for group, name in c10d._world.pg_names.items()}
 
 
 def stands_at(thread: int) -> str:
-    """File, line and function that a thread is in, outside of torch."""
+    """File, line and function that a thread is in, outside of torch and of the watch."""
     return _place(sys._current_frames().get(thread))
 
 
 def _describe(call: FrameType) -> Waiting:
     values = call.f_locals
     group: Any = values.get("group") or dist.group.WORLD
+    other = values.get("dst" if call.f_code.co_name == "send" else "src")
+    is_for_one = call.f_code.co_name in ("send", "recv") and other is not None
     return Waiting(
         operation=call.f_code.co_name,
         tensors=", ".join(f"{name} {told}" for name, value in values.items() if (told := _shapes(value))),
         group=c10d._world.pg_names[group],
-        number=group._get_sequence_number_for_group(),
-        ranks=tuple(dist.get_process_group_ranks(group)),
+        number=_number(group),
+        ranks=(dist.get_rank(), other) if is_for_one else tuple(dist.get_process_group_ranks(group)),
+        is_for_one=is_for_one,
         place=_place(call),
     )
+
+
+def _number(group: Any) -> int:
+    try:
+        return group._get_sequence_number_for_group()
+    except RuntimeError:  # of a backend that does not count
+        return 0
 
 
 def _shapes(value: Any) -> str:
@@ -80,7 +93,7 @@ def _shapes(value: Any) -> str:
 def _place(frame: FrameType | None) -> str:
     for f in _outwards(frame):
         path = Path(f.f_code.co_filename)
-        if not str(path).startswith(_TORCH):
+        if not str(path).startswith(_PASSED_OVER):
             return f"{'/'.join(path.parts[-3:])}:{f.f_lineno} ({f.f_code.co_name})"
     return "an unknown place"
 

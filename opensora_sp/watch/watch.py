@@ -84,7 +84,7 @@ class Watch:
             self._meet()
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         if self._in_main_thread:
-            self._former_handler = signal.signal(signal.SIGTERM, self._on_signal)
+            self._former_handler = signal.signal(signal.SIGTERM, self._on_signal) or signal.SIG_DFL
         self._thread.start()
         return self
 
@@ -160,9 +160,9 @@ class Watch:
             self._wait_until_heard()
             raise SystemExit(1) from None
         own = f"rank {self._rank} failed: {type(error).__name__}: {error}"
-        told = self._claim(own)
-        logger.error("%s", own if told == own else f"{own} (after {told})")
-        tell_launcher(told)
+        self._failure = self._claim(own)
+        logger.error("%s", own if self._failure == own else f"{own} (after {self._failure})")
+        tell_launcher(self._failure)
         self._wait_until_heard()
 
     def _leave_with_all(self) -> None:
@@ -171,7 +171,7 @@ class Watch:
             return
         self._write_beat(left=True)
         if self._rank == 0:
-            self._wait_until(lambda beat: beat.get("left", False), self.peer_timeout)
+            self._wait_until(lambda beat: beat["left"], self.peer_timeout)
 
     # What the thread does
 
@@ -181,11 +181,14 @@ class Watch:
                 self._look()
             except _End as end:
                 return self._exit(str(end))
-            except Exception as error:
+            except RuntimeError as error:  # of the store
                 if self._ended.is_set():
                     return
+                self._store = None
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 return self._exit(f"rank 0, which keeps the store, has gone or does not answer ({reason})")
+            except Exception:
+                return logger.exception("the watch has failed, and the run goes on without it")
 
     def _look(self) -> None:
         self._beats += 1
@@ -229,13 +232,17 @@ class Watch:
         }
         for wait, since in self._waits.values():
             if (self._beats - since) * BEAT >= self.collective_timeout:
-                raise _End(self._stuck(wait))
+                time.sleep(2 * BEAT)  # so that the beats of those that wait are all of after they have come
+                if wait in collectives_waited_for().values():
+                    raise _End(self._stuck(wait))
 
     def _stuck(self, wait: Waiting) -> str:
-        self._write_beat()
-        time.sleep(2 * BEAT)  # so that the beats of those that wait are all of after they have come
         beats = {rank: self._beat_of(rank) for rank in wait.ranks if rank != self._rank}
-        absent = {rank: beat for rank, beat in beats.items() if beat["begun"].get(wait.group, -1) < wait.number}
+        absent = {
+            rank: beat
+            for rank, beat in beats.items()
+            if wait.is_for_one or beat["begun"].get(wait.group, -1) < wait.number
+        }
         came = sorted(set(wait.ranks) - set(absent))
         told = "; ".join(
             f"rank {rank}, which has begun {beat['begun'].get(wait.group, 0)} and stands at {beat['at']}"
@@ -250,9 +257,9 @@ class Watch:
         """Set ``stop_reason``, and that of the other ranks when they read it."""
         if self.stop_reason is not None:
             return
-        if self._store is not None and not reason.startswith("rank "):
+        if self._world > 1 and not reason.startswith("rank "):
             reason = f"rank {self._rank}: {reason}"
-            self._store.set("stop", reason)
+            self._kept().set("stop", reason)
         if self.grace_time:
             logger.warning("%s; stopping after this step, with a checkpoint", reason)
         self.stop_reason, self._stop_beat = reason, self._beats
@@ -279,27 +286,31 @@ class Watch:
             "heard": self._failure is not None,
             "left": False,
         }
-        self._store.set(f"beat {self._rank}", json.dumps({**beat, **more}))
+        self._kept().set(f"beat {self._rank}", json.dumps({**beat, **more}))
+
+    def _kept(self) -> Any:
+        """The store, which is not tried any more where it is seen to be lost: torch would print stacks for each try."""
+        if 0 in self._peers and not self._peers[0].is_alive:
+            self._store = None
+        if self._store is None:
+            raise RuntimeError("its process has ended")
+        return self._store
 
     def _read(self, *keys: str) -> list[str]:
-        return [value.decode() for value in self._store.multi_get(list(keys))]
+        return [value.decode() for value in self._kept().multi_get(list(keys))]
 
     def _beat_of(self, rank: int) -> dict[str, Any]:
         return json.loads(self._read(f"beat {rank}")[0])
 
     def _claim(self, reason: str) -> str:
         """Make this the run's failure unless there is one already; returns the one that counts."""
-        if self._store is None:
-            return reason
         try:
-            return self._store.compare_set("failure", NOTHING, reason).decode()
+            return self._kept().compare_set("failure", NOTHING, reason).decode()
         except RuntimeError:
-            return reason  # rank 0 has gone, and the store with it
+            return reason  # there is none, or rank 0 has gone, and the store with it
 
     def _wait_until_heard(self) -> None:
-        self._failure = self._failure or "told"
-        if self._store is not None:
-            self._wait_until(lambda beat: beat["heard"] or beat["left"], HEARD)
+        self._wait_until(lambda beat: beat["heard"] or beat["left"], HEARD)
 
     def _wait_until(self, holds: Callable[[dict[str, Any]], bool], seconds: float) -> None:
         """Until it holds for the beats of all ranks that live, or so long."""
@@ -313,7 +324,7 @@ class Watch:
         try:
             self._write_beat(left=self._ended.is_set())
             _wait_for(holds_for_all, seconds)
-        except RuntimeError:  # rank 0 was faster
+        except RuntimeError:  # no store, or rank 0 was faster
             return
 
     def _announce(self, reason: str) -> None:
