@@ -26,11 +26,14 @@ def this_process() -> Process | None:
 
 
 def launchers() -> list[Process]:
-    """Whoever started this process and, if that was ``colossalai run``, the process that the user started.
+    """The ``torchrun`` that started this process and, if that was done by ``colossalai run``, the user's process of it.
 
     ``torchrun`` stops its workers when it is told to end. ``colossalai run`` (0.5.0) is the parent of a copy of itself
-    for each node, which starts ``torchrun`` there; it ends alone and leaves the others running.
+    for each node, which starts ``torchrun`` there; it ends alone and leaves the others running. Other parents are not
+    watched: a shell may end, and what it has started go on.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
     ancestors = []
     found = _look_up(os.getppid())
     while found is not None:

@@ -62,7 +62,7 @@ def stands_at(thread: int) -> str:
 def _describe(call: FrameType) -> Waiting:
     values = call.f_locals
     group: Any = values.get("group") or dist.group.WORLD
-    other = values.get("dst" if call.f_code.co_name == "send" else "src")
+    other: Any = values.get("dst" if call.f_code.co_name == "send" else "src")
     is_for_one = call.f_code.co_name in ("send", "recv") and other is not None
     return Waiting(
         operation=call.f_code.co_name,

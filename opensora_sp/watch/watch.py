@@ -161,7 +161,10 @@ class Watch:
             raise SystemExit(1) from None
         own = f"rank {self._rank} failed: {type(error).__name__}: {error}"
         self._failure = self._claim(own)
-        logger.error("%s", own if self._failure == own else f"{own} (after {self._failure})")
+        if self._failure == own:
+            logger.error("%s", own)
+        elif self._failure.partition(":")[2] != own.partition(":")[2]:  # not the same, raised by all
+            logger.error("%s (after %s)", own, self._failure)
         tell_launcher(self._failure)
         self._wait_until_heard()
 
