@@ -36,7 +36,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
 test-faults: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/test_storage.py
+	GRID=all $(BIN)/python -m pytest -q tests/test_storage.py tests/test_faults.py
 
 test-reshard: $(VENV)/.installed
 	GRID=all $(BIN)/python -m pytest -q tests/test_reshard.py

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -19,9 +22,17 @@ def told_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        tell_launcher(str(error))
         rank = os.environ.get("RANK")
         print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def tell_launcher(reason: str) -> None:
+    """Give ``torchrun`` the reason why this process will fail; its last lines are the reason given first."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not os.path.exists(file):
+        Path(file).write_text(json.dumps({"message": reason, "timestamp": int(time.time())}))
 
 
 def config_arguments(description: str) -> argparse.ArgumentParser:

@@ -30,6 +30,29 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
     assert 'self.optim.param_groups[group_id]["params"] = self._master_param_groups_of_current_rank' in source
 
 
+def test_a_step_can_be_left_before_anything_changes() -> None:
+    step = inspect.getsource(colossalai.LowLevelZeroOptimizer.step)
+    left_at, changes_at = step.index("self._unscale_and_clip_grads("), step.index("self.optim.step()")
+    assert step.index("self._compute_grad_norm(") < left_at < changes_at
+    assert (
+        step.index('["params"] = real_master_params')
+        < left_at
+        < step.rindex('["params"] = self._master_param_groups_of_current_rank')
+    )  # which step_if_finite does in its place
+
+
+def test_the_loss_scale_is_where_it_is_saved_from() -> None:
+    from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+    from colossalai.amp.naive_amp.mixed_precision_mixin import FP16MixedPrecisionMixin
+
+    source = inspect.getsource(DynamicGradScaler)
+    assert "_growth_step" not in inspect.getsource(DynamicGradScaler.state_dict)  # when it is, ours can go
+    for name in ("self._scale", "self._growth_step", "self._hysteresis_step"):
+        assert name in source, name
+    assert isinstance(FP16MixedPrecisionMixin.loss_scale, property)
+    assert "self.grad_scaler" in inspect.getsource(FP16MixedPrecisionMixin)
+
+
 def test_gradients_of_a_group_are_this_ranks() -> None:
     from colossalai.zero.low_level.bookkeeping import GradientStore
 

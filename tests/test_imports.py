@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,8 +98,21 @@ def test_importing_the_plugin_is_quiet_about_absent_extras_only() -> None:
 
 
 def test_importing_the_package_costs_nothing() -> None:
-    code = "import sys, opensora_sp; assert not {'torch', 'numpy', 'pydantic', 'mmengine'} & set(sys.modules)"
+    code = (
+        "import time; start = time.perf_counter(); import sys, opensora_sp; assert time.perf_counter() - start < 3\n"
+        "assert not {'torch', 'numpy', 'pydantic', 'mmengine'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_the_plugin_starts_no_processes() -> None:
+    """Where torch has Triton, an import of bitsandbytes, which ColossalAI makes, would start a pool of compilers."""
+    code = (
+        "import opensora_sp.plugin, os, psutil; assert psutil.Process().children() == []\n"
+        "assert 'TORCH_WARM_POOL' not in os.environ"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_COMPILE_THREADS"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment | {"TORCHINDUCTOR_COMPILE_THREADS": "2"})
 
 
 def test_nothing_unpickles_or_evaluates() -> None:

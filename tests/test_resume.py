@@ -34,7 +34,12 @@ MICRO_BATCHES, CLIPS = 2, 8  # of two clips: two steps an epoch
 CUTS = list(range(1, 49)) if ALL else [1, 2]
 STEPS = CUTS[-1] + 20
 
-CROPPED = ["image_size=(16, 12)", "dataset.transform=resize_random_crop", "dataset.clip_start=random"]
+RANDOM = [
+    "image_size=(16, 12)",
+    "dataset.transform=resize_random_crop",
+    "dataset.clip_start=random",
+    "mask_ratios={'image_head': 0.5}",
+]
 TINY = ["warmup_steps=3", "batch_size=2", "num_frames=3", "image_size=(16, 16)", "model.depth=1"]
 
 
@@ -239,7 +244,7 @@ def ledger(
     BatchMaker.make = interrupted
     outputs = root / f"ledger {layout} {workers} {len(cuts)}"
     try:
-        train_once(config, outputs, layout, 4, f"num_workers={workers}", *CROPPED, "async_save=True", resume=True)
+        train_once(config, outputs, layout, 4, f"num_workers={workers}", *RANDOM, "async_save=True", resume=True)
         assert until is None
     except CutError:
         rows = [row for row in rows if row[0] // MICRO_BATCHES != until]

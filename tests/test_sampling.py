@@ -15,7 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 from ranks import run_ranks
 from runs import SAMPLE, run
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.data import read_video
@@ -23,7 +23,8 @@ from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.requests import requests_of
-from opensora_sp.sampling.run import build_pipeline, preflight
+from opensora_sp.sampling.run import _left_to_do, build_pipeline, preflight
+from opensora_sp.storage import CheckpointFolder, Part, SaveJob, Saver
 from opensora_sp.weights import write_model_config
 
 PROMPTS = ["a red circle", "a long caption of a blue square", "white", "a green triangle on a red background"]
@@ -101,6 +102,25 @@ def test_guidance_of_one_prompt_on_2_processes_moves_no_token(on: Callable[[int]
     """Guidance doubles the batch: two ranks take a half each. Three have to exchange tokens."""
     assert all(sent == 0 for of_rank in on(2) for _, _, sent in of_rank.values())
     assert all(sent > 0 for of_rank in on(3) for _, _, sent in of_rank.values())
+
+
+def test_weights_that_are_not_those_of_the_manifest_are_refused(trained: Path, tmp_path: Path) -> None:
+    """Also where rank 0 alone looks at them; of a checkpoint, what is not read is not checked."""
+    checkpoint = tmp_path / "step_00000001"
+    small = {"ema/config.json": (trained / "config.json").read_bytes(), "state.json": b"{}"}
+    folder = CheckpointFolder(checkpoint, small)
+    parts = {name: Part.whole(tensor) for name, tensor in load_file(trained / "model.safetensors").items()}
+    Saver().save(SaveJob(folder, {"ema/model.safetensors": parts}))
+    cfg = load_inference_config(trained / "sample.py", values={"ckpt": str(tmp_path), "prompts": ["a"]})
+    (checkpoint / "state.json").write_text("[]")
+    requests, weights = preflight(cfg)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert _left_to_do(cfg, requests, weights, tmp_path)[1] == manifest["files"]["ema/model.safetensors"]["sha256"]
+    with (checkpoint / "ema" / "model.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"x")
+    with pytest.raises(ValueError, match="got a damaged checkpoint: .*ema/model.safetensors has"):
+        _left_to_do(cfg, requests, weights, tmp_path)
 
 
 def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:

@@ -268,6 +268,11 @@ class TrainConfig(Common):
     a clip are given to the model, for example ``dict(image_head=0.1)``; see ``diffusion/frame_masks.py``.
     ``validation`` is off where it is None.
 
+    ``peer_timeout``, ``collective_timeout`` and ``grace_time`` (seconds) say when a run that cannot go on ends (see
+    ``watch``), ``stopped_exit_code`` what it returns after SIGTERM; steps without a finite loss and gradient are left
+    out, and ``max_bad_steps`` of them in a row end the run; ``check_sync_every`` so many steps, parameters and batches
+    are compared between the ranks (0: never).
+
     ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths; ``num_frames``, ``image_size`` and
     ``batch_size`` are then those of its largest clips, at 16:9, for whoever asks for one size.
     """
@@ -295,6 +300,12 @@ class TrainConfig(Common):
     load: str | None = None
     mask_ratios: dict[str, float] | None = None
     validation: Validation | None = None
+    max_bad_steps: int = Field(10, ge=1)
+    check_sync_every: int = Field(0, ge=0)
+    peer_timeout: float = Field(60.0, ge=5)
+    collective_timeout: float = Field(1800.0, gt=0)
+    grace_time: float = Field(300.0, gt=0)
+    stopped_exit_code: Literal[0, 143] = 0
 
     @model_validator(mode="before")
     @classmethod

@@ -8,11 +8,17 @@ and tests/test_colossalai.py knows what is used of it, so that a move upstream s
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 _bitsandbytes = logging.getLogger("bitsandbytes")
 _level = _bitsandbytes.level
 _bitsandbytes.setLevel(logging.ERROR)  # complains of missing CPU kernels that nobody calls
+
+# bitsandbytes, which ColossalAI imports, mentions torch.compile, and that import starts a pool of compiler processes in
+# every rank. Without it the pool is started by whoever compiles first.
+_pool = os.environ.get("TORCH_WARM_POOL")
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Please install (the latest tensornvme|apex from source)")
@@ -28,6 +34,8 @@ with warnings.catch_warnings():
     from colossalai.zero import LowLevelZeroOptimizer
 
 _bitsandbytes.setLevel(_level)
+if _pool is None:
+    del os.environ["TORCH_WARM_POOL"]
 
 __all__ = [
     "Booster",

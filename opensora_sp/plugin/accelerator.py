@@ -37,6 +37,9 @@ class GlooCpuAccelerator(CpuAccelerator):
     def current_device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cpu")
 
+    def device_count(self) -> int:
+        return 1
+
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 

@@ -29,7 +29,7 @@ from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapp
 from .optimizer import NamedShards, SequenceZeroOptimizer
 
 logger = logging.getLogger(__name__)
-GROUPS = "parameter_groups"
+GROUPS, LOSS_SCALE = "parameter_groups", "loss_scale"  # the latter null but in fp16
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -81,7 +81,7 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         self, optimizer: SequenceZeroOptimizer, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
     ) -> None:
         shards, path = _shards_of(optimizer), _named_safely(checkpoint)
-        metadata = {GROUPS: json.dumps(shards.groups())}
+        metadata = {key: json.dumps(value) for key, value in _about(optimizer).items()}
         self._save(_Files(path.parent, metadata=metadata), {path.name: shards.state_parts()}, use_async)
 
     def save_sharded_optimizer(
@@ -95,7 +95,7 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
     ) -> None:
         shards, stem = _shards_of(optimizer), f"optimizer.{prefix}" if prefix else "optimizer"
         files = _split(shards.state_parts(), stem, size_per_shard)
-        index = _Index(f"{stem}.safetensors", files, {GROUPS: shards.groups()})
+        index = _Index(f"{stem}.safetensors", files, _about(optimizer))
         self._save(_Files(Path(checkpoint), index), files, use_async)
 
     def load_unsharded_model(
@@ -120,15 +120,16 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
                 "save_optimizer wrote: ColossalAI's own files name no parameters; save it again"
             )
         with safe_open(path, framework="pt") as file:
-            groups = json.loads((file.metadata() or {}).get(GROUPS, "[]"))
-        _load_optimizer(_shards_of(optimizer), path, [path], groups)
+            metadata = file.metadata() or {}
+        about = {key: json.loads(metadata[key]) for key in (GROUPS, LOSS_SCALE) if key in metadata}
+        _load_optimizer(_shards_of(optimizer), path, [path], about)
 
     def load_sharded_optimizer(
         self, optimizer: SequenceZeroOptimizer, index_file_path: str, prefix: str | None = None, **kwargs: Any
     ) -> None:
         self.wait()
         files, metadata = _checked_files(Path(index_file_path))
-        _load_optimizer(_shards_of(optimizer), Path(index_file_path), files, metadata.get(GROUPS, []))
+        _load_optimizer(_shards_of(optimizer), Path(index_file_path), files, metadata)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
         """As JSON."""
@@ -250,6 +251,10 @@ class _Files:
     def tensor_file(self, name: str, specs: Mapping[str, Spec]) -> TensorFile:
         return TensorFile(self.disk, self.folder / f".partial-{name}", specs, self.metadata)
 
+    def abandon(self) -> None:
+        for path in self.folder.glob(".partial-*"):
+            self.disk.unlink(path)
+
     def finish(self, entries: Mapping[str, dict[str, Any]]) -> None:
         if self.index is not None:
             self._remove_old(self.folder / self.index.name)
@@ -325,8 +330,14 @@ def _checked_files(index: Path) -> tuple[list[Path], dict[str, Any]]:
     return paths, metadata
 
 
-def _load_optimizer(shards: NamedShards, source: Path, files: list[Path], groups: list[dict[str, Any]]) -> None:
+def _about(optimizer: SequenceZeroOptimizer) -> dict[str, Any]:
+    """What is saved of an optimizer beside its tensors, as JSON values."""
+    return {GROUPS: optimizer.shards.groups(), LOSS_SCALE: optimizer.loss_scale_state()}
+
+
+def _load_optimizer(shards: NamedShards, source: Path, files: list[Path], about: dict[str, Any]) -> None:
     """Check names, shapes and groups; then replace the state of every parameter and what the groups say."""
+    groups = about.get(GROUPS, [])
     shards.check_groups(groups, source)
     with ExitStack() as opened:
         readers = [_Safetensors(opened.enter_context(safe_open(path, framework="pt"))) for path in files]
@@ -340,6 +351,7 @@ def _load_optimizer(shards: NamedShards, source: Path, files: list[Path], groups
     for group, saved in zip(shards.optimizer.param_groups, groups, strict=True):
         for key in saved.keys() & group.keys():
             group[key] = tuple(saved[key]) if isinstance(group[key], tuple) else saved[key]
+    shards.optimizer.set_loss_scale_state(about.get(LOSS_SCALE))
 
 
 def _named_safely(checkpoint: str) -> Path:

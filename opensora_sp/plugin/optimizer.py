@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 from opensora_sp.storage import Part, Spec
 
 from ._colossalai import LowLevelZeroOptimizer
+
+
+class _NotFiniteError(Exception):
+    """Leaves ZeRO's step before it changes anything."""
 
 
 class SequenceZeroOptimizer(LowLevelZeroOptimizer):
@@ -30,6 +35,41 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                 )
 
     shards: NamedShards  # set by the plugin, which knows the parameters' names
+    _witness: Tensor | None = None  # in ``step_if_finite``: zero, or NaN if the loss is not finite
+    _step_taken = False
+    _current_grad_norm: float | None
+
+    def step_if_finite(self, loss: Tensor) -> bool:
+        """``step``, unless the loss or a gradient of any rank is infinite or NaN: then all ranks leave it out.
+
+        Parameters, moments and masters stay as they are, and gradients are cleared. The news travels in the sum of
+        squares by which ZeRO finds the gradients' norm, so nothing is sent or waited for beside what ``step`` does.
+
+        Args:
+            loss: a scalar, of this rank or of all.
+
+        Returns:
+            whether the step was taken. In fp16 it is not where the loss scale was too large, either.
+        """
+        norm = self._current_grad_norm
+        self._witness, self._step_taken = loss.detach().double() * 0.0, False
+        try:
+            self.step()
+        except _NotFiniteError:
+            self._current_grad_norm = norm
+            for group, masters in self._master_param_groups_of_current_rank.items():  # as ``step`` ends
+                self.optim.param_groups[group]["params"] = masters
+                for master in masters:
+                    master.grad = None
+        finally:
+            self._witness = None
+        self.zero_grad()
+        return self._step_taken
+
+    def _compute_grad_norm(self, dp_pg: Any, gradients: list[Tensor], norm_type: int = 2) -> float:
+        if self._witness is not None:
+            gradients = [*gradients, self._witness]
+        return super()._compute_grad_norm(dp_pg, gradients, norm_type)
 
     def clip_grad_by_norm(  # type: ignore[override]
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
@@ -65,9 +105,30 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                     grad.clamp_(-limit, limit)
 
     def _loss_scale(self) -> float:
-        return 1.0 if self.mixed_precision_mixin is None else self.mixed_precision_mixin.get_grad_div_scale()
+        # not get_grad_div_scale(), which may be asked once a step only
+        return getattr(self.mixed_precision_mixin, "loss_scale", 1.0)
+
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """What fp16 needs to go on with its loss scale, as JSON; None in other precisions.
+
+        ColossalAI's own ``state_dict`` of it leaves out the counts of steps.
+        """
+        scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
+        if scaler is None:
+            return None
+        return {"scale": scaler.scale.item(), "growth": scaler._growth_step, "hysteresis": scaler._hysteresis_step}
+
+    def set_loss_scale_state(self, state: dict[str, float] | None) -> None:
+        """Go on with a saved loss scale, where there is one and the precision is fp16."""
+        scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
+        if scaler is not None and state is not None:
+            scaler._scale.fill_(state["scale"])
+            scaler._growth_step, scaler._hysteresis_step = int(state["growth"]), int(state["hysteresis"])
 
     def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
+        if self._witness is not None and not math.isfinite(total_norm):
+            raise _NotFiniteError
+        self._step_taken = True
         super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
         # ColossalAI leaves the fp16 loss scale in the norm that it reports.
         self._current_grad_norm = total_norm / self._loss_scale()

@@ -198,7 +198,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         """A loader that gives the ranks of one replica the same batches, and each replica its own.
 
         ``seed`` reaches the sampler, the loader's generator and the workers; ranks of a replica agree in all three,
-        replicas and workers differ.
+        replicas and workers differ. With ``num_workers=0`` a data set that draws from global generators draws from
+        those of the rank's own process, which ``launch`` seeds alike on all ranks.
 
         Raises:
             ValueError: if not even one batch comes out.

@@ -18,6 +18,8 @@ from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import SequenceMesh, check_sp_size, parallelize
+from opensora_sp.storage import on_rank_0, verify
+from opensora_sp.watch import Watch
 from opensora_sp.weights import (
     check_encoders,
     check_model_config,
@@ -49,10 +51,11 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     requests, weights = preflight(cfg)
     device = join_processes()
     try:
-        written = _sample_all(cfg, requests, weights, device)
-        gc.collect()  # groups that outlive the process group can abort the interpreter at exit
-        if dist.is_initialized():
-            dist.barrier()
+        with Watch(grace_time=0):
+            written = _sample_all(cfg, requests, weights, device)
+            gc.collect()  # groups that outlive the process group can abort the interpreter at exit
+            if dist.is_initialized():
+                dist.barrier()
         return written
     finally:
         if dist.is_initialized():
@@ -142,14 +145,21 @@ def _sample_all(cfg: InferenceConfig, requests: list[Request], weights: Path, de
 def _left_to_do(
     cfg: InferenceConfig, requests: list[Request], weights: Path, folder: Path
 ) -> tuple[list[Request], str]:
-    """The requests that are to be sampled, and the fingerprint of the weights, as rank 0 finds them. Collective."""
+    """The requests that are to be sampled, and the fingerprint of the weights, as rank 0 finds them. Collective.
+
+    Raises:
+        ValueError: on every rank, if the weights are not those that their checkpoint's manifest lists.
+    """
     found: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        digest, left = fingerprint(weights), requests
-        if cfg.skip_existing:
-            left = [request for request in requests if not _is_there(folder, request, facts_of(cfg, request, digest))]
-            logger.info("%d of %d videos are there already", len(requests) - len(left), len(requests))
-        found = [(left, digest)]
+    with on_rank_0("checking weights and videos") as here:
+        if here:
+            if (weights.parent / "COMMIT").is_file():
+                verify(weights.parent, part=weights.name)
+            digest, left = fingerprint(weights), requests
+            if cfg.skip_existing:
+                left = [one for one in requests if not _is_there(folder, one, facts_of(cfg, one, digest))]
+                logger.info("%d of %d videos are there already", len(requests) - len(left), len(requests))
+            found = [(left, digest)]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     return found[0]

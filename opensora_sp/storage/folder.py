@@ -80,6 +80,11 @@ class CheckpointFolder:
         self._remove_old()
         logger.info("saved %s", self.final)
 
+    def abandon(self) -> None:
+        """Remove what was written, which may be what has filled the disk."""
+        if self.partial.exists():
+            self.disk.remove_tree(self.partial)
+
     def _write(self, path: Path, data: bytes) -> None:
         with path.open("wb", buffering=0) as file:
             self.disk.write(file, data)
@@ -114,10 +119,11 @@ def set_aside(folder: Path, disk: Disk | None = None) -> Path:
     return aside
 
 
-def verify(folder: Path, *, thorough: bool = True) -> None:
+def verify(folder: Path, *, thorough: bool = True, part: str = "") -> None:
     """Check a committed checkpoint against its manifest, and that against ``COMMIT``.
 
     Args:
+        part: check the files within this folder of it only, such as "ema".
         thorough: read all files for their SHA-256; otherwise of files over 1 MiB the size is compared only.
 
     Raises:
@@ -125,6 +131,8 @@ def verify(folder: Path, *, thorough: bool = True) -> None:
     """
     manifest = _manifest(folder)
     for name, entry in manifest["files"].items():
+        if part and PurePosixPath(name).parts[0] != part:
+            continue
         file = inside(folder, name)
         found: Any = "no such file"
         if file.is_file():

@@ -6,9 +6,11 @@ holds rank 0 needs one part of one tensor, and an asynchronous save one copy of 
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from .tensors import Spec, TensorFile, as_bytes, file_order
 
 logger = logging.getLogger(__name__)
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,15 @@ class Part:
 
 
 class Target(Protocol):
-    """Where rank 0 writes: begun once, then file by file, then finished."""
+    """Where rank 0 writes: begun once, then file by file, then finished; or abandoned after an error."""
 
     def begin(self) -> None: ...
 
     def tensor_file(self, name: str, specs: Mapping[str, Spec]) -> TensorFile: ...
 
     def finish(self, entries: Mapping[str, dict[str, Any]]) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 @dataclass
@@ -175,7 +180,11 @@ class _Writing:
         """Finish; returns what went wrong, to be told to all ranks."""
         self._close()
         self._attempt(lambda: self.target.finish(self.entries))
-        return None if self.error is None else described(self.error)
+        if self.error is None:
+            return None
+        with suppress(OSError):
+            self.target.abandon()
+        return described(self.error)
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -206,9 +215,11 @@ class on_rank_0:  # noqa: N801  (used like a function)
         self.what = what
 
     def __enter__(self) -> bool:
-        return dist.get_rank() == 0
+        return _rank() == 0
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+        if not dist.is_initialized():
+            return
         told: list[Any] = [None if error is None else described(error)]
         dist.broadcast_object_list(told, src=0)
         if told[0] is not None and error is None:
@@ -221,6 +232,11 @@ def _rank() -> int:
 
 def described(error: BaseException) -> tuple[bool, str]:
     """Whether an error is the user's, and its text: what the other ranks are told."""
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        return True, (
+            f"got '{error.strerror}' while writing {error.filename}; expected room and leave to write there; make room "
+            "(keep_last=N keeps fewer checkpoints) or choose another disk, then go on from the newest checkpoint"
+        )
     return isinstance(error, ValueError), f"{error}"
 
 

@@ -90,6 +90,7 @@ class TrainingState:
                 found[name][kind] = file.get_tensor(key)
         for name, moments in found.items():
             self.shards.set_state(name, moments)
+        self.shards.optimizer.set_loss_scale_state(state.get("loss_scale"))
         return state
 
 
@@ -121,10 +122,12 @@ class Checkpoints:
         """Write the checkpoint of ``values["step"]``; ``values`` are JSON, for ``state.json``.
 
         Raises:
-            ValueError, RuntimeError: on every rank, if writing this one, or the last in the background, failed.
+            ValueError, RuntimeError: on every rank, if writing this one, or the last in the background, failed; the
+                former if for want of room or leave to write.
         """
         config = model_config_json(type(tensors.module).__name__, tensors.module.config)
         state = {"format": FORMAT, "parameter_groups": tensors.shards.groups(), **values}
+        state["loss_scale"] = tensors.shards.optimizer.loss_scale_state()
         small = {"model/config.json": config, "ema/config.json": config, "state.json": to_json(state)}
         folder = CheckpointFolder(self.run_dir / checkpoint_name(values["step"]), small, **self._how)
         self._saver.save(SaveJob(folder, tensors.files()), in_background=self.in_background)

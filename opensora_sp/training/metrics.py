@@ -38,14 +38,16 @@ class Reporter:
         if self.enabled:
             self._bar.update(step - self._bar.n)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Report the numbers of a step."""
+    def log(self, step: int, values: dict[str, float | None]) -> None:
+        """Report the numbers of a step; ``loss`` is None where no step could be taken."""
         if not self.enabled:
             return
         self._jsonl.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
-        shown = {"loss": f"{values['loss']:.4f}", "s/step": f"{values['step_time']:.2f}"}
+            if value is not None:
+                self._board.add_scalar(name, value, step)
+        loss = "none" if values["loss"] is None else f"{values['loss']:.4f}"
+        shown = {"loss": loss, "s/step": f"{values['step_time']:.2f}"}
         shown |= {"tokens/s": f"{values['tokens_per_s']:.3g}", "waits for data": f"{values['data_wait']:.0%}"}
         self._bar.set_postfix(shown, refresh=False)
 
@@ -110,7 +112,7 @@ def draw_loss(run_dir: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    metrics = read_metrics(run_dir)
+    metrics = [line for line in read_metrics(run_dir) if line["loss"] is not None]
     if not metrics:
         return None
     steps, losses = (np.array([line[key] for line in metrics]) for key in ("step", "loss"))

@@ -7,9 +7,11 @@ import json
 import logging
 import math
 import os
+import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from opensora_sp.diffusion import rank_loss
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import CommLedger, check_sp_size
+from opensora_sp.watch import Watch, leave_process_group
 from opensora_sp.weights import (
     Weights,
     check_encoders,
@@ -40,6 +43,7 @@ from .clips import TrainingSet, Work, make_dataset, make_plan, make_source, orde
 from .ema import ShardedEma
 from .features import SharedClips
 from .metrics import Reporter, draw_loss, log_to
+from .sync_check import SyncCheck
 from .validation import Validator, preflight_validation
 
 logger = logging.getLogger(__name__)
@@ -54,7 +58,10 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
             from that checkpoint.
 
     Raises:
-        ValueError: before any process group or model exists, if files, checkpoint and processes do not fit the config.
+        ValueError: before any process group or model exists, if files, checkpoint and processes do not fit the config;
+            later, on every rank, if the run cannot go on.
+        SystemExit: with status 1 if another rank has failed; with ``cfg.stopped_exit_code``, unless that is 0, if the
+            run was asked to stop before its end (see ``watch``).
     """
     dataset, checkpoint = preflight(cfg, resume)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
@@ -65,19 +72,23 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     log_to(run_dir, enabled=is_main)
     if is_main:
         (run_dir / "config.py").write_text(dump_config(cfg))
+    limits = dict(peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=cfg.grace_time)
     try:
-        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
-        if checkpoint is not None and checkpoint != found:
-            check_resume(cfg, checkpoint, dataset)
-        run = Run(cfg, dataset, checkpoint, current_device())
-        with closing(run.checkpoints):
-            run.steps(run_dir)
-        del run
-        gc.collect()  # groups that outlive the process group can abort the interpreter at exit
-        dist.barrier()
+        with Watch(**limits) as watch:
+            found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+            if checkpoint is not None and checkpoint != found:
+                check_resume(cfg, checkpoint, dataset)
+            run = Run(cfg, dataset, checkpoint, current_device())
+            with closing(run.checkpoints):
+                finished = run.steps(run_dir, lambda: watch.stop_reason)
+            del run
+            gc.collect()  # groups that outlive the process group can abort the interpreter at exit
+            dist.barrier()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    if not finished and cfg.stopped_exit_code:
+        sys.exit(cfg.stopped_exit_code)
     return run_dir
 
 
@@ -139,6 +150,15 @@ def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> No
         )
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks know of one optimizer step."""
+
+    loss: float  # mean over the step's samples
+    taken: bool  # False: loss or gradient were not finite, and nothing has changed
+    stop: bool  # some rank was asked to stop
+
+
 @dataclass
 class Since:
     """What is counted from one line of the log to the next."""
@@ -146,6 +166,8 @@ class Since:
     start: float
     waited: float = 0.0  # seconds that this rank waited for the loader
     tokens: int = 0  # of all replicas
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)  # of the steps that were taken
 
 
 class Run:
@@ -183,6 +205,7 @@ class Run:
             state = self.tensors.load(checkpoint)
             logger.info("resumed from %s at step %d", checkpoint, state["step"])
         self.start: int = state["step"]
+        self.skipped: int = state.get("skipped_steps", 0)
         per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
         self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg, dataset)
         self.broken = BrokenClips(dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
@@ -190,34 +213,48 @@ class Run:
             self.mesh, model, dataset, self.plan, self.source, self.broken, device, whole=cfg.sequence_parallel.verify
         )
         self.batches = BatchMaker(cfg, model.config, self.source, device)
+        self.sync_check = SyncCheck(model, self.mesh, cfg.check_sync_every)
         self.validator = Validator(self)
 
-    def steps(self, run_dir: Path) -> None:
-        """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end."""
+    def steps(self, run_dir: Path, stop_reason: Callable[[], str | None] = lambda: None) -> bool:
+        """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end.
+
+        Where ``stop_reason`` is not None on any rank, the step under way is the last one, and is followed by a
+        checkpoint. Returns whether ``max_steps`` was reached.
+        """
         cfg, is_main = self.cfg, dist.get_rank() == 0
         self._announce(run_dir)
         reporter = Reporter(run_dir, enabled=is_main, start=self.start, stop=cfg.max_steps)
         loader = iter(self._loader())
         ledger = CommLedger()
-        losses = torch.zeros(2, device=self.device)  # sum of losses, number of steps
         self.since = Since(time.perf_counter())
+        bad, done, stopped = 0, self.start, False  # bad steps in a row
         for step in range(self.start, cfg.max_steps):
             with ledger:
-                losses += torch.stack([self._step(step, loader), losses.new_ones(())])
-            done = step + 1
-            saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps
+                outcome = self._step(step, loader, stop_reason)
+            done, stopped = step + 1, outcome.stop and step + 1 < cfg.max_steps
+            bad = self._count(outcome, done, bad)
+            saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps or stopped
             if done % cfg.log_every == 0 or saves:
-                reporter.log(done, self._measure(losses, done))
-                self.since, losses = Since(time.perf_counter()), torch.zeros_like(losses)
+                reporter.log(done, self._measure(done))
+                self.since = Since(time.perf_counter())
             reporter.step(done)
             if saves:
                 self.checkpoints.save(self.tensors, self.state(done))
                 if is_main:
                     draw_loss(run_dir)
+            if stopped:
+                break
             self.since.start += self.validator.after(done, run_dir, reporter)
         self.checkpoints.wait()
         reporter.close()
-        self._conclude(run_dir, ledger)
+        if stopped:
+            logger.warning(
+                "stopped after step %d of %d: %s; go on with --resume auto", done, cfg.max_steps, stop_reason()
+            )
+        else:
+            self._conclude(run_dir, ledger)
+        return not stopped
 
     def state(self, done: int) -> dict[str, Any]:
         """What goes into ``state.json`` after ``done`` steps: all that data order, draws and schedules depend on."""
@@ -227,18 +264,21 @@ class Run:
             "micro_batches_per_step": self.plan.micro_batches_per_step,
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
+            "skipped_steps": self.skipped,
             "config": self.cfg.model_dump(mode="json"),
         }
 
-    def _step(self, step: int, loader: Any) -> torch.Tensor:
-        """One optimizer step; returns this rank's part of the mean loss over the step's samples."""
-        mean = torch.zeros((), device=self.device)
+    def _step(self, step: int, loader: Any, stop_reason: Callable[[], str | None]) -> Outcome:
+        """One optimizer step. A step without a finite loss and gradient uses its batches and learning rate up."""
+        mean = torch.zeros((), device=self.device)  # this rank's part of the mean loss
         micro_batches = self.plan.step(step)
         samples = sum(len(one.ids) for one in micro_batches)
         cheapest = min(micro_batches, key=lambda one: one.cost).shape
         self.since.tokens += sum(len(one.ids) * self.work.tokens(one.shape) for one in micro_batches)
         for micro_batch in share(micro_batches, self.mesh.dp_rank, self.mesh.dp_size):
             batch = self._batch(micro_batch, loader, spare=cheapest)
+            if micro_batch is not None:
+                self.sync_check.see(step, batch.inputs)  # each rank has its own part of the latents
             shard = self.model(batch.x_t, **batch.inputs, output="shards")
             losses = self.batches.flow.losses(shard, batch.noised)
             if micro_batch is None:  # ZeRO reduces gradients in the order in which a backward pass yields them
@@ -249,10 +289,32 @@ class Run:
             del loss, losses, shard, batch  # and what their graph holds, before the next micro-batch
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.cfg, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.ema.update(step)
-        return mean
+        told = torch.stack([mean, mean.new_tensor(float(stop_reason() is not None))])
+        dist.all_reduce(told)
+        self.sync_check.compare(step)
+        taken = self.optimizer.step_if_finite(told[0])
+        if taken:
+            self.ema.update(step)
+        total, stop = told.tolist()
+        return Outcome(total, taken, stop > 0)
+
+    def _count(self, outcome: Outcome, done: int, bad: int) -> int:
+        """Note an outcome; returns how many steps in a row, this one among them, were left out."""
+        self.since.steps += 1
+        if outcome.taken:
+            self.since.losses.append(outcome.loss)
+            return 0
+        self.skipped += 1
+        logger.warning("step %d left out: the loss is %g, or a gradient is not finite", done, outcome.loss)
+        if bad + 1 < self.cfg.max_bad_steps:
+            return bad + 1
+        self.checkpoints.wait()
+        newest = newest_checkpoint(Path(self.cfg.outputs))
+        raise ValueError(
+            f"got no finite loss and gradient in {bad + 1} steps in a row, up to step {done} (max_bad_steps); expected "
+            f"numbers; lower optimizer.lr or set grad_clip, and go on from {newest or 'the beginning'}, the last good "
+            "checkpoint, with --resume auto"
+        )
 
     def _batch(self, micro_batch: MicroBatch | None, loader: Any, *, spare: ClipShape) -> Batch:
         """The next batch of this replica; where it has no micro-batch left, something of shape ``spare``."""
@@ -277,30 +339,25 @@ class Run:
             batch_sampler=sampler,  # type: ignore[arg-type]
             collate_fn=list,
             num_workers=self.cfg.num_workers,
+            worker_init_fn=leave_process_group,
             generator=torch.Generator().manual_seed(self.cfg.seed),  # so that the loader leaves the global one alone
         )
 
-    def _measure(self, losses: torch.Tensor, done: int) -> dict[str, float]:
+    def _measure(self, done: int) -> dict[str, float | None]:
         replaced = self.broken.tell(self.device)
-        steps = losses[1].item()
-        mean, longest = losses[:1].clone(), losses.new_tensor([self.since.waited])
-        dist.all_reduce(mean)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # the others wait for this rank
-        total, waited = mean.item(), longest.item()
-        if not math.isfinite(total):
-            raise ValueError(
-                f"got a loss of {total} up to step {done}; expected a number; lower optimizer.lr or set grad_clip, and "
-                "go on from the last checkpoint with --resume auto"
-            )
+        waited = torch.tensor(self.since.waited, device=self.device)
+        dist.all_reduce(waited, op=dist.ReduceOp.MAX)  # the others wait for this rank
+        steps, losses = self.since.steps, self.since.losses
         step_time = (time.perf_counter() - self.since.start) / steps
         return {
-            "loss": total / steps,
+            "loss": sum(losses) / len(losses) if losses else None,
             "grad_norm": float(self.optimizer.get_grad_norm() or 0.0),
             "lr": learning_rate(self.cfg, done - 1),
             "step_time": step_time,
             "tokens_per_s": self.since.tokens / steps / step_time,
-            "data_wait": waited / steps / step_time,
+            "data_wait": waited.item() / steps / step_time,
             "replaced_clips": replaced,
+            "skipped_steps": self.skipped,
         }
 
     def _announce(self, run_dir: Path) -> None:
@@ -328,6 +385,7 @@ class Run:
             "elements_sent": {" ".join(key): count for key, count in sorted(ledger.elements.items())},
             "files_read": dict(self.broken.files_read),
             "broken_clips": broken,
+            "sync_check": self.sync_check.cost,
         }
         if dist.get_rank() == 0:
             (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -1,0 +1,6 @@
+"""How a run of several processes ends: what each rank does about its launcher, its peers and itself."""
+
+from .processes import leave_process_group
+from .watch import Watch
+
+__all__ = ["Watch", "leave_process_group"]

@@ -1,0 +1,343 @@
+"""A thread of each rank that sees to it that a run ends on all ranks, and with a reason.
+
+========================================  ============================================================================
+what happens                              what the watch does
+========================================  ============================================================================
+a rank raises                             tells the error to all ranks; those say whose it is and exit
+a rank is killed                          on its own machine seen at once, by its process number; elsewhere as below
+a rank is not heard of                    after ``peer_timeout`` the others name it and exit
+a rank does not come to a collective      after ``collective_timeout`` those that wait name the collective and the rank
+SIGTERM, or the launcher has gone         ``stop_reason`` is set, for the run to end well; after ``grace_time`` it exits
+========================================  ============================================================================
+
+Every second each rank writes a line, its beat, into a store that rank 0 keeps (a ``TCPStore`` beside the one of the
+process group), where the first failure is told too. Rank 0 reads all beats, the others that of rank 0. Time without a
+sign of life is counted in one's own beats, so a process that was stopped accuses nobody when it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from opensora_sp.console import tell_launcher
+
+from .processes import Process, launchers, machine, this_process
+from .standing import Waiting, collectives_begun, collectives_waited_for, stands_at
+
+logger = logging.getLogger(__name__)
+BEAT = 1.0  # seconds from one beat to the next
+HEARD = 5.0  # seconds in which all ranks are given to hear of a failure
+LEAVE = 3.0  # and for what the run does by itself after it
+LOST = ("Connection closed", "Connection reset", "Broken pipe", "Socket", "gloo/transport", "NCCL")
+NOTHING = "-"  # what the store says where nothing was told
+
+
+class _End(Exception):  # noqa: N818  (not an error of this program)
+    """The run ends here, for the reason told."""
+
+
+class Watch:
+    """``with Watch(...) as watch:`` around all that ranks do together, once their process group exists. Collective.
+
+    An exception that leaves the block is told to all other ranks, which exit with status 1 unless they are about to
+    leave it by themselves. Where it says no more than that a peer's connection was lost, it becomes ``SystemExit(1)``
+    and the log says which rank failed. Must be left normally by all ranks or by none.
+
+    Args:
+        peer_timeout: seconds without a sign of life after which a rank is given up.
+        collective_timeout: seconds in one collective after which the ranks that did not come are given up.
+        grace_time: seconds that the run has to end after ``stop_reason`` was set; 0 if it does not look at that.
+    """
+
+    def __init__(
+        self, *, peer_timeout: float = 60.0, collective_timeout: float = 1800.0, grace_time: float = 300.0
+    ) -> None:
+        self.peer_timeout, self.collective_timeout, self.grace_time = peer_timeout, collective_timeout, grace_time
+        self.stop_reason: str | None = None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._launchers = launchers()
+        self._signalled, self._beats, self._stop_beat = False, 0, 0
+        self._failure: str | None = None  # the first one, of any rank
+        self._heard: dict[int, tuple[str, int]] = {}  # by rank: its last beat, and when, in beats of ours, it came
+        self._waits: dict[int, tuple[Waiting, int]] = {}  # by thread: what it waits in, and since when
+        self._ended, self._announced = threading.Event(), False
+        self._main = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._store: Any = None
+        self._peers: dict[int, Process] = {}
+        if self._world > 1:
+            self._meet()
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._in_main_thread:
+            self._former_handler = signal.signal(signal.SIGTERM, self._on_signal) or signal.SIG_DFL
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
+        if error is not None and self._is_secondary(error):
+            self._wait_for_a_reason(error)
+        self._ended.set()
+        self._thread.join(HEARD)
+        try:
+            if error is None:
+                self._leave_with_all()
+            else:
+                self._tell(error)
+        finally:
+            if self._in_main_thread:
+                signal.signal(signal.SIGTERM, self._former_handler)
+
+    # What the main thread does
+
+    def _meet(self) -> None:
+        """Rank 0 opens the store; all ranks tell each other where they are, and write their first beat."""
+        mine = (machine(), this_process())
+        seen: list[Any] = [None] * self._world
+        dist.all_gather_object(seen, mine)
+        self._peers = {
+            rank: process
+            for rank, (place, process) in enumerate(seen)
+            if rank != self._rank and place == mine[0] and process is not None
+        }
+        together = all(place == mine[0] for place, _ in seen)
+        host = "127.0.0.1" if together else os.environ.get("MASTER_ADDR", os.uname().nodename)
+        port: list[Any] = [None]
+        how: dict[str, Any] = dict(timeout=timedelta(seconds=self.peer_timeout), wait_for_workers=False)
+        if self._rank == 0:
+            self._store = dist.TCPStore(host, 0, is_master=True, **how)
+            self._store.set("failure", NOTHING)
+            self._store.set("stop", NOTHING)
+            port = [self._store.port]
+        dist.broadcast_object_list(port, src=0)
+        if self._rank:
+            self._store = dist.TCPStore(host, port[0], is_master=False, **how)
+        self._write_beat()
+        dist.barrier()
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._signalled = True  # the thread says so; logging here could meet a lock that this thread holds
+
+    def _is_secondary(self, error: BaseException) -> bool:
+        """Whether an error may well be another rank's doing."""
+        return self._world > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)
+
+    def _wait_for_a_reason(self, error: BaseException) -> None:
+        """Until the thread knows why a connection was lost; if it does not, look who has fallen silent meanwhile."""
+        peers = [rank for rank in range(self._world) if rank != self._rank]
+        try:
+            before = [self._beat_of(rank)["number"] for rank in peers]
+            _wait_for(lambda: self._failure is not None, HEARD)
+            silent = [
+                rank for rank, n in zip(peers, before) if self._failure is None and self._beat_of(rank)["number"] == n
+            ]
+        except RuntimeError:  # rank 0 has gone, which the thread notices
+            _wait_for(lambda: self._failure is not None, HEARD)
+            return
+        if silent:
+            self._failure = self._claim(f"ranks {silent} have gone: no sign of life for {HEARD:g} s, and {error}")
+
+    def _tell(self, error: BaseException) -> None:
+        """Our error is the run's, unless another rank's came first and has caused ours."""
+        if self._failure is not None and self._is_secondary(error):
+            self._announce(self._failure)
+            self._wait_until_heard()
+            raise SystemExit(1) from None
+        own = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+        self._failure = self._claim(own)
+        if self._failure == own:
+            logger.error("%s", own)
+        elif self._failure.partition(":")[2] != own.partition(":")[2]:  # not the same, raised by all
+            logger.error("%s (after %s)", own, self._failure)
+        tell_launcher(self._failure)
+        self._wait_until_heard()
+
+    def _leave_with_all(self) -> None:
+        """The store goes with rank 0, so rank 0 is the last to leave."""
+        if self._store is None or self._thread.is_alive():
+            return
+        self._write_beat(left=True)
+        if self._rank == 0:
+            self._wait_until(lambda beat: beat["left"], self.peer_timeout)
+
+    # What the thread does
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT):
+            try:
+                self._look()
+            except _End as end:
+                return self._exit(str(end))
+            except RuntimeError as error:  # of the store
+                if self._ended.is_set():
+                    return
+                self._store = None
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                return self._exit(f"rank 0, which keeps the store, has gone or does not answer ({reason})")
+            except Exception:
+                return logger.exception("the watch has failed, and the run goes on without it")
+
+    def _look(self) -> None:
+        self._beats += 1
+        if self._world > 1:  # first of all: launchers send SIGTERM too where another rank has ended
+            self._write_beat()
+            self._listen()
+            self._look_at_collectives()
+        if self._signalled:
+            self._ask_to_stop("SIGTERM")
+        gone = next((one for one in self._launchers if not one.is_alive), None)
+        if gone is not None:
+            self._ask_to_stop(f"the launcher{f' (process {gone.pid})' if gone.pid else ''} has gone")
+        if self.stop_reason is not None and (self._beats - self._stop_beat) * BEAT >= self.grace_time:
+            after = f", and no step and checkpoint in {self.grace_time:g} s (grace_time) after it"
+            raise _End(f"{self.stop_reason}{after if self.grace_time else ''}")
+
+    def _listen(self) -> None:
+        """Take in what the store says: failures, wishes to stop, signs of life."""
+        watched = [rank for rank in range(self._world) if rank != self._rank] if self._rank == 0 else [0]
+        failure, stop, *beats = self._read("failure", "stop", *(f"beat {rank}" for rank in watched))
+        if failure != NOTHING:
+            raise _End(failure)
+        if stop != NOTHING and self.stop_reason is None:
+            self._ask_to_stop(stop)
+        for rank, beat in zip(watched, beats, strict=True):
+            if beat != self._heard.get(rank, ("", 0))[0]:
+                self._heard[rank] = (beat, self._beats)
+            silent = (self._beats - self._heard[rank][1]) * BEAT
+            if silent >= self.peer_timeout and not json.loads(beat)["left"]:
+                raise _End(f"rank {rank} has given no sign of life for {silent:g} s (peer_timeout)")
+        for rank, process in self._peers.items():
+            if not process.is_alive and not self._beat_of(rank)["left"]:
+                raise _End(f"rank {rank} (process {process.pid}) has gone without a word: it was killed, or crashed")
+
+    def _look_at_collectives(self) -> None:
+        waits = collectives_waited_for()
+        self._waits = {
+            thread: (wait, since if wait == before else self._beats)
+            for thread, wait in waits.items()
+            for before, since in [self._waits.get(thread, (wait, self._beats))]
+        }
+        for wait, since in self._waits.values():
+            if (self._beats - since) * BEAT >= self.collective_timeout:
+                time.sleep(2 * BEAT)  # so that the beats of those that wait are all of after they have come
+                if wait in collectives_waited_for().values():
+                    raise _End(self._stuck(wait))
+
+    def _stuck(self, wait: Waiting) -> str:
+        beats = {rank: self._beat_of(rank) for rank in wait.ranks if rank != self._rank}
+        absent = {
+            rank: beat
+            for rank, beat in beats.items()
+            if wait.is_for_one or beat["begun"].get(wait.group, -1) < wait.number
+        }
+        came = sorted(set(wait.ranks) - set(absent))
+        told = "; ".join(
+            f"rank {rank}, which has begun {beat['begun'].get(wait.group, 0)} and stands at {beat['at']}"
+            for rank, beat in absent.items()
+        )
+        return (
+            f"rank {self._rank} has waited {self.collective_timeout:g} s (collective_timeout) in {wait}: ranks {came} "
+            f"came, there did not come: {told or 'none is missing, so the network is slow or lost something'}"
+        )
+
+    def _ask_to_stop(self, reason: str) -> None:
+        """Set ``stop_reason``, and that of the other ranks when they read it."""
+        if self.stop_reason is not None:
+            return
+        if self._world > 1 and not reason.startswith("rank "):
+            reason = f"rank {self._rank}: {reason}"
+            self._kept().set("stop", reason)
+        if self.grace_time:
+            logger.warning("%s; stopping after this step, with a checkpoint", reason)
+        self.stop_reason, self._stop_beat = reason, self._beats
+
+    def _exit(self, reason: str) -> None:
+        """Say why, let all others hear it and the run end by itself; where it does not, end the process."""
+        self._failure = reason = self._claim(reason)
+        if not self._ended.is_set():
+            self._announce(reason)
+        self._wait_until_heard()
+        if self._ended.wait(LEAVE):
+            return
+        logging.shutdown()  # flushes
+        sys.stdout.flush()
+        os._exit(1)
+
+    # The store
+
+    def _write_beat(self, **more: bool) -> None:
+        beat = {
+            "number": self._beats,
+            "begun": collectives_begun() if dist.is_initialized() else {},
+            "at": stands_at(self._main),
+            "heard": self._failure is not None,
+            "left": False,
+        }
+        self._kept().set(f"beat {self._rank}", json.dumps({**beat, **more}))
+
+    def _kept(self) -> Any:
+        """The store, which is not tried any more where it is seen to be lost: torch would print stacks for each try."""
+        if 0 in self._peers and not self._peers[0].is_alive:
+            self._store = None
+        if self._store is None:
+            raise RuntimeError("its process has ended")
+        return self._store
+
+    def _read(self, *keys: str) -> list[str]:
+        return [value.decode() for value in self._kept().multi_get(list(keys))]
+
+    def _beat_of(self, rank: int) -> dict[str, Any]:
+        return json.loads(self._read(f"beat {rank}")[0])
+
+    def _claim(self, reason: str) -> str:
+        """Make this the run's failure unless there is one already; returns the one that counts."""
+        try:
+            return self._kept().compare_set("failure", NOTHING, reason).decode()
+        except RuntimeError:
+            return reason  # there is none, or rank 0 has gone, and the store with it
+
+    def _wait_until_heard(self) -> None:
+        self._wait_until(lambda beat: beat["heard"] or beat["left"], HEARD)
+
+    def _wait_until(self, holds: Callable[[dict[str, Any]], bool], seconds: float) -> None:
+        """Until it holds for the beats of all ranks that live, or so long."""
+
+        def holds_for_all() -> bool:
+            living = [
+                r for r in range(self._world) if r != self._rank and (r not in self._peers or self._peers[r].is_alive)
+            ]
+            return all(holds(self._beat_of(rank)) for rank in living)
+
+        try:
+            self._write_beat(left=self._ended.is_set())
+            _wait_for(holds_for_all, seconds)
+        except RuntimeError:  # no store, or rank 0 was faster
+            return
+
+    def _announce(self, reason: str) -> None:
+        if not self._announced:
+            self._announced = True
+            logger.error("rank %d stops: %s", self._rank, reason)
+            tell_launcher(reason)
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(BEAT / 10)

@@ -1,0 +1,111 @@
+"""The watch by itself; tests/test_faults.py has it in trainings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from worlds import in_worlds
+
+from opensora_sp.watch import Watch, watch
+
+
+def told() -> list[str]:
+    """What the package will have logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("opensora_sp").addHandler(handler)
+    return lines
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def no_step_in_time() -> tuple[list[int], list[str]]:
+    """Rank 1 is told to stop, and nobody does."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(grace_time=2.0):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: codes)
+    os._exit = leave
+    return codes, lines
+
+
+def far_away() -> tuple[str, list[str]]:
+    """Rank 1 is on another machine, where its number is nobody's, and is cut off."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    lines = told()
+    watch.machine = lambda: f"machine {dist.get_rank()}"
+    error = ""
+    if dist.get_rank() == 1:
+        one = Watch()
+        one.__enter__()
+        one._ended.set()  # so that it writes no beat any more
+        one._thread.join()
+        dist.destroy_process_group()
+        time.sleep(9)
+        return error, lines
+    try:
+        with Watch():
+            dist.all_reduce(torch.ones(2))
+    except SystemExit as end:
+        error = str(end)
+    dist.destroy_process_group()
+    return error, lines
+
+
+def busy_and_late() -> list[str]:
+    """Python that computes for longer than ``peer_timeout``, and ranks that leave at other times."""
+    lines = told()
+    with Watch(peer_timeout=5.0, collective_timeout=3.0) as one:
+        deadline = time.monotonic() + 7
+        while dist.get_rank() == 1 and time.monotonic() < deadline:
+            sum(range(100_000))
+    assert one.stop_reason is None and threading.active_count() < 20
+    return lines
+
+
+def all_watches() -> list:
+    return in_worlds(by_name, [(2, (name,)) for name in ("busy_and_late", "no_step_in_time", "far_away")])
+
+
+def by_name(name: str) -> object:
+    return globals()[name]()
+
+
+@pytest.fixture(scope="module")
+def found() -> list:
+    return run_ranks(2, all_watches)
+
+
+def test_slow_and_late_ranks_alarm_nobody(found: list) -> None:
+    assert [of_rank[0] for of_rank in found] == [[], []]
+
+
+def test_a_run_that_does_not_stop_is_ended(found: list) -> None:
+    for rank, (codes, lines) in enumerate(of_rank[1] for of_rank in found):
+        assert codes == [1]
+        assert lines[0] == "rank 1: SIGTERM; stopping after this step, with a checkpoint"
+        assert lines[1].startswith(
+            f"rank {rank} stops: rank 1: SIGTERM, and no step and checkpoint in 2 s (grace_time)"
+        )
+
+
+def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(found: list) -> None:
+    error, lines = found[0][2]
+    assert error == "1" and "rank 0 stops: ranks [1] have gone: no sign of life for 5 s" in lines[0]
