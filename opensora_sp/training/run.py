@@ -21,6 +21,7 @@ from opensora_sp.config import TrainConfig, build_component, dump_config, split_
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, VideoTextDataset, share
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.launching import check_shared_memory, told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import CommLedger, check_sp_size
@@ -35,7 +36,7 @@ from opensora_sp.weights import (
 
 from .batch import Batch, BatchMaker, ClipPicker
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
-from .clips import Work, make_dataset, make_plan, order_state
+from .clips import Work, largest_batch, make_dataset, make_plan, order_state
 from .ema import ShardedEma
 from .metrics import Reporter, draw_loss, log_to
 from .validation import Validator, preflight_validation
@@ -54,10 +55,11 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     Raises:
         ValueError: before any process group or model exists, if files, checkpoint and processes do not fit the config.
     """
-    dataset, checkpoint = preflight(cfg, resume)
+    with told_to_all_ranks():
+        dataset, checkpoint = preflight(cfg, resume)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
-    launch(cfg.seed)
+    launch(cfg.seed, cfg.model_dump(mode="json"))
     run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
     run_dir.mkdir(parents=True, exist_ok=True)
     log_to(run_dir, enabled=is_main)
@@ -94,6 +96,7 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
             "build; change optimizer.type"
         )
     preflight_validation(cfg)
+    check_shared_memory(largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     if checkpoint is not None:
         check_resume(cfg, checkpoint, dataset)
