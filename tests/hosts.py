@@ -13,10 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from runs import BIN, ROOT
 
@@ -78,8 +79,9 @@ class Host:
         subprocess.run(self.command("mount", "--bind", other, path), check=True)
 
     def ranks(self) -> list[int]:
-        """Processes of this host that run as a rank, as seen from outside."""
-        return [pid for pid in processes_beside(self.pid) if b"LOCAL_RANK=" in _of(pid, "environ")]
+        """Processes of this host that a launcher started as ranks, without their children, as seen from outside."""
+        having = [pid for pid in processes_beside(self.pid) if b"\0LOCAL_RANK=" in b"\0" + _of(pid, "environ")]
+        return [pid for pid in having if _parent(pid) not in having]
 
 
 def processes_beside(pid: int) -> list[int]:
@@ -93,6 +95,11 @@ def processes_beside(pid: int) -> list[int]:
         except OSError:  # it has ended
             continue
     return found
+
+
+def _parent(pid: int) -> int:
+    fields = _of(pid, "stat").rpartition(b") ")[2].split()
+    return int(fields[1]) if fields else 0
 
 
 def _of(pid: int, what: str) -> bytes:
@@ -134,8 +141,8 @@ def _namespaces() -> Iterator[int]:
     holder = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "unshare", *UNSHARED, "sleep", "infinity"])
     try:
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
-        first = int(_until(lambda: children.read_text().split())[0])
-        _until(lambda: _of(first, "comm").strip() == b"sleep")  # after --mount-proc
+        first = int(wait_until(lambda: children.read_text().split())[0])
+        wait_until(lambda: _of(first, "comm").strip() == b"sleep")  # after --mount-proc
         yield first
     finally:
         holder.kill()
@@ -166,7 +173,7 @@ def _start_sshd(host: Host, key: Path) -> None:
     _inside(host.pid, "mkdir", "/run/sshd")
     server = host.command(SSHD, "-f", ssh / "sshd_config", "-E", host.folder / "sshd.log")
     subprocess.run(server, check=True, env={"PATH": "/usr/sbin:/usr/bin"})
-    _until(lambda: b":0016 " in _of(host.pid, "net/tcp"))  # it listens at port 22
+    wait_until(lambda: b":0016 " in _of(host.pid, "net/tcp"))  # it listens at port 22
 
 
 def _inside(pid: int, *command: str | Path) -> None:
@@ -175,7 +182,7 @@ def _inside(pid: int, *command: str | Path) -> None:
     assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
 
 
-def _until(condition, seconds: float = 20.0):  # noqa: ANN202
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
     """The first true value of a condition."""
     end = time.monotonic() + seconds
     while not (value := condition()):

@@ -23,7 +23,7 @@ def check_machine(launch: Launch) -> None:
     check_interfaces()
     launch.check_master()
     if launch.spans_hosts:
-        check_own_address(launch)
+        check_own_address(launch.master)
 
 
 def check_devices(launch: Launch | None = None) -> None:
@@ -89,7 +89,7 @@ def _nccl_choice(value: str, names: set[str]) -> set[str]:
     return names - matching if sign == "^" else matching
 
 
-def check_own_address(launch: Launch) -> None:
+def check_own_address(master: tuple[str, int]) -> None:
     """Raise ValueError if gloo would tell the other hosts to find this one at a loopback address.
 
     Without GLOO_SOCKET_IFNAME gloo listens where the name of the host points to, which many distributions let be
@@ -104,7 +104,7 @@ def check_own_address(launch: Launch) -> None:
         found = []
     if found and not is_loopback(found[0]):
         return
-    address, interface = _way_to(launch.master)
+    address, interface = _way_to(master)
     advice = f"set GLOO_SOCKET_IFNAME={interface}" if interface else "set GLOO_SOCKET_IFNAME to its network interface"
     raise ValueError(
         f"got the host name {name!r}, which {f'means {found[0]}' if found else 'cannot be resolved'} on this host, with "
