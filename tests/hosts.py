@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -48,7 +46,7 @@ class Host:
     def command(self, *command: str | Path) -> list[str]:
         """The command line that runs a command on the host, in the project's root."""
         inside = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--pid", f"--wd={ROOT}", "--"]
-        return [*inside, *map(str, command)]
+        return [*inside, "setpriv", "--pdeathsig", "KILL", *map(str, command)]  # ends with nsenter
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """As of a user who has activated the virtual environment; little else, since colossalai run sends it all."""
@@ -76,7 +74,10 @@ class Host:
         other = self.folder / f"other-{path.name}"
         other.write_text(text)
         other.chmod(mode)
-        subprocess.run(self.command("mount", "--bind", other, path), check=True)
+        self.mount("--bind", other, path)
+
+    def mount(self, *options: str | Path) -> None:
+        subprocess.run(self.command("mount", *options), check=True)
 
     def ranks(self) -> list[int]:
         """Processes of this host that a launcher started as ranks, without their children, as seen from outside."""

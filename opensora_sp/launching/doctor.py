@@ -58,14 +58,16 @@ def diagnose(hostfile: str, port: int, ssh_port: int, *, collective: bool) -> Di
     ways = [None if is_this_host(name) else Remote.of(name, ssh_port) for name in names]
     try:
         with ThreadPoolExecutor(len(names)) as threads:
-            arguments = [(name, way, port if number == 0 else None) for number, (name, way) in enumerate(zip(names, ways))]
+            arguments = [
+                (name, way, port if number == 0 else None) for number, (name, way) in enumerate(zip(names, ways))
+            ]
             reports = list(threads.map(lambda one: _host(*one, master=names[0]), arguments))
             _compare(reports)
             if not collective or len(names) == 1:
                 return Diagnosis(reports)
-            absent = [report.host for report in reports if not report.facts]
-            if absent:
-                return Diagnosis(reports, Check("all ranks", f"not tried without {', '.join(absent)}", "FAIL"))
+            failing = [report.host for report in reports if not report.ok]
+            if failing:  # each host would wait long for one that cannot start
+                return Diagnosis(reports, Check("all ranks", f"not tried before {', '.join(failing)} can", "warn"))
             ranks = min(report.gpus for report in reports) or 1
             command = ["--nproc_per_node", str(ranks), "--nnodes", str(len(names)), "--master_addr", names[0]]
             command += ["--master_port", str(port)]
@@ -147,7 +149,9 @@ def _together(started: list[tuple[int, str]]) -> Check:
     said = "\n".join(output for _, output in started)
     marked = next((line for line in said.splitlines() if line.startswith(MARK)), None)
     if marked is None or any(status for status, _ in started):
-        errors = re.findall(r"^error(?: \(rank \d+\))?: (.*)|^(?:\[rank\d+\]: )?(\w*(?:\.\w+)*Error: .*)", said, re.MULTILINE)
+        errors = re.findall(
+            r"^error(?: \(rank \d+\))?: (.*)|^(?:\[rank\d+\]: )?(\w*(?:\.\w+)*Error: .*)", said, re.MULTILINE
+        )
         reasons = [sentence or raised for sentence, raised in errors]
         found, _, advice = (reasons or [f"no answer within {PROBED} s"])[0].partition("; ")
         return Check("all ranks", found.removeprefix("got "), "FAIL", advice or "docs/multinode.md explains errors")

@@ -73,7 +73,9 @@ def check_interfaces() -> None:
         else:
             lacking = [] if _nccl_choice(value, with_address) else [value]
         if lacking:
-            shown = ", ".join(f"{name} ({', '.join(addresses[:2]) or 'no address'})" for name, addresses in there.items())
+            shown = ", ".join(
+                f"{name} ({', '.join(addresses[:2]) or 'no address'})" for name, addresses in there.items()
+            )
             raise ValueError(
                 f"got {variable}={value} on {socket.gethostname()}, where no interface {lacking[0]!r} has an address; "
                 f"expected one of {shown}; set {variable} to the one that reaches the other hosts, or unset it"

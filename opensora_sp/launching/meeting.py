@@ -28,7 +28,7 @@ PATIENCE = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks
 DEFAULT_PATIENCE = 600.0
 REMIND = 30.0  # seconds between two lines about who is missing
 TELL = 20.0  # seconds that a rank which cannot start takes at most to tell the others so
-STAY = 10.0  # seconds that a rank which will not start waits at most for all others to know why
+STAY = 5.0  # seconds that a rank which will not start waits at most for all others to know why
 POLL = 0.05
 ABBREVIATED = 60  # characters of a value in a message
 
@@ -167,10 +167,11 @@ class Meeting:
         return self.store.get("verdict").decode()
 
     def _stay_until_all_know(self) -> None:
-        """Launchers end the other ranks of a host, and the store with them, as soon as one has left."""
+        """A rank that leaves may take the store along, or let torchrun end the other ranks of its host, and its store."""
         end = time.monotonic() + STAY
         known = self.store.add("know", 1)
-        while known < self.launch.world_size and time.monotonic() < end:
+        stays = self.launch.agent_store or self.launch.keeps_store
+        while stays and known < self.launch.world_size and time.monotonic() < end:
             time.sleep(POLL)
             known = self.store.add("know", 0)
 
@@ -208,7 +209,11 @@ def refusal(arrivals: list[Arrival]) -> str | None:
 def differences(arrivals: list[Arrival]) -> str:
     """What the ranks do not share of what they must share; empty where that is nothing."""
     for kind, expected, advice in (
-        ("versions", "the same software and kind of device", "install the same everywhere (opensora-sp doctor compares)"),
+        (
+            "versions",
+            "the same software and kind of device",
+            "install the same everywhere (opensora-sp doctor compares)",
+        ),
         ("settings", "the same config", "give every host the same config file and --cfg-options"),
     ):
         told = []
