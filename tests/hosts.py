@@ -1,8 +1,8 @@
 """Several "hosts" on this machine, each with network, processes, mounts and name of its own, and an sshd.
 
 A host is a process in new namespaces, and all it starts lives in them: when it is killed everything of it is gone, the
-network included. The hosts are joined by a bridge that lies in one more such namespace, so that the machine's own network
-is never touched. Should the tests be killed, the hosts go with them.
+network included. The hosts are joined by a bridge that lies in one more such namespace, so the machine's own network is
+never touched. Should the tests be killed, the hosts go with them.
 """
 
 from __future__ import annotations

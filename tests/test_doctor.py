@@ -1,4 +1,4 @@
-"""The doctor says what would keep a run from starting: here, and on hosts of which one is well and the others are not."""
+"""The doctor says what would keep a run from starting: here, and on hosts that are well or are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``opensora-sp doctor``: whether a run would start here, or on all hosts of a hostfile; what an issue should contain."""
+"""``opensora-sp doctor``: whether a run would start here, or on all hosts of a hostfile; an issue needs its output."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .examine import Check, Report, examine
@@ -18,6 +19,7 @@ from .ssh import Remote, is_this_host, read_hostfile
 
 EXAMINED, PROBED = 60, 100  # seconds after which a host has said nothing
 MODULE = "opensora_sp.launching.probe"
+ERRORS = re.compile(r"^error(?: \(rank \d+\))?: (.*)|^(?:\[rank\d+\]: )?(\w*(?:\.\w+)*Error: .*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,8 @@ def diagnose(hostfile: str, port: int, ssh_port: int, *, collective: bool) -> Di
     ways = [None if is_this_host(name) else Remote.of(name, ssh_port) for name in names]
     try:
         with ThreadPoolExecutor(len(names)) as threads:
-            arguments = [
-                (name, way, port if number == 0 else None) for number, (name, way) in enumerate(zip(names, ways))
-            ]
-            reports = list(threads.map(lambda one: _host(*one, master=names[0]), arguments))
+            ports = [port] + [None] * (len(names) - 1)  # only rank 0 listens
+            reports = list(threads.map(partial(_host, master=names[0]), names, ways, ports))
             _compare(reports)
             if not collective or len(names) == 1:
                 return Diagnosis(reports)
@@ -149,10 +149,7 @@ def _together(started: list[tuple[int, str]]) -> Check:
     said = "\n".join(output for _, output in started)
     marked = next((line for line in said.splitlines() if line.startswith(MARK)), None)
     if marked is None or any(status for status, _ in started):
-        errors = re.findall(
-            r"^error(?: \(rank \d+\))?: (.*)|^(?:\[rank\d+\]: )?(\w*(?:\.\w+)*Error: .*)", said, re.MULTILINE
-        )
-        reasons = [sentence or raised for sentence, raised in errors]
+        reasons = [sentence or raised for sentence, raised in ERRORS.findall(said)]
         found, _, advice = (reasons or [f"no answer within {PROBED} s"])[0].partition("; ")
         return Check("all ranks", found.removeprefix("got "), "FAIL", advice or "docs/multinode.md explains errors")
     facts = json.loads(marked.removeprefix(MARK))

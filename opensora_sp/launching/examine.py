@@ -73,11 +73,7 @@ def examine(*, port: int | None = None, master: str | None = None) -> Report:
         _shared_memory(),
         *([_port(port)] if port else []),
         _network(),
-        *(
-            [_sentence("own address", "other hosts can reach it", lambda: check_own_address((master, 22)))]
-            if master
-            else []
-        ),
+        *([_own_address(master)] if master else []),
         *_variables(several_hosts=master is not None),
     ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -180,9 +176,12 @@ def _user_of(port: int) -> str:
 
 def _network() -> Check:
     known = {name: addresses for name, addresses in interfaces().items() if addresses}
-    return _sentence(
-        "network", ", ".join(f"{name} {addresses[0]}" for name, addresses in known.items()), check_interfaces
-    )
+    good = ", ".join(f"{name} {addresses[0]}" for name, addresses in known.items())
+    return _sentence("network", good, check_interfaces)
+
+
+def _own_address(master: str) -> Check:
+    return _sentence("own address", "other hosts can reach it", lambda: check_own_address((master, 22)))
 
 
 def _variables(*, several_hosts: bool) -> list[Check]:

@@ -44,9 +44,9 @@ def check_devices(launch: Launch | None = None) -> None:
     if asked is not None:
         built = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
         raise ValueError(
-            f"got {asked} on {socket.gethostname()}, but no GPU that torch can use (torch {torch.__version__} {built}); "
-            "expected a driver that is new enough (see nvidia-smi), a torch built for CUDA and, in a container, "
-            "--gpus all; or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
+            f"got {asked} on {socket.gethostname()}, but no GPU that torch can use (torch {torch.__version__} "
+            f"{built}); expected a driver that is new enough (see nvidia-smi), a torch built for CUDA and, in a "
+            "container, --gpus all; or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
         )
 
 
@@ -108,8 +108,9 @@ def check_own_address(master: tuple[str, int]) -> None:
         return
     address, interface = _way_to(master)
     advice = f"set GLOO_SOCKET_IFNAME={interface}" if interface else "set GLOO_SOCKET_IFNAME to its network interface"
+    meaning = f"means {found[0]}" if found else "cannot be resolved"
     raise ValueError(
-        f"got the host name {name!r}, which {f'means {found[0]}' if found else 'cannot be resolved'} on this host, with "
+        f"got the host name {name!r}, which {meaning} on this host, with "
         "ranks on several hosts; expected an address that the other hosts reach, since gloo tells it to them; "
         f"{advice}{f' (address {address})' if interface else ''}, or correct /etc/hosts"
     )
@@ -148,9 +149,10 @@ def check_shared_memory(batch_bytes: int, num_workers: int, local_ranks: int) ->
         return
     needed = batch_bytes * PREFETCHED * num_workers * local_ranks
     if needed > usage[1]:
+        total, free = (f"{number / MB:,.1f} MB" for number in usage)
         raise ValueError(
-            f"got {usage[1] / MB:,.0f} MB free of {usage[0] / MB:,.0f} MB in {SHARED_MEMORY} on {socket.gethostname()}; "
-            f"expected at least {needed / MB:,.0f} MB for {local_ranks} ranks x {num_workers} workers x {PREFETCHED} "
-            f"batches of {batch_bytes / MB:,.1f} MB; lower num_workers (0 needs none), or start the container with more "
+            f"got {free} free of {total} in {SHARED_MEMORY} on {socket.gethostname()}; expected at least "
+            f"{needed / MB:,.1f} MB for {local_ranks} ranks x {num_workers} workers x {PREFETCHED} batches of "
+            f"{batch_bytes / MB:,.1f} MB; lower num_workers (0 needs none), or start the container with more "
             f"(docker run --shm-size={max(1, -(-2 * needed // 10**9))}g, or --ipc=host)"
         )

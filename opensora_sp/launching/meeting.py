@@ -167,7 +167,7 @@ class Meeting:
         return self.store.get("verdict").decode()
 
     def _stay_until_all_know(self) -> None:
-        """A rank that leaves may take the store along, or let torchrun end the other ranks of its host, and its store."""
+        """A rank that leaves may take the store along, or let torchrun end the other ranks of its host."""
         end = time.monotonic() + STAY
         known = self.store.add("know", 1)
         stays = self.launch.agent_store or self.launch.keeps_store
@@ -181,9 +181,9 @@ class Meeting:
     def _missing(self, arrivals: list[Arrival]) -> str:
         hosts = sorted({one.host for one in arrivals})
         return (
-            f"got {len(arrivals)} of {self.launch.world_size} ranks within {self.seconds:.0f} s, from {', '.join(hosts)}; "
-            f"expected all, but {_ranks(self._absent(arrivals))} did not come; look at the output of the other hosts, "
-            f"start them, or give slow ones more time with {PATIENCE}=SECONDS"
+            f"got {len(arrivals)} of {self.launch.world_size} ranks within {self.seconds:.0f} s, from "
+            f"{', '.join(hosts)}; expected all, but {_ranks(self._absent(arrivals))} did not come; look at the output "
+            f"of the other hosts, start them, or give slow ones more time with {PATIENCE}=SECONDS"
         )
 
 
@@ -194,8 +194,8 @@ def refusal(arrivals: list[Arrival]) -> str | None:
         return f"{last.name} cannot start: {last.error}"
     if first.world_size != last.world_size:
         return (
-            f"got WORLD_SIZE {first.world_size} on {first.name} and {last.world_size} on {last.name}; expected the same "
-            "on every rank; start all hosts with the same --nnodes and --nproc_per_node"
+            f"got WORLD_SIZE {first.world_size} on {first.name} and {last.world_size} on {last.name}; expected the "
+            "same on every rank; start all hosts with the same --nnodes and --nproc_per_node"
         )
     for one in arrivals[:-1]:
         if one.rank == last.rank:
@@ -212,7 +212,7 @@ def differences(arrivals: list[Arrival]) -> str:
         (
             "versions",
             "the same software and kind of device",
-            "install the same everywhere (opensora-sp doctor compares)",
+            "install the same everywhere; see opensora-sp doctor",
         ),
         ("settings", "the same config", "give every host the same config file and --cfg-options"),
     ):
@@ -260,8 +260,9 @@ def _open_store(launch: Launch, seconds: float) -> dist.Store:
     except (RuntimeError, ValueError) as error:
         if launch.keeps_store:
             raise ValueError(
-                f"got {_where(launch)} to listen at, which {socket.gethostname()} cannot ({_reason(error)}); expected a free port "
-                f"and an address of this host, where rank 0 runs; pass another --master_port, or end what uses {port}"
+                f"got {_where(launch)} to listen at, which {socket.gethostname()} cannot ({_reason(error)}); "
+                f"expected a free port and an address of this host, where rank 0 runs; pass another "
+                f"--master_port, or end what uses {port}"
             ) from None
         raise ValueError(
             f"got no connection from {socket.gethostname()} to rank 0 at {_where(launch)} within {seconds:.0f} s "

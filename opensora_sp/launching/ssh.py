@@ -58,7 +58,7 @@ def is_this_host(name: str) -> bool:
 
 @dataclass
 class Remote:
-    """A host and the way to it. Commands run in the folder, and with the variables, that a launcher would take along."""
+    """A host and the way to it. Commands run in the folder and with the variables that a launcher would take along."""
 
     name: str
     connection: fabric.Connection
@@ -110,8 +110,8 @@ class Remote:
         except (json.JSONDecodeError, KeyError, TypeError):
             said = (done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["nothing"])[-1]
             raise ValueError(
-                f"got {said!r} from {sys.executable} on {self.name}; expected opensora-sp of this version to run there; "
-                "install it in an environment at the same path on every host"
+                f"got {said!r} from {sys.executable} on {self.name}; expected opensora-sp of this version to run "
+                "there; install it in an environment at the same path on every host"
             ) from None
 
     def python(self, *arguments: str, seconds: float) -> fabric.Result:
