@@ -90,11 +90,13 @@ def test_the_interfaces_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatc
         check_machine(launch())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")
 def test_a_gpu_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(ValueError, match=r"got CUDA_VISIBLE_DEVICES=0,1 on .*, but no GPU that torch can use"):
         check_machine(launch())
+    with pytest.raises(ValueError, match="got CUDA_VISIBLE_DEVICES=0,1"), told_to_all_ranks():  # alone
+        raise AssertionError("not before the check")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_machine(launch())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -187,6 +189,7 @@ def start_in_all_cases(ports: dict[str, int]) -> dict[str, tuple[str | None, str
 CASES = ("fine", "versions", "settings", "world size", "rank twice", "cannot start", "breaks", "missing")
 
 
+@pytest.mark.core
 def test_all_ranks_start_or_all_say_the_same() -> None:
     ports = {case: free_port() for case in CASES}
     told = run_ranks(3, start_in_all_cases, ports)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .environment import Launch
 from .facts import device_kind, versions
-from .machine import check_machine
+from .machine import check_devices, check_machine
 
 logger = logging.getLogger(__name__)
 PATIENCE = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks
@@ -58,8 +58,12 @@ def told_to_all_ranks() -> Iterator[None]:
     Raises:
         ValueError: if environment or machine are not what this rank needs; and whatever the body raises.
     """
-    launch = None if dist.is_initialized() else Launch.read()
+    if dist.is_initialized():
+        yield
+        return
+    launch = Launch.read()
     if launch is None:
+        check_devices()
         yield
         return
     try:
@@ -113,7 +117,7 @@ class Meeting:
         server = _open_store(launch, seconds)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
         names = dist.PrefixStore(f"opensora_sp/{attempt}", server)
-        number = names.add(f"meetings of {launch.rank} of {launch.world_size}", 1)
+        number = names.add(f"meetings of process {os.getpid()} of {self.host}", 1)
         self.store = dist.PrefixStore(str(number), names)
 
     def arrive(self, settings: Mapping[str, Any], error: str | None = None) -> None:
