@@ -39,7 +39,11 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     assert found["facts"] == facts.versions()
 
 
-def test_a_port_in_use_fails_and_is_told_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_fails_and_is_told_as_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_TOKEN", "a secret")
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -49,6 +53,7 @@ def test_a_port_in_use_fails_and_is_told_as_a_table(capsys: pytest.CaptureFixtur
     told = capsys.readouterr().out
     assert left.value.code == 1
     assert f"  FAIL port {port} " in told and "in use, by process" in told and "-> pass another --master_port" in told
+    assert "OMP_NUM_THREADS=1" in told and "secret" not in told
     assert "1 of " in told.splitlines()[-1] and " checks failed" in told.splitlines()[-1]
 
 

@@ -21,7 +21,9 @@ from .machine import check_devices, check_interfaces, check_own_address, interfa
 
 GB = 1e9
 LITTLE_MEMORY, LITTLE_SHARED_MEMORY = 2 * GB, 1 * GB
-PASSED_ON = re.compile(r"(NCCL|GLOO|CUDA|OMP|TORCH|HF|OPENSORA_SP)_\w+|PATH|PYTHONPATH|LD_LIBRARY_PATH|GLOG_\w+")
+PASSED_ON = re.compile(
+    r"(NCCL|GLOO|CUDA|OMP|TORCH|OPENSORA_SP)_\w+|(PYTHON|LD_LIBRARY_)?PATH"
+)  # no secrets: it is shown
 READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}  # in bash
 Status = Literal["ok", "warn", "FAIL"]
 
