@@ -71,8 +71,9 @@ def told_to_all_ranks() -> Iterator[None]:
         yield
     except Exception as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        with suppress(ValueError):  # if the others cannot be reached, this rank's own error is the one to see
-            Meeting(launch, min(TELL, patience())).arrive({}, error=reason)
+        if launch.world_size > 1:
+            with suppress(ValueError):  # this rank's own error is the one to see, told to others or not
+                Meeting(launch, min(TELL, patience())).arrive({}, error=reason)
         raise
 
 
@@ -132,9 +133,9 @@ class Meeting:
             verdict = self._judge() if launch.rank == 0 else self._await_verdict()
             if verdict:
                 self._stay_until_all_know()
-        except RuntimeError as error:
+        except RuntimeError as broken:
             raise ValueError(
-                f"got no answer any more from {_where(launch)} on {self.host} ({_reason(error)}); expected the first "
+                f"got no answer any more from {_where(launch)} on {self.host} ({_reason(broken)}); expected the first "
                 "host to stay until all ranks have started; look at the output there"
             ) from None
         if verdict:
