@@ -157,7 +157,7 @@ class Meeting:
                     remind += REMIND
                     logger.warning("waiting for %s", _ranks(self._absent(arrivals)))
                 time.sleep(POLL)
-        verdict = verdict or differences(arrivals)
+        verdict = verdict or differences(sorted(arrivals, key=lambda one: one.rank))
         self.store.set("verdict", verdict)
         return verdict
 
