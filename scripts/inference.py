@@ -4,13 +4,16 @@ torchrun --nproc_per_node 3 scripts/inference.py configs/stdit3/inference/16x256
 """
 
 from opensora_sp.console import log_to_terminal, told_errors
+from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.sampling import parse, sample
 
 
 def main() -> None:
     log_to_terminal()
     with told_errors():
-        sample(parse())
+        with told_to_all_ranks():
+            cfg = parse()
+        sample(cfg)
 
 
 if __name__ == "__main__":

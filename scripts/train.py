@@ -6,6 +6,7 @@ colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py configs/stdi
 
 from opensora_sp.config import load_train_config
 from opensora_sp.console import add_allow_pickle, config_arguments, told_errors
+from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.training import train
 
 
@@ -19,7 +20,8 @@ def main() -> None:
     add_allow_pickle(parser)
     args = parser.parse_args()
     with told_errors():
-        cfg = load_train_config(args.config, args.cfg_options)
+        with told_to_all_ranks():
+            cfg = load_train_config(args.config, args.cfg_options)
         if args.allow_pickle:
             cfg = cfg.model_copy(update={"allow_pickle": True})
         train(cfg, resume=args.resume)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from opensora_sp.console import told_errors
 
-from . import convert, index, plan, verify
+from . import convert, doctor, index, plan, verify
 
-COMMANDS = {"plan": plan, "verify": verify, "index": index, "convert": convert}
+COMMANDS = {"plan": plan, "verify": verify, "index": index, "convert": convert, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

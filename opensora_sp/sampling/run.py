@@ -14,6 +14,7 @@ import torch.distributed as dist
 from opensora_sp.config import InferenceConfig, build_component, split_type
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.launching import meet, told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
@@ -48,8 +49,9 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     Raises:
         ValueError: before the model is built, if prompts, references, checkpoint and processes do not fit the config.
     """
-    requests, weights = preflight(cfg)
-    device = join_processes()
+    with told_to_all_ranks():
+        requests, weights = preflight(cfg)
+    device = join_processes(cfg.model_dump(mode="json"))
     try:
         with Watch(grace_time=0):
             written = _sample_all(cfg, requests, weights, device)
@@ -80,14 +82,20 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
     return requests, weights
 
 
-def join_processes() -> torch.device:
-    """Initialise the process group if a launcher started several processes; returns this process's device."""
+def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
+    """Initialise the process group if a launcher started several processes; returns this process's device.
+
+    Raises:
+        ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see ``launching.meet``.
+    """
+    store = meet(settings)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    del store  # the process group keeps it
     return device
 
 

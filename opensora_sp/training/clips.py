@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from opensora_sp.config import TrainConfig, build_component, split_type
 from opensora_sp.data import BatchPlan, BucketPlan, CachedFeatures, ClipShape, MicroBatchPlan, VideoTextDataset
+from opensora_sp.data.buckets import Buckets
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
@@ -72,6 +74,14 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
     if isinstance(plan, BucketPlan):
         state |= {"batch_size": None, "buckets": plan.fingerprint}
     return state
+
+
+def largest_batch(cfg: TrainConfig) -> int:
+    """Bytes of the largest micro-batch of clips, uint8 ``[3, frames, height, width]``, as the data workers make it."""
+    if cfg.bucket_config is None:
+        return cfg.batch_size * 3 * cfg.num_frames * math.prod(cfg.size)
+    entries = Buckets.of(cfg.bucket_config).entries
+    return max(one.batch_size * 3 * one.num_frames * math.prod(one.shape_at(9 / 16)[1:]) for one in entries)
 
 
 class Work:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from opensora_sp.config import TrainConfig, dump_config, split_type
 from opensora_sp.data import CachedFeatures, ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.diffusion import rank_loss
+from opensora_sp.launching import check_shared_memory, told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import CommLedger, check_sp_size
@@ -39,7 +40,7 @@ from .batch import Batch, BatchMaker
 from .broken import BrokenClips
 from .cached import check_cache, check_clips
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
-from .clips import TrainingSet, Work, make_dataset, make_plan, make_source, order_state
+from .clips import TrainingSet, Work, largest_batch, make_dataset, make_plan, make_source, order_state
 from .ema import ShardedEma
 from .features import SharedClips
 from .metrics import Reporter, draw_loss, log_to
@@ -63,10 +64,11 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
         SystemExit: with status 1 if another rank has failed; with ``cfg.stopped_exit_code``, unless that is 0, if the
             run was asked to stop before its end (see ``watch``).
     """
-    dataset, checkpoint = preflight(cfg, resume)
+    with told_to_all_ranks():
+        dataset, checkpoint = preflight(cfg, resume)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
-    launch(cfg.seed)
+    launch(cfg.seed, cfg.model_dump(mode="json"))
     run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
     run_dir.mkdir(parents=True, exist_ok=True)
     log_to(run_dir, enabled=is_main)
@@ -110,6 +112,7 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[TrainingSet, Path |
             "build; change optimizer.type"
         )
     preflight_validation(cfg)
+    check_shared_memory(largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     if checkpoint is not None:
         check_resume(cfg, checkpoint, dataset)
