@@ -251,7 +251,8 @@ class TrainConfig(Common):
     ``batch_size`` counts clips of a micro-batch; an optimizer step consumes ``micro_batches_per_step`` of them over all
     replicas (by default one each), whatever the number of processes is. ``mask_ratios`` says how often which frames of
     a clip are given to the model, for example ``dict(image_head=0.1)``; see ``diffusion/frame_masks.py``.
-    ``validation`` is off where it is None.
+    ``validation`` is off where it is None. ``wandb`` reports to Weights & Biases as well; ``peak_tflops`` is what one
+    device can do at best, for the MFU, where it is not known.
 
     ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths; ``num_frames``, ``image_size`` and
     ``batch_size`` are then those of its largest clips, at 16:9, for whoever asks for one size.
@@ -280,6 +281,8 @@ class TrainConfig(Common):
     load: str | None = None
     mask_ratios: dict[str, float] | None = None
     validation: Validation | None = None
+    wandb: bool = False
+    peak_tflops: float | None = Field(None, gt=0)
 
     @model_validator(mode="before")
     @classmethod

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from .layout import ExchangePlan
 from .ledger import record
 from .mesh import ImaginedGroup
+from .watch import communicating
 
 
 def all_to_all(
@@ -39,8 +40,12 @@ def all_to_all(
         return out, cast(dist.Work, group)
     elsewhere = sum(send) - send[dist.get_rank(group)]
     record(kind, backward=backward, elements=elsewhere * x[:1].numel(), element_size=x.element_size())
-    work = dist.all_to_all_single(out, x.contiguous(), recv, send, group=group, async_op=async_op)
-    return out, work
+    x = x.contiguous()
+    if async_op:
+        return out, dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
+    with communicating(kind, x.device, backward=backward):
+        dist.all_to_all_single(out, x, recv, send, group=group)
+    return out, None
 
 
 _SCHEMA = (

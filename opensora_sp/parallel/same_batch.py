@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from .ledger import record
 from .mesh import SequenceMesh
+from .watch import communicating
 
 
 class SameBatch:
@@ -34,7 +35,8 @@ class SameBatch:
         number = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
         both = torch.tensor([number, -number])
         record("check", backward=False, elements=2, element_size=8)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.mesh.host_group)
+        with communicating("check", both.device):
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.mesh.host_group)
         if both[0] != -both[1]:
             self._refuse(model, described)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig, build_component, dump_config, split_type
@@ -37,24 +38,29 @@ from .batch import Batch, BatchMaker, ClipPicker
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
 from .clips import Work, make_dataset, make_plan, order_state
 from .ema import ShardedEma
+from .meter import Meter
 from .metrics import Reporter, draw_loss, log_to
+from .profiling import StepProfiler, Steps
 from .validation import Validator, preflight_validation
+from .wandb_run import check_wandb
 
 logger = logging.getLogger(__name__)
 
 
-def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
+def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = None) -> Path:
     """Train as the config says; returns the run's folder.
 
     Args:
         cfg: a checked config.
         resume: None starts anew, "auto" goes on from the newest checkpoint in ``cfg.outputs`` if there is one, a path
             from that checkpoint.
+        profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
 
     Raises:
         ValueError: before any process group or model exists, if files, checkpoint and processes do not fit the config.
     """
-    dataset, checkpoint = preflight(cfg, resume)
+    traced = None if profile is None else Steps.parse(profile)
+    dataset, checkpoint = preflight(cfg, resume, traced)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
     launch(cfg.seed)
@@ -69,7 +75,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
             check_resume(cfg, checkpoint, dataset)
         run = Run(cfg, dataset, checkpoint, current_device())
         with closing(run.checkpoints):
-            run.steps(run_dir)
+            run.steps(run_dir, traced)
         del run
         gc.collect()  # groups that outlive the process group can abort the interpreter at exit
         dist.barrier()
@@ -79,7 +85,9 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     return run_dir
 
 
-def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, Path | None]:
+def preflight(
+    cfg: TrainConfig, resume: str | None, traced: Steps | None = None
+) -> tuple[VideoTextDataset, Path | None]:
     """Everything that can be checked without a process group or a model; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_sp_size(cfg.sp_size, world_size)
@@ -94,6 +102,7 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
             "build; change optimizer.type"
         )
     preflight_validation(cfg)
+    check_wandb(cfg.wandb)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     if checkpoint is not None:
         check_resume(cfg, checkpoint, dataset)
@@ -107,6 +116,9 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, P
         check_model_config(checkpoint / "model", model_class(name).__name__, resolve_config(name, **options))
     elif cfg.load is not None:
         check_initial_weights(cfg)
+    if traced is not None:
+        done = 0 if checkpoint is None else json.loads((checkpoint / "state.json").read_text())["step"]
+        traced.check(done, cfg.max_steps)
     return dataset, checkpoint
 
 
@@ -183,23 +195,27 @@ class Run:
         self.picker = ClipPicker(dataset, self.mesh, self.plan, cfg.dataset.max_bad_fraction)
         self.batches = BatchMaker(cfg, model.config, vae, text_encoder, device)
         self.validator = Validator(self)
+        self.meter = Meter(
+            model, device, precision=cfg.precision, sp_size=self.mesh.sp_size, peak_tflops=cfg.peak_tflops
+        )
 
-    def steps(self, run_dir: Path) -> None:
+    def steps(self, run_dir: Path, traced: Steps | None = None) -> None:
         """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end."""
         cfg, is_main = self.cfg, dist.get_rank() == 0
         self._announce(run_dir)
-        reporter = Reporter(run_dir, enabled=is_main, start=self.start, stop=cfg.max_steps)
+        reporter = Reporter(run_dir, cfg, enabled=is_main, start=self.start, session=self._session())
+        profiler = StepProfiler(self.module, run_dir, traced)
         loader = iter(self._loader())
         ledger = CommLedger()
         losses = torch.zeros(2, device=self.device)  # sum of losses, number of steps
         self.since = Since(time.perf_counter())
         for step in range(self.start, cfg.max_steps):
-            with ledger:
+            with ledger, self.meter.timer, profiler.step(step + 1):
                 losses += torch.stack([self._step(step, loader), losses.new_ones(())])
             done = step + 1
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps
             if done % cfg.log_every == 0 or saves:
-                reporter.log(done, self._measure(losses, done))
+                reporter.log(done, self._measure(losses, done), self.meter.peak.tflops)
                 self.since, losses = Since(time.perf_counter()), torch.zeros_like(losses)
             reporter.step(done)
             if saves:
@@ -231,17 +247,22 @@ class Run:
         self.since.tokens += sum(len(one.ids) * self.work.tokens(one.shape) for one in micro_batches)
         for micro_batch in share(micro_batches, self.mesh.dp_rank, self.mesh.dp_size):
             batch = self._batch(micro_batch, loader, spare=cheapest)
+            if micro_batch is not None:
+                self.meter.count(batch)
             shard = self.model(batch.x_t, **batch.inputs, output="shards")
-            losses = self.batches.flow.losses(shard, batch.noised)
-            if micro_batch is None:  # ZeRO reduces gradients in the order in which a backward pass yields them
-                losses = losses * 0.0
-            loss = rank_loss(losses, global_samples=samples, world_size=dist.get_world_size())
-            self.booster.backward(loss, self.optimizer)
+            with record_function("loss"):
+                losses = self.batches.flow.losses(shard, batch.noised)
+                if micro_batch is None:  # ZeRO reduces gradients in the order in which a backward pass yields them
+                    losses = losses * 0.0
+                loss = rank_loss(losses, global_samples=samples, world_size=dist.get_world_size())
+            with record_function("backward"):
+                self.booster.backward(loss, self.optimizer)
             mean += losses.detach().sum() / samples
             del loss, losses, shard, batch  # and what their graph holds, before the next micro-batch
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.cfg, step)
-        self.optimizer.step()
+        with record_function("optimizer"):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.ema.update(step)
         return mean
@@ -251,9 +272,11 @@ class Run:
         if micro_batch is None:
             return self.batches.stand_in(spare)
         before = time.perf_counter()
-        ids, clips = self.picker.pick(micro_batch, next(loader))
+        with record_function("data"):
+            ids, clips = self.picker.pick(micro_batch, next(loader))
         self.since.waited += time.perf_counter() - before
-        return self.batches.make(micro_batch.number, ids, clips)
+        with record_function("encode"):
+            return self.batches.make(micro_batch.number, ids, clips)
 
     def _loader(self) -> DataLoader:
         sampler = ReplicaBatches(
@@ -274,23 +297,23 @@ class Run:
     def _measure(self, losses: torch.Tensor, done: int) -> dict[str, float]:
         replaced = self.picker.tell(self.device)
         steps = losses[1].item()
-        sums = torch.stack([losses[0], losses.new_tensor(self.since.waited / dist.get_world_size())])
-        dist.all_reduce(sums)
-        total, waited = sums.tolist()
+        seconds = time.perf_counter() - self.since.start
+        told = self.meter.measure(
+            losses[0], self.since.waited, steps=steps, seconds=seconds, left=self.cfg.max_steps - done
+        )
+        total = told.pop("loss")
         if not math.isfinite(total):
             raise ValueError(
                 f"got a loss of {total} up to step {done}; expected a number; lower optimizer.lr or set grad_clip, and "
                 "go on from the last checkpoint with --resume auto"
             )
-        step_time = (time.perf_counter() - self.since.start) / steps
         return {
             "loss": total / steps,
             "grad_norm": float(self.optimizer.get_grad_norm() or 0.0),
             "lr": learning_rate(self.cfg, done - 1),
-            "step_time": step_time,
-            "tokens_per_s": self.since.tokens / steps / step_time,
-            "data_wait": waited / steps / step_time,
+            "tokens_per_s": self.since.tokens / seconds,
             "replaced_clips": replaced,
+            **told,
         }
 
     def _announce(self, run_dir: Path) -> None:
@@ -305,8 +328,22 @@ class Run:
                 self.plan.micro_batches_per_step,
                 mesh.dp_size,
             )
+        logger.info("%s", self.meter.peak)
         for line in self.plan.describe(self.start):
             logger.info("%s", line)
+
+    def _session(self) -> dict[str, Any]:
+        """What ``sessions.jsonl`` says of this attempt beside its steps."""
+        on_cuda = self.device.type == "cuda"
+        return {
+            "model": self.cfg.model["type"],
+            "parameters": sum(p.numel() for p in self.module.parameters()),
+            "precision": self.cfg.precision,
+            "dp_size": self.mesh.dp_size,
+            "sp_size": self.mesh.sp_size,
+            "device": torch.cuda.get_device_name(self.device) if on_cuda else "CPU",
+            "peak_tflops": self.meter.peak.tflops,
+        }
 
     def _conclude(self, run_dir: Path, ledger: CommLedger) -> None:
         """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""
