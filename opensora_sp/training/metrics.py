@@ -8,15 +8,19 @@ import logging
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import read_frames
 
 from .wandb_run import WandbRun
+
+if TYPE_CHECKING:
+    from .run import Run
 
 LOGGER = logging.getLogger("opensora_sp")
 WINDOW = 0.1  # share of the run that the running mean in loss.png covers
@@ -115,6 +119,20 @@ def _show(board: Any, path: Path, facts: dict[str, Any], step: int) -> None:
     image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif.getvalue())
     summary = Summary(value=[Summary.Value(tag=f"validation/{path.stem}", image=image)])
     board.file_writer.add_summary(summary, step)
+
+
+def session_of(run: Run) -> dict[str, Any]:
+    """What ``sessions.jsonl`` says of one attempt at a run, beside its steps."""
+    on_cuda = run.device.type == "cuda"
+    return {
+        "model": run.cfg.model["type"],
+        "parameters": sum(p.numel() for p in run.module.parameters()),
+        "precision": run.cfg.precision,
+        "dp_size": run.mesh.dp_size,
+        "sp_size": run.mesh.sp_size,
+        "device": torch.cuda.get_device_name(run.device) if on_cuda else "CPU",
+        "peak_tflops": run.meter.peak.tflops,
+    }
 
 
 def told_line(step: int, stop: int, values: dict[str, float], peak_tflops: float | None) -> str:

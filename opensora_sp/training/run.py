@@ -39,7 +39,7 @@ from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_chec
 from .clips import Work, make_dataset, make_plan, order_state
 from .ema import ShardedEma
 from .meter import Meter
-from .metrics import Reporter, draw_loss, log_to
+from .metrics import Reporter, draw_loss, log_to, session_of
 from .profiling import StepProfiler, Steps
 from .validation import Validator, preflight_validation
 from .wandb_run import check_wandb
@@ -203,7 +203,7 @@ class Run:
         """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end."""
         cfg, is_main = self.cfg, dist.get_rank() == 0
         self._announce(run_dir)
-        reporter = Reporter(run_dir, cfg, enabled=is_main, start=self.start, session=self._session())
+        reporter = Reporter(run_dir, cfg, enabled=is_main, start=self.start, session=session_of(self))
         profiler = StepProfiler(self.module, run_dir, traced)
         loader = iter(self._loader())
         ledger = CommLedger()
@@ -222,6 +222,7 @@ class Run:
                 self.checkpoints.save(self.tensors, self.state(done))
                 if is_main:
                     draw_loss(run_dir)
+                self.since.start = time.perf_counter()  # a checkpoint is no part of the next step
             self.since.start += self.validator.after(done, run_dir, reporter)
         self.checkpoints.wait()
         reporter.close()
@@ -331,19 +332,6 @@ class Run:
         logger.info("%s", self.meter.peak)
         for line in self.plan.describe(self.start):
             logger.info("%s", line)
-
-    def _session(self) -> dict[str, Any]:
-        """What ``sessions.jsonl`` says of this attempt beside its steps."""
-        on_cuda = self.device.type == "cuda"
-        return {
-            "model": self.cfg.model["type"],
-            "parameters": sum(p.numel() for p in self.module.parameters()),
-            "precision": self.cfg.precision,
-            "dp_size": self.mesh.dp_size,
-            "sp_size": self.mesh.sp_size,
-            "device": torch.cuda.get_device_name(self.device) if on_cuda else "CPU",
-            "peak_tflops": self.meter.peak.tflops,
-        }
 
     def _conclude(self, run_dir: Path, ledger: CommLedger) -> None:
         """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""
