@@ -302,7 +302,8 @@ def test_what_cannot_be_traced_or_reported_is_told_before_the_work(
 ) -> None:
     config = trained.parent / "config.py"
     done = run("scripts/train.py", config, "--profile", "5-7", "--cfg-options", f"outputs={tmp_path}", "sp_size=1")
-    assert done.returncode == 2 and "got --profile 5-7, and a run of steps 1 to 6; expected some of these" in done.stderr
+    assert done.returncode == 2
+    assert "got --profile 5-7, and a run of steps 1 to 6; expected some of these" in done.stderr
     monkeypatch.setenv("WORLD_SIZE", "2")
     resumed = load_train_config(config, [f"outputs={trained}", "max_steps=9"])
     with pytest.raises(ValueError, match="got --profile 6, and a run of steps 7 to 9"):

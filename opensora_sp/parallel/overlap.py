@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .collectives import all_to_all
 from .layout import ExchangePlan
+from .typed import once_differentiable
 from .watch import communicating
 
 KIND = "switch"
@@ -48,7 +48,8 @@ class Flight:
     def land(self) -> Tensor:
         """Wait for all chunks: the tokens ``[n, C]`` of the layout entered."""
         tickets, self._tickets = self._tickets, []
-        return _Land.apply(self, *tickets)
+        landed: Tensor = _Land.apply(self, *tickets)
+        return landed
 
     def send(self, chunk: int, tokens: Tensor) -> None:
         if chunk not in self._sent:

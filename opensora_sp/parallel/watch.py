@@ -1,7 +1,6 @@
 """Who wants to know when this rank is in communication: timers and profilers, entered around each wait.
 
-Without watchers nothing is measured. A watcher sees the same calls in the same order as they happen without it; it sends
-nothing, and on CUDA it makes no one wait.
+Without watchers nothing is measured. With them the same is sent in the same order, and on CUDA no one waits for them.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def communicating(kind: str, device: torch.device, *, backward: bool = False) ->
 class CommTimer:
     """Seconds in which this rank waited for others, while it is entered.
 
-    On a CPU that is the time spent in collectives and in waiting for those under way. On CUDA it is the time in which the
-    computing stream stood still for them, between two events; events are read by ``take`` alone. What travels while this
+    On a CPU that is the time spent in collectives and in waiting for those under way. On CUDA it is the time in which
+    the computing stream stood still for them, between two events, which ``take`` alone reads. What travels while this
     rank computes does not count. Waiting for a slower rank does.
     """
 

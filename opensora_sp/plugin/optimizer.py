@@ -61,7 +61,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     shards: NamedShards  # set by the plugin, which knows the parameters' names
 
-    def clip_grad_by_norm(  # type: ignore[override]
+    def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
     ) -> Tensor:
         """Clip the gradients that the next ``step`` takes to a global norm; returns the norm before.

@@ -141,7 +141,7 @@ def text_tokens(mask: Tensor, drop: Tensor | None, null_caption: int) -> Tensor:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process took at most since it began: of a GPU's, what torch's tensors took; else of the host's."""
+    """Bytes that this process has taken at most: of a GPU's memory what torch's tensors took, else of the host's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

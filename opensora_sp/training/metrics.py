@@ -29,8 +29,8 @@ WINDOW = 0.1  # share of the run that the running mean in loss.png covers
 class Reporter:
     """Reports on rank 0; on other ranks every call does nothing.
 
-    Every number that is logged goes to all places under one name: ``metrics.jsonl``, TensorBoard and, if the config asks
-    for it, W&B.
+    Every number that is logged goes to all places under one name: ``metrics.jsonl``, TensorBoard and, if the config
+    asks for it, W&B.
     """
 
     def __init__(

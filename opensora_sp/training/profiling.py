@@ -1,9 +1,9 @@
-"""Traces of single steps for chrome://tracing or Perfetto, by torch's profiler, in which the parts of a step have names.
+"""Traces of single steps, by torch's profiler, in which the parts of a step have names.
 
-Names are put onto the model by hooks, and only while a trace is made: "embed", "spatial", "temporal" (forward, and again
-where checkpointing recomputes), "switch" between them, "final". What the training loop does itself, it names itself:
-"data", "encode", "loss", "backward", "optimizer". Exchanges between ranks are "switch exchange" and "switch backward",
-and so on by kind of exchange.
+Names are put onto the model by hooks, and only while a trace is made: "embed", "spatial", "temporal" (forward, and
+again where checkpointing recomputes), "switch" between them, "final". What the training loop does itself, it names
+itself: "data", "encode", "loss", "backward", "optimizer". Exchanges between ranks are "switch exchange" (forward) and
+"switch backward", and so on by kind of exchange.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Steps:
         steps = cls(int(match[1]), int(match[2] or match[1])) if match else None
         if steps is None or not 1 <= steps.first <= steps.last:
             raise ValueError(
-                f"got --profile {text!r}; expected a step, or a first and a last one, counted from 1; write for example "
-                "--profile 3 or --profile 10-12"
+                f"got --profile {text!r}; expected a step, or a first and a last one, counted from 1; write for "
+                "example --profile 3 or --profile 10-12"
             )
         return steps
 

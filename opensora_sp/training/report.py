@@ -1,7 +1,7 @@
-"""A run, or several, on one page: loss, speed, memory and what time went into, as a PNG and a self-contained HTML page.
+"""A run, or several, on one page: loss, speed, memory and where the time went, as a PNG and a self-contained HTML page.
 
-Everything is read from the runs' folders (``metrics.jsonl``, ``sessions.jsonl``, ``validation.jsonl``), which a run that
-is still going on has as well.
+All is read from the runs' folders (``metrics.jsonl``, ``sessions.jsonl``, ``validation.jsonl``), which a run that is
+still going on has as well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class RunRecord:
         lines, sessions, validations = (read_lines(p) if p.is_file() else [] for p in found.values())
         if not lines:
             raise ValueError(
-                f"got {str(folder)!r}, where no step has been logged yet; expected at least one; wait for log_every steps"
+                f"got {str(folder)!r}, where no step has been logged yet; expected at least one; wait for log_every "
+                "steps"
             )
         return cls(folder, name or folder.resolve().name, lines, sessions, validations)
 

@@ -23,8 +23,8 @@ def check_wandb(wanted: bool) -> None:
 class WandbRun:
     """One W&B run for all attempts of a training run: its id stays in the run's folder.
 
-    Numbers are filed under the optimizer step, so what a resumed run repeats lies over what it repeats. Whether and where
-    W&B sends them is up to its own settings (``WANDB_MODE``, ``WANDB_PROJECT``, ``wandb login``).
+    Numbers are filed under the optimizer step, so what a resumed run does again lies over what was there. Whether and
+    where W&B sends them is up to its own settings (``WANDB_MODE``, ``WANDB_PROJECT``, ``wandb login``).
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any]) -> None:
