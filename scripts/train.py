@@ -17,6 +17,9 @@ def main() -> None:
         metavar="auto|PATH",
         help="go on from the newest checkpoint in the run's folder, or from a given one",
     )
+    parser.add_argument(
+        "--profile", metavar="STEPS", help="write a trace of a step (3) or of several (10-12) into the run's folder"
+    )
     add_allow_pickle(parser)
     args = parser.parse_args()
     with told_errors():
@@ -24,7 +27,7 @@ def main() -> None:
             cfg = load_train_config(args.config, args.cfg_options)
         if args.allow_pickle:
             cfg = cfg.model_copy(update={"allow_pickle": True})
-        train(cfg, resume=args.resume)
+        train(cfg, resume=args.resume, profile=args.profile)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,12 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
     assert parameters(zero._sanity_checks) == []
     assert parameters(zero._unscale_and_clip_grads) == ["grad_groups_flat", "total_norm"]
     assert parameters(zero._compute_grad_norm) == ["dp_pg", "gradients", "norm_type"]
+    assert parameters(zero._run_reduction) == [] and parameters(zero._reduce_grad) == ["partition_grad"]
     assert parameters(zero.no_sync) == [] and parameters(zero.get_grad_norm)[0] == "norm_type"
     assert {"get_working_to_master_map", "update_master_params"} <= set(dir(zero))
     source = inspect.getsource(zero)
-    for name in ("self.pg_to_grad_store", "self._current_grad_norm", "self.mixed_precision_mixin", "self._dtype"):
+    used = ("pg_to_grad_store", "_current_grad_norm", "mixed_precision_mixin", "_dtype", "_overlap_communication")
+    for name in (f"self.{name}" for name in (*used, "optim.step()", "pg_to_bucket_store")):
         assert name in source, name
     assert "flat_grads /= bucket_store.world_size" in source  # the average that the collectives are made for
     assert 'self.optim.param_groups[group_id]["params"] = self._master_param_groups_of_current_rank' in source
@@ -51,6 +53,13 @@ def test_the_loss_scale_is_where_it_is_saved_from() -> None:
         assert name in source, name
     assert isinstance(FP16MixedPrecisionMixin.loss_scale, property)
     assert "self.grad_scaler" in inspect.getsource(FP16MixedPrecisionMixin)
+
+
+def test_reductions_run_on_a_stream_that_the_host_waits_for_after_them() -> None:
+    zero = inspect.getsource(colossalai.LowLevelZeroOptimizer)
+    assert "stream = bucket_store.comm_stream" in inspect.getsource(colossalai.LowLevelZeroOptimizer._run_reduction)
+    assert zero.index("self._reduce_grad(self._partition_grads)") < zero.index("get_accelerator().synchronize()")
+    assert zero.index("self.optim.step()") < zero.index("all_gather_into_flat_tensor_nd(padded_working_param")
 
 
 def test_gradients_of_a_group_are_this_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from test_golden_models import CASES, built, close, inputs_of, load
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import attention
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import Options
+from opensora_sp.parallel import CommTimer, Options
 from opensora_sp.parallel.narrow import from_bytes, to_bytes
+from opensora_sp.parallel.watch import communicating
 from opensora_sp.planner.trace import trace_activations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -105,6 +107,26 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     model(torch.zeros(latents, device="cuda"), **inputs).square().mean().backward()
     assert torch.cuda.max_memory_allocated() - kept == pytest.approx(traced.at(4), rel=0.15)
+
+
+def test_time_in_communication_is_that_of_the_stream() -> None:
+    """The host goes on meanwhile, and events serve again."""
+    device = torch.device("cuda")
+    timer = CommTimer(device)
+    torch.cuda._sleep(1)  # what happens once
+    torch.cuda.synchronize()
+    for _ in range(2):
+        with timer:
+            for kind, where in (("switch", device), ("check", torch.device("cpu"))):
+                began = time.perf_counter()
+                with communicating(kind, where):
+                    torch.cuda._sleep(10**9)  # some tenths of a second
+                assert time.perf_counter() - began < 0.05
+        whole = time.perf_counter()
+        torch.cuda.synchronize()
+        whole = time.perf_counter() - whole
+        assert timer.take() == pytest.approx(whole / 2, rel=0.3)  # one of the two was the host's, beside the stream
+        assert timer.take() == 0.0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

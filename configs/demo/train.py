@@ -12,6 +12,7 @@ lr_schedule = "cosine"
 optimizer = dict(lr=2e-3, betas=(0.9, 0.99))
 grad_clip = 1.0
 ema_decay = 0.99
+log_every = 10
 ckpt_every = 600
 keep_last = 2
 outputs = "outputs/demo"

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 
 from opensora_sp.console import told_errors
 
-from . import convert, doctor, index, plan, verify
+from . import convert, doctor, index, plan, report, verify
 
-COMMANDS = {"plan": plan, "verify": verify, "index": index, "convert": convert, "doctor": doctor}
+COMMANDS = {
+    "plan": plan,
+    "verify": verify,
+    "index": index,
+    "convert": convert,
+    "report": report,
+    "doctor": doctor,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -266,7 +266,8 @@ class TrainConfig(Common):
     ``batch_size`` counts clips of a micro-batch; an optimizer step consumes ``micro_batches_per_step`` of them over all
     replicas (by default one each), whatever the number of processes is. ``mask_ratios`` says how often which frames of
     a clip are given to the model, for example ``dict(image_head=0.1)``; see ``diffusion/frame_masks.py``.
-    ``validation`` is off where it is None.
+    ``validation`` is off where it is None. ``wandb`` reports to Weights & Biases as well; ``peak_tflops`` is what one
+    device can do at best, for the MFU, where it is not known.
 
     ``peer_timeout``, ``collective_timeout`` and ``grace_time`` (seconds) say when a run that cannot go on ends (see
     ``watch``), ``stopped_exit_code`` what it returns after SIGTERM; steps without a finite loss and gradient are left
@@ -306,6 +307,8 @@ class TrainConfig(Common):
     collective_timeout: float = Field(1800.0, gt=0)
     grace_time: float = Field(300.0, gt=0)
     stopped_exit_code: Literal[0, 143] = 0
+    wandb: bool = False
+    peak_tflops: float | None = Field(None, gt=0)
 
     @model_validator(mode="before")
     @classmethod

@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .layout import ExchangePlan
 from .ledger import record
 from .mesh import ImaginedGroup
+from .typed import once_differentiable, uncompiled
+from .watch import communicating
 
 
 def all_to_all(
@@ -39,8 +40,12 @@ def all_to_all(
         return out, cast(dist.Work, group)
     elsewhere = sum(send) - send[dist.get_rank(group)]
     record(kind, backward=backward, elements=elsewhere * x[:1].numel(), element_size=x.element_size())
-    work = dist.all_to_all_single(out, x.contiguous(), recv, send, group=group, async_op=async_op)
-    return out, work
+    x = x.contiguous()
+    if async_op:
+        return out, dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
+    with communicating(kind, x.device, backward=backward):
+        dist.all_to_all_single(out, x, recv, send, group=group)
+    return out, None
 
 
 _SCHEMA = (
@@ -48,8 +53,7 @@ _SCHEMA = (
 )
 
 
-@torch.library.custom_op("opensora_sp::exchange", mutates_args=(), schema=_SCHEMA)
-def _exchange(
+def _exchange_now(
     tokens: Tensor, pack: Tensor, place: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
 ) -> Tensor:
     """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in place.
@@ -63,19 +67,22 @@ def _exchange(
     return torch.empty_like(arrived).index_copy_(0, place, arrived)
 
 
-@_exchange.register_fake
-def _(
+def _exchange_fake(
     tokens: Tensor, pack: Tensor, place: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
 ) -> Tensor:
     return tokens.new_empty((pack if reverse else place).shape[0], tokens.shape[1])
 
 
-def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+_exchange = torch.library.custom_op("opensora_sp::exchange", _exchange_now, mutates_args=(), schema=_SCHEMA)
+_exchange.register_fake(_exchange_fake)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, ctx.reverse = inputs
     ctx.save_for_backward(pack, place)
 
 
-def _exchange_back(ctx: Any, grad: Tensor) -> tuple:
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
     pack, place = ctx.saved_tensors
     back = _exchange(grad.contiguous(), pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, not ctx.reverse)
@@ -92,12 +99,15 @@ def exchange(
 
     ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
     """
-    return _exchange(tokens, plan.pack, plan.place, plan.send_splits, plan.recv_splits, group.group_name, kind, reverse)
+    splits = plan.send_splits, plan.recv_splits
+    exchanged: Tensor = _exchange(tokens, plan.pack, plan.place, *splits, group.group_name, kind, reverse)
+    return exchanged
 
 
-def keep_exchanged() -> tuple[AbstractContextManager, AbstractContextManager]:
+def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """For ``torch.utils.checkpoint``: keep what exchanges return, so that recompute sends nothing again."""
-    return create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
+    keeping, using = create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
+    return keeping, using
 
 
 class _GatherRows(torch.autograd.Function):
@@ -118,10 +128,11 @@ class _GatherRows(torch.autograd.Function):
         return parts.unflatten(0, (num_ranks, ctx.rows)).sum(0), None, None, None
 
 
-@torch.compiler.disable  # as an autograd function it would be traced, and what is sent with it
+@uncompiled  # as an autograd function it would be traced, and what is sent with it
 def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup, *, kind: str = "gather") -> Tensor:
     """All ranks' rows ``[sum(sizes), ...]`` from the rows ``[sizes[rank], ...]`` of each.
 
     A loss computed on the result by every rank counts once per rank; averaged over the group that is the loss itself.
     """
-    return _GatherRows.apply(x, sizes, group, kind)
+    rows: Tensor = _GatherRows.apply(x, sizes, group, kind)
+    return rows

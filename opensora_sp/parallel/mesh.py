@@ -85,4 +85,5 @@ def _my_group(groups: list[list[int]], rank: int, world: int, backend: str | Non
     if len(groups[0]) == world and backend is None:
         return dist.group.WORLD
     made = [dist.new_group(ranks, backend=backend) for ranks in groups]
-    return next(group for ranks, group in zip(groups, made, strict=True) if rank in ranks)
+    own: dist.ProcessGroup = next(group for ranks, group in zip(groups, made, strict=True) if rank in ranks)
+    return own

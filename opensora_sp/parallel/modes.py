@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +34,11 @@ from .layout import (
 from .mesh import SequenceMesh
 from .narrow import narrow_exchange
 from .overlap import Flight
+from .rows import Grid, Rows
+from .typed import uncompiled
 
-Local = Callable[..., Any]
-Rows = Any  # the model's own description of the rows held: grid, layout, length, total, count, turned(), take(), turn()
+Result = TypeVar("Result")
+Local = Callable[..., Result]  # what a point does by itself
 STRATEGIES = ("switch", "ulysses", "split_gather")
 PLACEMENTS = ("stream", "branch")
 STREAM_SWITCH = ("switch", "stream")  # between the blocks, where overlap is possible
@@ -90,28 +92,30 @@ class WholeSamples:
         """All rows as tokens enter and as they leave, given all spatial rows; one where both are the same."""
         return rows, rows.turned()
 
-    def shard(self, local: Local, grid: Any) -> Rows:
+    def shard(self, local: Local[Rows], grid: Grid) -> Rows:
         return self.held(self.ends(local(grid))[0])
 
-    def switch(self, local: Local, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(self, local: Local[tuple[Tensor, Rows]], x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return local(x, rows)
 
-    def spatial(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
         return local(x, rows)
 
-    def temporal(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
+    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
         return local(x, rows)
 
-    def attend_spatial(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def attend_spatial(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return local(q, k, v, rows)
 
-    def attend_temporal(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def attend_temporal(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return local(q, k, v, rows)
 
-    def segment(self, local: Local, function: Local, rows: Rows, *args: Any, recompute: bool, last: bool) -> Any:
+    def segment(
+        self, local: Local[Any], function: Local[Any], rows: Rows, *args: Any, recompute: bool, last: bool
+    ) -> Any:
         return local(function, rows, *args, recompute=recompute, last=last)
 
-    def rowwise(self, local: Local, function: Local, rows: Rows, *per_row: Tensor) -> Any:
+    def rowwise(self, local: Local[Any], function: Local[Any], rows: Rows, *per_row: Tensor) -> Any:
         return local(function, rows, *per_row)
 
     window_rows = WINDOW_ROWS  # whose windows a rank holds whole
@@ -122,7 +126,7 @@ class WholeSamples:
             return SPATIAL_ROWS
         return TEMPORAL_ROWS if rows.grid.windows is None else self.window_rows
 
-    @torch.compiler.disable
+    @uncompiled
     def runs(self, rows: Rows) -> list[tuple[int, int]]:
         """The rows ``[start, stop)`` that each rank holds of all rows of a layout."""
         entries = runs(_axes(rows), self.layout(rows), self.mesh.sp_size, rows.grid.windows)
@@ -132,7 +136,7 @@ class WholeSamples:
         """This rank's run of all rows of a layout."""
         return rows.take(*self.runs(rows)[self.mesh.sp_rank])
 
-    @torch.compiler.disable  # made once and kept, not a part of anyone's graph
+    @uncompiled  # made once and kept, not a part of anyone's graph
     def plan(
         self, rows: Rows, left: str, entered: str, device: torch.device, chunk: int = 0, num_chunks: int = 1
     ) -> ExchangePlan:
@@ -152,7 +156,7 @@ class SwitchRows(WholeSamples):
 
     flight: Flight | None = None  # while a block runs whose end is sent off in chunks
 
-    def switch(self, local: Local, x: Tensor | Flight, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(self, local: Local[tuple[Tensor, Rows]], x: Tensor | Flight, rows: Rows) -> tuple[Tensor, Rows]:
         turned = self.held(rows.turned())
         if isinstance(x, Flight):
             tokens = x.land()
@@ -160,7 +164,9 @@ class SwitchRows(WholeSamples):
             tokens = exchange(x.flatten(0, 1), self._plans(rows, x.device)(), self.group)
         return tokens.unflatten(0, (turned.count, turned.length)), turned
 
-    def segment(self, local: Local, function: Local, rows: Rows, *args: Any, recompute: bool, last: bool) -> Any:
+    def segment(
+        self, local: Local[Any], function: Local[Any], rows: Rows, *args: Any, recompute: bool, last: bool
+    ) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:
             return local(function, rows, *args, recompute=recompute, last=last)
@@ -177,13 +183,15 @@ class SwitchRows(WholeSamples):
 
         return local(launched, rows, *args, recompute=recompute, last=last)
 
-    def rowwise(self, local: Local, function: Local, rows: Rows, *per_row: Tensor) -> Tensor | Flight:
+    def rowwise(self, local: Local[Tensor], function: Local[Tensor], rows: Rows, *per_row: Tensor) -> Tensor | Flight:
         if self.options.overlap_chunks == 1 and not self.options.overlap_backward:
             return local(function, rows, *per_row)
         return self._in_chunks(local, function, rows, *per_row)
 
-    @torch.compiler.disable  # sends what it computes, and each forward has a flight of its own: not for a graph
-    def _in_chunks(self, local: Local, function: Local, rows: Rows, *per_row: Tensor) -> Tensor | Flight:
+    @uncompiled  # sends what it computes, and each forward has a flight of its own: not for a graph
+    def _in_chunks(
+        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, *per_row: Tensor
+    ) -> Tensor | Flight:
         if self.flight is None:
             return local(function, rows, *per_row)
         num_chunks = self._num_chunks(rows)
@@ -216,16 +224,18 @@ class OneLayout(WholeSamples):
     def ends(self, rows: Rows) -> tuple[Rows, ...]:
         return (rows if rows.layout == self.stays else rows.turned(),)
 
-    def switch(self, local: Local, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(self, local: Local[tuple[Tensor, Rows]], x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return x, rows
 
-    def segment(self, local: Local, function: Local, rows: Rows, *args: Any, recompute: bool, last: bool) -> Any:
+    def segment(
+        self, local: Local[Any], function: Local[Any], rows: Rows, *args: Any, recompute: bool, last: bool
+    ) -> Any:
         if recompute and self.keeps_received and not self.options.recompute_communication:
             local = partial(local, context_fn=keep_exchanged)
         return local(function, rows, *args, recompute=recompute, last=last)
 
     def attend_by_heads(
-        self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows, attended: Rows, units: str
+        self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows, attended: Rows, units: str
     ) -> Tensor:
         """Attend as in the layout of ``attended``, with entries (token, head) dealt out as ``units`` says.
 
@@ -238,7 +248,7 @@ class OneLayout(WholeSamples):
         out = local(*qkv.unbind(3), attended, self.units_of(attended, units))
         return exchange(out.flatten(0, 2), back, self.group, kind="heads").view(q.shape)
 
-    @torch.compiler.disable
+    @uncompiled
     def units_of(self, attended: Rows, units: str) -> list[int]:
         """Numbers of what attends together, in the order in which this rank gets them, once for each head."""
         sizes, windows = _axes(attended, h=self.heads), attended.grid.windows
@@ -254,7 +264,7 @@ class SplitHeads(OneLayout):
     For fewer frames than ranks, where whole spatial rows would leave ranks without work.
     """
 
-    def attend_spatial(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def attend_spatial(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return self.attend_by_heads(local, q, k, v, rows, rows.turned(), "b t h | s")
 
 
@@ -266,7 +276,7 @@ class SplitWindows(OneLayout):
 
     stays = "spatial"
 
-    def attend_temporal(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def attend_temporal(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return self.attend_by_heads(local, q, k, v, rows, rows.turned(), "b w h | p t")
 
 
@@ -275,14 +285,14 @@ class SplitBoth(SplitHeads):
 
     window_rows = WINDOW_COLUMNS
 
-    def attend_temporal(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def attend_temporal(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return self.attend_by_heads(local, q, k, v, rows, rows, "b w h | p t")
 
 
 class SplitClips(OneLayout):
     """Full attention over all tokens of a clip, dealt out by samples x heads: 4 u for each attention."""
 
-    def attend_spatial(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def attend_spatial(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return self.attend_by_heads(local, q, k, v, rows, rows, "b h | s t")
 
     attend_temporal = attend_spatial
@@ -292,7 +302,7 @@ class BranchSwitch(OneLayout):
     """The input of each spatial attention is switched to spatial rows and its output back: 2 u, at N instead of
     N - 1/2 pairs. What travels is a branch, not the residual stream, so it may be rounded (``comm_dtype``)."""
 
-    def spatial(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
         spatial = self.held(rows.turned())
         received = self._exchange(x, rows, spatial)
         out = local(received.unflatten(0, (spatial.count, spatial.length)), spatial)
@@ -310,10 +320,10 @@ class Ulysses(OneLayout):
     keeps_received = False
     window_rows = WINDOW_COLUMNS
 
-    def attend_spatial(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def attend_spatial(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return self.attend_by_heads(local, q, k, v, rows, rows.turned(), "h | b t s")
 
-    def attend_temporal(self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def attend_temporal(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         units = "h | b s t" if rows.grid.windows is None else "h | b w p t"
         return self.attend_by_heads(local, q, k, v, rows, rows, units)
 
@@ -327,12 +337,12 @@ class SplitGather(OneLayout):
     keeps_received = False
     window_rows = WINDOW_COLUMNS
 
-    def spatial(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
         everything, frames = rows.take(0, rows.total).turn(self._all(x, rows))  # [B * T, S, C]
         out, _ = frames.turn(local(everything, frames))
         return out[rows.start : rows.stop]
 
-    def temporal(self, local: Local, x: Tensor, rows: Rows) -> Tensor:
+    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
         return local(self._all(x, rows), rows.take(0, rows.total))[rows.start : rows.stop]
 
     def _all(self, x: Tensor, rows: Rows) -> Tensor:

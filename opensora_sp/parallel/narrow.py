@@ -11,22 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .collectives import exchange
 from .layout import ExchangePlan
+from .typed import once_differentiable, uncompiled
 
 SCALE_BYTES = 4
 
 
-@torch.compiler.disable  # what communicates lies between compiled graphs
+@uncompiled  # what communicates lies between compiled graphs
 def narrow_exchange(
     tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str, dtype: str | None
 ) -> Tensor:
     """Exchange tokens ``[n, C]`` as ``exchange`` does, sent as "bf16" or "fp8"; None sends them as they are."""
     if dtype is None:
         return exchange(tokens, plan, group, kind=kind)
-    return _NarrowExchange.apply(tokens, plan, group, kind, dtype)
+    exchanged: Tensor = _NarrowExchange.apply(tokens, plan, group, kind, dtype)
+    return exchanged
 
 
 class _NarrowExchange(torch.autograd.Function):

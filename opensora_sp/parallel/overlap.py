@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .collectives import all_to_all
 from .layout import ExchangePlan
+from .typed import once_differentiable
+from .watch import communicating
 
 KIND = "switch"
 
@@ -47,7 +48,8 @@ class Flight:
     def land(self) -> Tensor:
         """Wait for all chunks: the tokens ``[n, C]`` of the layout entered."""
         tickets, self._tickets = self._tickets, []
-        return _Land.apply(self, *tickets)
+        landed: Tensor = _Land.apply(self, *tickets)
+        return landed
 
     def send(self, chunk: int, tokens: Tensor) -> None:
         if chunk not in self._sent:
@@ -56,7 +58,7 @@ class Flight:
             self._start(chunk, tokens.index_select(0, plan.pack), plan.send_splits, plan.recv_splits, backward=False)
 
     def receive(self) -> Tensor:
-        parts = [self._wait(chunk) for chunk in range(len(self._plans))]
+        parts = [self._wait(chunk, backward=False) for chunk in range(len(self._plans))]
         landed = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
         for plan, part in zip(self._plans, parts, strict=True):
             landed.index_copy_(0, plan.place, part)
@@ -66,10 +68,11 @@ class Flight:
         for chunk, plan in reversed(list(enumerate(self._plans))):  # the last chunk's gradient is used first
             self._start(chunk, grad.index_select(0, plan.place), plan.recv_splits, plan.send_splits, backward=True)
             if not self._overlap_backward:
-                self._under_way[chunk][-1].wait()
+                _, arriving, work = self._under_way[chunk]
+                _wait_for(work, arriving, backward=True)
 
     def receive_back(self, chunk: int) -> Tensor:
-        part = self._wait(chunk)
+        part = self._wait(chunk, backward=True)
         return torch.empty_like(part).index_copy_(0, self._plans[chunk].pack, part)
 
     def _start(self, chunk: int, packed: Tensor, send: list[int], recv: list[int], *, backward: bool) -> None:
@@ -77,10 +80,15 @@ class Flight:
         assert work is not None
         self._under_way[chunk] = packed, arriving, work
 
-    def _wait(self, chunk: int) -> Tensor:
+    def _wait(self, chunk: int, *, backward: bool) -> Tensor:
         _, arriving, work = self._under_way.pop(chunk)
-        work.wait()
+        _wait_for(work, arriving, backward=backward)
         return arriving
+
+
+def _wait_for(work: dist.Work, arriving: Tensor, *, backward: bool) -> None:
+    with communicating(KIND, arriving.device, backward=backward):
+        work.wait()
 
 
 class _Launch(torch.autograd.Function):

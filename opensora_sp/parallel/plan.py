@@ -26,6 +26,7 @@ from .layout import balanced_run, plan_exchange, run_sizes
 from .mesh import SequenceMesh
 from .modes import Options
 from .same_batch import SameBatch
+from .typed import Arguments
 
 TOKENS = ("b t s c", "b (t s) c")
 SHARDED_ALONG = {"spatial": "t", "temporal": "s"}
@@ -172,12 +173,13 @@ class PlanHooks:
             raise ValueError(
                 f"got {pattern!r} in a ShardPlan, which fits {len(found)} modules; expected one; write its whole name"
             )
-        return found[0]
+        only: nn.Module = found[0]
+        return only
 
     def _unless_suspended(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: None if self.suspended else hook(*args)
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Cut the tokens to this rank's run of patches, for all frames."""
         bound = self._bound(module, args, kwargs)
         name, x = next(iter(bound.arguments.items()))
@@ -195,9 +197,10 @@ class PlanHooks:
                 f"got tokens 'b (t s) c' and the arguments {dict(self.plan.arguments)}; expected one with axis 't', "
                 f"the number of frames that {self.plan.enter!r} is called with; name it in ShardPlan(arguments=...)"
             )
-        return arguments[names[0]]
+        frames: int = arguments[names[0]]
+        return frames
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Bring the tokens of a listed module into the layout that it attends in."""
         now, wanted = self._pass, self._listed[module]
         if not _recomputes():
@@ -215,10 +218,10 @@ class PlanHooks:
         bound.arguments[name] = self._switched(x, now.came_in[module], wanted)
         return self._cut_arguments(bound, wanted)
 
-    def _behind_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def _behind_branch(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return self._switched(output, self._listed[module], self._pass.came_in[module])
 
-    def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         now = self._pass
         if _recomputes() or not isinstance(output, Tensor):
             raise ValueError(
@@ -244,7 +247,7 @@ class PlanHooks:
     def _resume(self, earlier: _Pass, grad: Tensor) -> None:
         self._pass = earlier
 
-    def _finished(self, model: nn.Module, args: tuple, output: Any) -> None:
+    def _finished(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._pass.layout is not None:
             raise ValueError(
                 f"got a forward that did not call {self.plan.leave!r}; expected its call, where the ranks' outputs are "
@@ -269,10 +272,10 @@ class PlanHooks:
             x = tokens.view(-1, b, s, x.shape[-1]).permute(1, 0, 2, 3)
         return self._flat(x)
 
-    def _bound(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def _bound(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         return inspect.signature(module.forward).bind(*args, **kwargs)
 
-    def _cut_arguments(self, bound: inspect.BoundArguments, layout: str) -> tuple[tuple, dict[str, Any]]:
+    def _cut_arguments(self, bound: inspect.BoundArguments, layout: str) -> Arguments:
         """Cut the arguments that the plan gives axes for to what is held in a layout."""
         axis = SHARDED_ALONG[layout]
         for name, axes in self.plan.arguments.items():
@@ -300,7 +303,8 @@ class PlanHooks:
         if along is not None:
             start, stop = self._run(along)
             held[along] = stop - start
-        return x.unflatten(1, (held["t"], held["s"]))
+        unflattened: Tensor = x.unflatten(1, (held["t"], held["s"]))
+        return unflattened
 
     def _flat(self, x: Tensor) -> Tensor:
         return x.flatten(1, 2) if self.plan.tokens == "b (t s) c" else x
@@ -309,7 +313,7 @@ class PlanHooks:
         return balanced_run(self._pass.sizes[axis], self.mesh.sp_size, self.mesh.sp_rank)
 
     def _name(self, module: nn.Module) -> str:
-        return next(name for name, candidate in self.model.named_modules() if candidate is module)
+        return next(str(name) for name, candidate in self.model.named_modules() if candidate is module)
 
     @property
     def _group(self) -> Any:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from .ledger import record
 from .mesh import SequenceMesh
+from .watch import communicating
 
 
 class SameBatch:
@@ -27,14 +28,15 @@ class SameBatch:
     def __init__(self, mesh: SequenceMesh, how: object = None) -> None:
         self.mesh, self.how = mesh, how  # the options by which ranks share batches, which have to agree as well
 
-    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mesh.is_imagined:
             return
         described = _describe(model, args, kwargs) + f", {self.how}"
         number = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
         both = torch.tensor([number, -number])
         record("check", backward=False, elements=2, element_size=8)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.mesh.host_group)
+        with communicating("check", both.device):
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.mesh.host_group)
         if both[0] != -both[1]:
             self._refuse(model, described)
 
@@ -49,7 +51,7 @@ class SameBatch:
         )
 
 
-def _describe(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
+def _describe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Whatever decides what is sent: shapes and dtypes, also inside of containers, plain values, and modes."""
     leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     told = [f"{_name(path)} {_describe_one(value)}" for path, value in leaves]
@@ -59,7 +61,7 @@ def _describe(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
     return ", ".join([*told, *(f"{name} {value}" for name, value in modes.items())])
 
 
-def _name(path: tuple) -> str:
+def _name(path: tuple[Any, ...]) -> str:
     """``x`` for a keyword, ``0`` for a place, ``frames[1]`` for what lies deeper."""
     first, *deeper = (getattr(key, "key", getattr(key, "idx", key)) for key in path[1:])
     return f"{first}{''.join(f'[{key}]' for key in deeper)}"

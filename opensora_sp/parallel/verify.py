@@ -50,7 +50,7 @@ class Verdict:
         )
 
 
-def verify_step(model: nn.Module, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Verdict:
+def verify_step(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and parallel. Collective.
 
     Parameters keep their gradients, buffers and random generators their values. The model returns one tensor.
@@ -84,7 +84,7 @@ def verify_step(model: nn.Module, args: tuple = (), kwargs: dict[str, Any] | Non
 def verify_first_step(model: nn.Module) -> None:
     """Verify the first batch that the model is called with, log what was found, and refuse to go on if it is wrong."""
 
-    def check(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
         verdict = verify_step(module, args, kwargs)
         if not verdict.agrees:
@@ -99,7 +99,7 @@ def verify_first_step(model: nn.Module) -> None:
     getattr(model, ATTRIBUTE).handles.append(handle)  # unwrap takes it off, too
 
 
-def _step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
         args, kwargs = tree_map_only(Tensor, torch.Tensor.clone, (args, kwargs))  # inference tensors take no gradient

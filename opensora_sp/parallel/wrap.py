@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from .collectives import gather_rows
 from .mesh import SequenceMesh
-from .modes import Options, Rows, WholeSamples, choose_mode
+from .modes import Local, Options, WholeSamples, choose_mode
 from .plan import COPIED, find, registered_plan
+from .rows import Grid, Rows
 from .same_batch import SameBatch
+from .typed import Arguments
 from .verify import ATTRIBUTE, verify_first_step
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -97,22 +99,22 @@ class SequenceParallel:
         for point in self._points:
             point.detach()
 
-    def _take_output_argument(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    def _take_output_argument(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._output = kwargs.pop("output", "full")
         if self._output not in ("full", "shards"):
             raise ValueError(f"got output={self._output!r}; expected 'full' or 'shards'; pass one of these")
         return args, kwargs
 
-    def ends(self, grid: Any) -> list[list[Rows]]:
+    def ends(self, grid: Grid) -> list[list[Rows]]:
         """For each rank of the group the rows that it holds where tokens enter and where they leave."""
         mode = self._mode(grid)
         ends = mode.ends(grid.rows("spatial"))
         return [[rows.take(*mode.runs(rows)[rank]) for rows in ends] for rank in range(self.mesh.sp_size)]
 
-    def _shard(self, local: Callable, grid: Any) -> Rows:
+    def _shard(self, local: Local[Rows], grid: Grid) -> Rows:
         return local(grid) if self.suspended else self._mode(grid).shard(local, grid)
 
-    def _in_mode(self, name: str, local: Callable, *args: Any, **options: Any) -> Any:
+    def _in_mode(self, name: str, local: Local[Any], *args: Any, **options: Any) -> Any:
         """What the mode of this batch does at a point; every point is told the rows that are held."""
         if self.suspended:
             return local(*args, **options)
@@ -132,7 +134,7 @@ class SequenceParallel:
             self._modes[key] = mode(self.mesh, self.options, config.num_heads)
         return self._modes[key]
 
-    def _gather(self, local: Callable, x: Tensor, rows: Rows) -> Tensor | Shard:
+    def _gather(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor | Shard:
         if self._output == "shards":
             return Shard(x, rows)
         if self.mesh.sp_size > 1 and not self.suspended:
@@ -214,12 +216,13 @@ def _hooks(model: nn.Module, mesh: SequenceMesh, options: Options) -> Any:
     return SequenceParallel(model, mesh, options)
 
 
-def held_rows(model: nn.Module, grid: Any) -> list[list[Rows]]:
+def held_rows(model: nn.Module, grid: Grid) -> list[list[Rows]]:
     """What a parallelized model that names its points reads of a batch, and what its ``Shard`` is of: for each rank of
     the group its rows where tokens enter and where they leave, of the patches ``grid`` (``model.config.grid``). With
     ``output="shards"`` a rank looks at these rows of x alone.
     """
-    return getattr(model, ATTRIBUTE).ends(grid)
+    held: SequenceParallel = getattr(model, ATTRIBUTE)
+    return held.ends(grid)
 
 
 def unwrap(model: Model) -> Model:

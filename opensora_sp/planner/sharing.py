@@ -177,6 +177,11 @@ def busiest_work(shape: Shape, options: Options, ranks: int) -> float:
     return shape.depth * max(_work(shape, shape.layouts(shape.mode(options, ranks)), ranks))
 
 
+def attention_work(shape: Shape) -> float:
+    """FLOPs of one spatial and one temporal attention, the whole batch."""
+    return sum(_attention(shape, SAMPLES, is_temporal, 1)[0] for is_temporal in (False, True))
+
+
 def _work(shape: Shape, layouts: Layouts, ranks: int) -> list[float]:
     """FLOPs of a spatial and a temporal block on each rank."""
     work = [0.0] * ranks

@@ -34,7 +34,7 @@ class GlooCpuAccelerator(CpuAccelerator):
     def empty_cache(self) -> None:
         return None
 
-    def current_device(self) -> torch.device:  # type: ignore[override]
+    def current_device(self) -> torch.device:
         return torch.device("cpu")
 
     def device_count(self) -> int:

@@ -11,4 +11,5 @@ def hybrid_adam(parameters: list[torch.nn.Parameter], **options: Any) -> torch.o
     """HybridAdam in AdamW mode; its kernels are built at first use and need nvcc."""
     from colossalai.nn.optimizer import HybridAdam
 
-    return HybridAdam(parameters, adamw_mode=True, **options)
+    adam: torch.optim.Optimizer = HybridAdam(parameters, adamw_mode=True, **options)
+    return adam

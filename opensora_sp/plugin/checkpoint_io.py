@@ -291,7 +291,7 @@ def _model_parts(model: ModelWrapper) -> dict[str, Part]:
 
 
 def _shards_of(optimizer: Any) -> NamedShards:
-    shards = getattr(optimizer, "shards", None)
+    shards: NamedShards | None = getattr(optimizer, "shards", None)
     if shards is None:
         raise ValueError(
             f"got a {type(optimizer).__name__} that was not boosted by SequenceParallelPlugin; expected the optimizer "

@@ -39,4 +39,5 @@ def launch(seed: int, settings: Mapping[str, Any] | None = None) -> None:
 
 def current_device() -> torch.device:
     """The torch device that ColossalAI computes on in this process."""
-    return get_accelerator().get_current_device()
+    device: torch.device = get_accelerator().get_current_device()
+    return device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opensora_sp.parallel.watch import communicating
 from opensora_sp.storage import Part, Spec
 
-from ._colossalai import LowLevelZeroOptimizer
+from ._colossalai import LowLevelZeroOptimizer, get_accelerator
 
 
 class _NotFiniteError(Exception):
@@ -33,6 +35,34 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                 raise ValueError(
                     f"got parameters of {self._dtype} and of {wrong.dtype}; expected one dtype; cast the model first"
                 )
+
+    def _run_reduction(self) -> None:
+        if self._overlap_communication:  # on a stream of its own, which _reduce_grad waits for
+            super()._run_reduction()
+            return
+        with communicating("zero", self._device(), backward=True):
+            super()._run_reduction()
+
+    def _reduce_grad(self, partition_grad: bool) -> None:
+        super()._reduce_grad(partition_grad)
+        if self._overlap_communication:  # ColossalAI lets the host wait next; seen from the computing stream:
+            with communicating("zero", self._device(), backward=True):
+                for store in self.pg_to_bucket_store.values():
+                    torch.cuda.current_stream().wait_stream(store.comm_stream)
+
+    def step(self, closure: None = None) -> None:
+        # The new weights are gathered between the end of the wrapped optimizer's step and that of this one.
+        with ExitStack() as gathering:
+
+            def gather_next(*_: Any) -> None:
+                gathering.enter_context(communicating("zero", self._device()))
+
+            handle = self.optim.register_step_post_hook(gather_next)
+            gathering.callback(handle.remove)
+            super().step(closure)
+
+    def _device(self) -> torch.device:
+        return torch.device(get_accelerator().name)
 
     shards: NamedShards  # set by the plugin, which knows the parameters' names
     _witness: Tensor | None = None  # in ``step_if_finite``: zero, or NaN if the loss is not finite
@@ -69,9 +99,10 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     def _compute_grad_norm(self, dp_pg: Any, gradients: list[Tensor], norm_type: int = 2) -> float:
         if self._witness is not None:
             gradients = [*gradients, self._witness]
-        return super()._compute_grad_norm(dp_pg, gradients, norm_type)
+        norm: float = super()._compute_grad_norm(dp_pg, gradients, norm_type)
+        return norm
 
-    def clip_grad_by_norm(  # type: ignore[override]
+    def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
     ) -> Tensor:
         """Clip the gradients that the next ``step`` takes to a global norm; returns the norm before.

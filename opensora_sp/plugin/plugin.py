@@ -31,6 +31,8 @@ from .accelerator import use_cpu_if_nothing_else
 from .checkpoint_io import NamedCheckpointIO
 from .optimizer import NamedShards, SequenceZeroOptimizer
 
+Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any], Any]
+
 
 class SequenceParallelPlugin(LowLevelZeroPlugin):
     """ColossalAI's ``LowLevelZeroPlugin`` with sequence parallelism for models that name their sharding points.
@@ -114,9 +116,9 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
+        dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
-    ) -> tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader, Any]:
+    ) -> Boosted:
         """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
         if not isinstance(model, ModelWrapper) and (self.mesh.sp_size > 1 or hasattr(model, "sharding_points")):
             parallelize(_without_peft(model), self.mesh, **self.sequence_parallel)
@@ -146,12 +148,13 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             self._restore_exact(optimizer, exact)
             model.shards = optimizer.shards = NamedShards(model.unwrap(), optimizer)  # type: ignore[assignment]
             return model, optimizer, criterion, dataloader, lr_scheduler  # type: ignore[return-value]
-        return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        boosted: Boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        return boosted
 
     def get_checkpoint_io(self) -> NamedCheckpointIO:
         return NamedCheckpointIO(allow_pickle=self.allow_pickle)
 
-    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:  # type: ignore[override]
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
         """Micro-batches whose gradients are summed before they are sent, and no step is taken; stage 1 only.
 
         Raises:
@@ -162,7 +165,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
                 "got no_sync at ZeRO stage 2, which shards gradients after every backward; expected stage 1; leave "
                 "no_sync out (gradients of several backward passes are summed anyway) or set stage=1"
             )
-        return optimizer.no_sync()
+        accumulating: AbstractContextManager[None] = optimizer.no_sync()
+        return accumulating
 
     def _exact_weights(self, model: nn.Module) -> dict[int, torch.Tensor]:
         """This rank's part of each trainable parameter before it is cast down."""
@@ -185,7 +189,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     def prepare_dataloader(
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         batch_size: int,
         shuffle: bool = False,
         seed: int = 1024,
@@ -194,7 +198,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         num_workers: int = 0,
         distributed_sampler_cls: type | None = None,
         **kwargs: Any,
-    ) -> DataLoader:
+    ) -> DataLoader[Any]:
         """A loader that gives the ranks of one replica the same batches, and each replica its own.
 
         ``seed`` reaches the sampler, the loader's generator and the workers; ranks of a replica agree in all three,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig, dump_config, split_type
@@ -43,20 +44,24 @@ from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_chec
 from .clips import TrainingSet, Work, largest_batch, make_dataset, make_plan, make_source, order_state
 from .ema import ShardedEma
 from .features import SharedClips
-from .metrics import Reporter, draw_loss, log_to
+from .meter import Meter
+from .metrics import Reporter, draw_loss, log_to, session_of
+from .profiling import StepProfiler, Steps
 from .sync_check import SyncCheck
 from .validation import Validator, preflight_validation
+from .wandb_run import check_wandb
 
 logger = logging.getLogger(__name__)
 
 
-def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
+def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = None) -> Path:
     """Train as the config says; returns the run's folder.
 
     Args:
         cfg: a checked config.
         resume: None starts anew, "auto" goes on from the newest checkpoint in ``cfg.outputs`` if there is one, a path
             from that checkpoint.
+        profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
 
     Raises:
         ValueError: before any process group or model exists, if files, checkpoint and processes do not fit the config;
@@ -64,8 +69,9 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
         SystemExit: with status 1 if another rank has failed; with ``cfg.stopped_exit_code``, unless that is 0, if the
             run was asked to stop before its end (see ``watch``).
     """
+    traced = None if profile is None else Steps.parse(profile)
     with told_to_all_ranks():
-        dataset, checkpoint = preflight(cfg, resume)
+        dataset, checkpoint = preflight(cfg, resume, traced)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
     launch(cfg.seed, cfg.model_dump(mode="json"))
@@ -82,7 +88,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
                 check_resume(cfg, checkpoint, dataset)
             run = Run(cfg, dataset, checkpoint, current_device())
             with closing(run.checkpoints):
-                finished = run.steps(run_dir, lambda: watch.stop_reason)
+                finished = run.steps(run_dir, traced, lambda: watch.stop_reason)
             del run
             gc.collect()  # groups that outlive the process group can abort the interpreter at exit
             dist.barrier()
@@ -94,7 +100,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
     return run_dir
 
 
-def preflight(cfg: TrainConfig, resume: str | None) -> tuple[TrainingSet, Path | None]:
+def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None) -> tuple[TrainingSet, Path | None]:
     """Everything that can be checked without a process group or a model; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_sp_size(cfg.sp_size, world_size)
@@ -113,6 +119,7 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[TrainingSet, Path |
         )
     preflight_validation(cfg)
     check_shared_memory(largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    check_wandb(cfg.wandb)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     if checkpoint is not None:
         check_resume(cfg, checkpoint, dataset)
@@ -126,6 +133,9 @@ def preflight(cfg: TrainConfig, resume: str | None) -> tuple[TrainingSet, Path |
         check_model_config(checkpoint / "model", model_class(name).__name__, resolve_config(name, **options))
     elif cfg.load is not None:
         check_initial_weights(cfg)
+    if traced is not None:
+        done = 0 if checkpoint is None else json.loads((checkpoint / "state.json").read_text())["step"]
+        traced.check(done, cfg.max_steps)
     return dataset, checkpoint
 
 
@@ -218,8 +228,13 @@ class Run:
         self.batches = BatchMaker(cfg, model.config, self.source, device)
         self.sync_check = SyncCheck(model, self.mesh, cfg.check_sync_every)
         self.validator = Validator(self)
+        self.meter = Meter(
+            model, device, precision=cfg.precision, sp_size=self.mesh.sp_size, peak_tflops=cfg.peak_tflops
+        )
 
-    def steps(self, run_dir: Path, stop_reason: Callable[[], str | None] = lambda: None) -> bool:
+    def steps(
+        self, run_dir: Path, traced: Steps | None = None, stop_reason: Callable[[], str | None] = lambda: None
+    ) -> bool:
         """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end.
 
         Where ``stop_reason`` is not None on any rank, the step under way is the last one, and is followed by a
@@ -227,19 +242,20 @@ class Run:
         """
         cfg, is_main = self.cfg, dist.get_rank() == 0
         self._announce(run_dir)
-        reporter = Reporter(run_dir, enabled=is_main, start=self.start, stop=cfg.max_steps)
+        reporter = Reporter(run_dir, cfg, enabled=is_main, start=self.start, session=session_of(self))
+        profiler = StepProfiler(self.module, run_dir, traced)
         loader = iter(self._loader())
         ledger = CommLedger()
         self.since = Since(time.perf_counter())
         bad, done, stopped = 0, self.start, False  # bad steps in a row
         for step in range(self.start, cfg.max_steps):
-            with ledger:
+            with ledger, self.meter.timer, profiler.step(step + 1):
                 outcome = self._step(step, loader, stop_reason)
             done, stopped = step + 1, outcome.stop and step + 1 < cfg.max_steps
             bad = self._count(outcome, done, bad)
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps or stopped
             if done % cfg.log_every == 0 or saves:
-                reporter.log(done, self._measure(done))
+                reporter.log(done, self._measure(done), self.meter.peak.tflops)
                 self.since = Since(time.perf_counter())
             reporter.step(done)
             if saves:
@@ -248,6 +264,8 @@ class Run:
                     draw_loss(run_dir)
             if stopped:
                 break
+            if saves:
+                self.since.start = time.perf_counter()  # a checkpoint is no part of the next step
             self.since.start += self.validator.after(done, run_dir, reporter)
         self.checkpoints.wait()
         reporter.close()
@@ -282,12 +300,15 @@ class Run:
             batch = self._batch(micro_batch, loader, spare=cheapest)
             if micro_batch is not None:
                 self.sync_check.see(step, batch.inputs)  # each rank has its own part of the latents
+                self.meter.count(batch)
             shard = self.model(batch.x_t, **batch.inputs, output="shards")
-            losses = self.batches.flow.losses(shard, batch.noised)
-            if micro_batch is None:  # ZeRO reduces gradients in the order in which a backward pass yields them
-                losses = losses * 0.0
-            loss = rank_loss(losses, global_samples=samples, world_size=dist.get_world_size())
-            self.booster.backward(loss, self.optimizer)
+            with record_function("loss"):
+                losses = self.batches.flow.losses(shard, batch.noised)
+                if micro_batch is None:  # ZeRO reduces gradients in the order in which a backward pass yields them
+                    losses = losses * 0.0
+                loss = rank_loss(losses, global_samples=samples, world_size=dist.get_world_size())
+            with record_function("backward"):
+                self.booster.backward(loss, self.optimizer)
             mean += losses.detach().sum() / samples
             del loss, losses, shard, batch  # and what their graph holds, before the next micro-batch
         for group in self.optimizer.param_groups:
@@ -295,7 +316,8 @@ class Run:
         told = torch.stack([mean, mean.new_tensor(float(stop_reason() is not None))])
         dist.all_reduce(told)
         self.sync_check.compare(step)
-        taken = self.optimizer.step_if_finite(told[0])
+        with record_function("optimizer"):
+            taken = self.optimizer.step_if_finite(told[0])
         if taken:
             self.ema.update(step)
         total, stop = told.tolist()
@@ -324,9 +346,11 @@ class Run:
         if micro_batch is None:
             return self.batches.stand_in(spare)
         before = time.perf_counter()
-        items = next(loader)
+        with record_function("data"):
+            items = next(loader)
         self.since.waited += time.perf_counter() - before
-        return self.batches.make(micro_batch.number, *self.clips.take(micro_batch, items))
+        with record_function("encode"):
+            return self.batches.make(micro_batch.number, *self.clips.take(micro_batch, items))
 
     def _loader(self) -> DataLoader:
         sampler = ReplicaBatches(
@@ -348,19 +372,17 @@ class Run:
 
     def _measure(self, done: int) -> dict[str, float | None]:
         replaced = self.broken.tell(self.device)
-        waited = torch.tensor(self.since.waited, device=self.device)
-        dist.all_reduce(waited, op=dist.ReduceOp.MAX)  # the others wait for this rank
-        steps, losses = self.since.steps, self.since.losses
-        step_time = (time.perf_counter() - self.since.start) / steps
+        seconds, losses = time.perf_counter() - self.since.start, self.since.losses
         return {
             "loss": sum(losses) / len(losses) if losses else None,
             "grad_norm": float(self.optimizer.get_grad_norm() or 0.0),
             "lr": learning_rate(self.cfg, done - 1),
-            "step_time": step_time,
-            "tokens_per_s": self.since.tokens / steps / step_time,
-            "data_wait": waited.item() / steps / step_time,
+            "tokens_per_s": self.since.tokens / seconds,
             "replaced_clips": replaced,
             "skipped_steps": self.skipped,
+            **self.meter.measure(
+                self.since.waited, steps=self.since.steps, seconds=seconds, left=self.cfg.max_steps - done
+            ),
         }
 
     def _announce(self, run_dir: Path) -> None:
@@ -375,6 +397,7 @@ class Run:
                 self.plan.micro_batches_per_step,
                 mesh.dp_size,
             )
+        logger.info("%s", self.meter.peak)
         for line in self.plan.describe(self.start):
             logger.info("%s", line)
 

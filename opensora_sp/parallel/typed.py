@@ -1,0 +1,22 @@
+"""Types that torch leaves out: decorators that keep what they decorate, and what a forward hook is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.autograd import function as autograd_function
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def uncompiled(function: Decorated) -> Decorated:
+    """``torch.compiler.disable``: runs between graphs."""
+    return cast(Decorated, torch.compiler.disable(function))
+
+
+def once_differentiable(backward: Decorated) -> Decorated:
+    """For a backward pass that has none of its own."""
+    return cast(Decorated, autograd_function.once_differentiable(backward))

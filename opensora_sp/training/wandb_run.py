@@ -1,0 +1,50 @@
+"""Weights & Biases, where a config asks for it (``wandb=True``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+PROJECT = "opensora_sp"  # where WANDB_PROJECT says no other
+
+
+def check_wandb(wanted: bool) -> None:
+    """Raise ValueError if W&B is asked for and not installed."""
+    if wanted and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "got wandb=True, and no package of that name; expected it to be installed; pip install wandb, or set "
+            "wandb=False (TensorBoard and metrics.jsonl hold the same numbers)"
+        )
+
+
+class WandbRun:
+    """One W&B run for all attempts of a training run: its id stays in the run's folder.
+
+    Numbers are filed under the optimizer step, so what a resumed run does again lies over what was there. Whether and
+    where W&B sends them is up to its own settings (``WANDB_MODE``, ``WANDB_PROJECT``, ``wandb login``).
+    """
+
+    def __init__(self, run_dir: Path, config: dict[str, Any]) -> None:
+        import wandb
+
+        kept = run_dir / "wandb_id"
+        if not kept.is_file():
+            kept.write_text(uuid.uuid4().hex)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run_dir.name,
+            dir=str(run_dir),
+            id=kept.read_text(),
+            resume="allow",
+            config=config,
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
