@@ -104,6 +104,10 @@ class Watch:
             if self._in_main_thread:
                 signal.signal(signal.SIGTERM, self._former_handler)
 
+    def why_to_stop(self) -> str:
+        """``stop_reason`` of this rank, or that of another one, of which this rank need not have heard yet."""
+        return self.stop_reason or self._read("stop")[0]
+
     # What the main thread does
 
     def _meet(self) -> None:
@@ -264,7 +268,7 @@ class Watch:
             reason = f"rank {self._rank}: {reason}"
             self._kept().set("stop", reason)
         if self.grace_time:
-            logger.warning("%s; stopping after this step, with a checkpoint", reason)
+            logger.info("%s; stopping after this step, with a checkpoint", reason)  # rank 0 says it for all
         self.stop_reason, self._stop_beat = reason, self._beats
 
     def _exit(self, reason: str) -> None:
