@@ -24,6 +24,7 @@ def told() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("opensora_sp").addHandler(handler)
+    logging.getLogger("opensora_sp").setLevel(logging.INFO)
     return lines
 
 

@@ -72,8 +72,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     def step_if_finite(self, loss: Tensor) -> bool:
         """``step``, unless the loss or a gradient of any rank is infinite or NaN: then all ranks leave it out.
 
-        Parameters, moments and masters stay as they are, and gradients are cleared. The news travels in the sum of
-        squares by which ZeRO finds the gradients' norm, so nothing is sent or waited for beside what ``step`` does.
+        Parameters, moments and masters stay as they are then. Gradients are cleared in either case. The news travels in
+        the sum of squares by which ZeRO finds the gradients' norm: nothing is sent or waited for beyond that.
 
         Args:
             loss: a scalar, of this rank or of all.

@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +87,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
                 check_resume(cfg, checkpoint, dataset)
             run = Run(cfg, dataset, checkpoint, current_device())
             with closing(run.checkpoints):
-                finished = run.steps(run_dir, traced, lambda: watch.stop_reason)
+                finished = run.steps(run_dir, traced, watch)
             del run
             gc.collect()  # groups that outlive the process group can abort the interpreter at exit
             dist.barrier()
@@ -232,12 +231,10 @@ class Run:
             model, device, precision=cfg.precision, sp_size=self.mesh.sp_size, peak_tflops=cfg.peak_tflops
         )
 
-    def steps(
-        self, run_dir: Path, traced: Steps | None = None, stop_reason: Callable[[], str | None] = lambda: None
-    ) -> bool:
+    def steps(self, run_dir: Path, traced: Steps | None = None, watch: Watch | None = None) -> bool:
         """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end.
 
-        Where ``stop_reason`` is not None on any rank, the step under way is the last one, and is followed by a
+        Where the watch of any rank was asked to stop, the step under way is the last one, and is followed by a
         checkpoint. Returns whether ``max_steps`` was reached.
         """
         cfg, is_main = self.cfg, dist.get_rank() == 0
@@ -250,7 +247,7 @@ class Run:
         bad, done, stopped = 0, self.start, False  # bad steps in a row
         for step in range(self.start, cfg.max_steps):
             with ledger, self.meter.timer, profiler.step(step + 1):
-                outcome = self._step(step, loader, stop_reason)
+                outcome = self._step(step, loader, watch)
             done, stopped = step + 1, outcome.stop and step + 1 < cfg.max_steps
             bad = self._count(outcome, done, bad)
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps or stopped
@@ -269,10 +266,9 @@ class Run:
             self.since.start += self.validator.after(done, run_dir, reporter)
         self.checkpoints.wait()
         reporter.close()
-        if stopped:
-            logger.warning(
-                "stopped after step %d of %d: %s; go on with --resume auto", done, cfg.max_steps, stop_reason()
-            )
+        if watch is not None and stopped:
+            why = watch.why_to_stop()
+            logger.info("stopped after step %d of %d (%s); go on with --resume auto", done, cfg.max_steps, why)
         else:
             self._conclude(run_dir, ledger)
         return not stopped
@@ -289,7 +285,7 @@ class Run:
             "config": self.cfg.model_dump(mode="json"),
         }
 
-    def _step(self, step: int, loader: Any, stop_reason: Callable[[], str | None]) -> Outcome:
+    def _step(self, step: int, loader: Any, watch: Watch | None) -> Outcome:
         """One optimizer step. A step without a finite loss and gradient uses its batches and learning rate up."""
         mean = torch.zeros((), device=self.device)  # this rank's part of the mean loss
         micro_batches = self.plan.step(step)
@@ -313,7 +309,8 @@ class Run:
             del loss, losses, shard, batch  # and what their graph holds, before the next micro-batch
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.cfg, step)
-        told = torch.stack([mean, mean.new_tensor(float(stop_reason() is not None))])
+        asked_to_stop = watch is not None and watch.stop_reason is not None
+        told = torch.stack([mean, mean.new_tensor(float(asked_to_stop))])
         dist.all_reduce(told)
         self.sync_check.compare(step)
         with record_function("optimizer"):
@@ -330,7 +327,8 @@ class Run:
             self.since.losses.append(outcome.loss)
             return 0
         self.skipped += 1
-        logger.warning("step %d left out: the loss is %g, or a gradient is not finite", done, outcome.loss)
+        if self.mesh.rank == 0:
+            logger.warning("step %d left out: the loss is %g, or a gradient is not finite", done, outcome.loss)
         if bad + 1 < self.cfg.max_bad_steps:
             return bad + 1
         self.checkpoints.wait()

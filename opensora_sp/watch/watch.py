@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -68,12 +69,13 @@ class Watch:
         self.stop_reason: str | None = None
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._others = [rank for rank in range(self._world) if rank != self._rank]
         self._launchers = launchers()
         self._signalled, self._beats, self._stop_beat = False, 0, 0
         self._failure: str | None = None  # the first one, of any rank
         self._heard: dict[int, tuple[str, int]] = {}  # by rank: its last beat, and when, in beats of ours, it came
         self._waits: dict[int, tuple[Waiting, int]] = {}  # by thread: what it waits in, and since when
-        self._ended, self._announced = threading.Event(), False
+        self._ended, self._announced, self._counted = threading.Event(), False, False
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -103,6 +105,10 @@ class Watch:
         finally:
             if self._in_main_thread:
                 signal.signal(signal.SIGTERM, self._former_handler)
+
+    def why_to_stop(self) -> str:
+        """``stop_reason`` of this rank, or that of another one, of which this rank need not have heard yet."""
+        return self.stop_reason or self._read("stop")[0]
 
     # What the main thread does
 
@@ -140,17 +146,14 @@ class Watch:
 
     def _wait_for_a_reason(self, error: BaseException) -> None:
         """Until the thread knows why a connection was lost; if it does not, look who has fallen silent meanwhile."""
-        peers = [rank for rank in range(self._world) if rank != self._rank]
         try:
-            before = [self._beat_of(rank)["number"] for rank in peers]
+            before = self._beats_of(self._others)
             _wait_for(lambda: self._failure is not None, HEARD)
-            silent = [
-                rank for rank, n in zip(peers, before) if self._failure is None and self._beat_of(rank)["number"] == n
-            ]
+            after = self._beats_of(self._others)
         except RuntimeError:  # rank 0 has gone, which the thread notices
-            _wait_for(lambda: self._failure is not None, HEARD)
-            return
-        if silent:
+            return _wait_for(lambda: self._failure is not None, HEARD)
+        silent = [rank for rank in self._others if after[rank]["number"] == before[rank]["number"]]
+        if self._failure is None and silent:
             self._failure = self._claim(f"ranks {silent} have gone: no sign of life for {HEARD:g} s, and {error}")
 
     def _tell(self, error: BaseException) -> None:
@@ -172,9 +175,14 @@ class Watch:
         """The store goes with rank 0, so rank 0 is the last to leave."""
         if self._store is None or self._thread.is_alive():
             return
-        self._write_beat(left=True)
+        self._write_beat()
         if self._rank == 0:
-            self._wait_until(lambda beat: beat["left"], self.peer_timeout)
+            with suppress(RuntimeError):
+                _wait_for(self._all_have_left, self.peer_timeout)
+
+    def _all_have_left(self) -> bool:
+        living = [rank for rank in self._others if rank not in self._peers or self._peers[rank].is_alive]
+        return all(beat["left"] for beat in self._beats_of(living).values())
 
     # What the thread does
 
@@ -210,7 +218,7 @@ class Watch:
 
     def _listen(self) -> None:
         """Take in what the store says: failures, wishes to stop, signs of life."""
-        watched = [rank for rank in range(self._world) if rank != self._rank] if self._rank == 0 else [0]
+        watched = self._others if self._rank == 0 else [0]
         failure, stop, *beats = self._read("failure", "stop", *(f"beat {rank}" for rank in watched))
         if failure != NOTHING:
             raise _End(failure)
@@ -223,7 +231,7 @@ class Watch:
             if silent >= self.peer_timeout and not json.loads(beat)["left"]:
                 raise _End(f"rank {rank} has given no sign of life for {silent:g} s (peer_timeout)")
         for rank, process in self._peers.items():
-            if not process.is_alive and not self._beat_of(rank)["left"]:
+            if not process.is_alive and not self._beats_of([rank])[rank]["left"]:
                 raise _End(f"rank {rank} (process {process.pid}) has gone without a word: it was killed, or crashed")
 
     def _look_at_collectives(self) -> None:
@@ -240,7 +248,7 @@ class Watch:
                     raise _End(self._stuck(wait))
 
     def _stuck(self, wait: Waiting) -> str:
-        beats = {rank: self._beat_of(rank) for rank in wait.ranks if rank != self._rank}
+        beats = self._beats_of([rank for rank in wait.ranks if rank != self._rank])
         absent = {
             rank: beat
             for rank, beat in beats.items()
@@ -264,7 +272,7 @@ class Watch:
             reason = f"rank {self._rank}: {reason}"
             self._kept().set("stop", reason)
         if self.grace_time:
-            logger.warning("%s; stopping after this step, with a checkpoint", reason)
+            logger.info("%s; stopping after this step, with a checkpoint", reason)  # rank 0 says it for all
         self.stop_reason, self._stop_beat = reason, self._beats
 
     def _exit(self, reason: str) -> None:
@@ -281,15 +289,14 @@ class Watch:
 
     # The store
 
-    def _write_beat(self, **more: bool) -> None:
+    def _write_beat(self) -> None:
         beat = {
             "number": self._beats,
             "begun": collectives_begun() if dist.is_initialized() else {},
             "at": stands_at(self._main),
-            "heard": self._failure is not None,
-            "left": False,
+            "left": self._ended.is_set(),
         }
-        self._kept().set(f"beat {self._rank}", json.dumps({**beat, **more}))
+        self._kept().set(f"beat {self._rank}", json.dumps(beat))
 
     def _kept(self) -> Any:
         """The store, which is not tried any more where it is seen to be lost: torch would print stacks for each try."""
@@ -302,8 +309,9 @@ class Watch:
     def _read(self, *keys: str) -> list[str]:
         return [value.decode() for value in self._kept().multi_get(list(keys))]
 
-    def _beat_of(self, rank: int) -> dict[str, Any]:
-        return json.loads(self._read(f"beat {rank}")[0])
+    def _beats_of(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
+        beats = self._read(*(f"beat {rank}" for rank in ranks)) if ranks else []
+        return {rank: json.loads(beat) for rank, beat in zip(ranks, beats, strict=True)}
 
     def _claim(self, reason: str) -> str:
         """Make this the run's failure unless there is one already; returns the one that counts."""
@@ -313,22 +321,14 @@ class Watch:
             return reason  # there is none, or rank 0 has gone, and the store with it
 
     def _wait_until_heard(self) -> None:
-        self._wait_until(lambda beat: beat["heard"] or beat["left"], HEARD)
-
-    def _wait_until(self, holds: Callable[[dict[str, Any]], bool], seconds: float) -> None:
-        """Until it holds for the beats of all ranks that live, or so long."""
-
-        def holds_for_all() -> bool:
-            living = [
-                r for r in range(self._world) if r != self._rank and (r not in self._peers or self._peers[r].is_alive)
-            ]
-            return all(holds(self._beat_of(rank)) for rank in living)
-
-        try:
-            self._write_beat(left=self._ended.is_set())
-            _wait_for(holds_for_all, seconds)
-        except RuntimeError:  # no store, or rank 0 was faster
-            return
+        """Until all ranks that live have heard of the failure, or for so long as it should take."""
+        with suppress(RuntimeError):  # no store, or rank 0 was faster
+            store = self._kept()
+            living = self._world - sum(not process.is_alive for process in self._peers.values())
+            if not self._counted:
+                self._counted = True
+                store.add("heard", 1)
+            _wait_for(lambda: store.add("heard", 0) >= living, HEARD)
 
     def _announce(self, reason: str) -> None:
         if not self._announced:
