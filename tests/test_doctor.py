@@ -119,13 +119,17 @@ def test_hosts_that_are_well_are_compared_and_tried_together(three: list[Host], 
 
 
 def test_what_ails_a_host_is_told(three: list[Host], tmp_path: Path) -> None:
-    """gamma has another ColossalAI, and a clock that is 100 s ahead; one host does not answer, another is unknown."""
+    """gamma has another ColossalAI, a clock that is 100 s ahead, and believes itself to be at 127.0.1.1.
+
+    One more host does not answer, and another is unknown.
+    """
     alpha, _, gamma = three
     about = Path(str(metadata.distribution("colossalai")._path)) / "METADATA"
     gamma.replace(about, about.read_text().replace("\nVersion: 0.5.0", "\nVersion: 0.4.9", 1))
     date = Path(shutil.which("date")).resolve()
     shutil.copy(date, tmp_path / "date")
     gamma.replace(date, f"#!/bin/sh\nexec {tmp_path}/date --date='+100 seconds' \"$@\"\n", mode=0o755)
+    gamma.replace(Path("/etc/hosts"), f"127.0.0.1 localhost\n127.0.1.1 gamma\n{alpha.address} alpha\n")
     (tmp_path / "hosts").write_text(f"alpha\ngamma\n{NOBODY}\nnowhere\n")
     done = alpha.run(*doctor(tmp_path / "hosts", "--json"))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -138,5 +142,7 @@ def test_what_ails_a_host_is_told(three: list[Host], tmp_path: Path) -> None:
     assert failing["nowhere"] == {"ssh": "unknown host name"}
     assert failing["gamma"]["same as alpha"] == "colossalai 0.4.9 (0.5.0 on alpha)"
     skew = float(failing["gamma"]["clock"].split()[0])
-    assert failing["gamma"].keys() == {"same as alpha", "clock"} and 90 < skew < 110
+    assert failing["gamma"].keys() == {"same as alpha", "clock", "own address"} and 90 < skew < 110
+    assert failing["gamma"]["own address"].startswith("the host name 'gamma', which means 127.0.1.1 on this host")
+    assert f"set GLOO_SOCKET_IFNAME=eth0 (address {gamma.address})" in done.stdout
     assert found["collective"]["found"] == f"not tried before gamma, {NOBODY}, nowhere can"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -46,8 +44,7 @@ def diagnose_here(port: int | None, *, collective: bool, master: str | None = No
     if not collective:
         return Diagnosis([report])
     ranks = report.gpus or 2
-    command = [*_torchrun(), "--standalone", "--nproc_per_node", str(ranks), "-m", MODULE]
-    return Diagnosis([report], _together([_started(command)]))
+    return Diagnosis([report], _together([_on(None, ["--standalone", "--nproc_per_node", str(ranks), "-m", MODULE])]))
 
 
 def diagnose(hostfile: str, port: int, ssh_port: int, *, collective: bool) -> Diagnosis:
@@ -63,12 +60,12 @@ def diagnose(hostfile: str, port: int, ssh_port: int, *, collective: bool) -> Di
             ports = [port] + [None] * (len(names) - 1)  # only rank 0 listens
             reports = list(threads.map(partial(_host, master=names[0]), names, ways, ports))
             _compare(reports)
-            if not collective or len(names) == 1:
+            if not collective:
                 return Diagnosis(reports)
             failing = [report.host for report in reports if not report.ok]
             if failing:  # each host would wait long for one that cannot start
                 return Diagnosis(reports, Check("all ranks", f"not tried before {', '.join(failing)} can", "warn"))
-            ranks = min(report.gpus for report in reports) or 1
+            ranks = min(report.gpus for report in reports) or (2 if len(names) == 1 else 1)
             command = ["--nproc_per_node", str(ranks), "--nnodes", str(len(names)), "--master_addr", names[0]]
             command += ["--master_port", str(port)]
             started = threads.map(
@@ -119,28 +116,21 @@ def _compare(reports: list[Report]) -> None:
             report.checks.append(Check(f"same as {first.host}", "code, versions and number of GPUs"))
 
 
-def _torchrun() -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run"]
-
-
 def _on(way: Remote | None, options: list[str]) -> tuple[int, str]:
     """Run torchrun on a host; its exit status and all it said."""
-    if way is None:
-        return _started([*_torchrun(), *options])
-    done = way.python("-m", "torch.distributed.run", *options, seconds=PROBED)
-    return done.exited, done.stdout + done.stderr
-
-
-def _started(command: list[str]) -> tuple[int, str]:
+    arguments = ["-m", "torch.distributed.run", *options]
+    if way is not None:
+        done = way.python(*arguments, seconds=PROBED)
+        return done.exited, done.stdout + done.stderr
     started = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
+        [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
     )  # fmt: skip
     try:
         said, _ = started.communicate(timeout=PROBED)
     except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        return 124, started.communicate()[0]
+        started.terminate()  # which torchrun passes on to its ranks
+        said, _ = started.communicate()
     return started.returncode, said
 
 

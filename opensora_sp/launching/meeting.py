@@ -119,7 +119,7 @@ class Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
         names = dist.PrefixStore(f"opensora_sp/{attempt}", server)
         number = names.add(f"meetings of process {os.getpid()} of {self.host}", 1)
-        self.store = dist.PrefixStore(str(number), names)
+        self.store: Any = dist.PrefixStore(str(number), names)  # torch's type stubs lack ``check``
 
     def arrive(self, settings: Mapping[str, Any], error: str | None = None) -> None:
         """Say what this rank runs, and wait for the verdict."""
