@@ -192,7 +192,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
             f"got a damaged checkpoint: {folder / 'manifest.json'} is not the one that COMMIT names; expected the file "
             "as it was written; resume from another checkpoint"
         )
-    manifest = json.loads(text)
+    manifest: dict[str, Any] = json.loads(text)
     if checkpoint_step(folder) not in (None, manifest["step"]):
         raise ValueError(
             f"got a damaged checkpoint: {folder / 'manifest.json'} is of step {manifest['step']}; expected that of the "

@@ -166,4 +166,5 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return plain
