@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from opensora_sp.console import told_errors
 
-from . import convert, index, plan, verify
+from . import config, convert, index, plan, verify
 
-COMMANDS = {"plan": plan, "verify": verify, "index": index, "convert": convert}
+COMMANDS = {"config": config, "plan": plan, "verify": verify, "index": index, "convert": convert}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

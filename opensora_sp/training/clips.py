@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +44,13 @@ def make_plan(cfg: TrainConfig, dataset: VideoTextDataset, micro_batches_per_ste
         seed=cfg.seed,
         cost=Work(cfg).flops,
     )
+
+
+def with_length(cfg: TrainConfig, plan: BatchPlan) -> TrainConfig:
+    """The config with ``max_steps``: as it says, or as many as its epochs have if all are as long as the first."""
+    if cfg.epochs is None:
+        return cfg
+    return cfg.model_copy(update={"max_steps": math.ceil(cfg.epochs * plan.steps_per_epoch)})
 
 
 def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str, Any]:

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from opensora_sp.config import TrainConfig, build_component, dump_config, split_type
+from opensora_sp.config import TrainConfig, build_component, check_launch, dump_config, split_type
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, VideoTextDataset, share
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.parallel import CommLedger, check_sp_size
+from opensora_sp.parallel import CommLedger
 from opensora_sp.weights import (
     Weights,
     check_encoders,
@@ -35,8 +35,9 @@ from opensora_sp.weights import (
 
 from .batch import Batch, BatchMaker, ClipPicker
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
-from .clips import Work, make_dataset, make_plan, order_state
+from .clips import Work, make_dataset, make_plan, order_state, with_length
 from .ema import ShardedEma
+from .freeze import check_freeze, freeze
 from .metrics import Reporter, draw_loss, log_to
 from .validation import Validator, preflight_validation
 
@@ -82,17 +83,10 @@ def train(cfg: TrainConfig, *, resume: str | None = None) -> Path:
 def preflight(cfg: TrainConfig, resume: str | None) -> tuple[VideoTextDataset, Path | None]:
     """Everything that can be checked without a process group or a model; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_sp_size(cfg.sp_size, world_size)
-    num_replicas = world_size // cfg.sp_size
-    if cfg.precision == "fp16" and not torch.cuda.is_available():
-        raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
+    check_launch(cfg, world_size)
+    check_freeze(cfg)
     dataset = make_dataset(cfg)
-    make_plan(cfg, dataset, cfg.micro_batches_per_step or num_replicas)
-    if cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
-        raise ValueError(
-            "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
-            "build; change optimizer.type"
-        )
+    make_plan(cfg, dataset, cfg.micro_batches_per_step or world_size // cfg.sp_size)
     preflight_validation(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     if checkpoint is not None:
@@ -158,6 +152,7 @@ class Run:
         torch.manual_seed(cfg.seed)
         model = build_model(name, **options)
         check_encoders(model.config, vae, text_encoder)
+        freeze(model, cfg.freeze)
         model.set_grad_checkpoint(cfg.grad_checkpoint)
         if cfg.compile is not None:
             compile_blocks(model)
@@ -180,6 +175,7 @@ class Run:
         self.start: int = state["step"]
         per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
         self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg)
+        self.cfg = cfg = with_length(cfg, self.plan)
         self.picker = ClipPicker(dataset, self.mesh, self.plan, cfg.dataset.max_bad_fraction)
         self.batches = BatchMaker(cfg, model.config, vae, text_encoder, device)
         self.validator = Validator(self)
