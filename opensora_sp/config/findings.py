@@ -68,10 +68,13 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
 
 def _places(draft: Draft, loc: Key, message: str) -> str:
     """Where the keys of a finding were set: those that its message names below ``loc``, else ``loc`` itself."""
-    below = [key for key in draft.origins if key[: len(loc)] == loc and len(key) == len(loc) + 1]
-    named = {key: draft.origins[key] for key in below if re.search(rf"(?<!\w){re.escape(str(key[-1]))}(?!\w)", message)}
-    if not named and loc and (origin := draft.origin(loc)):
-        named = {loc: origin}
+    got = message.partition("; ")[0]
+    inside = [key for key in draft.origins if key[: len(loc)] == loc and len(key) > len(loc)]
+    below = [key for key in inside if len(key) == len(loc) + 1]
+    named = {key: draft.origins[key] for key in below if re.search(rf"(?<!\w){re.escape(str(key[-1]))}(?!\w)", got)}
+    if not named and loc:
+        origin = draft.origin(loc) or next((draft.origins[key] for key in inside), None)
+        named = {loc: origin} if origin else {}
     if len(named) < 2:
         return "".join(f" [{origin}]" for origin in named.values())
     return " [" + ", ".join(f"{'.'.join(map(str, key))}: {origin}" for key, origin in named.items()) + "]"

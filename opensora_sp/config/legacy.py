@@ -1,6 +1,7 @@
 """Configs of Open-Sora 1.0 to 1.2 for STDiT models: what becomes of each key that is said otherwise here.
 
-``RULES`` is the whole of it; ``translate.py`` carries it out. A key in no rule means here what it meant there (``KEPT``), or is refused as unknown.
+``RULES`` is the whole of it; ``translate.py`` carries it out. A key in no rule means here what it meant there
+(``KEPT``), or is refused as unknown.
 """
 
 from __future__ import annotations

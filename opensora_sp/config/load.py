@@ -100,7 +100,7 @@ def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
         made = [f"from {one}, {draft.origin((one,))}" for one in FROM.get(name, ()) if (one,) in draft]
         if said and value is None and draft.get(key) is not None:
             yield name, value, f"used up for image_size, {draft.origin(key)}"
-        elif said:
+        elif said and not (made and draft.get(key) is None):
             yield name, value, draft.origin(key) or ""
         else:
             yield name, value, made[0] if made else "default"

@@ -52,13 +52,24 @@ def apply_options(draft: Draft, texts: Sequence[str]) -> None:
         ValueError: with all that is wrong with them.
     """
     found: list[str] = []
+    seen: dict[tuple[str, ...], str] = {}
     for text in texts:
         try:
             keys, value = parse_override(text)
+            _check_braces(text, value, seen.get(tuple(keys)))
+            seen[tuple(keys)] = text
             draft.set(tuple(keys), value, f"{FLAG} {text}")
         except ValueError as error:
             found.append(str(error))
     together(*found)
+
+
+def _check_braces(text: str, value: Any, before: str | None) -> None:
+    """A shell makes ``x={a:1,b:2}`` into ``x=a:1 x=b:2``."""
+    if before is not None and isinstance(value, str) and ":" in value and ":" in before:
+        raise ValueError(
+            f"got {FLAG} {before!r} and {text!r}; expected a key once. Are they parts of one dict? Then {UNQUOTED}"
+        )
 
 
 def _with_dicts(text: str) -> ast.expr:

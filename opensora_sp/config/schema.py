@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
@@ -132,7 +133,7 @@ class Common(Strict):
     def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
         name, options = split_type("model", value)
         config = model_class(name).Config
-        check_keys("model", options, list(config.__dataclass_fields__))
+        check_keys("model", options, [field.name for field in dataclasses.fields(config)])
         options = check_values("model", options, config)
         resolve_config(name, **options)
         return {"type": name, **options}
