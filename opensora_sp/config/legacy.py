@@ -42,7 +42,7 @@ class Rule:
         run: the kind of config; None for both.
         value: the value here, from the value there and the draft; or a table of the values that change.
         inert: values that say nothing; the key is then left out without a word.
-        refused: what to write instead; of a table, only these values are refused.
+        refused: why, and what to write instead; of a table, only these values are refused.
         when: whether the rule is for this draft.
         also: what Open-Sora does besides, which is said here: further keys, unless they are set.
         yields: give way if ``new`` is set, too; otherwise that is an error.
@@ -108,8 +108,9 @@ def _one_by_one(value: Any, draft: Draft) -> Any:
 
 RULES: tuple[Rule, ...] = (
     # data
-    Rule("data_path", "dataset.manifest", run="train", also=_random_start, note="a file with the columns path,text"),
-    Rule("root", run="train", refused="paths that the manifest's folder makes whole, in dataset.manifest"),
+    Rule("data_path", "dataset.manifest", run="train", also=_random_start,
+         note="a file with the columns path,text; clips begin at a random frame, as there"),
+    Rule("root", run="train", refused="write paths relative to the manifest, or whole ones, into it"),
     Rule("use_image_transform", run="train", inert=(None, False), note="images are recognised by their files"),
     Rule("frame_interval", "dataset.frame_interval", run="train"),
     Rule("batch_size", run="train", when=_is_bucketed, note="the buckets have batch sizes of their own"),
@@ -122,31 +123,32 @@ RULES: tuple[Rule, ...] = (
     Rule("dataset.data_path", "dataset.manifest", run="train", note="a file with the columns path,text"),
     Rule("dataset.transform_name", "dataset.transform", run="train", note="both cut from the middle",
          value={"center": "resize_center_crop", "resize_crop": "resize_center_crop"}),
-    Rule("dataset.dummy_text_feature", run="train", inert=(None, False), refused="nothing: captions are encoded"),
+    Rule("dataset.dummy_text_feature", run="train", inert=(None, False), refused="captions are encoded here; remove it"),
     Rule("dataset.type", "dataset.type", run="train", value=DATASETS, also=_random_start,
-         refused={"BatchFeatureDataset": "dataset=dict(type='VideoTextDataset', data_path=...): features that "
-                  "Open-Sora has extracted cannot be read, clips are encoded while training"}),
+         note="clips begin at a random frame, as there",
+         refused={"BatchFeatureDataset": "features that Open-Sora has extracted cannot be read; write "
+                  "dataset=dict(type='VideoTextDataset', data_path=...), whose clips are encoded while training"}),
     Rule("num_bucket_build_workers", run="train", note="buckets are built in one go"),
     Rule("prefetch_factor", run="train", note="the loader's default is taken"),
-    Rule("load_text_features", run="train", inert=(None, False), refused="nothing: captions are encoded"),
+    Rule("load_text_features", run="train", inert=(None, False), refused="captions are encoded here; remove it"),
     Rule("mask_ratios", "mask_ratios", run="train", value=_masks,
          note="1 to 4 frames are quarter_*, 1 to a quarter of them"),
     # acceleration
-    Rule("dtype", "precision", also=_vae_precision),
+    Rule("dtype", "precision", also=_vae_precision, note="of the vae, too, as there"),
     Rule("plugin", "zero_stage", run="train", value={"zero1": 1, "zero2": 2, "zero2-seq": 2},
-         also=lambda value, draft: {"ema_decay": 0.9999}, note="sp_size alone says how many ranks share a batch"),
+         also=lambda value, draft: {"ema_decay": 0.9999}, note="sp_size alone says how many ranks share a batch; without ema_decay it is 0.9999, as there"),
     Rule("reduce_bucket_size_in_m", run="train", note="ColossalAI's default is taken"),
     Rule("record_time", run="train", inert=(None, False), note="the log has step times"),
     # models
     Rule("model.qk_norm", "model.qk_norm", also=_qk_norm,
-         note="as Open-Sora 1.1, which turned queries and keys before it normed them"),
+         note="of STDiT2 without qk_norm_legacy: True, as Open-Sora 1.1 had it"),
     Rule("model.enable_flash_attn", "model.attention", value={True: "auto", False: "sdpa"}),
     Rule("model.enable_flashattn", "model.attention", value={True: "auto", False: "sdpa"}),
     Rule("model.enable_layernorm_kernel", inert=(None, False), note="torch's layer norm is taken; apex is not needed"),
     Rule("model.enable_sequence_parallelism", inert=(None, False), note="sp_size alone turns it on"),
     Rule("model.use_x_mask", inert=(None, False), note="every model takes frame masks"),
-    Rule("model.no_temporal_pos_emb", inert=(None, False), refused="a model with positions of frames"),
-    Rule("model.skip_temporal", inert=(None, False), refused="a model with temporal attention"),
+    Rule("model.no_temporal_pos_emb", inert=(None, False), refused="all models here have positions of frames; remove it"),
+    Rule("model.skip_temporal", inert=(None, False), refused="all models here have temporal attention; remove it"),
     Rule("model.force_huggingface", inert=(None, False), note="weights are recognised by what they are"),
     Rule("model.freeze_y_embedder", "freeze", run="train", inert=(None, False), value=_frozen("y_embedder.*")),
     Rule("model.only_train_temporal", "freeze", run="train", inert=(None, False),
@@ -160,24 +162,25 @@ RULES: tuple[Rule, ...] = (
     Rule("model.from_pretrained", "load", run="train", yields=True),
     Rule("model.from_pretrained", "ckpt", run="sample"),
     # encoders
-    Rule("vae.type", "vae.type", refused={"VideoAutoencoderPipeline": "vae=dict(type='OpenSoraVAE_V1_2', "
-         "from_pretrained=...), the pipeline that was released"}),
+    Rule("vae.type", "vae.type", refused={"VideoAutoencoderPipeline": "another one was released; write "
+         "vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"}),
     *(Rule(f"{part}.local_files_only", inert=(None, False), note="HF_HUB_OFFLINE=1 in the environment does it")
       for part in ("model", "vae", "text_encoder")),
-    *(Rule(f"{part}.cache_dir", refused="HF_HOME=FOLDER in the environment") for part in ("vae", "text_encoder")),
+    *(Rule(f"{part}.cache_dir", refused="set HF_HOME=FOLDER in the environment") for part in ("vae", "text_encoder")),
     Rule("vae.force_huggingface", inert=(None, False), note="weights are recognised by what they are"),
     *(Rule(f"vae.{key}", inert=(None, False), note="the autoencoder is never trained")
       for key in ("freeze_vae_2d", "cal_loss")),
     Rule("text_encoder.type", "text_encoder.type", refused=dict.fromkeys(
-        ("clip", "classes"), "text_encoder=dict(type='t5', ...): no model here is trained on others")),
-    Rule("text_encoder.model_max_length", "text_encoder.max_length", also=_text),
+        ("clip", "classes"), "models here are told of T5's features; write text_encoder=dict(type='t5', ...)")),
+    Rule("text_encoder.model_max_length", "text_encoder.max_length", also=_text,
+         note="of the model, too, and captions are cleaned, as there"),
     Rule("text_encoder.shardformer", "text_encoder.dtype", inert=(None, False), value={True: "bf16"},
          note="16 bits, as shardformer made it"),
     # diffusion
     Rule("scheduler.type", "scheduler.type", value={"iddpm-speed": "iddpm"},
          note="timesteps are drawn evenly, which takes more steps to the same loss",
-         refused={"dpm-solver": "scheduler=dict(type='iddpm', num_sampling_steps=100, ...), or type='rflow' for "
-                  "models of rectified flow"}),
+         refused={"dpm-solver": "this sampler is not here; write scheduler=dict(type='iddpm', "
+                  "num_sampling_steps=100, ...)"}),
     # optimization
     Rule("lr", "optimizer.lr", run="train"),
     Rule("adam_eps", "optimizer.eps", run="train"),
@@ -197,9 +200,9 @@ RULES: tuple[Rule, ...] = (
     Rule("multi_resolution", run="sample", note="a model is told whatever sizes it takes"),
     Rule("align", run="sample", note="frames of references are aligned to the autoencoder's chunks by themselves"),
     Rule("verbose", run="sample", note="there is one log"),
-    Rule("llm_refine", run="sample", inert=(None, False), refused="the refined prompts: no service is asked"),
-    Rule("watermark", run="sample", inert=(None, False), refused="nothing: no watermark is drawn"),
-    Rule("start_index", run="sample", inert=(None, 0), refused="the prompts wanted, in prompts or prompt_path"),
-    Rule("end_index", run="sample", refused="the prompts wanted, in prompts or prompt_path"),
-    Rule("prompt_generator", run="sample", inert=(None, ""), refused="the prompts, in prompts or prompt_path"),
+    Rule("llm_refine", run="sample", inert=(None, False), refused="no service is asked; write the refined prompts"),
+    Rule("watermark", run="sample", inert=(None, False), refused="no watermark is drawn; remove it"),
+    Rule("start_index", run="sample", inert=(None, 0), refused="write the prompts wanted into prompts or prompt_path"),
+    Rule("end_index", run="sample", refused="write the prompts wanted into prompts or prompt_path"),
+    Rule("prompt_generator", run="sample", inert=(None, ""), refused="write the prompts into prompts or prompt_path"),
 )  # fmt: skip

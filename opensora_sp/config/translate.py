@@ -68,7 +68,7 @@ def _check_refused(rule: Rule, value: Any, origin: str) -> None:
         instead = rule.refused
     if instead is not None:
         raise ValueError(
-            f"got {rule.old} = {value!r} of Open-Sora, which is not honoured; expected none; write {instead} [{origin}]"
+            f"got {rule.old} = {value!r} of Open-Sora; expected a key that can be honoured; {instead} [{origin}]"
         )
 
 
@@ -108,7 +108,7 @@ def _note(rule: Rule, value: Any, changed: Any, also: dict[str, Any], origin: st
     elif changed != value:
         parts.append(f"is {changed!r} here")
     if also:
-        parts.append("with " + ", ".join(f"{key} = {more!r}" for key, more in also.items()) + ", as Open-Sora has it")
+        parts.append("with " + ", ".join(f"{key} = {more!r}" for key, more in also.items()))
     return f"{origin}: {' '.join(parts)}" + (f" ({rule.note})" if rule.note else "")
 
 
@@ -144,10 +144,10 @@ def markdown() -> str:
 
 def _told(rule: Rule) -> str:
     if isinstance(rule.refused, str):
-        return f"refused: write {rule.refused}"
+        return f"refused: {rule.refused}"
     new = "no effect" if rule.new is None else f"`{rule.new}`"
     if isinstance(rule.value, Mapping):
         new += ": " + ", ".join(f"`{old!r}` is `{value!r}`" for old, value in rule.value.items())
     if isinstance(rule.refused, Mapping):
-        new += "; " + "; ".join(f"`{value}` is refused: write {instead}" for value, instead in rule.refused.items())
+        new += "; " + "; ".join(f"`{value!r}` is refused: {instead}" for value, instead in rule.refused.items())
     return new
