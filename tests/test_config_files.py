@@ -100,7 +100,7 @@ def test_imports_work_wherever_the_environment_lies(base: Path, monkeypatch: pyt
         ("seed = 1 / 0", ["ZeroDivisionError*[run.py:2]"]),
         (SEVERAL, ["num_heads 5*run.py:2]", "ema_decay = 2*run.py:3]", "'sp_sise'*run.py:4]"]),
         ("precision = 'fp64'\nepochs = 2", ["got precision 'fp64'*run.py:2]", "epochs 2*run.py:3*]"]),
-        ("text_encoder = dict(max_length=13)\nprecision = 'fp64'", ["length 13 over model.model_max_length 12", "fp64"]),
+        ("text_encoder = dict(max_length=13)\nprecision = 'fp64'", ["13 over model.model_max_length 12", "fp64"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_together_with_file_and_line(base: Path, text: str, messages: list[str]) -> None:

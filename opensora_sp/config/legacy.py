@@ -123,7 +123,8 @@ RULES: tuple[Rule, ...] = (
     Rule("dataset.data_path", "dataset.manifest", run="train", note="a file with the columns path,text"),
     Rule("dataset.transform_name", "dataset.transform", run="train", note="both cut from the middle",
          value={"center": "resize_center_crop", "resize_crop": "resize_center_crop"}),
-    Rule("dataset.dummy_text_feature", run="train", inert=(None, False), refused="captions are encoded here; remove it"),
+    Rule("dataset.dummy_text_feature", run="train", inert=(None, False),
+         refused="captions are encoded here; remove it"),
     Rule("dataset.type", "dataset.type", run="train", value=DATASETS, also=_random_start,
          note="clips begin at a random frame, as there",
          refused={"BatchFeatureDataset": "features that Open-Sora has extracted cannot be read; write "
@@ -136,7 +137,8 @@ RULES: tuple[Rule, ...] = (
     # acceleration
     Rule("dtype", "precision", also=_vae_precision, note="of the vae, too, as there"),
     Rule("plugin", "zero_stage", run="train", value={"zero1": 1, "zero2": 2, "zero2-seq": 2},
-         also=lambda value, draft: {"ema_decay": 0.9999}, note="sp_size alone says how many ranks share a batch; without ema_decay it is 0.9999, as there"),
+         also=lambda value, draft: {"ema_decay": 0.9999},
+         note="sp_size alone says how many ranks share a batch; ema_decay is 0.9999 if not given, as there"),
     Rule("reduce_bucket_size_in_m", run="train", note="ColossalAI's default is taken"),
     Rule("record_time", run="train", inert=(None, False), note="the log has step times"),
     # models
@@ -147,7 +149,8 @@ RULES: tuple[Rule, ...] = (
     Rule("model.enable_layernorm_kernel", inert=(None, False), note="torch's layer norm is taken; apex is not needed"),
     Rule("model.enable_sequence_parallelism", inert=(None, False), note="sp_size alone turns it on"),
     Rule("model.use_x_mask", inert=(None, False), note="every model takes frame masks"),
-    Rule("model.no_temporal_pos_emb", inert=(None, False), refused="all models here have positions of frames; remove it"),
+    Rule("model.no_temporal_pos_emb", inert=(None, False),
+         refused="all models here have positions of frames; remove it"),
     Rule("model.skip_temporal", inert=(None, False), refused="all models here have temporal attention; remove it"),
     Rule("model.force_huggingface", inert=(None, False), note="weights are recognised by what they are"),
     Rule("model.freeze_y_embedder", "freeze", run="train", inert=(None, False), value=_frozen("y_embedder.*")),
