@@ -158,6 +158,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         (3, {"dataset.type": "VideoText"}, {"dataset.frame_interval": 3}),
         (3, {"fps": 24}, {"save_fps": 8.0}),
         (3, {"fps": 24, "save_fps": 12}, {"save_fps": 12}),
+        (0, {"fps": 24}, "expected a value of Open-Sora's"),
     ],
     "batch_size": [
         (10, {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}}, {}),
@@ -205,7 +206,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         (True, {"freeze": ("x_embedder.*",)}, {"freeze": ("x_embedder.*", "*", "!temporal_blocks.*")})],
     "model.freeze": [("text", {}, {"freeze": ("y_embedder.*",)}),
         ("not_temporal", {}, {"freeze": ("*", "!*attn_temp.*")}),
-        ("all", {}, "expected one of ['text', 'not_temporal']"), ("text", {"fps": 24}, {})],
+        ("all", {}, "neither of ['text', 'not_temporal']"), ("text", {"fps": 24}, {})],
     "load": [("run", {"lr": 1.0}, {"load": "run"}), (None, {"lr": 1.0}, {"load": None})],
     "start_from_scratch": [(True, {}, {})],
     "model.from_pretrained": [("a", {}, {"load": "a"}), ("a", {"load": None}, {"load": "a"}),

@@ -88,7 +88,7 @@ def _frozen(*patterns: str) -> Callable[[Any, Draft], tuple[str, ...]]:
 def _frozen_by_name(value: Any, draft: Draft) -> tuple[str, ...]:
     known = {"text": ("y_embedder.*",), "not_temporal": ("*", "!*attn_temp.*")}
     if value not in known:
-        raise ValueError(f"got model.freeze {value!r}; expected one of {list(known)}; write freeze=('pattern', ...)")
+        raise ValueError(f"neither of {list(known)}")
     return (*draft.get(("freeze",), ()), *known[value])
 
 

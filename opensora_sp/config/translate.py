@@ -74,7 +74,12 @@ def _check_refused(rule: Rule, value: Any, origin: str) -> None:
 
 def _changed(rule: Rule, value: Any, draft: Draft, origin: str) -> Any:
     if callable(rule.value):
-        return rule.value(value, draft)
+        try:
+            return rule.value(value, draft)
+        except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            raise ValueError(
+                f"got {rule.old} = {value!r} ({error}); expected a value of Open-Sora's; correct it [{origin}]"
+            ) from None
     if rule.value is None:
         return value
     known = isinstance(value, (str, bool, int)) and value in rule.value
