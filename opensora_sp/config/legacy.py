@@ -103,7 +103,9 @@ def _masks(value: Any, draft: Draft) -> Any:
 
 def _one_by_one(value: Any, draft: Draft) -> Any:
     """A list with an entry for each prompt goes into the prompts."""
-    return value if isinstance(value, str) or not value or not any(value) else {"by prompt": value}
+    if isinstance(value, str):
+        return value
+    return {"by prompt": value} if any(value) else None
 
 
 RULES: tuple[Rule, ...] = (

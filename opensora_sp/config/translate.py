@@ -26,10 +26,11 @@ def translate(draft: Draft, run: Run) -> None:
 
 
 def _is_foreign(draft: Draft) -> bool:
-    """Whether keys are there that no config of ours has."""
+    """Whether a file has keys that no config of ours has."""
     marks = ("plugin", "dtype", "lr", "save_dir", "multi_resolution")
     of_model = ("enable_flash_attn", "enable_flashattn", "enable_layernorm_kernel")
-    return any((mark,) in draft for mark in marks) or any(("model", mark) in draft for mark in of_model)
+    keys: list[Key] = [*((mark,) for mark in marks), *(("model", mark) for mark in of_model)]
+    return any(key in draft and not (draft.origin(key) or "").startswith(OPTION) for key in keys)
 
 
 def _apply(rule: Rule, draft: Draft) -> None:
