@@ -53,10 +53,12 @@ def _apply(rule: Rule, draft: Draft) -> None:
     if new == old and changed == value and not also and rule.when is None:
         return
     draft.pop(old)
-    if new == old or _may_move(rule, new, origin, draft):
-        if rule.new == "freeze" and new in draft:
-            draft.pop(new)
-        draft.set(new, changed, origin if new == old else f"{origin} ({rule.old})")
+    if new != old and not _may_move(rule, new, origin, draft):
+        draft.notes.append(f"{origin}: {rule.old} = {value!r} gives way to {rule.new} [{draft.origin(new)}]")
+        return
+    if new in draft:
+        draft.pop(new)
+    draft.set(new, changed, origin if new == old else f"{origin} ({rule.old})")
     for key, more in also.items():
         draft.set(tuple(key.split(".")), more, f"{origin} (as Open-Sora does with {rule.old})")
     draft.notes.append(_note(rule, value, changed, also, origin))
@@ -101,10 +103,7 @@ def _may_move(rule: Rule, new: Key, origin: str, draft: Draft) -> bool:
         raise ValueError(
             f"got both {rule.old} [{origin}] and {rule.new} [{there}]; expected one of them; remove {rule.old}"
         )
-    wins = origin.startswith(OPTION) and not there.startswith(OPTION)
-    if wins:
-        draft.pop(new)
-    return wins
+    return origin.startswith(OPTION) and not there.startswith(OPTION)
 
 
 def _note(rule: Rule, value: Any, changed: Any, also: dict[str, Any], origin: str) -> str:

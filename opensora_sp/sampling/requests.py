@@ -100,9 +100,11 @@ def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
         said = [f"{name} {value}." for name, value in scores.items() if value is not None and name not in text]
         return " ".join([text, *said])
 
-    marks = re.split(r"(\|\d+\|)", prompt.text)  # text, or "", "|0|", text, "|2|", text
-    marks = [ended(part.strip()) if part.strip() and not re.fullmatch(r"\|\d+\|", part) else part for part in marks]
-    return replace(prompt, text="".join(marks))
+    if not prompt.text.startswith("|"):
+        return replace(prompt, text=ended(prompt.text))
+    empty, *parts = re.split(r"(\|\s*\d+\s*\|)", prompt.text)  # "", "|0|", text, "|2|", text
+    texts = [part if i % 2 == 0 else ended(part.strip()) for i, part in enumerate(parts)]
+    return replace(prompt, text="".join([empty, *texts]))
 
 
 def batches_of(requests: Sequence[Request], batch_size: int, groups: int = 1) -> list[list[Request]]:
