@@ -53,14 +53,14 @@ def _apply(rule: Rule, draft: Draft) -> None:
     if new == old and changed == value and not also and rule.when is None:
         return
     draft.pop(old)
+    for key, more in also.items():
+        draft.set(tuple(key.split(".")), more, f"{origin} (as Open-Sora does with {rule.old})")
     if new != old and not _may_move(rule, new, origin, draft):
         draft.notes.append(f"{origin}: {rule.old} = {value!r} gives way to {rule.new} [{draft.origin(new)}]")
         return
     if new in draft:
         draft.pop(new)
     draft.set(new, changed, origin if new == old else f"{origin} ({rule.old})")
-    for key, more in also.items():
-        draft.set(tuple(key.split(".")), more, f"{origin} (as Open-Sora does with {rule.old})")
     draft.notes.append(_note(rule, value, changed, also, origin))
 
 
