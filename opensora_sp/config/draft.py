@@ -44,25 +44,23 @@ class Draft:
         return None
 
     def set(self, key: Key, value: Any, origin: str) -> None:
-        """Set a value. A dict adds to the dict that is there, unless it has ``_delete_``.
+        """Set a value. A dict takes the place of the one that is there; None takes it away.
 
         Raises:
             ValueError: if one of the keys above holds something else than a dict, or a dict would give way to
-                something that is none (None takes it away).
+                something that is none.
         """
         there = self._above(key, origin)
         last = _as_known(there, key[-1])
-        key, old = (*key[:-1], last), there.get(last)
-        fresh = not isinstance(value, dict) or value.get(DELETE) or not isinstance(old, dict)
-        if isinstance(old, dict) and value is not None and not isinstance(value, dict):
-            raise ValueError(replaced(dotted(key), value, origin, self.origin(key)))
-        if fresh:
-            self.forget(key)
-            there[last] = _without_delete(value)
-            self.origins[key] = origin
-            return
-        for part, inner in value.items():
-            self.set((*key, part), inner, origin)
+        key = (*key[:-1], last)
+        if isinstance(there.get(last), dict) and value is not None and not isinstance(value, dict):
+            raise ValueError(
+                f"got {dotted(key)} = {value!r} in the place of a dict (of {self.origin(key)}); expected a dict; write "
+                f"{dotted(key)}.part=value for a part of it, or {dotted(key)}=None to have none [{origin}]"
+            )
+        self.forget(key)
+        there[last] = _without_delete(value)
+        self.origins[key] = origin
 
     def pop(self, key: Key) -> Any:
         """Take a value out, with where it and what lies below it came from."""
@@ -85,15 +83,6 @@ class Draft:
                     f"got {origin}, but {dotted(key[: i + 1])} is {there!r}; expected a dict there; check the key"
                 )
         return there
-
-
-def replaced(key: str, value: Any, origin: str, inherited: str | None) -> str:
-    """The message for something in the place of an inherited dict."""
-    there = f" (of {inherited})" if inherited else ""
-    return (
-        f"got {key} = {value!r} in the place of an inherited dict{there}; expected a dict, which adds to it; write "
-        f"{key}=dict(_delete_=True, ...) for another one, or {key}=dict(_delete_=True) to have none [{origin}]"
-    )
 
 
 def leaves(values: dict[Any, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:

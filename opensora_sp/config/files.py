@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import re
 import traceback
+from collections.abc import Iterator
 from functools import reduce
 from os.path import abspath, normpath
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from .draft import Draft, Key, dotted, leaves, replaced
+from .draft import Draft, Key, dotted, leaves
 from .findings import together
 from .lines import set_lines
 
@@ -126,13 +127,17 @@ def _joined(path: str, bases: list[Draft]) -> Draft:
     return reduce(join, bases, Draft())
 
 
-def _replaced(inherited: Draft, draft: Draft) -> list[str]:
+def _replaced(inherited: Draft, draft: Draft) -> Iterator[str]:
     """A message for each inherited dict that something else has taken the place of."""
     above: set[Key] = {key[:length] for key, _ in leaves(inherited.values) for length in range(1, len(key))}
-    found = [key for key in above if key in draft and not isinstance(draft.get(key), dict)]
-    return [
-        replaced(dotted(key), draft.get(key), draft.origin(key) or "", inherited.origin(key)) for key in sorted(found)
-    ]
+    for key in sorted(above):
+        if key in draft and not isinstance(draft.get(key), dict):
+            name = dotted(key)
+            yield (
+                f"got {name} = {draft.get(key)!r} in the place of an inherited dict (of {inherited.origin(key)}); "
+                f"expected a dict, which adds to it; write {name}=dict(_delete_=True, ...) for another one, or "
+                f"{name}=dict(_delete_=True) to have none [{draft.origin(key)}]"
+            )
 
 
 def _as_list(value: Any) -> list[str]:
