@@ -24,8 +24,8 @@ from opensora_sp.data import Entry, Manifest, write_manifest
 from opensora_sp.models import build_model
 
 TINY = [
-    "vae=dict(_delete_=True, type='PatchPoolVAE', pool=(1, 16, 16))",
-    "text_encoder=dict(_delete_=True, type='HashedBagOfWords', width=8, max_length=12)",
+    "vae=dict(type='PatchPoolVAE', pool=(1, 16, 16))",
+    "text_encoder=dict(type='HashedBagOfWords', width=8, max_length=12)",
     *("model.in_channels=3", "model.caption_channels=8", "model.hidden_size=24", "model.depth=1", "model.num_heads=3"),
     *("model.model_max_length=12", "num_workers=0"),
 ]
@@ -181,7 +181,7 @@ def train_them(folder: Path) -> dict[str, Any]:
 
 
 BUCKETED = [
-    "bucket_config={'_delete_': True, '144p': {1: (1.0, 2), 3: (1.0, 2)}}",
+    "bucket_config={'144p': {1: (1.0, 2), 3: (1.0, 2)}}",
     "dataset.frame_interval=1",
     "warmup_steps=0",
 ]
