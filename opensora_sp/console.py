@@ -56,6 +56,7 @@ def config_arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--cfg-options",
         nargs="+",
+        action="extend",
         default=[],
         metavar="KEY=VALUE",
         help="override config values, for example sp_size=4 optimizer.lr=1e-5; values are Python literals or text",

@@ -201,6 +201,7 @@ def test_options_broken_by_a_launcher_are_recognised(base: Path, options: list[s
 def test_texts_broken_on_the_command_line_are_explained(capsys: pytest.CaptureFixture) -> None:
     parser = config_arguments("")
     parser.add_argument("--prompt")
+    assert parser.parse_args(["run.py", "--cfg-options", "a=1", "--cfg-options", "b=2"]).cfg_options == ["a=1", "b=2"]
     with pytest.raises(SystemExit):
         parser.parse_args(["run.py", "--prompt", "a", "red", "fox"])
     assert "colossalai run passes options on without quotes" in capsys.readouterr().err

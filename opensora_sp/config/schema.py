@@ -228,7 +228,7 @@ class TrainConfig(Common):
         if (self.max_steps == 0) == (self.epochs is None):
             raise ValueError(
                 f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them to say how long "
-                "the run is; set max_steps, or leave it out and set epochs"
+                "the run is; " + ("set max_steps" if self.epochs is None else "set max_steps=0, or epochs=None")
             )
 
     def _buckets_fit(self) -> None:
