@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,14 @@ def test_explain_says_where_each_value_comes_from(base: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         main(["config", "run.py", "--cfg-options", "sp_sise=2"])
     assert "did you mean 'sp_size'" in capsys.readouterr().err
+
+
+def test_the_docs_show_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(ROOT)
+    command, shown = re.findall(r"```(?:bash|text)\n(.*?)```", Path("docs/configs.md").read_text(), re.DOTALL)[:2]
+    main(shlex.split(command)[1:])
+    printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {" ".join(line.split()) for line in shown.splitlines()} <= printed
 
 
 @pytest.mark.parametrize(

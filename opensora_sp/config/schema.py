@@ -181,7 +181,6 @@ class TrainConfig(Common):
     grad_checkpoint: bool = Field(False, description="Recompute in backward, to save memory.")
     ema_decay: float = Field(0.999, ge=0, lt=1, description="Decay of the averaged weights, per step.")
     log_every: int = Field(1, ge=1, description="Steps from one line of the log to the next.")
-    wandb: bool = Field(False, description="Also log to Weights & Biases.")
     ckpt_every: int = Field(1000, ge=1, description="Steps from one checkpoint to the next; the last step has one too.")
     keep_last: int | None = Field(None, ge=1, description="Keep this many of the newest checkpoints; None all.")
     keep_every: int | None = Field(None, ge=1, description="Also keep checkpoints of steps that this divides.")
@@ -192,6 +191,7 @@ class TrainConfig(Common):
         None, description="How often which frames of a clip are given to the model; see docs/data.md."
     )
     validation: Validation | None = Field(None, description="What is looked at while training; None is off.")
+    wandb: bool = Field(False, description="Also log to Weights & Biases.")
 
     @model_validator(mode="before")
     @classmethod
