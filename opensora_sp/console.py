@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 
 @contextmanager
@@ -35,13 +36,38 @@ def tell_launcher(reason: str) -> None:
         Path(file).write_text(json.dumps({"message": reason, "timestamp": int(time.time())}))
 
 
+class Parser(argparse.ArgumentParser):
+    """Says of arguments left over what may have torn them off."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += (
+                " (if they are the rest of a text with spaces: colossalai run passes options on without quotes; start "
+                "with torchrun, or write the text into a config file)"
+            )
+        super().error(message)
+
+
+def truth(text: str) -> bool:
+    """What a word on the command line says: true, yes, on, 1, or false, no, off, 0.
+
+    Raises:
+        argparse.ArgumentTypeError: for another word.
+    """
+    words = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected True or False; write one of them")
+    return words[text.lower()]
+
+
 def config_arguments(description: str) -> argparse.ArgumentParser:
     """A parser with the two arguments that every script takes."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("config", help="mmengine-style .py config")
     parser.add_argument(
         "--cfg-options",
         nargs="+",
+        action="extend",
         default=[],
         metavar="KEY=VALUE",
         help="override config values, for example sp_size=4 optimizer.lr=1e-5; values are Python literals or text",

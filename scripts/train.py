@@ -5,7 +5,7 @@ colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py configs/stdi
 """
 
 from opensora_sp.config import load_train_config
-from opensora_sp.console import add_allow_pickle, config_arguments, told_errors
+from opensora_sp.console import add_allow_pickle, config_arguments, log_to_terminal, told_errors, truth
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.training import train
 
@@ -20,11 +20,14 @@ def main() -> None:
     parser.add_argument(
         "--profile", metavar="STEPS", help="write a trace of a step (3) or of several (10-12) into the run's folder"
     )
+    parser.add_argument("--wandb", type=truth, nargs="?", const=True, metavar="True|False", help="log to W&B or not")
     add_allow_pickle(parser)
     args = parser.parse_args()
+    log_to_terminal()
     with told_errors():
         with told_to_all_ranks():
-            cfg = load_train_config(args.config, args.cfg_options)
+            said = [] if args.wandb is None else [f"wandb={args.wandb}"]
+            cfg = load_train_config(args.config, [*args.cfg_options, *said])
         if args.allow_pickle:
             cfg = cfg.model_copy(update={"allow_pickle": True})
         train(cfg, resume=args.resume, profile=args.profile)

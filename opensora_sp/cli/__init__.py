@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from opensora_sp.console import told_errors
 
-from . import convert, doctor, index, plan, report, verify
+from . import config, convert, doctor, index, plan, report, verify
 
 COMMANDS = {
+    "config": config,
     "plan": plan,
     "verify": verify,
     "index": index,

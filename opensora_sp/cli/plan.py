@@ -7,7 +7,7 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opensora_sp.console import config_arguments
 
@@ -44,24 +44,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from opensora_sp.planner import plan  # takes seconds, which --help need not
+    from opensora_sp.config import load_either  # takes seconds, which --help need not
+    from opensora_sp.planner import plan
 
-    cfg = load_either(args.config, args.cfg_options)
+    cfg, _ = load_either(args.config, args.cfg_options)
     made = plan(cfg, args.gpus, gpus_per_node=args.gpus_per_node, memory_gb=args.memory_gb)
     sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
-
-
-def load_either(path: str, overrides: list[str]) -> Any:
-    """A training config, or else a sampling config; of a config that is neither, the shorter complaint."""
-    from opensora_sp.config import load_inference_config, load_train_config
-
-    errors = []
-    for load in (load_train_config, load_inference_config):
-        try:
-            return load(path, overrides)
-        except ValueError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: str(error).count("\n"))
 
 
 def table(plan: Plan) -> str:

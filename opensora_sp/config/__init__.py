@@ -1,17 +1,25 @@
 """Configs: mmengine-style files, a schema that refuses what it does not know, overrides that are data."""
 
-from .load import dump_config, explain, load_inference_config, load_train_config, parse_override
-from .schema import InferenceConfig, PromptOptions, TrainConfig, build_component, split_type
+from .components import build_component, split_type
+from .findings import explain
+from .launch import check_launch
+from .load import dump_config, load_either, load_inference_config, load_train_config, sources
+from .options import parse_override
+from .schema import InferenceConfig, TrainConfig
+from .sections import PromptOptions
 
 __all__ = [
     "InferenceConfig",
     "PromptOptions",
     "TrainConfig",
     "build_component",
+    "check_launch",
     "dump_config",
     "explain",
+    "load_either",
     "load_inference_config",
     "load_train_config",
     "parse_override",
+    "sources",
     "split_type",
 ]

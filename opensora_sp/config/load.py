@@ -1,31 +1,39 @@
 """From a config file and command-line overrides to checked values.
 
 Files are mmengine-style Python (``_base_`` lists, inherited dicts); they are code and run when loaded. Overrides are
-data: ``key.sub=value``, where the value is a Python literal or else a string.
+data: ``key.sub=value``, where the value is a Python literal or else a string. Keys of Open-Sora become ours.
 """
 
 from __future__ import annotations
 
-import ast
-import difflib
-import json
+import logging
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from .draft import Draft, dotted, leaves
+from .files import read_config
+from .findings import explain, together
+from .legacy import Run
+from .options import apply_options
 from .schema import InferenceConfig, TrainConfig
+from .translate import translate
 
 Checked = TypeVar("Checked", bound=BaseModel)
+SCHEMAS: dict[Run, type[BaseModel]] = {"train": TrainConfig, "sample": InferenceConfig}
+logger = logging.getLogger(__name__)
 
 
 def load_train_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
     """Load and check a training config.
 
     Raises:
-        ValueError: naming the file and the key, for anything that is missing, unknown or does not fit.
+        ValueError: naming the file, the line and the key, for all that is missing, unknown or does not fit.
     """
-    return _load(TrainConfig, path, overrides)
+    return _checked(TrainConfig, load_draft(path, overrides, run="train"), path)
 
 
 def load_inference_config(
@@ -35,7 +43,40 @@ def load_inference_config(
 
     ``values`` are put over the config last, by dotted keys, as they are. A size among them replaces the config's.
     """
-    return _load(InferenceConfig, path, overrides, values)
+    return _checked(InferenceConfig, load_draft(path, overrides, values, run="sample"), path)
+
+
+def load_either(path: str | Path, overrides: list[str] | None = None) -> tuple[TrainConfig | InferenceConfig, Draft]:
+    """A training config, which has clips, or else a sampling config; and where its values come from."""
+    draft = read_config(path)
+    trains = any((key,) in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
+    run: Run = "train" if trains else "sample"
+    draft = load_draft(path, overrides, run=run)
+    return _checked(SCHEMAS[run], draft, path), draft  # type: ignore[return-value]
+
+
+def load_draft(
+    path: str | Path, overrides: list[str] | None = None, values: dict[str, Any] | None = None, *, run: Run
+) -> Draft:
+    """What a file and the command line say, in our keys, not checked yet; logs what became of others."""
+    draft = read_config(path)
+    place = str(path)
+    try:
+        apply_options(draft, overrides or [])
+        if values and "resolution" in values:
+            for key in ("image_size", "aspect_ratio"):
+                if (key,) in draft:
+                    draft.pop((key,))
+        together(
+            *(partial(draft.set, tuple(key.split(".")), value, _flag(key)) for key, value in (values or {}).items())
+        )
+        translate(draft, run)
+    except ValueError as error:
+        raise ValueError(f"in {place}:\n  {error}") from None
+    draft.values = {key: value for key, value in draft.values.items() if value != {}}  # says nothing
+    for note in draft.notes:
+        logger.info("%s", note)
+    return draft
 
 
 def dump_config(config: BaseModel) -> str:
@@ -44,89 +85,34 @@ def dump_config(config: BaseModel) -> str:
     return "# The resolved config of a run; it can be run again.\n" + "\n".join(lines) + "\n"
 
 
-def parse_override(text: str) -> tuple[list[str], Any]:
-    """``a.b=value`` -> (["a", "b"], value)."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ValueError(f"got --cfg-options {text!r}; expected key=value; write for example sp_size=4")
-    named = {"true": True, "false": False, "none": None, "null": None}
-    if value.strip().lower() in named:
-        return key.strip().split("."), named[value.strip().lower()]
-    try:
-        return key.strip().split("."), ast.literal_eval(value.strip())
-    except (ValueError, SyntaxError):
-        return key.strip().split("."), value
+FROM = {  # what is made of other values where it is not said
+    "image_size": ("resolution", "bucket_config"),
+    "num_frames": ("bucket_config",),
+    "batch_size": ("bucket_config",),
+    "model.input_size": ("num_frames", "image_size", "resolution"),
+}
 
 
-def _load(
-    schema: type[Checked],
-    path: str | Path,
-    overrides: list[str] | None,
-    last: dict[str, Any] | None = None,
-) -> Checked:
-    if not Path(path).is_file():
-        raise ValueError(f"got config {str(path)!r}, which is not a file; expected a .py config; see configs/")
-    from mmengine.config import Config
-
-    try:
-        values = Config.fromfile(str(path), lazy_import=False).to_dict()
-    except Exception as error:  # whatever the file's own code, or mmengine reading it, may raise
-        raise ValueError(
-            f"got config {str(path)!r}, which cannot be loaded ({type(error).__name__}: {error}); expected a Python "
-            "file whose _base_ files exist; correct it"
-        ) from error
-    for text in overrides or []:
-        keys, value = parse_override(text)
-        _set(values, keys, value, text)
-    if last and "resolution" in last:
-        values = {key: value for key, value in values.items() if key not in ("image_size", "aspect_ratio")}
-    for key, value in (last or {}).items():
-        _set(values, key.split("."), value, f"{key}={value}")
-    try:
-        return schema(**values)
-    except ValidationError as error:
-        raise ValueError(explain(error, schema, str(path))) from None
-
-
-def _set(values: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
-    for i, key in enumerate(keys[:-1]):
-        if not isinstance(values.setdefault(key, {}), dict):
-            raise ValueError(
-                f"got --cfg-options {text!r}, but {'.'.join(keys[: i + 1])} is {values[key]!r}; expected a dict there; "
-                "check the key"
-            )
-        values = values[key]
-    values[keys[-1]] = value
-
-
-def explain(error: ValidationError, schema: type[BaseModel], path: str) -> str:
-    """Every finding on a line of its own: got, expected, what to do."""
-    lines = []
-    for finding in error.errors():
-        key = ".".join(str(part) for part in finding["loc"]) or "config"
-        if finding["type"] == "extra_forbidden":
-            known = _known_keys(schema, finding["loc"][:-1])
-            close = difflib.get_close_matches(str(finding["loc"][-1]), known, n=1, cutoff=0.5)
-            advice = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
-            lines.append(f"got the unknown key {key!r}; expected a known one; {advice}")
-        elif finding["type"] == "missing":
-            lines.append(f"got no {key!r}; expected a value; set it in the config or with --cfg-options {key}=...")
-        elif finding["type"] == "value_error":
-            lines.append(str(finding["ctx"]["error"]))
+def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
+    """Key, value and where it comes from: a file and its line, an option, other keys, or the default."""
+    for key, value in leaves(config.model_dump()):
+        name, said = dotted(key), key in draft
+        made = [f"from {one}, {draft.origin((one,))}" for one in FROM.get(name, ()) if (one,) in draft]
+        if said and value is None and draft.get(key) is not None:
+            yield name, value, f"used up for image_size, {draft.origin(key)}"
+        elif said and not (made and draft.get(key) is None):
+            yield name, value, draft.origin(key) or ""
         else:
-            shown = json.dumps(finding["input"], default=repr)
-            lines.append(f"got {key} = {shown}; {finding['msg']}; change {key}")
-    return f"in {path}:\n  " + "\n  ".join(lines)
+            yield name, value, made[0] if made else "default"
 
 
-def _known_keys(schema: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    for part in path:
-        if isinstance(part, int):
-            continue  # a place in a list
-        annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
-        models = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
-        found = next((one for one in models if issubclass(one, BaseModel)), None)
-        if found is None:
-            return []
-        schema = found
-    return list(schema.model_fields)
+def _checked(schema: type[Checked], draft: Draft, path: str | Path) -> Checked:
+    try:
+        return schema(**draft.values)
+    except ValidationError as error:
+        raise ValueError(explain(error, schema, str(path), draft)) from None
+
+
+def _flag(key: str) -> str:
+    """The option of the command line that a key is set by."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")

@@ -88,6 +88,10 @@ class BucketPlan:
         columns = b"".join(column.tobytes() for column in (self.num_frames, self.height, self.width))
         return f"{zlib.crc32(told + columns):08x}"
 
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.epoch(0).steps)
+
     def step(self, step: int) -> list[MicroBatch]:
         epoch = self.epoch_of(step)
         first = step * self.micro_batches_per_step

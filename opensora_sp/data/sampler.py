@@ -40,6 +40,10 @@ class BatchPlan(Protocol):
     @property
     def micro_batches_per_step(self) -> int: ...
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps of the first pass over the clips."""
+
     def step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of an optimizer step."""
 
@@ -78,6 +82,10 @@ class MicroBatchPlan:
     def micro_batches_per_epoch(self) -> int:
         return self.num_samples // self.batch_size
 
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.micro_batches_per_epoch / self.micro_batches_per_step
+
     def step(self, step: int) -> list[MicroBatch]:
         first = step * self.micro_batches_per_step
         return [self._micro_batch(number) for number in range(first, first + self.micro_batches_per_step)]
@@ -97,10 +105,9 @@ class MicroBatchPlan:
         yield 0, {self.shape: np.arange(self.num_samples)}  # all of them, in each
 
     def describe(self, step: int = 0) -> list[str]:
-        per_epoch = self.micro_batches_per_epoch / self.micro_batches_per_step
         return [
             f"{self.num_samples} clips, {self.micro_batches_per_step} micro-batches of {self.batch_size} per step, "
-            f"{per_epoch:.1f} steps per epoch"
+            f"{self.steps_per_epoch:.1f} steps per epoch"
         ]
 
 

@@ -26,7 +26,7 @@ from .requests import Request
 
 COMPARED = (
     *("prompt", "negative_prompt", "seed", "place", "sample", "num_frames", "image_size", "fps", "reference_path"),
-    *("mask_strategy", "loop", "condition_frame_length", "condition_frame_edit", "format", "config"),
+    *("mask_strategy", "loop", "condition_frame_length", "condition_frame_edit", "save_fps", "format", "config"),
     "checkpoint_sha256",
 )
 
@@ -106,7 +106,7 @@ class Output:
         self.path = media_path(folder, request, facts)
         self.title, self.facts = request.prompt.text, facts
         self.partial = _partial(self.path)
-        self.file: FrameFile = FORMATS[self.path.suffix[1:]](self.partial, request.fps)
+        self.file: FrameFile = FORMATS[self.path.suffix[1:]](self.partial, facts.get("save_fps") or request.fps)
         self.wanted = set(shown_frames(total).tolist())
         self.shown: list[np.ndarray] = []
         self.count, self.closed = 0, False
@@ -165,7 +165,8 @@ def facts_of(cfg: InferenceConfig, request: Request, fingerprint: str | None = N
         "ckpt": cfg.ckpt,
         "checkpoint_sha256": fingerprint,
     }
-    facts |= {key: getattr(cfg, key) for key in ("loop", "condition_frame_length", "condition_frame_edit")}
+    names = ("loop", "condition_frame_length", "condition_frame_edit", "save_fps")
+    facts |= {key: getattr(cfg, key) for key in names}
     facts["config"] = {
         key: getattr(cfg, key) for key in ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema")
     }

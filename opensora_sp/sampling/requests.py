@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def _request(cfg: InferenceConfig, said: PromptOptions, index: int, sample: int)
         return getattr(cfg, name) if getattr(said, name) is None else getattr(said, name)
 
     return Request(
-        prompt=parse_prompt(said.prompt, either("reference_path"), either("mask_strategy")),
+        prompt=with_scores(cfg, parse_prompt(said.prompt, either("reference_path"), either("mask_strategy"))),
         num_frames=either("num_frames"),
         size=said.size or cfg.size,
         fps=either("fps"),
@@ -86,6 +86,25 @@ def _request(cfg: InferenceConfig, said: PromptOptions, index: int, sample: int)
         place=index if said.seed is None else 0,
         sample=sample,
     )
+
+
+def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
+    """A prompt that ends, for each of its loops, in the scores of the config, worded as Open-Sora 1.2 was trained.
+
+    What a prompt says itself stays.
+    """
+    aes, flow = (None if score is None else f"{score:.1f}" for score in (cfg.aes, cfg.flow))
+    scores = {"aesthetic score:": aes, "motion score:": flow, "camera motion:": cfg.camera_motion}
+
+    def ended(text: str) -> str:
+        said = [f"{name} {value}." for name, value in scores.items() if value is not None and name not in text]
+        return " ".join([text, *said])
+
+    if not prompt.text.startswith("|"):
+        return replace(prompt, text=ended(prompt.text))
+    empty, *parts = re.split(r"(\|\s*\d+\s*\|)", prompt.text)  # "", "|0|", text, "|2|", text
+    texts = [part if i % 2 == 0 else ended(part.strip()) for i, part in enumerate(parts)]
+    return replace(prompt, text="".join([empty, *texts]))
 
 
 def batches_of(requests: Sequence[Request], batch_size: int, groups: int = 1) -> list[list[Request]]:

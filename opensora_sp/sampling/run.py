@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.config import InferenceConfig, build_component, split_type
+from opensora_sp.config import InferenceConfig, build_component, check_launch, split_type
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.launching import meet, told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.parallel import SequenceMesh, check_sp_size, parallelize
+from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.storage import on_rank_0, verify
 from opensora_sp.watch import Watch
 from opensora_sp.weights import (
@@ -35,6 +35,7 @@ from .decoding import writer_of
 from .groups import choose_groups
 from .outputs import Output, differences, facts_of, fingerprint, media_path
 from .pipeline import Pipeline
+from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,11 @@ def sample(cfg: InferenceConfig) -> list[Path]:
 def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
     """The videos to sample and the place of the weights, checked; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_sp_size(cfg.sp_size or world_size, world_size)
-    if not cfg.prompts:
+    check_launch(cfg, world_size)
+    prompts = cfg.prompts or (read_prompts(cfg.prompt_path) if cfg.prompt_path else [])
+    if not prompts:
         raise ValueError("got no prompts; expected at least one; pass --prompt TEXT or --prompts FILE")
-    requests = requests_of(cfg)
+    requests = requests_of(cfg, prompts)
     check_requests(cfg, requests)
     if cfg.ckpt is None:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")

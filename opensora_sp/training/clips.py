@@ -68,6 +68,13 @@ def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: in
     )
 
 
+def with_length(cfg: TrainConfig, plan: BatchPlan) -> TrainConfig:
+    """The config with ``max_steps``: as it says, or as many as its epochs have if all are as long as the first."""
+    if cfg.epochs is None:
+        return cfg
+    return cfg.model_copy(update={"max_steps": math.ceil(cfg.epochs * plan.steps_per_epoch)})
+
+
 def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str, Any]:
     """What data order and draws depend on, as a checkpoint keeps it."""
     state: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "num_samples": num_samples}

@@ -22,9 +22,10 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.data import BatchPlan, BrokenClip, Clip, ClipShape, Sample, VideoTextDataset, write_manifest
 from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_bytes
 from opensora_sp.storage import Disk
+from opensora_sp.watch import Watch
 
 from .cached import check_made_of, clips_used, made_of
-from .clips import make_dataset, make_encoders, make_plan
+from .clips import make_dataset, make_encoders, make_plan, with_length
 from .features import Encoders
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,10 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         replicas = max(1, dist.get_world_size() // cfg.sp_size)
         plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
         encoders = make_encoders(cfg, current_device())
-        cache = CacheWriter(cfg, Path(folder), dataset, encoders)
-        cache.write(plan)
-        dist.barrier()
+        cache = CacheWriter(with_length(cfg, plan), Path(folder), dataset, encoders)
+        with Watch(grace_time=0):
+            cache.write(plan)
+            dist.barrier()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-from opensora_sp.config import TrainConfig, dump_config, split_type
+from opensora_sp.config import TrainConfig, check_launch, dump_config, split_type
 from opensora_sp.data import CachedFeatures, ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.launching import check_shared_memory, told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.parallel import CommLedger, check_sp_size
+from opensora_sp.parallel import CommLedger
 from opensora_sp.watch import Watch, leave_process_group
 from opensora_sp.weights import (
     Weights,
@@ -40,9 +40,10 @@ from .batch import Batch, BatchMaker
 from .broken import BrokenClips
 from .cached import check_cache, check_clips
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
-from .clips import TrainingSet, Work, largest_batch, make_dataset, make_plan, make_source, order_state
+from .clips import TrainingSet, Work, largest_batch, make_dataset, make_plan, make_source, order_state, with_length
 from .ema import ShardedEma
 from .features import SharedClips
+from .freeze import check_freeze, freeze
 from .meter import Meter
 from .metrics import Reporter, draw_loss, log_to, session_of
 from .profiling import StepProfiler, Steps
@@ -102,20 +103,14 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
 def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None) -> tuple[TrainingSet, Path | None]:
     """Everything that can be checked without a process group or a model; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_sp_size(cfg.sp_size, world_size)
-    num_replicas = world_size // cfg.sp_size
-    if cfg.precision == "fp16" and not torch.cuda.is_available():
-        raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
+    check_launch(cfg, world_size)
+    check_freeze(cfg)
     dataset = make_dataset(cfg)
-    plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or num_replicas)
+    plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or world_size // cfg.sp_size)
+    cfg = with_length(cfg, plan)
     if isinstance(dataset, CachedFeatures):
         check_cache(cfg, dataset)
         check_clips(cfg, dataset, plan)
-    if cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
-        raise ValueError(
-            "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
-            "build; change optimizer.type"
-        )
     preflight_validation(cfg)
     check_shared_memory(largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     check_wandb(cfg.wandb)
@@ -197,6 +192,7 @@ class Run:
         torch.manual_seed(cfg.seed)
         model = build_model(name, **options)
         check_encoders(model.config, self.source, self.source)
+        freeze(model, cfg.freeze)
         model.set_grad_checkpoint(cfg.grad_checkpoint)
         if cfg.compile is not None:
             compile_blocks(model)
@@ -220,6 +216,7 @@ class Run:
         self.skipped: int = state.get("skipped_steps", 0)
         per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
         self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg, dataset)
+        self.cfg = cfg = with_length(cfg, self.plan)
         self.broken = BrokenClips(dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
         self.clips = SharedClips(
             self.mesh, model, dataset, self.plan, self.source, self.broken, device, whole=cfg.sequence_parallel.verify

@@ -1,0 +1,30 @@
+"""``opensora-sp config``: what a config says when all its files and options are put together."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from opensora_sp.console import config_arguments, log_to_terminal
+
+HELP = "check a config and print it with all files and options put together"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = config_arguments(HELP)
+    parser.add_argument("--explain", action="store_true", help="a value a line, each with where it comes from")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the config as a file that can be run, or with the places where its values were set."""
+    from opensora_sp.config import dump_config, load_either, sources  # takes seconds, which --help need not
+
+    log_to_terminal()
+    cfg, draft = load_either(args.config, args.cfg_options)
+    if not args.explain:
+        sys.stdout.write(dump_config(cfg))
+        return
+    lines = [(f"{key} = {value!r}", source) for key, value, source in sources(cfg, draft)]
+    width = min(60, max(len(line) for line, _ in lines))
+    sys.stdout.write("".join(f"{line:<{width}}  # {source}\n" for line, source in lines))

@@ -1,0 +1,93 @@
+"""What is wrong with a config, told all at once: got, expected, what to do, and where it was set."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from .draft import Draft, Key
+
+
+class ConfigError(ValueError):
+    """Several problems of a config, a message each."""
+
+    def __init__(self, messages: Iterable[str]) -> None:
+        self.messages = list(messages)
+        super().__init__("\n  ".join(self.messages))
+
+
+def messages_of(error: ValueError) -> list[str]:
+    """The messages of one problem or of several."""
+    return error.messages if isinstance(error, ConfigError) else [str(error)]
+
+
+def together(*checks: Callable[[], object] | str) -> None:
+    """Run all checks, and raise one ValueError with whatever they raised; a text is a problem found already."""
+    found: list[str] = []
+    for check in checks:
+        if isinstance(check, str):
+            found.append(check)
+            continue
+        try:
+            check()
+        except ValueError as error:
+            found += messages_of(error)
+    if found:
+        raise ConfigError(dict.fromkeys(found))
+
+
+def explain(error: ValidationError, schema: type[BaseModel], place: str, draft: Draft | None = None) -> str:
+    """Every finding on a line of its own, with the places where ``draft`` says that its keys were set."""
+    lines = []
+    for finding in error.errors():
+        for message in _messages(finding, schema):
+            where = "" if draft is None else _places(draft, tuple(finding["loc"]), message)
+            lines.append(message + where)
+    return f"in {place}:\n  " + "\n  ".join(dict.fromkeys(lines))
+
+
+def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
+    key = ".".join(str(part) for part in finding["loc"]) or "config"
+    if finding["type"] == "extra_forbidden":
+        known = _known_keys(schema, finding["loc"][:-1])
+        close = difflib.get_close_matches(str(finding["loc"][-1]), known, n=1, cutoff=0.5)
+        advice = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
+        return [f"got the unknown key {key!r}; expected a known one; {advice}"]
+    if finding["type"] == "missing":
+        return [f"got no {key!r}; expected a value; set it in the config or with --cfg-options {key}=..."]
+    if finding["type"] == "value_error":
+        return messages_of(finding["ctx"]["error"])
+    shown = json.dumps(finding["input"], default=repr)
+    return [f"got {key} = {shown}; {finding['msg']}; change {key}"]
+
+
+def _places(draft: Draft, loc: Key, message: str) -> str:
+    """Where the keys of a finding were set: those that its message names below ``loc``, else ``loc`` itself."""
+    got = message.partition("; ")[0]
+    inside = [key for key in draft.origins if key[: len(loc)] == loc and len(key) > len(loc)]
+    below = [key for key in inside if len(key) == len(loc) + 1]
+    named = {key: draft.origins[key] for key in below if re.search(rf"(?<!\w){re.escape(str(key[-1]))}(?!\w)", got)}
+    if not named and loc:
+        origin = draft.origin(loc) or next((draft.origins[key] for key in inside), None)
+        named = {loc: origin} if origin else {}
+    if len(named) < 2:
+        return "".join(f" [{origin}]" for origin in named.values())
+    return " [" + ", ".join(f"{'.'.join(map(str, key))}: {origin}" for key, origin in named.items()) + "]"
+
+
+def _known_keys(schema: type[BaseModel], path: Key) -> list[str]:
+    for part in path:
+        if isinstance(part, int):
+            continue  # a place in a list
+        annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
+        models = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+        found = next((one for one in models if issubclass(one, BaseModel)), None)
+        if found is None:
+            return []
+        schema = found
+    return list(schema.model_fields)

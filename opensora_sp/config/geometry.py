@@ -1,0 +1,54 @@
+"""Whether clips, autoencoder, text encoder and model fit each other, by numbers alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from opensora_sp.components import component_class
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
+from opensora_sp.models.registry import resolve_config
+
+from .components import split_type
+
+
+def latent_size(vae: dict[str, Any], num_frames: int, height: int, width: int) -> tuple[int, int, int] | None:
+    """Frames, height and width of the latents of a clip; None if only the autoencoder itself could say."""
+    cls = component_class("vae", vae["type"], LATENT_ENCODERS)
+    if vae["type"] not in LATENT_ENCODERS and not hasattr(cls, "planned_latent_size"):
+        return None
+    return planned_latent_size(vae, num_frames, height, width)
+
+
+def check_latents(vae: dict[str, Any], model: dict[str, Any], num_frames: int, height: int, width: int) -> None:
+    """Raise ValueError if clips of a size are too small for the autoencoder, or of another size than the model's."""
+    latents = latent_size(vae, num_frames, height, width)
+    if latents is None:
+        return
+    clips = f"{num_frames} frames of {height}x{width} pixels (num_frames, image_size)"
+    if min(latents) < 1:
+        raise ValueError(
+            f"got {clips}, of which the vae {vae['type']!r} makes latents of {latents}; expected at least one in each "
+            "direction; enlarge the frames"
+        )
+    name, options = split_type("model", model)
+    wanted = getattr(resolve_config(name, **options), "input_size", latents)
+    if tuple(wanted) != tuple(latents):
+        raise ValueError(
+            f"got {clips}, latents of {latents}, and model.input_size {tuple(wanted)}; expected the same; leave "
+            "input_size out, which is then that of the clips, or change the clips"
+        )
+
+
+def check_text_length(text_encoder: dict[str, Any], model: dict[str, Any]) -> None:
+    """Raise ValueError if captions can be longer than the model takes."""
+    name, options = split_type("text_encoder", text_encoder)
+    parameters = inspect.signature(component_class("text_encoder", name, TEXT_ENCODERS)).parameters
+    length = options.get("max_length", getattr(parameters.get("max_length"), "default", None))
+    model_name, model_options = split_type("model", model)
+    taken = resolve_config(model_name, **model_options).model_max_length
+    if isinstance(length, int) and length > taken:
+        raise ValueError(
+            f"got text_encoder.max_length {length} over model.model_max_length {taken}; expected at most that; lower "
+            "the one or raise the other"
+        )

@@ -1,0 +1,87 @@
+"""``--cfg-options key.sub=value``: values are data, never code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from .draft import Draft
+from .findings import together
+
+FLAG = "--cfg-options"
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+UNQUOTED = (
+    "colossalai run passes options on without quotes, so spaces, quotes and brackets get lost: start with torchrun, or "
+    "write the value into a config file"
+)
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """``a.b=value`` -> (["a", "b"], value).
+
+    A value is a Python literal (also ``dict(a=1)``), true, false, none or null in any case, or else a text.
+
+    Raises:
+        ValueError: without ``=``, and for what begins like a list, a dict or a quoted text and is none.
+    """
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ValueError(
+            f"got {FLAG} {text!r}; expected key=value; write for example sp_size=4. Was it longer? {UNQUOTED}"
+        )
+    value = value.strip()
+    if value.lower() in WORDS:
+        return parts, WORDS[value.lower()]
+    try:
+        return parts, ast.literal_eval(_with_dicts(value))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        if value.startswith(("[", "(", "{", "'", '"', "dict(")):
+            raise ValueError(
+                f"got {FLAG} {text!r}, whose value begins like a list, a dict or a quoted text and ends otherwise; "
+                f"expected a whole one, with its texts in quotes; {UNQUOTED}"
+            ) from None
+        return parts, value
+
+
+def apply_options(draft: Draft, texts: Sequence[str]) -> None:
+    """Put options over a draft.
+
+    Raises:
+        ValueError: with all that is wrong with them.
+    """
+    found: list[str] = []
+    seen: dict[tuple[str, ...], str] = {}
+    for text in texts:
+        try:
+            keys, value = parse_override(text)
+            _check_braces(text, value, seen.get(tuple(keys)))
+            seen[tuple(keys)] = text
+            draft.set(tuple(keys), value, f"{FLAG} {text}")
+        except ValueError as error:
+            found.append(str(error))
+    together(*found)
+
+
+def _check_braces(text: str, value: Any, before: str | None) -> None:
+    """A shell makes ``x={a:1,b:2}`` into ``x=a:1 x=b:2``."""
+    if before is not None and isinstance(value, str) and ":" in value and ":" in before:
+        raise ValueError(
+            f"got {FLAG} {before!r} and {text!r}; expected a key once. Are they parts of one dict? Then {UNQUOTED}"
+        )
+
+
+def _with_dicts(text: str) -> ast.expr:
+    """The expression, in which ``dict(a=1)`` is ``{"a": 1}``."""
+    return _Dicts().visit(ast.parse(text, mode="eval").body)
+
+
+class _Dicts(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        plain = isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args
+        if not plain or not all(keyword.arg for keyword in node.keywords):
+            return node
+        keys: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in node.keywords]
+        return ast.Dict(keys=keys, values=[keyword.value for keyword in node.keywords])

@@ -1,0 +1,45 @@
+"""Parameters that a run leaves as they are, chosen by patterns of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from opensora_sp.config import TrainConfig, split_type
+from opensora_sp.models import build_model
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Take the gradient from parameters whose name fits a pattern; of several the last decides, ``!pattern`` trains.
+
+    Raises:
+        ValueError: if a pattern fits no parameter, or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
+            modules = list(dict.fromkeys(name.partition(".")[0] for name in names))
+            raise ValueError(
+                f"got {pattern!r} in freeze, which fits no parameter; expected patterns of names in {modules}; write "
+                "for example 'y_embedder.*'"
+            )
+    for name, parameter in model.named_parameters():
+        fitting = [pattern for pattern in patterns if fnmatchcase(name, pattern.removeprefix("!"))]
+        if fitting and not fitting[-1].startswith("!"):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"got freeze {tuple(patterns)}, which leaves nothing to train; expected some parameters; add "
+            "'!pattern' for those that are to be trained"
+        )
+
+
+def check_freeze(cfg: TrainConfig) -> None:
+    """What ``freeze`` would raise, without building the model."""
+    if cfg.freeze:
+        name, options = split_type("model", cfg.model)
+        with torch.device("meta"):
+            freeze(build_model(name, **options), cfg.freeze)
