@@ -4,12 +4,14 @@ torchrun --nproc_per_node 8 scripts/train.py configs/stdit3/train/64x512x512_sp8
 colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py configs/stdit3/train/64x512x512_sp8.py
 """
 
+import argparse
+
 from opensora_sp.config import load_train_config
 from opensora_sp.console import add_allow_pickle, config_arguments, told_errors
 from opensora_sp.training import train
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = config_arguments("Train an STDiT model. Start it with torchrun or colossalai run.")
     parser.add_argument(
         "--resume",
@@ -17,7 +19,11 @@ def main() -> None:
         help="go on from the newest checkpoint in the run's folder, or from a given one",
     )
     add_allow_pickle(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     with told_errors():
         cfg = load_train_config(args.config, args.cfg_options)
         if args.allow_pickle:
