@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "opensora_sp"
+WARNINGS = ("logger.warning", "logger.error", "warnings.warn")
 INTRODUCTION = """\
 # All error messages
 
@@ -36,23 +37,24 @@ def messages() -> Iterator[Message]:
     """All of the package, in the order of its files."""
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
-            told = _told(node)
-            if told is not None and told[0].strip("… \n"):
-                yield Message(module, *told)
+        for text, is_warning in _told(ast.parse(path.read_text())):
+            if text.strip("… \n"):
+                yield Message(module, text, is_warning)
 
 
-def _told(node: ast.AST) -> tuple[str, bool] | None:
-    """(text, whether it is a warning) of a statement that tells users something."""
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-        call, is_warning = node.exc, False
-        wanted = ast.unparse(call.func) == "ValueError"
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        call, is_warning = node, True
-        wanted = ast.unparse(node.func) in ("logger.warning", "logger.error")
-    else:
-        return None
-    return (_pattern(call.args[0]), is_warning) if wanted and call.args else None
+def _told(node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is a warning) of what a piece of code tells users: errors, warnings, other texts "got ..."."""
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == "ValueError":
+        yield (_pattern(node.exc.args[0]) if node.exc.args else ""), False
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in WARNINGS and node.args:
+        yield _pattern(node.args[0]), True
+        return
+    if isinstance(node, ast.Constant | ast.JoinedStr) and _pattern(node).startswith("got "):
+        yield _pattern(node), False
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _told(child)
 
 
 def _pattern(node: ast.expr) -> str:
