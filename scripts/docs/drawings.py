@@ -39,7 +39,14 @@ class Drawing:
         )
 
     def text(
-        self, x: float, y: float, text: str, size: float = 13, fill: str = INK, anchor: str = "middle", bold: bool = False
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 13,
+        fill: str = INK,
+        anchor: str = "middle",
+        bold: bool = False,
     ) -> None:
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
@@ -131,7 +138,9 @@ def layouts() -> str:
 def heads() -> str:
     """An image on four ranks: one frame, so spatial attention is dealt out by heads."""
     ranks, patches, heads = 4, 8, 4
-    sheet = Drawing(720, 286, "One frame on 4 ranks: patches for all work on single tokens, heads for spatial attention")
+    sheet = Drawing(
+        720, 286, "One frame on 4 ranks: patches for all work on single tokens, heads for spatial attention"
+    )
     left, right, top = 44, 470, 96
     sheet.head(left + patches * STEP / 2, "all other work", "each rank has a run of the patches")
     for s in range(patches):
@@ -179,7 +188,9 @@ def gradients() -> str:
     assert abs(sum(ours) / ranks - whole) < 1e-12 < abs(sum(local) / ranks - whole)
     sheet.box(186, 254, 348, 50, "#edf2ff", RANKS[0], rx=10)
     sheet.text(360, 275, f"mean over the ranks: ({' + '.join(f'{one:.1f}' for one in ours)}) / {ranks} = {whole:g}", 14)
-    sheet.text(360, 295, f"the clip's mean: ({' + '.join(map(str, errors))}) / {len(errors)} = {whole:g}", 14, bold=True)
+    sheet.text(
+        360, 295, f"the clip's mean: ({' + '.join(map(str, errors))}) / {len(errors)} = {whole:g}", 14, bold=True
+    )
     told = " + ".join(f"{one:g}" for one in local)
     sheet.text(360, 338, f"The mean of local means would be ({told}) / {ranks} = {sum(local) / ranks:g}:", 13, SOFT)
     sheet.text(360, 357, "rows of small shards would weigh more, and every gradient be off.", 13, SOFT)

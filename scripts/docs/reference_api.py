@@ -40,7 +40,7 @@ def public_names(package: str) -> Iterator[tuple[str, str]]:
         elif isinstance(node, ast.ImportFrom):
             home = f"opensora_sp.{package}.{node.module}" if node.level else str(node.module)
             homes.update({alias.asname or alias.name: home for alias in node.names})
-    own = {name: f"opensora_sp.{package}" for name in exported}
+    own = dict.fromkeys(exported, f"opensora_sp.{package}")
     homes = {name: home for name, home in homes.items() if name in own}
     yield from {**homes, **{name: home for name, home in own.items() if name not in homes}}.items()
 

@@ -49,8 +49,11 @@ def page() -> str:
 def _is_shared(key: str) -> bool:
     """Whether a key is the same in both runs."""
     schemas = (TrainConfig, InferenceConfig)
-    told = {repr((s.model_fields[key].annotation, s.model_fields[key].default, meaning(s, key)))
-            for s in schemas if key in s.model_fields} | {"" for s in schemas if key not in s.model_fields}
+    told = {
+        repr((s.model_fields[key].annotation, s.model_fields[key].default, meaning(s, key)))
+        for s in schemas
+        if key in s.model_fields
+    } | {"" for s in schemas if key not in s.model_fields}
     return len(told) == 1
 
 
