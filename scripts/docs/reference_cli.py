@@ -61,4 +61,4 @@ def _names(action: argparse.Action) -> str:
     if action.nargs != 0:
         metavar = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
         value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar)) if metavar else ""
-    return ", ".join(f"`{option}{value}`" for option in action.option_strings).replace("|", "\\|")
+    return ", ".join(f"`{option}{value}`" for option in action.option_strings)

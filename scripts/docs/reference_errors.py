@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,5 +85,6 @@ def page() -> str:
 
 
 def _wrapped(text: str) -> str:
-    """One part of a message a line."""
-    return inspect.cleandoc(text).replace("; expected", ";\nexpected").replace("%s", "…").replace("%d", "…")
+    """A message in lines that fit the page, its three parts apart."""
+    filled = re.sub(r"%[-.\d]*[a-z]", "…", inspect.cleandoc(text)).replace("; expected", ";\nexpected")
+    return "\n".join(line for part in filled.splitlines() for line in textwrap.wrap(part, 84))
