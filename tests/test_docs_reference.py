@@ -18,8 +18,8 @@ from config_meanings import MEANINGS
 from pages import PAGES, blocks_of
 from runs import ROOT
 
-from opensora_sp.config import InferenceConfig, TrainConfig, schema
-from opensora_sp.models.registry import CLASSES, PRESETS
+from opensora_sp.config import InferenceConfig, TrainConfig
+from opensora_sp.models.registry import CLASSES, PRESETS, model_class
 
 DOCS = ROOT / "docs"
 MESSAGES = list(reference_errors.messages())
@@ -57,11 +57,13 @@ def test_every_config_key_is_on_the_page() -> None:
 
 def test_every_config_key_has_a_meaning() -> None:
     """Of the field's own, or in scripts/docs/config_meanings.py, which names no others."""
-    for cls in (TrainConfig, InferenceConfig, *dict(reference_config.nested()).values()):
+    schemas = (TrainConfig, InferenceConfig, *dict(reference_config.nested()).values())
+    for cls in schemas:
         missing = [key for key in cls.model_fields if not reference_config.meaning(cls, key)]
         assert not missing, f"describe {missing} of {cls.__name__} in scripts/docs/config_meanings.py"
+    known = {base.__name__: base for cls in schemas for base in cls.__mro__}
     for name, meanings in MEANINGS.items():
-        assert set(meanings) <= set(getattr(schema, name).model_fields), name
+        assert set(meanings) <= set(known[name].model_fields), name
 
 
 def test_bounds_and_choices_are_told() -> None:
@@ -130,7 +132,7 @@ def test_all_messages_are_found() -> None:
     )
     assert len([one for one in MESSAGES if not one.is_warning]) >= 0.9 * raised > 150
     with pytest.raises(ValueError, match="got model 'STDiT9'") as error:
-        schema.model_class("STDiT9")
+        model_class("STDiT9")
     said = [one.text for one in MESSAGES if one.module == "models/registry.py"]
     assert any(re.fullmatch(".*".join(map(re.escape, text.split("…"))), str(error.value)) for text in said)
 
@@ -175,3 +177,14 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         target = (page.parent / link).resolve()
         is_made = target.is_relative_to(DOCS) and target.relative_to(DOCS).as_posix() in made
         assert target.exists() or is_made, link
+
+
+def test_benchmarks_are_the_figures_of_the_pages_they_come_from() -> None:
+    """Every figure with decimals on the page is one of the pages that it summarizes, or that rounded."""
+    sources = [
+        (DOCS / f"{name}.md").read_text() for name in ("communication", "architecture", "sampling", "data", "planner")
+    ]
+    known = [float(one) for one in re.findall(r"\d+\.\d+|\d+", " ".join(sources))]
+    for figure in re.findall(r"(?<![\w.=])\d+\.\d+(?![\w.])", (DOCS / "benchmarks.md").read_text()):
+        decimals = len(figure.split(".")[1])
+        assert any(abs(one - float(figure)) <= 0.5001 * 10**-decimals for one in known), figure

@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "opensora_sp"
+FEW = 12
 WARNINGS = ("logger.warning", "logger.error", "warnings.warn")
 INTRODUCTION = """\
 # All error messages
@@ -40,7 +41,7 @@ def messages() -> Iterator[Message]:
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE).as_posix()
         for text, is_warning in _told(ast.parse(path.read_text())):
-            if text.strip("… \n"):
+            if len(re.findall("[A-Za-z]", text)) >= FEW:  # not a frame around other messages
                 yield Message(module, text, is_warning)
 
 
