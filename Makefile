@@ -55,7 +55,7 @@ lint: $(VENV)/.installed
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "site: build/site/index.html"
+	@echo "site: build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site"
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[docs]'
