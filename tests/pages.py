@@ -41,11 +41,14 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The words of every command, continued lines joined, without settings of variables."""
+        """The words of every command of one line, continued lines joined, without settings of variables.
+
+        Lines that only bash can read (variables, texts over several lines) are left out.
+        """
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
-        found = [shlex.split(line, comments=True) for line in lines]
+        found = [_words(line) for line in lines if "$" not in line]
         found = [[word for i, word in enumerate(words) if not _sets(words, i)] for words in found]
         return [words for words in found if words]
 
@@ -59,6 +62,13 @@ class Block:
         """What a ``console`` block says its command prints."""
         lines = self.text.replace("\\\n", " ").splitlines(keepends=True)
         return "".join(line for line in lines if not line.startswith("$ "))
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # a quote that another line closes
+        return []
 
 
 def _sets(words: list[str], place: int) -> bool:

@@ -37,7 +37,8 @@ COMPONENTS = {"vae": LATENT_ENCODERS, "text_encoder": TEXT_ENCODERS, "scheduler"
 def page() -> str:
     """The page as Markdown."""
     shared = [key for key in TrainConfig.model_fields if _is_shared(key)]
-    parts = [INTRODUCTION, "## Training and sampling\n", fields_table(TrainConfig, shared)]
+    common = next(cls for cls in TrainConfig.__mro__ if issubclass(InferenceConfig, cls))
+    parts = [INTRODUCTION, "## Training and sampling\n", prose(common.__doc__), fields_table(TrainConfig, shared)]
     for title, schema in (("Training alone", TrainConfig), ("Sampling alone", InferenceConfig)):
         own = [key for key in schema.model_fields if key not in shared]
         parts += [f"## {title}\n", prose(schema.__doc__), fields_table(schema, own)]
@@ -48,13 +49,11 @@ def page() -> str:
 
 def _is_shared(key: str) -> bool:
     """Whether a key is the same in both runs."""
-    schemas = (TrainConfig, InferenceConfig)
-    told = {
-        repr((s.model_fields[key].annotation, s.model_fields[key].default, meaning(s, key)))
-        for s in schemas
-        if key in s.model_fields
-    } | {"" for s in schemas if key not in s.model_fields}
-    return len(told) == 1
+    told = []
+    for schema in (TrainConfig, InferenceConfig):
+        field = schema.model_fields.get(key)
+        told.append(None if field is None else repr((field.annotation, field.default, meaning(schema, key))))
+    return told[0] == told[1]
 
 
 def nested() -> Iterator[tuple[str, type[BaseModel]]]:
