@@ -1,5 +1,6 @@
 # make demo   everything from nothing to sampled videos, on CPU
-# make test   the tests; test-faults, test-reshard and test-resume do in full what it samples
+# make test   the tests; test-docs, test-faults, test-reshard and test-resume do in full what it samples
+# make docs   the documentation as a site, build/site/index.html
 # Both make their own virtual environment in .venv and install what they need.
 
 VENV ?= .venv
@@ -8,7 +9,7 @@ DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-faults test-reshard test-resume lint install clean
+.PHONY: help demo test test-docs test-faults test-reshard test-resume lint docs install clean
 
 help:
 	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +36,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
+test-docs: $(VENV)/.installed
+	GRID=all $(BIN)/python -m pytest -q tests/test_docs.py
+
 test-faults: $(VENV)/.installed
 	GRID=all $(BIN)/python -m pytest -q tests/test_storage.py tests/test_faults.py
 
@@ -50,5 +54,13 @@ lint: $(VENV)/.installed
 	$(BIN)/codespell
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site: build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site"
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) outputs data/toy data/toy_heldout
+	rm -rf $(VENV) build outputs data/toy data/toy_heldout

@@ -40,6 +40,7 @@ setup(
     ],
     entry_points={"console_scripts": ["opensora-sp = opensora_sp.cli:main"]},
     extras_require={
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27"],
         "flash-attn": ["flash-attn>=2.5"],
         "test": [
             "codespell[toml]==2.4.3",

@@ -4,13 +4,15 @@ torchrun --nproc_per_node 8 scripts/train.py configs/stdit3/train/64x512x512_sp8
 colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py configs/stdit3/train/64x512x512_sp8.py
 """
 
+import argparse
+
 from opensora_sp.config import load_train_config
 from opensora_sp.console import add_allow_pickle, config_arguments, log_to_terminal, told_errors, truth
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.training import train
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = config_arguments("Train an STDiT model. Start it with torchrun or colossalai run.")
     parser.add_argument(
         "--resume",
@@ -22,7 +24,11 @@ def main() -> None:
     )
     parser.add_argument("--wandb", type=truth, nargs="?", const=True, metavar="True|False", help="log to W&B or not")
     add_allow_pickle(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     log_to_terminal()
     with told_errors():
         with told_to_all_ranks():

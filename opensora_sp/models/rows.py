@@ -217,7 +217,7 @@ class Rows:
 
         Args:
             z: ``[B, c, frames, height, width]``, ``[B, frames, height, width]`` (c = 1) or ``[B, frames]``
-               (c = 1, one value for all positions of a frame), of any dtype, in latent positions.
+                (c = 1, one value for all positions of a frame), of any dtype, in latent positions.
 
         Returns:
             ``[R, L, V * c]``, the channels of a patch ordered (pt, ph, pw, c) as the model's output is. Positions

@@ -35,7 +35,7 @@ def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
     Raises:
         ValueError: for anything that is missing, unknown or does not fit.
     """
-    args = vars(_parser().parse_args(argv))
+    args = vars(parser().parse_args(argv))
     values = {key: args[key] for key in (*OPTIONS, "format", "skip_existing") if args[key] is not None}
     if args["allow_pickle"]:
         values["allow_pickle"] = True
@@ -47,7 +47,8 @@ def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
     return load_inference_config(args["config"], args["cfg_options"], values)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The arguments of ``scripts/inference.py``."""
     parser = config_arguments("Sample videos or images: a file, a contact sheet and a JSON for each.")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
     parser.add_argument("--prompts", metavar="FILE", help=".txt with a prompt a line, or .csv with a column 'prompt'")

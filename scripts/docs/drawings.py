@@ -1,0 +1,287 @@
+"""The drawings of docs/images: who holds what is asked of the layouts that the engine uses, so they cannot differ.
+
+python scripts/docs/drawings.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+from opensora_sp.parallel.layout import balanced_run, run_sizes
+
+IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
+RANKS = ("#4263eb", "#f08c00", "#0ca678", "#ae3ec9")
+INK, SOFT, LINE, PAPER, OUTSIDE = "#212529", "#868e96", "#ced4da", "#ffffff", "#e9ecef"
+FONT = "-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+CELL, GAP = 30, 4
+STEP = CELL + GAP
+
+
+class Drawing:
+    """Shapes on a sheet of white paper, as SVG."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'font-family="{FONT}" role="img">',
+            f"<title>{escape(title)}</title>",
+            f'<rect width="{width}" height="{height}" rx="14" fill="{PAPER}"/>',
+            '<defs><marker id="a" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto-start-reverse"><path d="M0 0.5L7.5 4L0 7.5z" fill="{INK}"/></marker></defs>',
+        ]
+
+    def box(self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "none", rx: float = 5) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{rx:g}" fill="{fill}" stroke="{stroke}" '
+            'stroke-width="1.5"/>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 13,
+        fill: str = INK,
+        anchor: str = "middle",
+        bold: bool = False,
+    ) -> None:
+        weight = ' font-weight="600"' if bold else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"{weight}>'
+            f"{escape(text)}</text>"
+        )
+
+    def head(self, x: float, title: str, subtitle: str) -> None:
+        self.text(x, 36, title, 17, bold=True)
+        self.text(x, 57, subtitle, 12.5, SOFT)
+
+    def side(self, x: float, y: float, text: str) -> None:
+        """Text that reads upwards."""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="12" fill="{SOFT}" text-anchor="middle" '
+            f'transform="rotate(-90 {x:g} {y:g})">{escape(text)}</text>'
+        )
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, color: str = INK, width: float = 1.8) -> None:
+        self.parts.append(
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" stroke-width="{width:g}" '
+            'stroke-linecap="round"/>'
+        )
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        self.parts.append(
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}" stroke-width="1.8" '
+            'marker-end="url(#a)"/>'
+        )
+
+    def dot(self, x: float, y: float, radius: float, fill: str = PAPER) -> None:
+        self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{fill}"/>')
+
+    def legend(self, x: float, y: float, ranks: int, step: float = 92) -> float:
+        for rank in range(ranks):
+            self.box(x, y - 12, 15, 15, RANKS[rank], rx=4)
+            self.text(x + 22, y, f"rank {rank}", anchor="start")
+            x += step
+        return x
+
+    def svg(self) -> str:
+        return "\n".join([*self.parts, "</svg>"]) + "\n"
+
+
+def holder(row: int, rows: int, ranks: int) -> int:
+    """The rank whose run has a row."""
+    return next(r for r in range(ranks) if balanced_run(rows, ranks, r)[0] <= row < balanced_run(rows, ranks, r)[1])
+
+
+def layouts() -> str:
+    """Five frames of six patches on three ranks, in both layouts, and what stays where it is."""
+    frames, patches, ranks = 5, 6, 3
+    sheet = Drawing(720, 344, "Spatial and temporal layout of 5 frames of 6 patches on 3 ranks")
+    left, right, top = 58, 458, 92
+    for x, title, about in (
+        (left, "spatial layout", "a row is a frame: attention over its patches"),
+        (right, "temporal layout", "a row is a patch: attention over its frames"),
+    ):
+        middle = x + patches * STEP / 2 - GAP / 2
+        sheet.head(middle, title, about)
+        sheet.text(middle, top - 10, "patches s →", 12, SOFT)
+        sheet.side(x - 14, top + frames * STEP / 2, "← frames t")
+    for t in range(frames):
+        for s in range(patches):
+            spatial, temporal = holder(t, frames, ranks), holder(s, patches, ranks)
+            for x, rank in ((left, spatial), (right, temporal)):
+                sheet.box(x + s * STEP, top + t * STEP, CELL, CELL, RANKS[rank])
+            if spatial == temporal:
+                sheet.dot(right + s * STEP + CELL / 2, top + t * STEP + CELL / 2, 4.5)
+    for t in range(frames):
+        y = top + t * STEP + CELL / 2
+        sheet.line(left + 9, y, left + patches * STEP - GAP - 9, y, "rgba(255,255,255,.75)", 2)
+    for s in range(patches):
+        x = right + s * STEP + CELL / 2
+        sheet.line(x, top + 9, x, top + frames * STEP - GAP - 9, "rgba(255,255,255,.75)", 2)
+    middle = (left + patches * STEP - GAP + right - 28) / 2
+    sheet.text(middle, 150, "switch", 16, bold=True)
+    sheet.arrow(middle - 52, 164, middle + 52, 164)
+    sheet.arrow(middle + 52, 184, middle - 52, 184)
+    sheet.text(middle, 206, "one all-to-all", 12, SOFT)
+    sheet.text(middle, 222, "sizes known beforehand", 12, SOFT)
+    x = sheet.legend(166, 310, ranks)
+    sheet.dot(x + 14, 305, 8, SOFT)
+    sheet.dot(x + 14, 305, 4.5)
+    sheet.text(x + 30, 310, "stays on its rank, is not sent", anchor="start")
+    return sheet.svg()
+
+
+def heads() -> str:
+    """An image on four ranks: one frame, so spatial attention is dealt out by heads."""
+    ranks, patches, heads = 4, 8, 4
+    sheet = Drawing(
+        720, 286, "One frame on 4 ranks: patches for all work on single tokens, heads for spatial attention"
+    )
+    left, right, top = 44, 470, 96
+    sheet.head(left + patches * STEP / 2, "all other work", "each rank has a run of the patches")
+    for s in range(patches):
+        sheet.box(left + s * STEP, top + 1.5 * STEP, CELL, CELL, RANKS[holder(s, patches, ranks)])
+    sheet.text(left + patches * STEP / 2, top + 3.1 * STEP, "patches s →", 12, SOFT)
+    sheet.head(right + 104, "spatial attention", "each rank has all patches of a head")
+    for h in range(heads):
+        sheet.box(right, top + h * STEP, patches * (STEP - 8) - GAP, CELL, RANKS[holder(h, heads, ranks)])
+        sheet.text(right - 12, top + h * STEP + 20, f"head {h}", 12, SOFT, anchor="end")
+        y = top + h * STEP + CELL / 2
+        sheet.line(right + 12, y, right + patches * (STEP - 8) - GAP - 12, y, "rgba(255,255,255,.75)", 2)
+    middle = (left + patches * STEP + right - 60) / 2
+    sheet.text(middle, top + 1.3 * STEP, "q, k, v", 14, bold=True)
+    sheet.arrow(middle - 36, top + 1.55 * STEP, middle + 36, top + 1.55 * STEP)
+    sheet.arrow(middle + 36, top + 2.1 * STEP, middle - 36, top + 2.1 * STEP)
+    sheet.text(middle, top + 2.65 * STEP, "output", 14, bold=True)
+    sheet.legend(172, 264, ranks)
+    return sheet.svg()
+
+
+def gradients() -> str:
+    """A loss with numbers: what each rank computes, and why the mean over the ranks is right."""
+    errors, ranks = (6, 3, 3, 0, 3), 3
+    sizes, whole = run_sizes(len(errors), ranks), sum(errors) / len(errors)
+    sheet = Drawing(720, 392, "The loss of a clip of five rows on three ranks")
+    sheet.head(360, "one clip, five rows of tokens, three ranks", "numbers are the squared errors of the rows")
+    columns, row = (72, 292, 512), 0
+    ours, local = [], []
+    for rank, x in enumerate(columns):
+        held = errors[row : row + sizes[rank]]
+        row += sizes[rank]
+        ours.append(sum(held) / len(errors) * ranks)
+        local.append(sum(held) / len(held))
+        middle = x + 68
+        start = middle - len(held) * 44 / 2
+        for i, error in enumerate(held):
+            sheet.box(start + i * 44, 82, 40, 40, RANKS[rank], rx=7)
+            sheet.text(start + i * 44 + 20, 108, str(error), 17, PAPER, bold=True)
+        sheet.arrow(middle, 130, middle, 156)
+        terms = " + ".join(map(str, held))
+        formula = f"({terms}) / {len(errors)} × {ranks}" if len(held) > 1 else f"{terms} / {len(errors)} × {ranks}"
+        sheet.text(middle, 178, formula, 14)
+        sheet.text(middle, 204, f"loss {ours[-1]:.1f}", 16, RANKS[rank], bold=True)
+        sheet.arrow(middle, 214, 360 + (middle - 360) * 0.55, 248)
+    assert abs(sum(ours) / ranks - whole) < 1e-12 < abs(sum(local) / ranks - whole)
+    sheet.box(186, 254, 348, 50, "#edf2ff", RANKS[0], rx=10)
+    sheet.text(360, 275, f"mean over the ranks: ({' + '.join(f'{one:.1f}' for one in ours)}) / {ranks} = {whole:g}", 14)
+    sheet.text(
+        360, 295, f"the clip's mean: ({' + '.join(map(str, errors))}) / {len(errors)} = {whole:g}", 14, bold=True
+    )
+    told = " + ".join(f"{one:g}" for one in local)
+    sheet.text(360, 338, f"The mean of local means would be ({told}) / {ranks} = {sum(local) / ranks:g}:", 13, SOFT)
+    sheet.text(360, 357, "rows of small shards would weigh more, and every gradient be off.", 13, SOFT)
+    sheet.text(360, 378, "ZeRO and DDP take the mean over the ranks anyway.", 13, SOFT)
+    return sheet.svg()
+
+
+def masks() -> str:
+    """Captions packed, clips of different sizes, frames that are given."""
+    sheet = Drawing(720, 330, "Three masks: text, clips of different sizes, given frames")
+    for x, title, about in (
+        (130, "text", "captions are packed"),
+        (366, "sizes", "only what is inside attends"),
+        (602, "given frames", "modulated as finished"),
+    ):
+        sheet.head(x, title, about)
+    _packed_text(sheet, 36, 92)
+    _sizes(sheet, 282, 92)
+    _given(sheet, 520, 92)
+    for x in (248, 484):
+        sheet.line(x, 84, x, 300, LINE, 1.2)
+    return sheet.svg()
+
+
+def _packed_text(sheet: Drawing, x: float, y: float) -> None:
+    size, step, lengths = 26, 30, (4, 2, 5)
+    for caption, length in enumerate(lengths):
+        for i in range(6):
+            fill = RANKS[caption] if i < length else OUTSIDE
+            sheet.box(x + i * step + 4, y + caption * step, size, size, fill)
+    sheet.arrow(x + 94, y + 98, x + 94, y + 122)
+    small, place = 15.5, 0
+    for caption, length in enumerate(lengths):
+        for _ in range(length):
+            sheet.box(x + 1 + place * (small + 1.5), y + 132, small, 26, RANKS[caption], rx=3)
+            place += 1
+    sheet.text(x + 94, y + 182, f"lengths {', '.join(map(str, lengths))}, on the host", 12.5)
+    sheet.text(x + 94, y + 201, "no padding, no mask tensor", 12.5, SOFT)
+
+
+def _sizes(sheet: Drawing, x: float, y: float) -> None:
+    wide, tall, step = (5, 3), (3, 4), 20
+    for clip, (columns, rows) in enumerate((wide, tall)):
+        start = x + clip * 92
+        for i in range(5):
+            for j in range(4):
+                inside = i < columns and j < rows
+                sheet.box(start + i * 16, y + j * step, 14, 17, RANKS[clip] if inside else OUTSIDE, rx=3)
+    sheet.arrow(x + 84, y + 98, x + 84, y + 122)
+    place = 0.0
+    for clip, (columns, rows) in enumerate((wide, tall)):
+        for _ in range(columns * rows):
+            sheet.box(x - 6 + place, y + 132, 5.4, 26, RANKS[clip], rx=1.5)
+            place += 6.6
+    inside = " + ".join(str(columns * rows) for columns, rows in (wide, tall))
+    sheet.text(x + 84, y + 182, f"{inside} tokens of 2 × 20 attend", 12.5)
+    sheet.text(x + 84, y + 201, "outside: output and gradient are 0", 12.5, SOFT)
+
+
+def _given(sheet: Drawing, x: float, y: float) -> None:
+    step, given = 34, 2
+    for t in range(5):
+        sheet.box(x + t * step, y + 10, CELL, 62, RANKS[2] if t < given else RANKS[0])
+        sheet.text(x + t * step + CELL / 2, y + 46, "0" if t < given else "t", 16, PAPER, bold=True)
+    sheet.text(x + 83, y + 92, "timestep that a frame is told", 12.5, SOFT)
+    sheet.arrow(x + 83, y + 102, x + 83, y + 122)
+    for t in range(5):
+        sheet.box(x + t * step, y + 132, CELL, 26, OUTSIDE if t < given else RANKS[0])
+        sheet.text(x + t * step + CELL / 2, y + 150, "–" if t < given else "✓", 14, SOFT if t < given else PAPER)
+    sheet.text(x + 83, y + 182, "given frames count in no loss", 12.5)
+    sheet.text(x + 83, y + 201, "the same in both layouts", 12.5, SOFT)
+
+
+def favicon() -> str:
+    """Nine tokens of three ranks."""
+    cells = "".join(
+        f'<rect x="{2 + 10 * s}" y="{2 + 10 * t}" width="8" height="8" rx="2" fill="{RANKS[t]}"/>'
+        for t in range(3)
+        for s in range(3)
+    )
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">{cells}</svg>\n'
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "layouts.svg": layouts,
+    "heads.svg": heads,
+    "gradients.svg": gradients,
+    "masks.svg": masks,
+    "favicon.svg": favicon,
+}
+
+if __name__ == "__main__":
+    for name, draw in DRAWINGS.items():
+        (IMAGES / name).write_text(draw(), encoding="utf-8")

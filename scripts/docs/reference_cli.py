@@ -1,0 +1,64 @@
+"""The reference page of commands, made from their argument parsers."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from opensora_sp.cli import COMMANDS
+from opensora_sp.sampling.command import parser as inference_parser
+
+ROOT = Path(__file__).parent.parent.parent
+INTRODUCTION = """\
+# Command line
+
+Made from the argument parsers when this site was built. `--help` says the same. Exit status: 0 is success, 2 a mistake
+that one sentence explains, 1 anything else.
+"""
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """(command, its parser) of everything that users start."""
+    yield "scripts/train.py", runpy.run_path(str(ROOT / "scripts" / "train.py"))["parser"]()
+    yield "scripts/inference.py", inference_parser()
+    for name, module in COMMANDS.items():
+        yield f"opensora-sp {name}", module.parser()
+
+
+def page() -> str:
+    """The page as Markdown."""
+    return "\n".join([INTRODUCTION, *(section(name, parser) for name, parser in parsers())])
+
+
+def section(name: str, parser: argparse.ArgumentParser) -> str:
+    """A command: what it does, how it is called, its arguments."""
+    parser.prog = name
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=88)
+    rows = [
+        f"| {_names(action)} | {(action.help or '').replace('|', chr(92) + '|')} |"
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction)
+    ]
+    usage = textwrap.dedent(" " * 7 + parser.format_usage().removeprefix("usage: ")).rstrip()
+    table = "\n".join(["| argument | meaning |", "| --- | --- |", *rows])
+    return f"## {name}\n\n{_sentence(parser.description)}\n\n```text\n{usage}\n```\n\n{table}\n"
+
+
+def _sentence(text: str | None) -> str:
+    text = (text or "").rstrip(".")
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _names(action: argparse.Action) -> str:
+    """``--gpus N`` or the name of a positional argument, as code."""
+    if not action.option_strings:
+        shown = action.metavar or action.dest
+        return f"`{shown}`" if isinstance(shown, str) else f"`{' '.join(shown)}`"
+    value = ""
+    if action.nargs != 0:
+        metavar = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
+        value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar)) if metavar else ""
+    return ", ".join(f"`{option}{value}`" for option in action.option_strings)

@@ -1,0 +1,188 @@
+"""The reference page of config keys, made from the schema: every key with its type, default and meaning.
+
+A section for what both runs know, one for each run, one for each dict inside, and one for each kind of component
+(``dict(type=...)``), whose options are the constructor arguments of its classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from config_meanings import MEANINGS
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from opensora_sp.config import InferenceConfig, TrainConfig
+from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.models.registry import CLASSES, PRESETS
+from opensora_sp.resolutions import FRAMES, SIZES
+
+INTRODUCTION = """\
+# Config reference
+
+Made from `opensora_sp/config/schema.py` when this site was built: these are the keys, and there are no others. An
+unknown one is an error. What the common ones are for, in the order in which one meets them, is in the
+[quickstart](../quickstart.md).
+"""
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+COMPONENTS = {"vae": LATENT_ENCODERS, "text_encoder": TEXT_ENCODERS, "scheduler": SCHEDULERS}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    shared = [key for key in TrainConfig.model_fields if _is_shared(key)]
+    common = next(cls for cls in TrainConfig.__mro__ if issubclass(InferenceConfig, cls))
+    parts = [INTRODUCTION, "## Training and sampling\n", prose(common.__doc__), fields_table(TrainConfig, shared)]
+    for title, schema in (("Training alone", TrainConfig), ("Sampling alone", InferenceConfig)):
+        own = [key for key in schema.model_fields if key not in shared]
+        parts += [f"## {title}\n", prose(schema.__doc__), fields_table(schema, own)]
+    for key, schema in nested():
+        parts += [f"## {key} = dict(...)\n", prose(schema.__doc__), fields_table(schema, list(schema.model_fields))]
+    return "\n".join([*parts, *_models(), *_components(), _names()])
+
+
+def _is_shared(key: str) -> bool:
+    """Whether a key is the same in both runs."""
+    told = []
+    for schema in (TrainConfig, InferenceConfig):
+        field = schema.model_fields.get(key)
+        told.append(None if field is None else repr((field.annotation, field.default, meaning(schema, key))))
+    return told[0] == told[1]
+
+
+def nested() -> Iterator[tuple[str, type[BaseModel]]]:
+    """(key, schema) of every dict with a schema of its own, wherever it is in the two configs; each schema once."""
+    seen: set[type[BaseModel]] = set()
+    waiting: list[type[BaseModel]] = [TrainConfig, InferenceConfig]
+    while waiting:
+        for key, field in waiting.pop(0).model_fields.items():
+            for schema in _schemas(field.annotation):
+                if schema not in seen:
+                    seen.add(schema)
+                    waiting.append(schema)
+                    yield key, schema
+
+
+def _schemas(annotation: Any) -> list[type[BaseModel]]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [schema for inner in get_args(annotation) for schema in _schemas(inner)]
+
+
+def fields_table(schema: type[BaseModel], keys: list[str]) -> str:
+    """A table of keys of a pydantic model."""
+    rows = [(key, schema.model_fields[key]) for key in keys]
+    return _table(
+        ("key", "type", "default", "meaning"),
+        [(f"`{key}`", _field_type(field), _field_default(field), meaning(schema, key)) for key, field in rows],
+    )
+
+
+def meaning(schema: type[BaseModel], key: str) -> str:
+    """What a key is for: the field's own description, else the text written for this page."""
+    described = schema.model_fields[key].description
+    if described:
+        return described
+    for cls in schema.__mro__:
+        if key in MEANINGS.get(cls.__name__, {}):
+            return MEANINGS[cls.__name__][key]
+    return ""
+
+
+def _field_type(field: FieldInfo) -> str:
+    bounds = [f"{SIGNS[name]} {getattr(one, name)}" for one in field.metadata for name in SIGNS if hasattr(one, name)]
+    return type_text(field.annotation) + (f", {', '.join(bounds)}" if bounds else "")
+
+
+def _field_default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    value = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    return "as below" if isinstance(value, BaseModel) else f"`{value!r}`"
+
+
+def type_text(annotation: Any) -> str:
+    """A type as one reads it: ``int or None``, ``"fp32" or "bf16"``."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{one!r}`".replace("'", '"') for one in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(one) for one in arguments)
+    if annotation is type(None):
+        return "`None`"
+    if origin in (list, tuple):
+        inner = ", ".join("…" if one is Ellipsis else type_text(one) for one in arguments)
+        return f"{origin.__name__} of {inner}"
+    if origin in (dict, Mapping):
+        return "dict" if arguments[1] is Any else f"dict of {type_text(arguments[0])} to {type_text(arguments[1])}"
+    return "any" if annotation is Any else getattr(annotation, "__name__", str(annotation))
+
+
+def _models() -> list[str]:
+    """The model classes and the named sizes of them."""
+    rows = [(f'`"{name}"`', cls.__name__, f"`{options}`") for name, (cls, options) in PRESETS.items()]
+    parts = [
+        '## model = dict(type="...")\n',
+        "A class, or a size of one by name; further options override those of the name.\n",
+        _table(("type", "class", "options"), rows),
+    ]
+    for name, cls in CLASSES.items():
+        parts += [f"### {name}\n", prose(cls.Config.__doc__), options_table(cls.Config)]
+    return parts
+
+
+def _components() -> list[str]:
+    parts = []
+    for key, known in COMPONENTS.items():
+        parts.append(f'## {key} = dict(type="...")\n')
+        for name, cls in known.items():
+            parts += [f"### {name}\n", prose(cls.__doc__), options_table(cls)]
+    return parts
+
+
+def _names() -> str:
+    """The names that stand for sizes and lengths."""
+    sizes = [(f'`"{name}"`', ", ".join(f"{h}x{w}" for h, w in ratios.values())) for name, ratios in SIZES.items()]
+    frames = ", ".join(f'`"{name}"` {count}' for name, count in FRAMES.items())
+    return (
+        "## Sizes and lengths by name\n\nHeight x width for each aspect ratio of a `resolution`:\n\n"
+        f"{_table(('resolution', 'height x width'), sizes)}\nFrames of a `num_frames`: {frames}.\n"
+    )
+
+
+def options_table(cls: Any) -> str:
+    """A table of a class's constructor arguments."""
+    hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)
+    rows = []
+    for name, one in inspect.signature(cls).parameters.items():
+        default = "**required**" if one.default is one.empty else f"`{one.default!r}`"
+        rows.append((f"`{name}`", type_text(hints.get(name, Any)), default))
+    return _table(("option", "type", "default"), rows)
+
+
+def prose(docstring: str | None) -> str:
+    """A docstring as Markdown: literals in single backticks, ``Args`` and ``Raises`` as lists."""
+    lines = inspect.cleandoc(docstring or "").replace("``", "`").splitlines()
+    shown: list[str] = []
+    for line in lines:
+        entry = re.match(r"    (\w+): (.*)", line)
+        if line in ("Args:", "Raises:"):
+            shown += ["", f"**{line}**", ""]
+        elif entry:
+            shown.append(f"- `{entry[1]}`: {entry[2]}")
+        else:
+            shown.append(re.sub(r"^ {8}", "    ", line))
+    return "\n".join(shown) + "\n"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
