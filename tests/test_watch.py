@@ -73,10 +73,12 @@ def far_away() -> tuple[str, list[str]]:
 def busy_and_late() -> list[str]:
     """Python that computes for longer than ``peer_timeout``, and ranks that leave at other times."""
     lines = told()
-    with Watch(peer_timeout=5.0, collective_timeout=3.0) as one:
+    with Watch(peer_timeout=5.0) as one:
         deadline = time.monotonic() + 7
         while dist.get_rank() == 1 and time.monotonic() < deadline:
             sum(range(100_000))
+        dist.barrier()
+        time.sleep(3 * dist.get_rank())
     assert one.stop_reason is None and threading.active_count() < 20
     return lines
 

@@ -196,7 +196,7 @@ class Watch:
                 if self._ended.is_set():
                     return
                 self._store = None
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                reason = (str(error) or type(error).__name__).splitlines()[0]
                 return self._exit(f"rank 0, which keeps the store, has gone or does not answer ({reason})")
             except Exception:
                 return logger.exception("the watch has failed, and the run goes on without it")
