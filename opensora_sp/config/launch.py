@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from opensora_sp.parallel import check_sp_size
@@ -26,9 +28,12 @@ def check_launch(cfg: Common, world_size: int) -> None:
 def _check_precision(precision: str) -> None:
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
-    if precision == "bf16" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+    if precision != "bf16" or not torch.cuda.is_available():
+        return
+    device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    if torch.cuda.get_device_capability(device) < (8, 0):
         raise ValueError(
-            f"got precision 'bf16' on {torch.cuda.get_device_name()}, which computes it in software; expected a device "
+            f"got precision 'bf16' on {torch.cuda.get_device_name(device)}, which computes it in software; expected a device "
             "of compute capability 8.0 or more; set precision='fp16'"
         )
 
