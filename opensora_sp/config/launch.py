@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from opensora_sp.parallel import check_sp_size
 
 from .findings import together
-from .schema import Common, TrainConfig
+from .schema import InferenceConfig, TrainConfig
 
 
-def check_launch(cfg: Common, world_size: int) -> None:
+def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
     """Raise ValueError, with all that is wrong, if a config cannot run on so many processes of this machine.
 
     Nothing is built and no process group is needed.
     """
-    sp_size = getattr(cfg, "sp_size", None)
     together(
-        lambda: check_sp_size(sp_size or world_size, world_size),
-        lambda: _check_precision(getattr(cfg, "precision", "fp32")),
+        lambda: check_sp_size(cfg.sp_size or world_size, world_size),
+        lambda: _check_precision(cfg.precision),
         lambda: _check_optimizer(cfg),
     )
 
@@ -26,14 +27,17 @@ def check_launch(cfg: Common, world_size: int) -> None:
 def _check_precision(precision: str) -> None:
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
-    if precision == "bf16" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+    if precision != "bf16" or not torch.cuda.is_available():
+        return
+    device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    if torch.cuda.get_device_capability(device) < (8, 0):
         raise ValueError(
-            f"got precision 'bf16' on {torch.cuda.get_device_name()}, which computes it in software; expected a device "
-            "of compute capability 8.0 or more; set precision='fp16'"
+            f"got precision 'bf16' on {torch.cuda.get_device_name(device)}, which computes it in software; expected a "
+            "device of compute capability 8.0 or more; set precision='fp16'"
         )
 
 
-def _check_optimizer(cfg: Common) -> None:
+def _check_optimizer(cfg: TrainConfig | InferenceConfig) -> None:
     if isinstance(cfg, TrainConfig) and cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
         raise ValueError(
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "

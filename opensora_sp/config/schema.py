@@ -62,7 +62,14 @@ class Common(Strict):
     convert: tuple[str, ...] = Field((), description="Conversions of the weights to begin with; see docs/weights.md.")
 
     @model_validator(mode="after")
-    def _one_frame_size(self) -> Common:
+    def _values_fit(self) -> Common:
+        self._one_frame_size()
+        self._one_latent_size()
+        together(*self._rules())
+        return self
+
+    def _one_frame_size(self) -> None:
+        """``image_size``, whichever way the size is said."""
         if (self.resolution is None) == (self.image_size is None):
             raise ValueError(
                 f"got resolution {self.resolution!r} and image_size {self.image_size!r}; expected exactly one of them; "
@@ -79,9 +86,6 @@ class Common(Strict):
         assert self.image_size is not None
         if min(self.image_size) < 1:
             raise ValueError(f"got a frame size of {self.image_size}; expected positive numbers; change it")
-        self._one_latent_size()
-        together(*self._rules())
-        return self
 
     def _one_latent_size(self) -> None:
         """A model whose positions are made for one latent size gets that of the clips, unless it is said."""
