@@ -17,7 +17,8 @@ from runs import CONFIG
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Entry, write_manifest, write_video
 from opensora_sp.training.metrics import log_to, read_metrics
-from opensora_sp.training.run import Run, preflight
+from opensora_sp.training.preflight import preflight
+from opensora_sp.training.run import Run
 
 BUCKETS = {"144p": {1: (1.0, 3), 3: (1.0, 2), 6: ((0.9, 0.7), 2)}, "256": {1: (0.5, 2), 3: (0.5, 1)}}
 TRAIN = (

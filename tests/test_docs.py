@@ -25,7 +25,7 @@ from opensora_sp.cli.plan import load_either
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.models import build_model
 from opensora_sp.sampling.run import preflight
-from opensora_sp.training.run import preflight as preflight_training
+from opensora_sp.training.preflight import preflight as preflight_training
 from opensora_sp.weights import write_model_config
 
 EVERYTHING = os.environ.get("GRID") == "all"

@@ -27,7 +27,7 @@ from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.training.features import Encoders
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.precompute import check_kept
-from opensora_sp.training.run import preflight
+from opensora_sp.training.preflight import preflight
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 STEPS = 7

@@ -14,7 +14,7 @@ from opensora_sp.models.attention import attention
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import CommTimer, Options
 from opensora_sp.parallel.narrow import from_bytes, to_bytes
-from opensora_sp.parallel.watch import communicating
+from opensora_sp.parallel.waiting import communicating
 from opensora_sp.planner.trace import trace_activations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

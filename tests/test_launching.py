@@ -17,7 +17,7 @@ from runs import BIN, ROOT, TRAIN, write_toy_set
 
 from opensora_sp.config import load_train_config
 from opensora_sp.launching import Launch, check_machine, check_shared_memory, machine, meet, meeting, told_to_all_ranks
-from opensora_sp.training.run import preflight
+from opensora_sp.training.preflight import preflight
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -28,8 +28,8 @@ from opensora_sp.parallel import CommLedger, CommTimer, SequenceMesh, paralleliz
 from opensora_sp.planner.flops import ModelFlops
 from opensora_sp.training.meter import Meter, Peak, text_tokens
 from opensora_sp.training.metrics import read_lines, read_metrics, told_line
+from opensora_sp.training.preflight import preflight
 from opensora_sp.training.profiling import Steps
-from opensora_sp.training.run import preflight
 
 TINY = dict(in_channels=4, caption_channels=16, model_max_length=12, hidden_size=48, depth=2, num_heads=4)
 LATENTS = (2, 4, 4, 12, 10)

@@ -198,10 +198,10 @@ class CutClips(VideoTextDataset):
 
 def record_crops(into: dict[int, dict]) -> None:
     """Note where the clips of each micro-batch that this rank has read were cut from."""
-    from opensora_sp.training import run
+    from opensora_sp.training import preflight
     from opensora_sp.training.features import SharedClips
 
-    make, take = (getattr(function, "original", function) for function in (run.make_dataset, SharedClips.take))
+    make, take = (getattr(function, "original", function) for function in (preflight.make_dataset, SharedClips.take))
 
     def recorded_make(cfg: Any) -> CutClips:
         made = make(cfg)
@@ -214,7 +214,7 @@ def record_crops(into: dict[int, dict]) -> None:
         return take(self, micro_batch, items)
 
     recorded_make.original, recorded_take.original = make, take
-    run.make_dataset, SharedClips.take = recorded_make, recorded_take
+    preflight.make_dataset, SharedClips.take = recorded_make, recorded_take
 
 
 def ledger(

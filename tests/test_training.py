@@ -16,7 +16,8 @@ from opensora_sp.config import load_train_config
 from opensora_sp.storage import Part, verify
 from opensora_sp.training.checkpoint import agree_on, choose_checkpoint, find_checkpoint
 from opensora_sp.training.metrics import read_metrics
-from opensora_sp.training.run import learning_rate, preflight
+from opensora_sp.training.preflight import preflight
+from opensora_sp.training.run import learning_rate
 from opensora_sp.weights import check_model_config, committed_checkpoints
 
 

@@ -18,7 +18,8 @@ from opensora_sp.data import Clip, scale
 from opensora_sp.diffusion import Noised
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.training.metrics import read_metrics
-from opensora_sp.training.run import Run, preflight
+from opensora_sp.training.preflight import preflight
+from opensora_sp.training.run import Run
 
 CHECKED = ["every=2", "prompts=['a red circle', 'white']", "num_sampling_steps=2", "cfg_scale=2.0", "bins=3"]
 

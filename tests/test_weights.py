@@ -23,7 +23,7 @@ from opensora_sp.models import STDiT, STDiT2, STDiT3, build_model
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.run import build_pipeline
 from opensora_sp.sampling.run import preflight as sampling_preflight
-from opensora_sp.training.run import check_initial_weights
+from opensora_sp.training.preflight import check_initial_weights
 from opensora_sp.weights import (
     find_weights,
     from_pretrained,

@@ -5,7 +5,7 @@ from .mesh import SequenceMesh, check_sp_size
 from .modes import Options
 from .plan import ShardPlan, register_plan
 from .verify import Verdict, verify_step
-from .watch import CommTimer
+from .waiting import CommTimer
 from .wrap import Shard, held_rows, parallelize, unwrap
 
 __all__ = [

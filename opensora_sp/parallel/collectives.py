@@ -18,7 +18,7 @@ from .layout import ExchangePlan
 from .ledger import record
 from .mesh import ImaginedGroup
 from .typed import once_differentiable, uncompiled
-from .watch import communicating
+from .waiting import communicating
 
 
 def all_to_all(

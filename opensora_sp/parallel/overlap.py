@@ -20,7 +20,7 @@ from torch import Tensor
 from .collectives import all_to_all
 from .layout import ExchangePlan
 from .typed import once_differentiable
-from .watch import communicating
+from .waiting import communicating
 
 KIND = "switch"
 

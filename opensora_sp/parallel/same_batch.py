@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from .ledger import record
 from .mesh import SequenceMesh
-from .watch import communicating
+from .waiting import communicating
 
 
 class SameBatch:

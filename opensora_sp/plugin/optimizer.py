@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opensora_sp.parallel.watch import communicating
+from opensora_sp.parallel.waiting import communicating
 from opensora_sp.storage import Part, Spec
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator

@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel.watch import watching
+from opensora_sp.parallel.waiting import watching
 
 logger = logging.getLogger(__name__)
 EMBEDDERS = re.compile(r"\w+_embedder|\w*t_block\w*|pos_embed")

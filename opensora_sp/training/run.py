@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import math
-import os
 import sys
 import time
 from contextlib import closing
@@ -19,37 +18,28 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-from opensora_sp.config import TrainConfig, check_launch, dump_config, split_type
-from opensora_sp.data import CachedFeatures, ClipShape, MicroBatch, ReplicaBatches, share
+from opensora_sp.config import TrainConfig, dump_config, split_type
+from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.diffusion import rank_loss
-from opensora_sp.launching import check_shared_memory, told_to_all_ranks
+from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import CommLedger
 from opensora_sp.watch import Watch, leave_process_group
-from opensora_sp.weights import (
-    Weights,
-    check_encoders,
-    check_model_config,
-    fitted,
-    newest_checkpoint,
-    open_weights,
-)
+from opensora_sp.weights import check_encoders, newest_checkpoint
 
 from .batch import Batch, BatchMaker
 from .broken import BrokenClips
-from .cached import check_cache, check_clips
-from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, find_checkpoint, load_model
-from .clips import TrainingSet, Work, largest_batch, make_dataset, make_plan, make_source, order_state, with_length
+from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, load_model
+from .clips import TrainingSet, Work, make_plan, make_source, order_state, with_length
 from .ema import ShardedEma
 from .features import SharedClips
-from .freeze import check_freeze, freeze
+from .freeze import freeze
 from .meter import Meter
 from .metrics import Reporter, draw_loss, log_to, session_of
+from .preflight import check_resume, initial_weights, preflight
 from .profiling import StepProfiler, Steps
 from .sync_check import SyncCheck
-from .validation import Validator, preflight_validation
-from .wandb_run import check_wandb
+from .validation import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -98,63 +88,6 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     if not finished and cfg.stopped_exit_code:
         sys.exit(cfg.stopped_exit_code)
     return run_dir
-
-
-def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None) -> tuple[TrainingSet, Path | None]:
-    """Everything that can be checked without a process group or a model; the same on every rank."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_launch(cfg, world_size)
-    check_freeze(cfg)
-    dataset = make_dataset(cfg)
-    plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or world_size // cfg.sp_size)
-    cfg = with_length(cfg, plan)
-    if isinstance(dataset, CachedFeatures):
-        check_cache(cfg, dataset)
-        check_clips(cfg, dataset, plan)
-    preflight_validation(cfg)
-    check_shared_memory(largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    check_wandb(cfg.wandb)
-    checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
-    if checkpoint is not None:
-        check_resume(cfg, checkpoint, dataset)
-    if resume is None and newest_checkpoint(Path(cfg.outputs)) is not None:
-        raise ValueError(
-            f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a new folder, or that "
-            "run to be continued; pass --resume auto or another --cfg-options outputs=..."
-        )
-    if checkpoint is not None:
-        name, options = split_type("model", cfg.model)
-        check_model_config(checkpoint / "model", model_class(name).__name__, resolve_config(name, **options))
-    elif cfg.load is not None:
-        check_initial_weights(cfg)
-    if traced is not None:
-        done = 0 if checkpoint is None else json.loads((checkpoint / "state.json").read_text())["step"]
-        traced.check(done, cfg.max_steps)
-    return dataset, checkpoint
-
-
-def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
-    """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    plan = make_plan(cfg, dataset, state["micro_batches_per_step"])
-    ours = order_state(cfg, plan, len(dataset))
-    if cfg.micro_batches_per_step is not None:
-        ours["micro_batches_per_step"] = cfg.micro_batches_per_step
-    differing = [f"{key} {value} (there {state.get(key)})" for key, value in ours.items() if state.get(key) != value]
-    if differing:
-        raise ValueError(
-            f"got {', '.join(differing)} to go on from {checkpoint}; expected what it was written with, which data "
-            "order and random draws depend on; change it back, or start a new run from these weights with "
-            f"--cfg-options load={checkpoint}"
-        )
-    if isinstance(dataset, CachedFeatures):
-        check_clips(cfg, dataset, plan)
-    newest = find_checkpoint(Path(cfg.outputs), "auto")
-    if newest is not None and newest.name > checkpoint.name:
-        raise ValueError(
-            f"got --resume {checkpoint} while {cfg.outputs} holds newer checkpoints, up to {newest.name}; expected the "
-            "newest of them; move the newer ones away, or pass another --cfg-options outputs=..."
-        )
 
 
 @dataclass(frozen=True)
@@ -419,23 +352,6 @@ def fixed_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of frozen parameters and buffers; training casts the model's own down to its precision."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     return {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in trained}
-
-
-def initial_weights(cfg: TrainConfig) -> Weights:
-    """The weights that ``cfg.load`` stands for, in any layout; of a run's checkpoint those that were trained."""
-    assert cfg.load is not None
-    return open_weights(cfg.load, allow_pickle=cfg.allow_pickle)
-
-
-def check_initial_weights(cfg: TrainConfig) -> None:
-    """Raise ValueError if ``cfg.load`` cannot be read, or holds weights of another model."""
-    weights = initial_weights(cfg)
-    name, options = split_type("model", cfg.model)
-    if weights.config is not None:
-        cls, config = model_class(name), resolve_config(name, **options)
-        check_model_config(weights.path, cls.__name__, config, convert=cfg.convert)
-    with torch.device("meta"):
-        fitted(weights, build_model(name, **options), convert=cfg.convert)
 
 
 def make_optimizer(cfg: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

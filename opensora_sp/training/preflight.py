@@ -1,0 +1,98 @@
+"""What can be checked of a training run before a process group or a model exists."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from opensora_sp.config import TrainConfig, check_launch, split_type
+from opensora_sp.data import CachedFeatures
+from opensora_sp.launching import check_shared_memory
+from opensora_sp.models import build_model
+from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.weights import Weights, check_model_config, fitted, newest_checkpoint, open_weights
+
+from .cached import check_cache, check_clips
+from .checkpoint import find_checkpoint
+from .clips import TrainingSet, largest_batch, make_dataset, make_plan, order_state, with_length
+from .freeze import check_freeze
+from .profiling import Steps
+from .validation import preflight_validation
+from .wandb_run import check_wandb
+
+
+def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None) -> tuple[TrainingSet, Path | None]:
+    """Everything that can be checked without a process group or a model; the same on every rank."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_launch(cfg, world_size)
+    check_freeze(cfg)
+    dataset = make_dataset(cfg)
+    plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or world_size // cfg.sp_size)
+    cfg = with_length(cfg, plan)
+    if isinstance(dataset, CachedFeatures):
+        check_cache(cfg, dataset)
+        check_clips(cfg, dataset, plan)
+    preflight_validation(cfg)
+    check_shared_memory(largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    check_wandb(cfg.wandb)
+    checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
+    if checkpoint is not None:
+        check_resume(cfg, checkpoint, dataset)
+    if resume is None and newest_checkpoint(Path(cfg.outputs)) is not None:
+        raise ValueError(
+            f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a new folder, or that "
+            "run to be continued; pass --resume auto or another --cfg-options outputs=..."
+        )
+    if checkpoint is not None:
+        name, options = split_type("model", cfg.model)
+        check_model_config(checkpoint / "model", model_class(name).__name__, resolve_config(name, **options))
+    elif cfg.load is not None:
+        check_initial_weights(cfg)
+    if traced is not None:
+        done = 0 if checkpoint is None else json.loads((checkpoint / "state.json").read_text())["step"]
+        traced.check(done, cfg.max_steps)
+    return dataset, checkpoint
+
+
+def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
+    """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    plan = make_plan(cfg, dataset, state["micro_batches_per_step"])
+    ours = order_state(cfg, plan, len(dataset))
+    if cfg.micro_batches_per_step is not None:
+        ours["micro_batches_per_step"] = cfg.micro_batches_per_step
+    differing = [f"{key} {value} (there {state.get(key)})" for key, value in ours.items() if state.get(key) != value]
+    if differing:
+        raise ValueError(
+            f"got {', '.join(differing)} to go on from {checkpoint}; expected what it was written with, which data "
+            "order and random draws depend on; change it back, or start a new run from these weights with "
+            f"--cfg-options load={checkpoint}"
+        )
+    if isinstance(dataset, CachedFeatures):
+        check_clips(cfg, dataset, plan)
+    newest = find_checkpoint(Path(cfg.outputs), "auto")
+    if newest is not None and newest.name > checkpoint.name:
+        raise ValueError(
+            f"got --resume {checkpoint} while {cfg.outputs} holds newer checkpoints, up to {newest.name}; expected the "
+            "newest of them; move the newer ones away, or pass another --cfg-options outputs=..."
+        )
+
+
+def initial_weights(cfg: TrainConfig) -> Weights:
+    """The weights that ``cfg.load`` stands for, in any layout; of a run's checkpoint those that were trained."""
+    assert cfg.load is not None
+    return open_weights(cfg.load, allow_pickle=cfg.allow_pickle)
+
+
+def check_initial_weights(cfg: TrainConfig) -> None:
+    """Raise ValueError if ``cfg.load`` cannot be read, or holds weights of another model."""
+    weights = initial_weights(cfg)
+    name, options = split_type("model", cfg.model)
+    if weights.config is not None:
+        cls, config = model_class(name), resolve_config(name, **options)
+        check_model_config(weights.path, cls.__name__, config, convert=cfg.convert)
+    with torch.device("meta"):
+        fitted(weights, build_model(name, **options), convert=cfg.convert)
