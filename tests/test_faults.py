@@ -192,6 +192,7 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(config: Path, tmp_path: Path, j
     job = Job(tmp_path, config, *limits, restarts=len(faults), faults=faults)
     jobs.append(job)
     job.until("no sign of life", 240)
+    job.until(f"Sending process {job.rank(1, attempt=3)} closing signal SIGTERM")
     os.kill(job.rank(1, attempt=3), signal.SIGCONT)  # or torchrun would wait 30 s for it to take its SIGTERM
     assert job.process.wait(120) == 0, job.text
     job.until_gone(10)

@@ -24,8 +24,9 @@ def told() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("opensora_sp").addHandler(handler)
-    logging.getLogger("opensora_sp").setLevel(logging.INFO)
+    package = logging.getLogger("opensora_sp")
+    package.handlers[:] = [handler]
+    package.setLevel(logging.INFO)
     return lines
 
 
@@ -55,6 +56,7 @@ def stuck() -> tuple[list[int], list[str]]:
     with Watch(collective_timeout=2.0):
         if dist.get_rank() == 1:
             wait_until(lambda: codes)
+            time.sleep(2)  # until rank 0 would have ended, too
         dist.all_reduce(torch.ones(2, 3))
     os._exit = leave
     return codes, lines
