@@ -158,7 +158,7 @@ def test_the_first_error_ends_all_ranks_and_is_told_last(
     assert f"rank {rank} failed: {error}" in (job.outputs / "train.log").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1] if ALL else [0])
+@pytest.mark.parametrize("rank", [0, 1] if ALL else [1])
 def test_the_ranks_of_another_node_end_too(config: Path, tmp_path: Path, jobs: list[Job], rank: int) -> None:
     """Two torchruns, neither of which hears of the other's ranks."""
     port = free_port()
@@ -179,30 +179,33 @@ def undisturbed(config: Path, outputs: Path) -> None:
 
 
 def test_a_run_goes_on_whatever_its_ranks_die_of(config: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    """One job with five faults, after each of which torchrun starts the ranks again."""
+    """One job with several faults, after each of which torchrun starts the ranks again."""
     faults = {
         0: ("kill", 1, 4),  # after the checkpoint of step 3
         1: ("kill in resume", 0, 0),
         2: ("kill in save", 0, 6),
-        3: ("sleep", 1, 4),
-        4: ("stop", 1, 5),
+        3: ("stop", 1, 5),
     }
+    if ALL:
+        faults[4] = ("sleep", 1, 4)
     limits = ["collective_timeout=8", "peer_timeout=5"]
     job = Job(tmp_path, config, *limits, restarts=len(faults), faults=faults)
     jobs.append(job)
     job.until("no sign of life", 240)
-    os.kill(job.rank(1, attempt=4), signal.SIGCONT)  # or torchrun would wait 30 s for it to take its SIGTERM
+    job.until(f"Sending process {job.rank(1, attempt=3)} closing signal SIGTERM")
+    os.kill(job.rank(1, attempt=3), signal.SIGCONT)  # or torchrun would wait 30 s for it to take its SIGTERM
     assert job.process.wait(120) == 0, job.text
     job.until_gone(10)
     text = job.text
     assert f"rank 0 stops: rank 1 (process {job.rank(1)}) has gone without a word" in text
     assert "rank 1 stops: rank 0" in text  # in a resume and in a save
-    stuck = next(line for line in text.splitlines() if "rank 0 has waited 8 s (collective_timeout)" in line)
-    assert "all_reduce(tensor [3] int32), number" in stuck and "training/batch.py" in stuck
-    assert "ranks [0] came, there did not come: rank 1, which has begun" in stuck
-    assert "tests/faulty.py" in stuck  # where rank 1 stands
+    if ALL:
+        stuck = next(line for line in text.splitlines() if "rank 0 has waited 8 s (collective_timeout)" in line)
+        assert "all_reduce(tensor [3] int32), number" in stuck and "training/batch.py" in stuck
+        assert "ranks [0] came, there did not come: rank 1, which has begun" in stuck
+        assert "tests/faulty.py" in stuck  # where rank 1 stands
     assert "rank 0 stops: rank 1 has given no sign of life for 5 s (peer_timeout)" in text
-    assert text.count("resumed from") >= 4 and "at step 3" in text
+    assert text.count("resumed from") >= 3 and "at step 3" in text
     assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
     for checkpoint in committed_checkpoints(job.outputs):
         verify(checkpoint)

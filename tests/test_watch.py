@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -23,8 +24,9 @@ def told() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("opensora_sp").addHandler(handler)
-    logging.getLogger("opensora_sp").setLevel(logging.INFO)
+    package = logging.getLogger("opensora_sp")
+    package.handlers[:] = [handler]
+    package.setLevel(logging.INFO)
     return lines
 
 
@@ -43,6 +45,19 @@ def no_step_in_time() -> tuple[list[int], list[str]]:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: codes)
+    os._exit = leave
+    return codes, lines
+
+
+def stuck() -> tuple[list[int], list[str]]:
+    """Rank 1 does not come."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=2.0):
+        if dist.get_rank() == 1:
+            wait_until(lambda: codes)
+            time.sleep(2)  # until rank 0 would have ended, too
+        dist.all_reduce(torch.ones(2, 3))
     os._exit = leave
     return codes, lines
 
@@ -84,7 +99,7 @@ def busy_and_late() -> list[str]:
 
 
 def all_watches() -> list:
-    return in_worlds(by_name, [(2, (name,)) for name in ("busy_and_late", "no_step_in_time", "far_away")])
+    return in_worlds(by_name, [(2, (name,)) for name in ("busy_and_late", "no_step_in_time", "stuck", "far_away")])
 
 
 def by_name(name: str) -> object:
@@ -109,6 +124,18 @@ def test_a_run_that_does_not_stop_is_ended(found: list) -> None:
         )
 
 
+def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: list) -> None:
+    for rank, (codes, lines) in enumerate(of_rank[2] for of_rank in found):
+        assert codes == [1] and lines[0].startswith(
+            f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) in "
+        )
+        assert re.search(
+            r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*test_watch.py:\d+ \(stuck\)", lines[0]
+        )
+        absent = r"ranks \[0\] came, there did not come: rank 1, which has begun \d+ and stands at .*\(wait_until\)"
+        assert re.search(absent, lines[0])
+
+
 def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(found: list) -> None:
-    error, lines = found[0][2]
+    error, lines = found[0][3]
     assert error == "1" and "rank 0 stops: ranks [1] have gone: no sign of life for 5 s" in lines[0]
