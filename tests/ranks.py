@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 HOST = "127.0.0.1"
 PRELOADED = ["opensora_sp.models", "opensora_sp.parallel", "opensora_sp.plugin"]  # imported once, then forked
@@ -37,17 +37,16 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
     that leaves first takes nothing with it, and one that dies is noticed. Where the time runs out, each process says
     where it stands.
     """
-    context = mp.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     folder = tempfile.TemporaryDirectory()
     stacks = Path(folder.name)
+    work = pickle.dumps((function, args))  # as bytes: tensors would be sent as open files, of which few can be
     workers: dict[Connection, Any] = {}
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_worker, args=(rank, num_ranks, store.port, theirs, stacks, function, args), daemon=True
-        )
+        process = context.Process(target=_worker, args=(rank, num_ranks, store.port, theirs, stacks, work), daemon=True)
         process.start()
         theirs.close()  # so that its end is ours too
         workers[ours] = process
@@ -94,9 +93,7 @@ def _stand(processes: list[Any], stacks: Path) -> str:
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(stacks.iterdir()))
 
 
-def _worker(
-    rank: int, num_ranks: int, port: int, pipe: Connection, stacks: Path, function: Callable[..., Any], args: tuple
-) -> None:
+def _worker(rank: int, num_ranks: int, port: int, pipe: Connection, stacks: Path, work: bytes) -> None:
     stack = (stacks / f"rank {rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(1)
@@ -104,6 +101,7 @@ def _worker(
     try:
         store = dist.TCPStore(HOST, port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        function, args = pickle.loads(work)
         value = function(*args)
         pipe.send((None, pickle.dumps(value)))  # as bytes: this process ends before shared memory is read
     except BaseException:
