@@ -182,6 +182,7 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
 
 
 def start_in_all_cases(ports: dict[str, int]) -> dict[str, tuple[str | None, str | None]]:
+    dist.barrier()  # all are connected; what follows is as if nobody had met
     dist.destroy_process_group()
     return {case: start(port, case) for case, port in ports.items()}
 
