@@ -33,8 +33,8 @@ ENTRY = f"#!{sys.executable}\nfrom opensora_sp.cli import main\n\nif __name__ ==
 
 
 def lay_out(folder: Path, *, trained: bool) -> None:
-    """A folder like the project's with what the pages take for given: clips, a toy set, prompts, captions; and where
-    nothing is trained, a checkpoint of the demo's model, drawn at random."""
+    """A folder like the project's with what the pages take for given: clips, prompts, captions; and where nothing is
+    trained, a toy set and a checkpoint of the demo's model, drawn at random."""
     for name in ("configs", "scripts", "benchmarks", "Makefile"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
@@ -46,9 +46,9 @@ def lay_out(folder: Path, *, trained: bool) -> None:
     captions = write_toy_set(folder / "videos", 3).read_text().replace("\n", "\nvideos/").removesuffix("videos/")
     (folder / "captions.csv").write_text(captions)
     (folder / "videos" / "clips.csv").unlink()
-    write_toy_set(folder / "data" / "toy", 9)
     if trained:
         return
+    write_toy_set(folder / "data" / "toy", 9)
     for i in (0, 1):
         shutil.copy(folder / f"data/toy/{i}.mp4", folder / f"data/toy/0000{i}.mp4")
     options = dict(load_inference_config(str(ROOT / "configs/demo/sample.py")).model)
