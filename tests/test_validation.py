@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from opensora_sp.diffusion import Noised
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.run import Run, preflight
+from opensora_sp.training.validation import Validator, heldout_clips
 
 CHECKED = ["every=2", "prompts=['a red circle', 'white']", "num_sampling_steps=2", "cfg_scale=2.0", "bins=3"]
 
@@ -122,3 +124,25 @@ def test_what_cannot_be_validated_is_refused(tmp_path: Path, options: list[str],
     (tmp_path / "train.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n")
     with pytest.raises(ValueError, match=message):
         preflight(load_train_config(tmp_path / "train.py", [f"validation.{option}" for option in options]), None)
+
+
+def test_held_out_clips_that_cannot_be_used_are_told_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as long as their videos; the largest bucket may be longer, which the paths have nothing to do with."""
+    (tmp_path / "train.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n")
+    options = [
+        "num_frames=7",
+        "dataset.time_limit=7",
+        "validation.every=1",
+        f"validation.manifest={tmp_path}/clips.csv",
+    ]
+    cfg = load_train_config(tmp_path / "train.py", options)
+    heldout = heldout_clips(cfg)
+    assert heldout.time_limit == 7
+    mesh = SimpleNamespace(dp_rank=0, dp_size=1, sp_size=1)
+    validator = Validator.__new__(Validator)
+    validator.run, validator.validation = SimpleNamespace(mesh=mesh, device=torch.device("cpu")), cfg.validation
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
+    with pytest.raises(ValueError, match=r"got 3 clips in .*num_frames=7.*2.mp4.*got 6 frames; expected at least 7"):
+        validator._heldout_losses(heldout)

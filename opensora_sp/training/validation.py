@@ -62,6 +62,7 @@ def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
         num_frames=cfg.num_frames,
         image_size=cfg.size,
         frame_interval=cfg.dataset.frame_interval,
+        time_limit=cfg.dataset.time_limit,
         cache=cfg.dataset.cache,
     )
 
@@ -83,6 +84,7 @@ class Validator:
         self.run = run
         self.validation = run.cfg.validation
         self.heldout = heldout_clips(run.cfg)
+        self.broken: BrokenClip | None = None  # the last that this rank could not read
         if self.validation is None:
             return
         sampling = sampling_config(run.cfg, self.validation)
@@ -133,7 +135,8 @@ class Validator:
         if not sums[bins]:
             raise ValueError(
                 f"got {len(dataset)} clips in validation.manifest {self.validation.manifest!r}, none of which can be "
-                "read; expected videos; check the manifest's paths"
+                f"cut to {dataset.shape} (the last one: {self.broken}); expected videos that are long enough; check "
+                "the manifest's paths and their lengths"
             )
         return sums[:bins] / sums[bins]
 
@@ -141,6 +144,7 @@ class Validator:
         """Those that every rank of the SP group could read, by index. Collective in the group."""
         for item in items.values():
             if isinstance(item, BrokenClip):
+                self.broken = item
                 logger.warning("left out of validation: %s (%s)", item.path, item.reason)
         readable = torch.tensor([isinstance(item, Clip) for item in items.values()], dtype=torch.int32)
         if self.run.mesh.sp_size > 1:
