@@ -30,6 +30,7 @@ from opensora_sp.encoders import (
 )
 from opensora_sp.encoders.pretrained import clean_caption
 from opensora_sp.models import build_model
+from opensora_sp.sampling.decoding import grouped
 from opensora_sp.weights import write_model_config
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo" / "sample.py"
@@ -93,6 +94,9 @@ def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
     torch.testing.assert_close(decoded[1, :, 3], frame)
     other = ImageVAE(str(image_folder), subfolder="vae", micro_batch_size=None, scaling_factor=0.5)
     torch.testing.assert_close(other.encode(video) * other.scale, latents * encoder.scale)
+    for one_of, calls in ((encoder, [3, 2]), (other, [5])):  # what sampling decodes at a time
+        pieces = grouped(independent_pieces(one_of, num_frames=5, latent_frames=5), one_of)
+        assert [piece.frames.stop - piece.frames.start for piece in pieces] == calls
 
 
 def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path) -> None:

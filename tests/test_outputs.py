@@ -262,3 +262,41 @@ def test_the_fingerprint_of_a_checkpoint_is_read_and_not_worked_out(
     file.write_bytes(b"weights")
     (tmp_path / "step_00000001" / "manifest.json").write_text("{}")
     assert fingerprint(file.parent) == "anew"
+
+
+def test_what_goes_wrong_in_a_file_leaves_nothing_and_is_what_is_told(
+    asked: InferenceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: outputs.Gif, frames: np.ndarray | None = None) -> None:
+        self.path.touch()
+        raise OSError("no space left" if frames is not None else "cannot be closed")
+
+    monkeypatch.setattr(outputs.Gif, "add", full)
+    monkeypatch.setattr(outputs.Gif, "close", full)
+    with pytest.raises(OSError, match="no space left"):
+        sample(asked.model_copy(update={"outputs": str(tmp_path / "out"), "prompts": asked.prompts[:1]}))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_where_nothing_can_be_written_is_told_first(asked: InferenceConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/out"):
+        with pytest.raises(ValueError, match=rf"got outputs '.*{name}', but .*file is no folder that can be written"):
+            preflight(asked.model_copy(update={"outputs": str(tmp_path / name)}))
+    preflight(asked.model_copy(update={"outputs": str(tmp_path / "new" / "out")}))
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_changes_a_video_makes_it_another_request(asked: InferenceConfig, tmp_path: Path) -> None:
+    (request,) = requests_of(asked.model_copy(update={"num_samples": 1}), ["a"])
+    facts = outputs.facts_of(asked, request)
+    output = Output(tmp_path, request, facts, 1)
+    output.add(np.zeros((1, 8, 8, 3), np.uint8))
+    output.finish()
+    assert outputs.differences(tmp_path, request, facts) == []
+    rounded = asked.sequence_parallel.model_copy(update={"comm_dtype": "fp8"})
+    for change in ({"sequence_parallel": rounded}, {"convert": ("pred_sigma",)}, {"condition_frame_edit": 0.5}):
+        changed = outputs.facts_of(asked.model_copy(update=change), request)
+        assert len(outputs.differences(tmp_path, request, changed)) == 1
+    output.path.with_suffix(".json").write_text("[]")
+    assert outputs.differences(tmp_path, request, facts) == ["a JSON that cannot be read"]

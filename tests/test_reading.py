@@ -120,6 +120,14 @@ def test_a_frame_that_is_lost_is_not_made_up_for_by_a_later_one(videos: Path, mo
     assert len(read_video(videos / "b.mp4", num_frames=2, start=32, interval=2)[0]) == 2
 
 
+def test_a_reference_of_frames_of_two_sizes_is_refused(tmp_path: Path) -> None:
+    for size in ("64x48", "32x48"):
+        ffmpeg("-f", "lavfi", "-i", f"testsrc=size={size}:duration=0.2", *X264, tmp_path / f"{size}.ts")
+    (tmp_path / "both.mp4").write_bytes(b"".join((tmp_path / f"{size}.ts").read_bytes() for size in ("64x48", "32x48")))
+    with pytest.raises(ValueError, match=r"got '.*both.mp4', which cannot be decoded .*; expected an image or a video"):
+        read_frames(tmp_path / "both.mp4")
+
+
 def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "set"
     (folder / "sub").mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip, scale
 from opensora_sp.diffusion import Noised
+from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal, uniform
+from opensora_sp.training.broken import BrokenClips
+from opensora_sp.training.clips import make_encoders
+from opensora_sp.training.features import SharedClips
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.run import Run
+from opensora_sp.training.validation import Validator, heldout_clips
 
 CHECKED = ["every=2", "prompts=['a red circle', 'white']", "num_sampling_steps=2", "cfg_scale=2.0", "bins=3"]
 
@@ -123,3 +129,26 @@ def test_what_cannot_be_validated_is_refused(tmp_path: Path, options: list[str],
     (tmp_path / "train.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n")
     with pytest.raises(ValueError, match=message):
         preflight(load_train_config(tmp_path / "train.py", [f"validation.{option}" for option in options]), None)
+
+
+def read_what_is_too_short(config: Path) -> None:
+    options = ["num_frames=7", "dataset.time_limit=7", "validation.every=1"]
+    cfg = load_train_config(config, [*options, f"validation.manifest={config.parent}/clips.csv"])
+    heldout, mesh, cpu = heldout_clips(cfg), SequenceMesh(1), torch.device("cpu")
+    assert heldout.time_limit == 7
+    validator = Validator.__new__(Validator)
+    validator.run, validator.validation, validator.heldout = (
+        SimpleNamespace(mesh=mesh, device=cpu),
+        cfg.validation,
+        heldout,
+    )
+    validator.broken = BrokenClips(heldout.rows, mesh, max_bad_fraction=1.0)
+    validator.clips = SharedClips(mesh, None, heldout, None, make_encoders(cfg, cpu), validator.broken, cpu)
+    with pytest.raises(ValueError, match=r"got 3 clips in .*num_frames=7.*2.mp4.*got 6 frames; expected at least 7"):
+        validator._heldout_losses(heldout)
+
+
+def test_held_out_clips_that_cannot_be_used_are_told_with_the_reason(tmp_path: Path) -> None:
+    """They are as long as their videos; the largest bucket may be longer, which the paths have nothing to do with."""
+    (tmp_path / "train.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n")
+    run_ranks(1, read_what_is_too_short, tmp_path / "train.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> None:
     log_to_terminal()
     check_vacant(Path(args.target))
     options: dict[str, Any] = {".".join(keys): value for keys, value in map(parse_override, args.options)}
+    if taken := sorted(options.keys() & inspect.signature(from_pretrained).parameters.keys()):
+        raise ValueError(f"got --options {taken[0]}=...; expected a setting of the model; leave it out, or see --help")
     convert = []
     if args.input_size:
         options["input_size"] = tuple(args.input_size)

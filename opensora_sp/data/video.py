@@ -159,13 +159,13 @@ def read_frames(path: str | Path) -> np.ndarray:
     try:
         with av.open(str(path)) as container:
             frames = [_upright(frame) for frame in container.decode(video=0)]
-    except (OSError, av.error.FFmpegError, IndexError) as error:
+        if not frames:
+            raise ValueError("it holds no frames")
+        return np.stack(frames)
+    except UNREADABLE as error:  # frames of two sizes among them
         raise ValueError(
             f"got {str(path)!r}, which cannot be decoded ({error}); expected an image or a video; check the file"
         ) from None
-    if not frames:
-        raise ValueError(f"got {str(path)!r}, which holds no frames; expected an image or a video; check the file")
-    return np.stack(frames)
 
 
 def write_video(path: str | Path, frames: np.ndarray, *, fps: float) -> None:

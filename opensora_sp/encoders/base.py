@@ -23,7 +23,8 @@ class LatentEncoder(Protocol):
 
     Two attributes, which may be left out, say how a clip falls into parts that depend on nothing else
     (``independent_pieces``): ``chunk_frames`` and ``chunk_latent_frames``, the frames and latent frames of such a part.
-    1 and 1 mean that every frame stands alone; None (the default) that a clip is one whole.
+    1 and 1 mean that every frame stands alone; None (the default) that a clip is one whole. Where frames stand alone,
+    ``micro_batch_size`` says how many are decoded by one call, None for all; 1 where it is left out.
 
     A class whose construction loads weights gives a classmethod ``planned_latent_size(num_frames, height, width,
     **options)`` beside ``latent_size``, which the planner calls instead.

@@ -97,7 +97,7 @@ class ImageVAE(FrozenEncoder):
         scaling_factor = scaling_factor or vae.config.scaling_factor
         self.frames = FrameAutoencoder(vae, scaling_factor=scaling_factor, micro_batch_size=micro_batch_size)
         self.dtype, self.round_down = DTYPES[dtype], round_down
-        self.channels = self.frames.channels
+        self.channels, self.micro_batch_size = self.frames.channels, micro_batch_size
         self.scale = 1 / scaling_factor
         self.requires_grad_(False).eval()
 

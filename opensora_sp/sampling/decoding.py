@@ -84,8 +84,9 @@ def writer_of(video: int, mesh: SequenceMesh) -> int:
 
 
 def grouped(pieces: Sequence[Piece], vae: Any) -> list[Piece]:
-    """Single frames as many at a time as the autoencoder takes (``micro_batch_size``); chunks one by one."""
-    many = getattr(vae, "micro_batch_size", 1) if getattr(vae, "chunk_latent_frames", None) == 1 else 1
+    """Single frames as many at a time as the autoencoder takes (``micro_batch_size``; None: all); chunks one by one."""
+    alone = getattr(vae, "chunk_latent_frames", None) == 1
+    many = (getattr(vae, "micro_batch_size", 1) or len(pieces)) if alone else 1
     runs = [pieces[i : i + many] for i in range(0, len(pieces), many)]
     return [
         Piece(slice(run[0].frames.start, run[-1].frames.stop), slice(run[0].latents.start, run[-1].latents.stop))

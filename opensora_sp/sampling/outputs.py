@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,14 +134,27 @@ class Output:
         return self.path
 
     def abort(self) -> None:
-        """Remove what has been written and has no name yet."""
-        self._close()
+        """Remove what has been written and has no name yet. A file that cannot be closed may be the reason for it."""
+        with suppress(Exception):
+            self._close()
         self.partial.unlink(missing_ok=True)
 
     def _close(self) -> None:
         if not self.closed:
             self.closed = True
             self.file.close()
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ValueError if files cannot be written in a folder, which may not be there yet."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ValueError(
+            f"got outputs {str(folder)!r}, but {place} is no folder that can be written; expected one; pass another "
+            "--outputs"
+        )
 
 
 def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
@@ -168,8 +182,10 @@ def facts_of(cfg: InferenceConfig, request: Request, fingerprint: str | None = N
     names = ("loop", "condition_frame_length", "condition_frame_edit", "save_fps")
     facts |= {key: getattr(cfg, key) for key in names}
     facts["config"] = {
-        key: getattr(cfg, key) for key in ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema")
+        key: getattr(cfg, key)
+        for key in ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     }
+    facts["config"]["comm_dtype"] = cfg.sequence_parallel.comm_dtype  # the one way to share a batch that rounds
     return json.loads(json.dumps(facts))
 
 
@@ -182,6 +198,8 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
     try:
         there = json.loads(describing.read_text())
     except ValueError:
+        there = None
+    if not isinstance(there, dict):
         return ["a JSON that cannot be read"]
     differing = [key for key in COMPARED if there.get(key) != facts[key]]
     if not differing and not path.is_file():

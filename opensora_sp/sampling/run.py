@@ -33,7 +33,7 @@ from opensora_sp.weights import (
 
 from .decoding import writer_of
 from .groups import choose_groups
-from .outputs import Output, differences, facts_of, fingerprint, media_path
+from .outputs import Output, check_writable, differences, facts_of, fingerprint, media_path
 from .pipeline import Pipeline
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
@@ -74,6 +74,7 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
         raise ValueError("got no prompts; expected at least one; pass --prompt TEXT or --prompts FILE")
     requests = requests_of(cfg, prompts)
     check_requests(cfg, requests)
+    check_writable(Path(cfg.outputs))
     if cfg.ckpt is None:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")
     weights = find_weights(cfg.ckpt, ema=cfg.use_ema)
@@ -196,12 +197,12 @@ def write_batch(
 
     ``digest`` is the fingerprint of the weights, None while they are being trained.
     """
-    outputs = {
-        place: Output(folder, request, facts_of(pipeline.cfg, request, digest), pipeline.num_frames(request))
-        for place, request in enumerate(batch)
-        if writer_of(place, mesh) == mesh.sp_rank
-    }
+    outputs: dict[int, Output] = {}
     try:
+        for place, request in enumerate(batch):
+            if writer_of(place, mesh) == mesh.sp_rank:
+                facts = facts_of(pipeline.cfg, request, digest)
+                outputs[place] = Output(folder, request, facts, pipeline.num_frames(request))
         for place, frames in pipeline.frames(batch, parts, mesh):
             outputs[place].add(frames)
         written = [output.finish() for output in outputs.values()]

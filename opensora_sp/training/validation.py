@@ -65,6 +65,7 @@ def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
         num_frames=cfg.num_frames,
         image_size=cfg.size,
         frame_interval=cfg.dataset.frame_interval,
+        time_limit=cfg.dataset.time_limit,
         cache=cfg.dataset.cache,
     )
 
@@ -141,7 +142,8 @@ class Validator:
         if not sums[bins]:
             raise ValueError(
                 f"got {len(dataset)} clips in validation.manifest {self.validation.manifest!r}, none of which can be "
-                "read; expected videos; check the manifest's paths"
+                f"cut to {dataset.shape} (the last one: {self.broken.last}); expected videos that are long enough; "
+                "check the manifest's paths and their lengths"
             )
         return sums[:bins] / sums[bins]
 

@@ -49,7 +49,8 @@ def from_pretrained(
         The model on the CPU, with memory of its own.
 
     Raises:
-        ValueError: if the weights cannot be read, or are those of another model, with all that differs.
+        ValueError: if the weights cannot be read, are those of another model, with all that differs, or are too large
+            for ``dtype``.
     """
     if "pred_sigma" in check_conversions(convert):
         config = {"pred_sigma": False, **config}
@@ -61,7 +62,21 @@ def from_pretrained(
     weights = fitted(weights, built, convert=convert, strict=strict)
     if len(weights.tensors) < len(built.state_dict()):
         built = CLASSES[name](settings)  # drawn at random, for what the weights lack
-    return fill(built, weights).to(dtype=dtype)
+    built = fill(built, weights)
+    if dtype is not None:
+        _check_range(built, dtype)
+    return built.to(dtype=dtype)
+
+
+def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:
+    """Raise ValueError if rounding would make a number infinite, as fp16 does of 65,520 and more."""
+    largest = torch.finfo(dtype).max
+    lost = [name for name, p in model.named_parameters() if bool((p.isfinite() & ~p.to(dtype).isfinite()).any())]
+    if lost:
+        raise ValueError(
+            f"got {len(lost)} tensors with numbers too large for {dtype} ({lost[0]} is one); expected at most "
+            f"{largest:.4g}; take bf16, or leave them as they are"
+        )
 
 
 def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
