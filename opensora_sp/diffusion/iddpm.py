@@ -162,7 +162,8 @@ class IDDPM:
             prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds; then the terms are parts
                 of the sample's, which sum to them over the ranks.
         """
-        here = Positions.of(prediction, noised.target, noised.x_start, noised.x_t, x_mask=noised.x_mask)
+        masks = dict(x_mask=noised.x_mask, video_mask=noised.video_mask)
+        here = Positions.of(prediction, noised.target, noised.x_start, noised.x_t, **masks)
         target, x_start, x_t = here.wholes
         first, rest = here.predicted[..., : target.shape[-1]], here.predicted[..., target.shape[-1] :]
         step = self.steps.at(noised.t[here.sample], x_t)

@@ -94,7 +94,7 @@ class RectifiedFlow:
 
     def losses(self, prediction: Tensor | Any, noised: Noised) -> Tensor:
         """Squared error of the velocity, ``[B]``; see ``velocity_loss``."""
-        return velocity_loss(prediction, noised.target, noised.x_mask)
+        return velocity_loss(prediction, noised.target, noised.x_mask, noised.video_mask)
 
     def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any) -> Prediction:
         """The guided velocity of a model; see ``guided``."""
