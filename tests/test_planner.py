@@ -12,6 +12,7 @@ import torch
 from ranks import run_ranks
 
 from opensora_sp.cli import main
+from opensora_sp.cli.plan import INSTEAD_OF_TOKENS, NAMES
 from opensora_sp.config import TrainConfig, load_inference_config, load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
@@ -19,6 +20,7 @@ from opensora_sp.models import build_model
 from opensora_sp.models.groups import windows_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, cost, layout, parallelize
+from opensora_sp.parallel.modes import WholeSamples
 from opensora_sp.planner import plan
 from opensora_sp.planner.plan import _Run, buckets_of, spans_nodes
 from opensora_sp.planner.sharing import Shape, share
@@ -375,6 +377,14 @@ def test_windows_are_traced_on_several_ranks() -> None:
         for ranks in (1, 4)
     ]  # fmt: skip
     assert 0 < traced[1] < traced[0]
+
+
+def test_every_mode_has_a_name_in_the_table() -> None:
+    found, modes = set(), [WholeSamples]
+    for mode in modes:
+        found |= {mode.__name__} - {"OneLayout"}  # the base of others
+        modes += mode.__subclasses__()
+    assert found == set(NAMES) and found - {"SwitchRows", "BranchSwitch"} == set(INSTEAD_OF_TOKENS)
 
 
 @pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])
