@@ -7,7 +7,7 @@ import torch
 
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import Attend, PatchGrid, build_model
-from opensora_sp.models.groups import VideoMask
+from opensora_sp.models.groups import VideoMask, Windows
 from opensora_sp.models.rows import SPATIAL, TEMPORAL
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.modes import SwitchRows
@@ -130,6 +130,19 @@ def test_the_text_of_given_frames_may_be_encoded_as_well() -> None:
         for y in (inputs["y"], encoded["y"]):
             with pytest.raises(ValueError, match="got .*; expected "):
                 model(**inputs | dict(y=y, y_null=y_null), mask_index=[1])
+
+
+def test_the_order_of_windows_is_brought_to_the_device_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at each of the 2 N - 1 switches, of which each waited for a copy of it."""
+    model = build_model("STDiT3", **COND, kernel_size=(2, 2, -1))
+    made = []
+    for name in ("order_on", "place_on"):
+        original = getattr(Windows, name)
+        monkeypatch.setattr(Windows, name, lambda *args, _f=original, _n=name: (made.append(_n), _f(*args))[1])
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(2, 2, 3, 4, 5), torch.tensor([1.0, 9.0]), torch.randn(2, 1, 3, 4))
+    assert sorted(made) == 2 * ["order_on"] + 2 * ["place_on"]
 
 
 def test_a_mask_needs_the_size_of_each_clip() -> None:
