@@ -78,6 +78,18 @@ def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: 
         assert counter.frame_count - before == new, (size, texts, recomputed)
 
 
+def test_encoded_texts_of_other_lengths_share_their_graphs() -> None:
+    model, counter = small("STDiT3"), CompileCounterWithBackend("eager")
+    x, t = torch.randn(2, 4, 3, 4, 4, dtype=torch.float64), torch.tensor([10.0, 900.0])
+    texts = [torch.randn(2, 1, length, 8, dtype=torch.float64) for length in (3, 5, 4)]
+    with torch.no_grad():
+        wanted = [model(x, t, y) for y in texts]
+        compile_blocks(model, backend=counter)
+        for y, plain in zip(texts, wanted, strict=True):
+            torch.testing.assert_close(model(x, t, model.encode_text(y)), plain, rtol=1e-9, atol=1e-9)
+            assert counter.frame_count == GRAPHS["STDiT3"]
+
+
 def test_nothing_breaks_the_graph_of_a_self_attention(caplog: pytest.LogCaptureFixture) -> None:
     """Not even the line that the choice of a backend logs the first time."""
     attention._choose.cache_clear()
@@ -92,11 +104,27 @@ def test_nothing_breaks_the_graph_of_a_self_attention(caplog: pytest.LogCaptureF
     torch.testing.assert_close(found, block.attend(x, condition, None))
 
 
+class Around(torch.nn.Module):
+    """Has the attributes of what it holds, as peft's wrappers do."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+
 def test_a_compiled_model_can_be_copied_and_refuses_strangers() -> None:
     model = compile_blocks(build_model("STDiT3", hidden_size=24, depth=1, num_heads=2), backend="eager")
     assert copy.deepcopy(model).compile_backend == pickle.loads(pickle.dumps(model)).compile_backend == "eager"
     with pytest.raises(ValueError, match="got a model of class Linear; expected an STDiT model; call"):
         compile_blocks(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="got a model of class Around.*pass the model that a wrapper holds"):
+        compile_blocks(Around(model), backend="eager")
 
 
 WAYS = [

@@ -13,6 +13,7 @@ from test_sp_parity import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.memory import LivePeak
+from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, collectives, parallelize, unwrap
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
 
@@ -59,7 +60,8 @@ def refused_everywhere() -> list[str]:
     mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
     longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
     listed = {**make_inputs(case), "fps": [torch.ones(1 + rank)]}  # tensors in containers count
-    for inputs in (other, mixed, longer, listed):
+    encoded = {**make_inputs(case), "y": model.encode_text(make_inputs(case)["y"][:, :, : 6 - rank])}
+    for inputs in (other, mixed, longer, listed, encoded):
         with CommLedger() as ledger, pytest.raises(ValueError, match="got inputs of different shapes") as error:
             model(**inputs)
         assert set(ledger.calls) == {("check", "forward")}
@@ -154,18 +156,42 @@ def edges() -> tuple[int, int]:
     return tuple(seen)
 
 
+def verified() -> None:
+    """``verify`` takes whatever the model takes: gradients that autograd expands, and text encoded under any mode."""
+    mesh, inputs = SequenceMesh(dist.get_world_size()), make_inputs(PLAIN[0])
+    for model in (windows_with_unused_conditions(), make_model(PLAIN[0])):
+        parallelize(model, mesh, verify=True)(**inputs).sum().backward()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        model = parallelize(make_model(PLAIN[0]), mesh, verify=True)
+        with mode():
+            assert model(**inputs | {"y": model.encode_text(inputs["y"])}).isfinite().all()
+
+
+def windows_with_unused_conditions() -> torch.nn.Module:
+    """Embedders of conditions that a batch does not have get zeros, one number expanded to the weight's shape."""
+    torch.manual_seed(0)
+    model = build_model(
+        "STDiT3", in_channels=2, hidden_size=12, depth=1, num_heads=2, caption_channels=5, model_max_length=6,
+        kernel_size=(2, 2, -1), use_cond=True,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
 def in_turn(*functions) -> list:
     return [function() for function in functions]
 
 
 def test_errors_and_counts_on_ranks() -> None:
     results = run_ranks(
-        2, in_turn, refused_everywhere, counted, mixed_layouts, edges, held_after_backward, second_derivatives
+        2, in_turn, refused_everywhere, counted, mixed_layouts, edges, held_after_backward, second_derivatives, verified
     )
     (told, *_), (told_elsewhere, *_) = results
     assert told == told_elsewhere
     assert "rank 0: drop_caption" not in told[0] and "x [1, 2, 5, 7, 9] float64" in told[0]
     assert "x [1, 2, 4, 7, 9] float64" in told[0] and "'shards'" in told[1] and "y [1, 1, 5, 5]" in told[2]
+    assert "y Text [6, 12] float64 [6] dict" in told[4] and "y Text [5, 12] float64 [5] dict" in told[4]
     tokens, positions = zip(*(result[3] for result in results), strict=True)
     assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5  # each once: 2 frames of 4 x 5 patches
     own, over_ranks = results[0][1]

@@ -101,6 +101,20 @@ def test_forward_process() -> None:
     close(RectifiedFlow().add_noise(one["x_start"], one["noise"], one["t"]), tensors["output"])
 
 
+def test_latents_of_16_bits_see_the_same_timesteps() -> None:
+    """Rounded to bf16, 966.67 is 968, and the path's first step is no step at all."""
+    flow, told = RectifiedFlow(num_sampling_steps=30), []
+    for dtype in (torch.float32, torch.bfloat16):
+        z = torch.ones(1, 2, 1, 2, 2, dtype=dtype)
+        seen = []
+        assert flow.sample(lambda x, t, m, seen=seen: seen.append(t) or x, z).dtype == dtype
+        told.append(torch.stack(seen))
+    assert torch.equal(*told)
+    x, noise = torch.zeros(1, 2, 1, 2, 2, dtype=torch.bfloat16), torch.ones(1, 2, 1, 2, 2, dtype=torch.bfloat16)
+    near = flow.add_noise(x, noise, torch.tensor([1.0]))
+    assert near.dtype == x.dtype and near.float().mean().item() == pytest.approx(1e-3, rel=0.01)
+
+
 def test_training_loss_and_its_gradient() -> None:
     about, tensors = load("schedulers", "rflow_training_losses")
     for case in about["cases"]:

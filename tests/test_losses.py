@@ -7,6 +7,7 @@ The elementwise terms themselves are compared with the reference values in the g
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ranks import run_ranks
 from runs import SAMPLE, TRAIN, run, write_toy_set
 from safetensors.torch import load_file, save_file
 from test_sp_parity import Case, make_inputs, make_model
+from test_sp_windows import MIXED, WindowCase
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.diffusion import IDDPM, Noised, RectifiedFlow, rank_loss
@@ -170,6 +172,31 @@ def test_a_masked_loss_is_that_of_the_frames_that_count(process) -> None:
     only = Noised(x_t=parts[0], target=parts[1], x_start=parts[2], t=noised.t[:1], x_mask=None)
     torch.testing.assert_close(losses[:1], process.losses(output[:1, :, mask], only))
     assert losses[1] == 0
+
+
+@pytest.mark.parametrize("process", PROCESSES[:4], ids=lambda p: type(p).__name__)
+def test_clips_of_different_sizes_have_the_losses_that_they_have_alone(process) -> None:
+    """Whatever their batch has around them, for whole outputs and for shards."""
+    case = WindowCase((3, 5, 8, 6), clips=MIXED, x_mask=True)
+    model, inputs = case.build(), case.inputs()
+    noised = replace(noised_batch(case, process, inputs), video_mask=inputs["video_mask"])
+    output = model(**inputs)
+    losses = process.losses(output, noised)
+    for sample, (frames, height, width) in enumerate(MIXED):
+        cut = (slice(sample, sample + 1), slice(None), slice(frames), slice(height), slice(width))
+        alone = Noised(
+            x_t=noised.x_t[cut], target=noised.target[cut], x_start=noised.x_start[cut],
+            t=noised.t[cut[0]], x_mask=noised.x_mask[cut[0], cut[2]],
+        )  # fmt: skip
+        torch.testing.assert_close(losses[cut[0]], process.losses(output[cut], alone))
+    shard = parallelize(model, SequenceMesh(1))(**inputs, output="shards")
+    torch.testing.assert_close(process.losses(shard, replace(noised, video_mask=None)), losses)
+
+
+@pytest.mark.parametrize("eta", [-0.1, 1.1])
+def test_more_noise_than_a_step_holds_is_refused(eta: float) -> None:
+    with pytest.raises(ValueError, match=f"got ddim_eta {eta}; expected 0 .* to 1"):
+        IDDPM(sampler="ddim", ddim_eta=eta)
 
 
 @pytest.mark.parametrize("x_mask", [False, True])

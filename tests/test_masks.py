@@ -7,7 +7,7 @@ import torch
 
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import Attend, PatchGrid, build_model
-from opensora_sp.models.groups import VideoMask
+from opensora_sp.models.groups import VideoMask, Windows
 from opensora_sp.models.rows import SPATIAL, TEMPORAL
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.modes import SwitchRows
@@ -94,3 +94,61 @@ def test_masks_that_do_not_fit_are_refused(mask: torch.Tensor, message: str) -> 
     inputs = dict(x=torch.randn(2, 2, 3, 4, 5), timestep=torch.tensor([1.0, 9.0]), y=torch.randn(2, 1, 3, 4))
     with pytest.raises(ValueError, match="got a video_mask of shape .*" + message):
         model(**inputs, video_mask=mask)
+
+
+COND = dict(in_channels=2, hidden_size=12, depth=2, num_heads=2, caption_channels=4, model_max_length=3, use_cond=True)
+
+
+def conditioned() -> tuple[torch.nn.Module, dict]:
+    torch.manual_seed(0)
+    model = build_model("STDiT3", **COND)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, y = torch.randn(2, 2, 3, 4, 5), torch.randn(2, 1, 3, 4)
+    given = dict(cond=torch.randn_like(x), cond_mask=torch.ones_like(x), y_null=torch.randn_like(y))
+    return model, dict(x=x, timestep=torch.tensor([1.0, 9.0]), y=y, **given)
+
+
+def test_a_frame_may_be_named_twice() -> None:
+    """As the first and the last of a single one are: the frames after it attend to the text all the same."""
+    model, inputs = conditioned()
+    once = model(**inputs, mask_index=[1])
+    assert torch.equal(model(**inputs, mask_index=[1, 1]), once)
+    assert not torch.equal(model(**inputs, mask_index=[1, 2]), once)
+    image = inputs | {name: inputs[name][:, :, :1] for name in ("x", "cond", "cond_mask")}
+    assert torch.equal(model(**image, mask_index=[0, 0]), model(**image, mask_index=[0]))
+
+
+def test_the_text_of_given_frames_may_be_encoded_as_well() -> None:
+    model, inputs = conditioned()
+    wanted = model(**inputs, mask_index=[1])
+    encoded = {name: model.encode_text(inputs[name]) for name in ("y", "y_null")}
+    for names in (["y"], ["y_null"], ["y", "y_null"]):
+        found = model(**inputs | {name: encoded[name] for name in names}, mask_index=[1])
+        torch.testing.assert_close(found, wanted)
+    for y_null in (inputs["y_null"][:1], inputs["y_null"][..., :2], model.encode_text(inputs["y_null"][:1])):
+        for y in (inputs["y"], encoded["y"]):
+            with pytest.raises(ValueError, match="got .*; expected "):
+                model(**inputs | dict(y=y, y_null=y_null), mask_index=[1])
+
+
+def test_the_order_of_windows_is_brought_to_the_device_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at each of the 2 N - 1 switches, of which each waited for a copy of it."""
+    model = build_model("STDiT3", **COND, kernel_size=(2, 2, -1))
+    made = []
+    for name in ("order_on", "place_on"):
+        original = getattr(Windows, name)
+        monkeypatch.setattr(Windows, name, lambda *args, _f=original, _n=name: (made.append(_n), _f(*args))[1])
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(2, 2, 3, 4, 5), torch.tensor([1.0, 9.0]), torch.randn(2, 1, 3, 4))
+    assert sorted(made) == 2 * ["order_on"] + 2 * ["place_on"]
+
+
+def test_a_mask_needs_the_size_of_each_clip() -> None:
+    model, inputs = conditioned()
+    everything, side = torch.ones(2, 3, 4, 5, dtype=torch.bool), torch.tensor([8.0])
+    inputs = {name: inputs[name] for name in ("x", "timestep", "y")}
+    assert model(**inputs, height=side, width=side).isfinite().all()
+    with pytest.raises(ValueError, match="got height and width of 1 samples with the video_mask of 2"):
+        model(**inputs, height=side, width=side, video_mask=everything)

@@ -13,16 +13,19 @@ from ranks import run_ranks
 from runs import features_of
 
 from opensora_sp.cli import main
-from opensora_sp.config import TrainConfig, load_train_config
+from opensora_sp.cli.plan import INSTEAD_OF_TOKENS, NAMES
+from opensora_sp.config import TrainConfig, load_inference_config, load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.models.groups import windows_of
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import CommLedger, Options, SequenceMesh, cost, parallelize
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, cost, layout, parallelize
+from opensora_sp.parallel.modes import WholeSamples
 from opensora_sp.planner import plan
-from opensora_sp.planner.plan import spans_nodes
+from opensora_sp.planner.plan import _Run, buckets_of, spans_nodes
 from opensora_sp.planner.sharing import Shape, share
+from opensora_sp.planner.trace import trace_activations
 from opensora_sp.planner.traffic import tokens_changing_rank, traffic
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -363,3 +366,33 @@ def test_the_command_needs_no_colossalai(small: str) -> None:
     command = [sys.executable, "-c", code, "plan", small, "--gpus", "4"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent)
     assert (done.returncode, done.stderr) == (0, "") and "B=1 T=5 S=16, 80 tokens" in done.stdout
+
+
+def test_windows_are_traced_on_several_ranks() -> None:
+    """Plans of their exchanges are real, though the model is traced on fake tensors."""
+    layout._cached_plan.cache_clear()
+    config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
+    traced = [
+        trace_activations(
+            "STDiT3", config, (1, 2, 5, 10, 10), options=Options(), ranks=ranks, dtype=torch.float32,
+            checkpointing=False, training=True,
+        ).at(2)
+        for ranks in (1, 4)
+    ]  # fmt: skip
+    assert 0 < traced[1] < traced[0]
+
+
+def test_every_mode_has_a_name_in_the_table() -> None:
+    found, modes = set(), [WholeSamples]
+    for mode in modes:
+        found |= {mode.__name__} - {"OneLayout"}  # the base of others
+        modes += mode.__subclasses__()
+    assert found == set(NAMES) and found - {"SwitchRows", "BranchSwitch"} == set(INSTEAD_OF_TOKENS)
+
+
+@pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])
+def test_only_guidance_doubles_a_batch_of_samples(cfg_scale: float, times: int) -> None:
+    cfg = load_inference_config(CONFIGS / "demo/sample.py", [f"scheduler.cfg_scale={cfg_scale}"])
+    run = _Run(cfg, 1, None, "cpu")
+    (bucket,) = buckets_of(cfg)
+    assert run.latents(bucket)[0] == times * cfg.batch_size

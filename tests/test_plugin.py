@@ -176,6 +176,7 @@ def test_the_mesh_and_data_per_replica() -> None:
 
 
 def refusals() -> None:
+    from colossalai.nn.optimizer import Lamb
     from mmengine.config import Config
 
     from opensora_sp.plugin import SequenceParallelPlugin
@@ -195,6 +196,19 @@ def refusals() -> None:
         SequenceParallelPlugin(precision="fp32").prepare_dataloader(TensorDataset(torch.ones(3)), 4, drop_last=True)
     plugin = SequenceParallelPlugin.from_config(Config(dict(sp_size=1, zero_stage=1, grad_clip=0.5)))
     assert (plugin.stage, plugin.precision, plugin.zero_optim_kwargs["clip_grad_norm"]) == (1, "bf16", 0.5)
+    model, booster = make_model(), Booster(plugin=SequenceParallelPlugin(precision="fp32"))
+    final = model.final_layer.linear
+    model.requires_grad_(False)
+    final.requires_grad_()
+    groups = [dict(params=model.spatial_blocks.parameters()), dict(params=final.parameters())]
+    for refused, message in [
+        (Lamb(final.parameters()), "got optimizer Lamb, which ColossalAI replaces"),
+        (torch.optim.AdamW(groups), "whose first of 2 parameter groups holds no trainable parameter"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            booster.boost(model, refused)
+    _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(groups[::-1]))  # nothing was left on the model
+    assert len(optimizer.shards.masters) == 2
     plain = torch.nn.Linear(2, 2)  # without sharding points and without sequence parallelism: plain ZeRO
     Booster(plugin=SequenceParallelPlugin(precision="fp32")).boost(plain, torch.optim.AdamW(plain.parameters()))
 

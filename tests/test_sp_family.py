@@ -89,17 +89,18 @@ def run_step(
     """Output (whole), gradients averaged over the ranks, and what was sent; without a mesh, in one process."""
     model, inputs = case.build(), case.inputs()
     target = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    masks = inputs.get("x_mask"), inputs.get("video_mask")
     ranks, shards = 1, {}
     if mesh is not None:
         parallelize(model, mesh, **options)
         ranks, shards = mesh.sp_size, dict(output="shards")
     with CommLedger() as ledger:
         if case.output == "shards":
-            losses = velocity_loss(model(**inputs, **shards), target, inputs.get("x_mask"))
+            losses = velocity_loss(model(**inputs, **shards), target, *masks)
             rank_loss(losses, global_samples=len(target), world_size=ranks).backward()
         else:
             output = model(**inputs)
-            velocity_loss(output, target, inputs.get("x_mask")).mean().backward()
+            velocity_loss(output, target, *masks).mean().backward()
     if case.output == "shards":
         with torch.no_grad():
             output = model(**inputs)

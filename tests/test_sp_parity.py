@@ -279,6 +279,11 @@ def test_what_cannot_be_parallelized_is_refused(monkeypatch: pytest.MonkeyPatch)
             copied(model)
     with pytest.raises(ValueError, match=r"call unwrap\(model.module\)"):
         unwrap(torch.nn.DataParallel(model))
+    around = torch.nn.Sequential(torch.nn.Sequential(model))
+    with pytest.raises(ValueError, match=r"call unwrap\(model.0.0\)"):
+        unwrap(around)
+    assert model(**make_inputs(PLAIN[0]), output="shards").layout.total == 20
+    assert torch.is_tensor(model.forward(**make_inputs(PLAIN[0])))  # which passes by the hook that takes "output"
     with pytest.raises(
         ValueError, match=r"got a model of class Linear with sharding_points None.*register_plan\(Linear"
     ):

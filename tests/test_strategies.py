@@ -65,6 +65,19 @@ def test_strategies_equal_one_process(num_ranks: int) -> None:
     run_ranks(num_ranks, compare_strategies)
 
 
+def assert_same_order_of_gradients(case: Case, mesh: SequenceMesh) -> None:
+    """ZeRO and DDP put gradients together as they come, so they have to come alike on ranks that hold nothing."""
+    model, came = parallelize(make_model(case), mesh), []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    model(**make_inputs(case)).sum().backward()
+    orders = [None] * mesh.sp_size
+    dist.all_gather_object(orders, came)
+    assert all(order == came for order in orders)
+    assert sorted(came) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+
+
 def compare_few_rows() -> None:
     """Images and short clips on many ranks, by heads, with heads that do not divide or are fewer than the ranks."""
     mesh = SequenceMesh(sp_size=dist.get_world_size())
@@ -78,10 +91,10 @@ def compare_few_rows() -> None:
                 assert ledger.calls["heads", "forward"] == ledger.calls["heads", "backward"] == 2 * DEPTH
                 assert ledger.calls["heads", "recompute"] == (2 * DEPTH if more else 0)
                 assert not ledger.calls["switch", "forward"]
-                model = parallelize(make_model(case), mesh)
-                model(**make_inputs(case)).sum().backward()
-                assert all(p.grad is not None for p in model.parameters() if p.requires_grad)  # also without any unit
+                assert_same_order_of_gradients(case, mesh)  # also without any unit
+    assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh)
     cost.FLOPS_PER_ELEMENT = 10**9  # where sending is what costs, and most ranks have a row, whole rows switch
+    assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh)  # ranks without a spatial row
     ledger = assert_one_process_result(Case((1, mesh.sp_size - 1, 4, 6), heads=3), mesh)
     assert ledger.calls["switch", "forward"] == 2 * DEPTH - 1 and not ledger.calls["heads", "forward"]
 

@@ -18,6 +18,9 @@ HELP = "say how ranks would share the batches of a config, what they would send,
 INSTEAD_OF_TOKENS = {
     "WholeSamples": "no token",
     "SplitHeads": "heads of queries, keys, values and outputs of spatial attention; no whole token",
+    "SplitWindows": "heads of queries, keys, values and outputs of windows; no whole token",
+    "SplitBoth": "heads of queries, keys, values and outputs of every attention; no whole token",
+    "SplitClips": "heads of queries, keys, values and outputs of every attention; no whole token",
     "Ulysses": "heads of queries, keys, values and outputs of every attention; no whole token",
     "SplitGather": "all tokens to all ranks, for every attention",
 }
@@ -29,6 +32,9 @@ NAMES = {
     "SwitchRows": "switch",
     "BranchSwitch": "switch of branches",
     "SplitHeads": "split heads",
+    "SplitWindows": "split windows",
+    "SplitBoth": "split both",
+    "SplitClips": "split clips",
     "Ulysses": "ulysses",
     "SplitGather": "split_gather",
 }
@@ -93,7 +99,7 @@ def _lines(plan: Plan) -> list[str]:
 def _bucket(plan: Plan, bucket: BucketPlan) -> list[str]:
     shape, tokens = bucket.bucket, bucket.tokens
     height, width = shape.image_size
-    guided = ", doubled for guidance" if plan.purpose == "sampling" else ""
+    guided = ", doubled for guidance" if tokens["samples"] > shape.batch_size else ""
     lines = [
         f"batches of {shape.batch_size} x {shape.num_frames} frames x {height}x{width}{guided}: B={tokens['samples']} "
         f"T={tokens['frames']} S={tokens['patches']}, {tokens['total']:,} tokens"

@@ -81,10 +81,15 @@ class IDDPM:
     table_dtype: Literal["float64", "float32"] = "float64"
 
     def __post_init__(self) -> None:
-        if self.num_sampling_steps < 0 or self.diffusion_steps < 1 or self.ddim_eta < 0:
+        if self.num_sampling_steps < 0 or self.diffusion_steps < 1:
             raise ValueError(
-                f"got num_sampling_steps {self.num_sampling_steps}, diffusion_steps {self.diffusion_steps} and "
-                f"ddim_eta {self.ddim_eta}; expected none negative, and at least one diffusion step; change them"
+                f"got num_sampling_steps {self.num_sampling_steps} and diffusion_steps {self.diffusion_steps}; "
+                "expected none negative, and at least one diffusion step; change them"
+            )
+        if not 0 <= self.ddim_eta <= 1:
+            raise ValueError(
+                f"got ddim_eta {self.ddim_eta}; expected 0 (no noise) to 1 (as much as ancestral with sigma_small); "
+                "change it: more noise than a step holds has no root"
             )
         for name, known in (("sampler", ("ancestral", "ddim")), ("table_dtype", tuple(DTYPES))):
             if getattr(self, name) not in known:
@@ -162,7 +167,8 @@ class IDDPM:
             prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds; then the terms are parts
                 of the sample's, which sum to them over the ranks.
         """
-        here = Positions.of(prediction, noised.target, noised.x_start, noised.x_t, x_mask=noised.x_mask)
+        masks = dict(x_mask=noised.x_mask, video_mask=noised.video_mask)
+        here = Positions.of(prediction, noised.target, noised.x_start, noised.x_t, **masks)
         target, x_start, x_t = here.wholes
         first, rest = here.predicted[..., : target.shape[-1]], here.predicted[..., target.shape[-1] :]
         step = self.steps.at(noised.t[here.sample], x_t)

@@ -37,6 +37,7 @@ class Noised:
     x_start: Tensor  # [B, c, F, h, w]
     t: Tensor  # [B], timesteps of the process
     x_mask: Tensor | None  # bool [B, F], False for frames that are given
+    video_mask: Tensor | None = None  # bool [B, F, h, w], False outside of a clip that is smaller than the batch
 
     @classmethod
     def of(cls, process: DiffusionProcess, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None) -> Noised:

@@ -77,8 +77,9 @@ class RectifiedFlow:
 
     def add_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """``x_t`` for ``x_start`` and ``noise`` ``[B, c, F, h, w]`` at t ``[B]``."""
-        signal = per_sample(1 - t.to(x_start.dtype) / self.num_timesteps, x_start)
-        return signal * x_start + (1 - signal) * noise
+        wide = torch.promote_types(x_start.dtype, torch.float32)
+        signal = per_sample(1 - t.to(wide) / self.num_timesteps, x_start)
+        return (signal * x_start + (1 - signal) * noise).to(x_start.dtype)
 
     def noisy_input(self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
         """What the network sees: ``x_t``, and ``x_start`` itself in frames that are given (``x_mask`` False)."""
@@ -94,7 +95,7 @@ class RectifiedFlow:
 
     def losses(self, prediction: Tensor | Any, noised: Noised) -> Tensor:
         """Squared error of the velocity, ``[B]``; see ``velocity_loss``."""
-        return velocity_loss(prediction, noised.target, noised.x_mask)
+        return velocity_loss(prediction, noised.target, noised.x_mask, noised.video_mask)
 
     def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any) -> Prediction:
         """The guided velocity of a model; see ``guided``."""
@@ -129,7 +130,8 @@ class RectifiedFlow:
             draw_noise: ``draw_noise(step)`` shaped like z, needed with ``frame_levels``.
             on_step: called after each step.
         """
-        timesteps = self.sampling_timesteps(len(z), geometry, dtype=z.dtype, device=z.device)
+        wide = torch.promote_types(z.dtype, torch.float32)  # a timestep rounded to bf16 is another timestep
+        timesteps = self.sampling_timesteps(len(z), geometry, dtype=wide, device=z.device)
         started = None if frame_levels is None else frame_levels == 1
         for i, t in enumerate(timesteps):
             active = None

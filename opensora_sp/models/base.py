@@ -122,6 +122,11 @@ class ConditionedModel(Pretrained, nn.Module):
         if height is not None and width is not None:
             scale = ((height.double() * width).sqrt() / trained_at).float().to(x.device)  # [B]
         mask = None if video_mask is None else VideoMask(video_mask, self.config.patch_size)
+        if mask and len(scale) != len(x):
+            raise ValueError(
+                f"got height and width of {len(scale)} samples with the video_mask of {len(x)}; expected those of "
+                "each, which set the positions in its clip; pass one entry per sample"
+            )
         frames, lines, columns = x.shape[2:]
         return self.config.grid(len(x), (frames, lines, columns), mask=mask, scale=scale if mask else scale[0])
 
@@ -179,13 +184,7 @@ class ConditionedModel(Pretrained, nn.Module):
                 f"got x of shape {tuple(x.shape)}; expected [B, {config.in_channels}, frames, height, width]; "
                 "pass latents of the VAE that the model was configured for (in_channels)"
             )
-        if not isinstance(y, Text):
-            self._check_text(n, y, mask, drop_caption)
-        elif len(y.lengths) != n or mask is not None or drop_caption is not None:
-            raise ValueError(
-                f"got encoded text of {len(y.lengths)} captions for {n} samples, or a mask or drop_caption with it; "
-                "expected one caption per sample and neither; pass both to encode_text"
-            )
+        self._check_caption(n, y, mask, drop_caption)
         expected = {
             "timestep": (timestep, (n,)),
             "x_mask": (x_mask, (n, x.shape[2])),
@@ -212,6 +211,15 @@ class ConditionedModel(Pretrained, nn.Module):
                 f"got a video_mask of shape {tuple(mask.shape)}, {mask.dtype} on {mask.device}; expected "
                 f"{list(wanted)}, torch.bool on {x.device}: True where a position of a latent lies inside of its clip; "
                 "pass such a mask, or None if no clip is padded"
+            )
+
+    def _check_caption(self, n: int, y: Tensor | Text, mask: Tensor | None, drop_caption: Tensor | None) -> None:
+        if not isinstance(y, Text):
+            self._check_text(n, y, mask, drop_caption)
+        elif len(y.lengths) != n or mask is not None or drop_caption is not None:
+            raise ValueError(
+                f"got encoded text of {len(y.lengths)} captions for {n} samples, or a mask or drop_caption with it; "
+                "expected one caption per sample and neither; pass both to encode_text"
             )
 
     def _check_text(self, n: int, y: Tensor, mask: Tensor | None, drop_caption: Tensor | None) -> None:

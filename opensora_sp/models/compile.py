@@ -37,10 +37,10 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
     Raises:
         ValueError: if the model has no blocks that are known here.
     """
-    if not hasattr(model, "compile_backend"):
+    if "compile_backend" not in vars(model):  # hasattr is true of wrappers (peft's), where setting it does nothing
         raise ValueError(
             f"got a model of class {type(model).__name__}; expected an STDiT model; call torch.compile on the blocks "
-            "of other models"
+            "of other models, and pass the model that a wrapper holds"
         )
     limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
     setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), MAX_GRAPHS))
@@ -55,7 +55,8 @@ def compiled(part: Callable[..., Tensor], backend: str | Callable[..., Any]) -> 
 
 
 def _call(part: Callable[..., Tensor], backend: Any, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
-    torch._dynamo.maybe_mark_dynamic(condition.text, 0)
+    for tokens in (condition.text, *condition.keys.values()):
+        torch._dynamo.maybe_mark_dynamic(tokens, 0)
     if isinstance(part, MethodType):  # in two, for a graph made for a bound method is that block's alone
         return _compiled(backend)(part.__func__, part.__self__, x, condition, keep)
     return _compiled(backend)(part, x, condition, keep)

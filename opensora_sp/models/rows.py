@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -87,6 +87,16 @@ class PatchGrid:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+    def window_order(self, device: torch.device) -> Tensor:
+        """The patch at each place of the windows, int64 ``[S]``."""
+        assert self.windows is not None
+        return self.once(("window order", device), partial(self.windows.order_on, device))
+
+    def window_place(self, device: torch.device) -> Tensor:
+        """The place of each patch in the windows, int64 ``[S]``."""
+        assert self.windows is not None
+        return self.once(("window place", device), partial(self.windows.place_on, device))
 
     def rows(self, layout: str) -> Rows:
         """All rows of the batch in one layout."""
@@ -169,7 +179,7 @@ class Rows:
         if self.layout == SPATIAL:
             return torch.arange(self.length, device=device)[None]  # a row runs through all patches
         places = torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
-        return places if self.grid.windows is None else self.grid.windows.order_on(device)[places]
+        return places if self.grid.windows is None else self.grid.window_order(device)[places]
 
     def frames(self, device: torch.device) -> Tensor:
         """The frame, 0 to T - 1, that each row and token held is of, int64: ``[R, 1]`` or ``[1, T]``."""
@@ -189,10 +199,10 @@ class Rows:
         x = x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
         windows = self.grid.windows
         if windows is not None and self.layout == TEMPORAL:
-            x = x[:, windows.place_on(x.device)]  # patches line by line
+            x = x[:, self.grid.window_place(x.device)]  # patches line by line
         x = x.transpose(1, 2)
         if windows is not None and self.layout == SPATIAL:
-            x = x[:, windows.order_on(x.device)]
+            x = x[:, self.grid.window_order(x.device)]
         return x.flatten(0, 1).contiguous(), self.turned().take(start, stop)
 
     @property
@@ -269,7 +279,7 @@ class Rows:
         z = rearrange(z, "c (t pt) (h ph) (w pw) -> (h w) t (pt ph pw c)", **patches)
         if self.grid.windows is None:
             return z[lo - top * W : hi - top * W]
-        return z[self.grid.windows.order_on(z.device)[lo:hi] - top * W]
+        return z[self.grid.window_order(z.device)[lo:hi] - top * W]
 
 
 def unpatchify(x: Tensor, rows: Rows) -> Tensor:
@@ -280,7 +290,7 @@ def unpatchify(x: Tensor, rows: Rows) -> Tensor:
     grid = rows.grid
     (T, H, W), (pt, ph, pw), (frames, height, width) = grid.shape, grid.patch_size, grid.latent_size
     if rows.layout == TEMPORAL and grid.windows is not None:
-        x = x.unflatten(0, (-1, H * W))[:, grid.windows.place_on(x.device)].flatten(0, 1)  # patches line by line
+        x = x.unflatten(0, (-1, H * W))[:, grid.window_place(x.device)].flatten(0, 1)  # patches line by line
     held = "(b t) (h w)" if rows.layout == SPATIAL else "(b h w) t"
     x = rearrange(x, held + " (pt ph pw c) -> b c (t pt) (h ph) (w pw)", t=T, h=H, w=W, pt=pt, ph=ph, pw=pw)
     return x[:, :, :frames, :height, :width]

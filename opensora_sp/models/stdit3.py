@@ -152,7 +152,7 @@ class STDiT3(ConditionedModel):
         cond: Tensor | None = None,
         cond_mask: Tensor | None = None,
         mask_index: Sequence[int] | None = None,
-        y_null: Tensor | None = None,
+        y_null: Tensor | Text | None = None,
         *,
         video_mask: Tensor | None = None,
         drop_caption: Tensor | None = None,
@@ -175,7 +175,7 @@ class STDiT3(ConditionedModel):
                 given; embedded and added to x.
             mask_index: the frames that are given, of all samples alike; they attend to ``y_null`` instead of y. To be
                 passed, maybe empty, with ``cond``.
-            y_null: text features of these frames, shaped like y; ``mask`` holds for both.
+            y_null: text features of these frames, shaped like y, or encoded; ``mask`` holds for both, where not.
             video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one batch: False outside of
                 a clip. Each clip is treated as if it were alone, and the output outside is zero.
             drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
@@ -200,7 +200,7 @@ class STDiT3(ConditionedModel):
         given = self._given_frames(x_mask)  # [B, T]
 
         def condition_of(rows: Rows) -> Condition:
-            return Condition.of(rows, modulation, given, text, apart=mask_index or ())
+            return Condition.of(rows, modulation, given, text, apart=sorted(set(mask_index or ())))
 
         rows = self.shard(grid)  # spatial rows
         tokens = self.x_embedder(self._patches(x, rows)) + self._embed_conditions(cond, cond_mask, rows)  # [R, S, C]
@@ -228,7 +228,7 @@ class STDiT3(ConditionedModel):
         cond: Tensor | None,
         cond_mask: Tensor | None,
         mask_index: Sequence[int] | None,
-        y_null: Tensor | None,
+        y_null: Tensor | Text | None,
     ) -> None:
         config, given = self.config, [cond is not None, cond_mask is not None, mask_index is not None]
         if any(given) and not (all(given) and config.use_cond):
@@ -236,9 +236,8 @@ class STDiT3(ConditionedModel):
                 f"got cond, cond_mask, mask_index (passed: {given}) and use_cond {config.use_cond}; expected all, for "
                 "a model with use_cond=True, or none; pass all three, or leave them out"
             )
-        text = y_null if isinstance(y, Text) else y  # encoded text has no shape of its own
-        for name, tensor, like in (("cond", cond, x), ("cond_mask", cond_mask, x), ("y_null", y_null, text)):
-            if tensor is not None and like is not None and tensor.shape != like.shape:
+        for name, tensor, like in (("cond", cond, x), ("cond_mask", cond_mask, x), ("y_null", y_null, y)):
+            if isinstance(tensor, Tensor) and isinstance(like, Tensor) and tensor.shape != like.shape:
                 raise ValueError(
                     f"got {name} of shape {tuple(tensor.shape)}; expected {list(like.shape)}; give it the batch's size"
                 )
@@ -249,6 +248,8 @@ class STDiT3(ConditionedModel):
                 f"skip_y_embedder {config.skip_y_embedder}; expected frames of 0 to {frames - 1}, the text that they "
                 "see as y_null, and text to be embedded; correct these"
             )
+        if mask_index and y_null is not None and not (isinstance(y, Tensor) and isinstance(y_null, Tensor)):
+            self._check_caption(len(x), y_null, None, None)  # encoded text has no shape to compare with
 
     def _embed_text(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
         if self.config.skip_y_embedder:

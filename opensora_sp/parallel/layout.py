@@ -164,9 +164,9 @@ def _cached_plan(
     num_chunks: int,
     windows: Partition | None,
 ) -> ExchangePlan:
-    left_layout, entered_layout = (_Layout(dict(sizes), text, windows) for text in (left, entered))
     # a plan made while sampling serves training as well, one made while tracing with fake tensors is real
     with torch.inference_mode(False), unset_fake_temporarily():
+        left_layout, entered_layout = (_Layout(dict(sizes), text, windows) for text in (left, entered))
         left_runs, entered_runs = left_layout.runs(num_ranks), entered_layout.runs(num_ranks)
         chunks = [left_layout.chunk(run, c, num_chunks) for run in left_runs for c in range(num_chunks)]
         held = torch.arange(*chunks[rank * num_chunks + chunk])

@@ -6,6 +6,7 @@ Split sizes follow from shapes alone, so ranks with different ones would wait fo
 from __future__ import annotations
 
 import hashlib
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -72,4 +73,8 @@ def _describe_one(value: Any) -> str:
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_describe_one, value))}]"
+    if is_dataclass(value):  # encoded text: as much as shows whether it is the same
+        return f"{type(value).__name__} {' '.join(_describe_one(getattr(value, one.name)) for one in fields(value))}"
     return type(value).__name__

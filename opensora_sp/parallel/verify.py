@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 logger = logging.getLogger(__name__)
 ATTRIBUTE = "_sequence_parallel"  # of a parallelized model: what hangs on it
@@ -66,9 +66,10 @@ def verify_step(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, 
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
-    for gradient in gradients.values():
-        dist.all_reduce(gradient, group=mesh.sp_group)
-        gradient /= mesh.sp_size
+    for name, gradient in gradients.items():
+        whole = gradient.clone(memory_format=torch.contiguous_format)  # autograd expands or shares what it can
+        dist.all_reduce(whole, group=mesh.sp_group)
+        gradients[name] = whole / mesh.sp_size
     largest = max((g.abs().max().item() for g in wanted_gradients.values()), default=0.0)
     found = [_difference(output, wanted, 0.0)]
     found += [_difference(gradients[name], g, largest * NOISE_FLOOR) for name, g in wanted_gradients.items()]
@@ -102,7 +103,7 @@ def verify_first_step(model: nn.Module) -> None:
 def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
-        args, kwargs = tree_map_only(Tensor, torch.Tensor.clone, (args, kwargs))  # inference tensors take no gradient
+        args, kwargs = tree_map(_own, (args, kwargs))
         output = model(*args, **kwargs)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -111,6 +112,16 @@ def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
             found = torch.autograd.grad((output * weights).sum(), list(named.values()), allow_unused=True)
     gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), found)}
     return output.detach(), gradients
+
+
+def _own(value: Any) -> Any:
+    """A copy of a tensor, or of what a dataclass (encoded text) holds of them, without the graph behind it: two steps
+    would go back through that. Inference tensors, which autograd cannot keep, become normal ones."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: tree_map(_own, getattr(value, one.name)) for one in fields(value)})
+    return value
 
 
 def _difference(ours: Tensor, theirs: Tensor, floor: float) -> float:

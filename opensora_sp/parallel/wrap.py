@@ -135,7 +135,8 @@ class SequenceParallel:
         return self._modes[key]
 
     def _gather(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor | Shard:
-        if self._output == "shards":
+        output, self._output = self._output, "full"  # model.forward(..) passes by the hook that sets it
+        if output == "shards":
             return Shard(x, rows)
         if self.mesh.sp_size > 1 and not self.suspended:
             assert self.mesh.sp_group is not None
@@ -229,13 +230,15 @@ def unwrap(model: Model) -> Model:
     """Undo ``parallelize``: the same object, bare again. A bare model is returned as it is.
 
     Raises:
-        ValueError: if ``model`` is a wrapper (of DDP or a Booster) around a parallelized model.
+        ValueError: if ``model`` is a wrapper (of DDP, a Booster or peft) around a parallelized model.
     """
-    if hasattr(getattr(model, "module", None), ATTRIBUTE):
+    within = next((name for name, module in model.named_modules() if ATTRIBUTE in vars(module)), None)
+    if within:
         raise ValueError(
-            f"got a {type(model).__name__} around a parallelized model; expected that model; call unwrap(model.module)"
+            f"got a {type(model).__name__} around a parallelized model; expected that model; call "
+            f"unwrap(model.{within})"
         )
-    if hasattr(model, ATTRIBUTE):
+    if within is not None:
         getattr(model, ATTRIBUTE).remove()
         delattr(model, ATTRIBUTE)
     return model

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from opensora_sp.config import InferenceConfig, TrainConfig, split_type
+from opensora_sp.config import InferenceConfig, TrainConfig, build_component, split_type
+from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
@@ -151,6 +152,7 @@ class _Run:
         self.config = resolve_config(self.name, **options)
         self.dtype = DTYPES[cfg.precision]
         self.training = isinstance(cfg, TrainConfig)
+        self.guides = not self.training and build_component(cfg.scheduler, SCHEDULERS).cfg_scale != 1
         self.checkpointing, self.micro_batches = False, 1
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
@@ -187,7 +189,7 @@ class _Run:
     def latents(self, bucket: Bucket) -> tuple[int, ...]:
         """What the model is called with, ``[B, c, frames, height, width]``; guidance doubles a batch of samples."""
         size = planned_latent_size(self.cfg.vae, bucket.num_frames, *bucket.image_size)
-        return bucket.batch_size * (1 if self.training else 2), self.config.in_channels, *size
+        return bucket.batch_size * (2 if self.guides else 1), self.config.in_channels, *size
 
     def shape(self, bucket: Bucket) -> Shape:
         num_samples, _, frames, height, width = self.latents(bucket)

@@ -120,18 +120,12 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         lr_scheduler: Any = None,
     ) -> Boosted:
         """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
+        own = None if isinstance(optimizer, OptimizerWrapper) else optimizer
+        if own is not None:
+            self._leave_trainable(model, own)  # first: what it refuses leaves the model as it was
         if not isinstance(model, ModelWrapper) and (self.mesh.sp_size > 1 or hasattr(model, "sharding_points")):
             parallelize(_without_peft(model), self.mesh, **self.sequence_parallel)
-        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            if isinstance(cast_to_distributed(optimizer), DistributedOptim):
-                raise ValueError(
-                    f"got optimizer {type(optimizer).__name__}, which ColossalAI replaces by a distributed one; "
-                    "expected an elementwise optimizer such as torch.optim.AdamW; choose another optimizer"
-                )
-            if self.lora_enabled:  # as super().configure does, which must not see a model that is wrapped already
-                self.add_lora_params_to_optimizer(model, optimizer)
-            for group in optimizer.param_groups:  # ColossalAI takes its dtype from the first parameter, frozen or not
-                group["params"] = [p for p in group["params"] if p.requires_grad]
+        if own is not None:
             # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made here.
             exact = self._exact_weights(model)
             model = LowLevelZeroModel(
@@ -142,7 +136,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
                 use_fp8=self.use_fp8,
             )
             optimizer = SequenceZeroOptimizer(
-                optimizer, **self.zero_optim_kwargs, verbose=self.verbose, backward_context=model._hook_context
+                own, **self.zero_optim_kwargs, verbose=self.verbose, backward_context=model._hook_context
             )
             model.update_master_params = MethodType(optimizer.update_master_params, model)  # type: ignore[assignment]
             self._restore_exact(optimizer, exact)
@@ -150,6 +144,24 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             return model, optimizer, criterion, dataloader, lr_scheduler  # type: ignore[return-value]
         boosted: Boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         return boosted
+
+    def _leave_trainable(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Check an optimizer, and leave it the parameters that are trained."""
+        if isinstance(cast_to_distributed(optimizer), DistributedOptim):
+            raise ValueError(
+                f"got optimizer {type(optimizer).__name__}, which ColossalAI replaces by a distributed one; "
+                "expected an elementwise optimizer such as torch.optim.AdamW; choose another optimizer"
+            )
+        if self.lora_enabled:  # as super().configure does, which must not see a model that is wrapped already
+            self.add_lora_params_to_optimizer(model, optimizer)
+        groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+        if not groups[0]:  # ColossalAI takes its dtype from the first parameter, frozen or not
+            raise ValueError(
+                f"got an optimizer whose first of {len(groups)} parameter groups holds no trainable parameter; "
+                "expected one there; leave groups of frozen parameters out, or put them last"
+            )
+        for group, trainable in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = trainable
 
     def get_checkpoint_io(self) -> NamedCheckpointIO:
         return NamedCheckpointIO(allow_pickle=self.allow_pickle)
