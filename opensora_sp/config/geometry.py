@@ -20,24 +20,30 @@ def latent_size(vae: dict[str, Any], num_frames: int, height: int, width: int) -
     return planned_latent_size(vae, num_frames, height, width)
 
 
-def check_latents(vae: dict[str, Any], model: dict[str, Any], num_frames: int, height: int, width: int) -> None:
-    """Raise ValueError if clips of a size are too small for the autoencoder, or of another size than the model's."""
+def check_latents(vae: dict[str, Any], num_frames: int, height: int, width: int) -> None:
+    """Raise ValueError if clips of a size are too small for the autoencoder."""
     latents = latent_size(vae, num_frames, height, width)
-    if latents is None:
-        return
-    clips = f"{num_frames} frames of {height}x{width} pixels (num_frames, image_size)"
-    if min(latents) < 1:
+    if latents is not None and min(latents) < 1:
         raise ValueError(
-            f"got {clips}, of which the vae {vae['type']!r} makes latents of {latents}; expected at least one in each "
-            "direction; enlarge the frames"
+            f"got {_told(num_frames, height, width)}, of which the vae {vae['type']!r} makes latents of {latents}; "
+            "expected at least one in each direction; enlarge the frames"
         )
+
+
+def check_input_size(vae: dict[str, Any], model: dict[str, Any], num_frames: int, height: int, width: int) -> None:
+    """Raise ValueError if the model has positions for latents of another size than those of the clips."""
     name, options = split_type("model", model)
-    wanted = getattr(resolve_config(name, **options), "input_size", latents)
-    if tuple(wanted) != tuple(latents):
+    wanted = getattr(resolve_config(name, **options), "input_size", None)
+    latents = latent_size(vae, num_frames, height, width)
+    if wanted is not None and latents is not None and tuple(wanted) != tuple(latents):
         raise ValueError(
-            f"got {clips}, latents of {latents}, and model.input_size {tuple(wanted)}; expected the same; leave "
-            "input_size out, which is then that of the clips, or change the clips"
+            f"got {_told(num_frames, height, width)}, latents of {latents}, and model.input_size {tuple(wanted)}; "
+            "expected the same; leave input_size out, which is then that of the clips, or change the clips"
         )
+
+
+def _told(num_frames: int, height: int, width: int) -> str:
+    return f"{num_frames} frames of {height}x{width} pixels (num_frames, image_size)"
 
 
 def check_text_length(text_encoder: dict[str, Any], model: dict[str, Any]) -> None:

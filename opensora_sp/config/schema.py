@@ -17,7 +17,7 @@ from opensora_sp.weights import check_conversions
 
 from .components import SCHEDULERS, build_component, check_component, check_keys, check_values, split_type
 from .findings import together
-from .geometry import check_latents, check_text_length, latent_size
+from .geometry import check_input_size, check_latents, check_text_length, latent_size
 from .sections import (
     Dataset,
     Frames,
@@ -101,7 +101,7 @@ class Common(Strict):
         yield self._scheduler_fits_model
         yield lambda: check_text_length(self.text_encoder, self.model)
         for clip in self._clips():
-            yield partial(check_latents, self.vae, self.model, *clip)
+            yield partial(check_latents, self.vae, *clip)
 
     def _clips(self) -> list[tuple[int, int, int]]:
         """Frames, height and width in pixels of the clips that the config names."""
@@ -240,6 +240,8 @@ class TrainConfig(Common):
 
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
+        if self.bucket_config is None:
+            yield partial(check_input_size, self.vae, self.model, self.num_frames, *self.size)
         yield self._one_length
         yield self._buckets_fit
         yield self._training_precision
