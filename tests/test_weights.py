@@ -305,6 +305,9 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
 def test_places_without_weights_say_what_to_do(state: State, tmp_path: Path) -> None:
     refused("hf download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3")
     refused("which holds no weights", find_weights, tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    refused("which holds LoRA adapters", find_weights, tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     refused("run git lfs pull", open_weights, tmp_path)
     save_file(state, tmp_path / "model.safetensors")

@@ -47,12 +47,18 @@ def _told(num_frames: int, height: int, width: int) -> str:
 
 
 def check_text_length(text_encoder: dict[str, Any], model: dict[str, Any]) -> None:
-    """Raise ValueError if captions can be longer than the model takes."""
+    """Raise ValueError if captions can be longer than the model takes, or are not what it takes."""
     name, options = split_type("text_encoder", text_encoder)
     parameters = inspect.signature(component_class("text_encoder", name, TEXT_ENCODERS)).parameters
     length = options.get("max_length", getattr(parameters.get("max_length"), "default", None))
     model_name, model_options = split_type("model", model)
-    taken = resolve_config(model_name, **model_options).model_max_length
+    config = resolve_config(model_name, **model_options)
+    if getattr(config, "skip_y_embedder", False):
+        raise ValueError(
+            "got model.skip_y_embedder=True, for text that others have projected; expected False, since runs take text "
+            "from text_encoder; leave it out"
+        )
+    taken = config.model_max_length
     if isinstance(length, int) and length > taken:
         raise ValueError(
             f"got text_encoder.max_length {length} over model.model_max_length {taken}; expected at most that; lower "

@@ -64,6 +64,11 @@ def find_weights(path: str | Path, *, ema: bool = False) -> Path:
         if _HUB_NAME.fullmatch(str(path)):
             hint += f", or download it: hf download {path} --local-dir DIR"
         raise ValueError(f"got checkpoint {str(path)!r}, which is not on disk; expected a file or a folder; {hint}")
+    if (place / "adapter_config.json").is_file():
+        raise ValueError(
+            f"got checkpoint {str(path)!r}, which holds LoRA adapters; expected the weights of a whole model; merge the "
+            "adapters into it (peft: merge_and_unload) and save that with save_pretrained"
+        )
     if _first(place, _USUAL_SAFE + _USUAL_PICKLES) is not None:
         return place
     checkpoint = newest_checkpoint(place)
