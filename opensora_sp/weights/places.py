@@ -66,8 +66,8 @@ def find_weights(path: str | Path, *, ema: bool = False) -> Path:
         raise ValueError(f"got checkpoint {str(path)!r}, which is not on disk; expected a file or a folder; {hint}")
     if (place / "adapter_config.json").is_file():
         raise ValueError(
-            f"got checkpoint {str(path)!r}, which holds LoRA adapters; expected the weights of a whole model; merge the "
-            "adapters into it (peft: merge_and_unload) and save that with save_pretrained"
+            f"got checkpoint {str(path)!r}, which holds LoRA adapters; expected the weights of a whole model; merge "
+            "the adapters into it (peft: merge_and_unload) and save that with save_pretrained"
         )
     if _first(place, _USUAL_SAFE + _USUAL_PICKLES) is not None:
         return place
