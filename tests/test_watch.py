@@ -18,6 +18,8 @@ from worlds import in_worlds
 
 from opensora_sp.watch import Watch, watch
 
+pytestmark = pytest.mark.core  # the watch reads what torch does not promise to keep
+
 
 def told() -> list[str]:
     """What the package will have logged."""
