@@ -108,7 +108,9 @@ class Meter:
             "data_wait" and "communication", mean shares of a step; "peak_memory_gb" of the rank that took most, in
             1e9 bytes; "eta" in seconds, by the median step so far.
         """
-        numbers = self._work.new_tensor([waited, self.timer.take(), peak_memory(self.device)])
+        # Shares of this rank's own time: ranks may come from writing a checkpoint one after the other.
+        shares = [waited / seconds, self.timer.take() / seconds]
+        numbers = self._work.new_tensor([*shares, peak_memory(self.device)])
         own = torch.cat([torch.stack([loss.double(), self._work]), numbers])
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, own)
@@ -118,8 +120,8 @@ class Meter:
         told = {
             "loss": sum(total),
             "step_time": seconds / steps,
-            "data_wait": statistics.fmean(data) / seconds,
-            "communication": statistics.fmean(exchanges) / seconds,
+            "data_wait": statistics.fmean(data),
+            "communication": statistics.fmean(exchanges),
             "peak_memory_gb": max(memory) / 1e9,
             "eta": left * self._step_times[len(self._step_times) // 2],
         }
