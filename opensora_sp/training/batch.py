@@ -32,6 +32,7 @@ class Batch:
 
     noised: Noised
     inputs: dict[str, Any]
+    ids: Tensor  # int64 [B], of the clips
 
     @property
     def x_t(self) -> Tensor:
@@ -42,6 +43,11 @@ class Batch:
     def target(self) -> Tensor:
         """What it learns to predict, ``[B, c, f, h, w]``."""
         return self.noised.target
+
+    @property
+    def of_group(self) -> dict[str, Any]:
+        """What every rank of a group holds alike: of latents and captions each has the part that it needs."""
+        return {"ids": self.ids} | {name: one for name, one in self.inputs.items() if name not in ("y", "mask")}
 
 
 class BatchMaker:
@@ -74,7 +80,7 @@ class BatchMaker:
         )
         names = model_class(cfg.model["type"]).sample_inputs
         inputs |= sample_numbers(names, height=height, width=width, fps=features.fps, num_frames=num_frames)
-        return Batch(Noised.of(self.flow, latents, noise, t, x_mask), inputs)
+        return Batch(Noised.of(self.flow, latents, noise, t, x_mask), inputs, torch.tensor(ids, device=self.device))
 
     def stand_in(self, shape: ClipShape) -> Batch:
         """What a rank computes on, for nothing, while others have a micro-batch and it has none: one empty clip."""

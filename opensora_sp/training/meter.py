@@ -107,8 +107,9 @@ class Meter:
             waited longest (the others wait for it) and "communication", the mean; "peak_memory_gb" of the rank that
             took most, in 1e9 bytes; "eta" in seconds, by the median step so far.
         """
-        numbers = self._work.new_tensor([waited, self.timer.take(), peak_memory(self.device)])
-        own = torch.cat([self._work[None], numbers])
+        # Shares of this rank's own time: ranks may come from writing a checkpoint one after the other.
+        shares = [waited / seconds, self.timer.take() / seconds]
+        own = torch.cat([self._work[None], self._work.new_tensor([*shares, peak_memory(self.device)])])
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, own)
         work, data, exchanges, memory = torch.stack(ranks, dim=1).tolist()
@@ -116,8 +117,8 @@ class Meter:
         insort(self._step_times, seconds / steps)
         told = {
             "step_time": seconds / steps,
-            "data_wait": max(data) / seconds,
-            "communication": statistics.fmean(exchanges) / seconds,
+            "data_wait": max(data),
+            "communication": statistics.fmean(exchanges),
             "peak_memory_gb": max(memory) / 1e9,
             "eta": left * self._step_times[len(self._step_times) // 2],
         }

@@ -20,6 +20,8 @@ import numpy as np
 
 from .metrics import read_lines, running_mean, told_time
 
+NARROW = 20  # times the lowest number
+SHARES = {"data_wait": "waiting for data", "communication": "waiting for other ranks", "mfu": "MFU"}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 img { width: 100%; } table { border-collapse: collapse; } pre { overflow-x: auto; }
@@ -128,7 +130,6 @@ def draw(runs: Sequence[RunRecord]) -> bytes:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogFormatter
 
     figure, ((loss, speed), (memory, shares)) = plt.subplots(2, 2, figsize=(11, 6.4), dpi=100, layout="constrained")
     for run, colour in zip(runs, plt.rcParams["axes.prop_cycle"].by_key()["color"] * len(runs)):
@@ -143,9 +144,9 @@ def draw(runs: Sequence[RunRecord]) -> bytes:
             for step in run.resumed_at:
                 axes.axvline(step, color=colour, linewidth=0.8, alpha=0.4, linestyle="dashdot")
     loss.set(ylabel="loss", yscale="log")
-    loss.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # 1.2, not 1.2 x 10^0
-    speed.set(ylabel="tokens / s", ylim=(0, None))
-    memory.set(ylabel="peak memory, GB", ylim=(0, None))
+    _readable_ticks(loss)
+    for axes, name in ((speed, "tokens / s"), (memory, "peak memory, GB")):
+        axes.set(ylabel=name, ylim=(0, 1.1 * axes.dataLim.ymax))
     shares.set(ylabel="% of time (MFU: of peak)", ylim=(0, 100))
     loss.legend(fontsize=8)
     shares.legend(*_once(shares), fontsize=8)
@@ -158,9 +159,6 @@ def draw(runs: Sequence[RunRecord]) -> bytes:
     return buffer.getvalue()
 
 
-SHARES = {"data_wait": "waiting for data", "communication": "waiting for other ranks", "mfu": "MFU"}
-
-
 def _draw_loss(axes: Any, run: RunRecord, colour: str) -> None:
     """Faint as logged, strong its running mean, dots for validation."""
     steps, losses = run.column("loss")
@@ -170,6 +168,17 @@ def _draw_loss(axes: Any, run: RunRecord, colour: str) -> None:
     if run.validations:
         points = [(line["step"], line["loss"]) for line in run.validations]
         axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=4, label=f"{run.name}, validation")
+
+
+def _readable_ticks(axes: Any) -> None:
+    """Where a logarithmic axis spans few numbers: 0.4 and 0.6 instead of powers of ten."""
+    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+
+    low, high = axes.get_ylim()
+    if high < NARROW * low:
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _once(axes: Any) -> tuple[Iterable[Any], Iterable[str]]:

@@ -225,7 +225,7 @@ class Run:
         for micro_batch in share(micro_batches, self.mesh.dp_rank, self.mesh.dp_size):
             batch = self._batch(micro_batch, loader, spare=cheapest)
             if micro_batch is not None:
-                self.sync_check.see(step, batch.inputs)  # each rank has its own part of the latents
+                self.sync_check.see(step, batch.of_group)
                 self.meter.count(batch)
             shard = self.model(batch.x_t, **batch.inputs, output="shards")
             with record_function("loss"):
