@@ -57,7 +57,7 @@ def test_training_configs_load_as_they_are(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_still_told(tmp_path: Path) -> None:
     write(tmp_path, v12=V1_2)
-    with pytest.raises(ValueError, match=r"got no 'dataset.manifest'"):
+    with pytest.raises(ValueError, match=r"with manifest None and path None; expected a manifest"):
         load_train_config(tmp_path / "v12.py")
 
 

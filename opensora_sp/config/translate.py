@@ -42,6 +42,8 @@ def _apply(rule: Rule, draft: Draft) -> None:
         draft.pop(old)
         return
     _check_refused(rule, value, origin)
+    if rule.new == rule.old and isinstance(rule.value, Mapping) and not _known(rule.value, value):
+        return  # a value of ours
     if rule.new is None:
         draft.pop(old)
         draft.notes.append(f"{origin}: {rule.old} {NO_EFFECT}: {rule.note}")
@@ -85,13 +87,16 @@ def _changed(rule: Rule, value: Any, draft: Draft, origin: str) -> Any:
             ) from None
     if rule.value is None:
         return value
-    known = isinstance(value, (str, bool, int)) and value in rule.value
-    if not known and rule.new != rule.old:
+    if not _known(rule.value, value):
         raise ValueError(
             f"got {rule.old} = {value!r}; expected one of {list(rule.value)}; choose one, or set {rule.new} instead "
             f"[{origin}]"
         )
-    return rule.value[value] if known else value
+    return rule.value[value]
+
+
+def _known(table: Mapping[Any, Any], value: Any) -> bool:
+    return isinstance(value, (str, bool, int)) and value in table
 
 
 def _may_move(rule: Rule, new: Key, origin: str, draft: Draft) -> bool:

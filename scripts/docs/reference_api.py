@@ -20,6 +20,8 @@ PACKAGES = (
     "training",
     "sampling",
     "storage",
+    "launching",
+    "watch",
 )
 INTRODUCTION = """\
 # Python API

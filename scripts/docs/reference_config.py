@@ -13,7 +13,6 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from config_meanings import MEANINGS
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -85,14 +84,8 @@ def fields_table(schema: type[BaseModel], keys: list[str]) -> str:
 
 
 def meaning(schema: type[BaseModel], key: str) -> str:
-    """What a key is for: the field's own description, else the text written for this page."""
-    described = schema.model_fields[key].description
-    if described:
-        return described
-    for cls in schema.__mro__:
-        if key in MEANINGS.get(cls.__name__, {}):
-            return MEANINGS[cls.__name__][key]
-    return ""
+    """What a key is for, as its field says."""
+    return schema.model_fields[key].description or ""
 
 
 def _field_type(field: FieldInfo) -> str:
