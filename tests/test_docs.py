@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 
 from opensora_sp import sampling
 from opensora_sp.cli import COMMANDS
-from opensora_sp.cli.plan import load_either
-from opensora_sp.config import load_inference_config, load_train_config
+from opensora_sp.config import load_either, load_inference_config, load_train_config
 from opensora_sp.models import build_model
 from opensora_sp.sampling.run import preflight
 from opensora_sp.training.preflight import preflight as preflight_training
