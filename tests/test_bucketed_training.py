@@ -113,11 +113,19 @@ def test_replicas_and_sequence_parallelism_do_not_change_the_losses(folder: Path
         assert losses(folder / name) == pytest.approx(alone, rel=2e-5), name
 
 
+def digests(run_dir: Path) -> dict[str, str]:
+    """SHA-256 of weights, average and optimizer state after the last step."""
+    files = json.loads((run_dir / f"step_{STEPS:08d}" / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+
+
 def test_resume_in_the_middle_of_an_epoch_is_exact(folder: Path) -> None:
+    """From between two steps of micro-batches of other buckets, to the last bit."""
     log = (folder / "1x1" / "train.log").read_text()
     found = re.search(r"epoch 0: \d+ of 24 clips in (\d+) steps of up to 3 micro-batches", log)
     assert found and 2 < int(found[1]) < STEPS  # step 2 is inside the epoch, and the run goes on into the next
     assert losses(folder / "cut") == losses(folder / "2x1")[2:]
+    assert digests(folder / "cut") == digests(folder / "2x1") and len(digests(folder / "cut")) == 3
 
 
 def test_a_run_tells_its_buckets_its_waiting_and_its_broken_clips(folder: Path) -> None:
