@@ -60,13 +60,14 @@ def stands_at(thread: int) -> str:
 
 
 def _describe(call: FrameType) -> Waiting:
-    values = call.f_locals
+    values, code = call.f_locals, call.f_code
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     group: Any = values.get("group") or dist.group.WORLD
     other: Any = values.get("dst" if call.f_code.co_name == "send" else "src")
     is_for_one = call.f_code.co_name in ("send", "recv") and other is not None
     return Waiting(
         operation=call.f_code.co_name,
-        tensors=", ".join(f"{name} {told}" for name, value in values.items() if (told := _shapes(value))),
+        tensors=", ".join(f"{name} {told}" for name in arguments if (told := _shapes(values.get(name)))),
         group=c10d._world.pg_names[group],
         number=_number(group),
         ranks=(dist.get_rank(), other) if is_for_one else tuple(dist.get_process_group_ranks(group)),
