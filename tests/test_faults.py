@@ -48,7 +48,8 @@ class Job:
         self.pids.mkdir(parents=True)
         self.mark = f"JOB={self.pids}"
         one_node = ["--nproc_per_node", "2", "--master_port", str(port or free_port())]
-        nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", str(port)]
+        here = "0.0.0.0"  # leads to this machine, as 127.0.0.1 does, which is refused where there are several nodes
+        nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", here, "--master_port", str(port)]
         start = {
             "torchrun": [BIN / "torchrun", *one_node, "--max-restarts", str(restarts)],
             "colossalai": [BIN / "colossalai", "run", *one_node],
@@ -61,6 +62,7 @@ class Job:
             "PATH": f"{BIN}:{environment['PATH']}",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+            "GLOO_SOCKET_IFNAME": "lo",  # nodes are processes of this machine
         }
         environment |= {"JOB": str(self.pids), "PIDS": str(self.pids), "PAUSE": str(pause)}
         self.plan = folder / "faults.json"
