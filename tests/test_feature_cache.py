@@ -70,10 +70,10 @@ def made(config: Path, cache: Path, options: list[str], shards: int | None) -> i
 
 def trained(config: Path, layout: tuple[int, int], options: list[str], resume: str | None = None) -> None:
     """A run; one from a cache must build no encoder."""
-    from opensora_sp.training import clips, run, train
+    from opensora_sp.training import clips, metrics, run, train
 
     cfg = load_train_config(config, [f"sp_size={layout[1]}", *options])
-    run.draw_loss = lambda run_dir: None
+    run.draw_loss = metrics.draw_loss = lambda run_dir: None
     make = clips.make_encoders
     if cfg.dataset.type == "CachedFeatures":
         clips.make_encoders = None

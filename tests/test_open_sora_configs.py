@@ -149,11 +149,11 @@ def test_the_docs_have_the_table() -> None:
 def train_them(folder: Path) -> dict[str, Any]:
     """Two steps with each config, sharing every clip; of the first also from its dump, and what stayed as it was."""
     from opensora_sp.plugin import current_device, launch
-    from opensora_sp.training import run
+    from opensora_sp.training import metrics, run
     from opensora_sp.training.metrics import log_to
 
     launch(0)
-    run.draw_loss = lambda run_dir: None
+    run.draw_loss = metrics.draw_loss = lambda run_dir: None
     found: dict[str, Any] = {}
     for name in ("v10", "v11", "v12", "v10_again"):
         path = folder / ("v10_dump.py" if name == "v10_again" else f"{name}.py")

@@ -46,9 +46,9 @@ TINY = ["warmup_steps=3", "batch_size=2", "num_frames=3", "image_size=(16, 16)",
 def train_once(
     config: Path, outputs: Path, layout: tuple[int, int], steps: int, *options: str, resume: bool = False
 ) -> None:
-    from opensora_sp.training import run, train
+    from opensora_sp.training import metrics, run, train
 
-    run.draw_loss = lambda run_dir: None
+    run.draw_loss = metrics.draw_loss = lambda run_dir: None
     own = [f"outputs={outputs}", f"max_steps={steps}", "ckpt_every=1", f"sp_size={layout[1]}", *TINY]
     train(load_train_config(config, [*own, *options]), resume="auto" if resume else None)
 
