@@ -11,19 +11,18 @@ import json
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
 
 from opensora_sp.storage import Disk, Part, SaveJob, Saver, Spec, TensorFile, on_rank_0
 from opensora_sp.storage.folder import inside, sha256, to_json
-from opensora_sp.weights import check_names
+from opensora_sp.weights import check_names, open_weights
+from opensora_sp.weights.read import Stored
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
 from .optimizer import NamedShards, SequenceZeroOptimizer
@@ -37,8 +36,8 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
     """Checkpoint I/O of ``SequenceParallelPlugin``. Saving and loading is collective.
 
     Args:
-        allow_pickle: ``load_model`` may read pickled weights of other programs. ``torch.load`` of torch before 2.6 can
-            run code from the file even with ``weights_only=True`` (CVE-2025-32434): only for files you trust.
+        allow_pickle: ``load_model`` may read pickled weights of other programs, only from a source that you trust; see
+            ``open_weights``.
     """
 
     def __init__(self, *, allow_pickle: bool = False) -> None:
@@ -179,48 +178,20 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         if isinstance(model, LowLevelZeroModel):
             model._force_wait_all_gather()
         own, shards = model.unwrap().state_dict(), getattr(model, "shards", None)
-        with self._readers(files) as readers:
-            shapes = {name: shape for reader in readers for name, shape in reader.shapes().items()}
-            wanted = own if strict else {name: tensor for name, tensor in own.items() if name in shapes}
-            check_names(source, shapes, wanted, exact=strict)
-            for reader in readers:
-                for name in (name for name in reader.shapes() if name in own):
-                    if shards is not None and name in shards.masters:
-                        shards.set_weight(name, reader.read(name))
-                    else:
-                        own[name].copy_(reader.read(name))
-
-    @contextmanager
-    def _readers(self, files: list[Path]) -> Iterator[list[Any]]:
-        with ExitStack() as opened:
-            readers: list[Any] = []
-            for path in files:
-                if _is_safetensors(path):
-                    readers.append(_Safetensors(opened.enter_context(safe_open(path, framework="pt"))))
-                elif self.allow_pickle:
-                    readers.append(_Pickled(torch.load(path, map_location="cpu", weights_only=True)))
-                else:
-                    raise ValueError(
-                        f"got weights {path}, which is no safetensors file; expected safetensors, since a pickle can "
-                        "run code; convert it, or, if you trust it, pass SequenceParallelPlugin(allow_pickle=True)"
-                    )
-            yield readers
+        tensors = _opened(files, allow_pickle=self.allow_pickle)
+        shapes = {name: stored.shape for name, stored in tensors.items()}
+        wanted = own if strict else {name: tensor for name, tensor in own.items() if name in shapes}
+        check_names(source, shapes, wanted, exact=strict)
+        for name, stored in tensors.items():
+            if shards is not None and name in shards.masters:
+                shards.set_weight(name, stored.read())
+            elif name in own:
+                own[name].copy_(stored.read())
 
 
-class _Safetensors:
-    def __init__(self, file: Any) -> None:
-        self.file, self.read = file, file.get_tensor
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}
-
-
-class _Pickled:
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors, self.read = tensors, tensors.__getitem__
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+def _opened(files: list[Path], *, allow_pickle: bool = False) -> dict[str, Stored]:
+    """The tensors of all files by name, none of them read yet."""
+    return {n: t for path in files for n, t in open_weights(path, allow_pickle=allow_pickle).tensors.items()}
 
 
 class _Index:
@@ -339,15 +310,14 @@ def _load_optimizer(shards: NamedShards, source: Path, files: list[Path], about:
     """Check names, shapes and groups; then replace the state of every parameter and what the groups say."""
     groups = about.get(GROUPS, [])
     shards.check_groups(groups, source)
-    with ExitStack() as opened:
-        readers = [_Safetensors(opened.enter_context(safe_open(path, framework="pt"))) for path in files]
-        for reader in readers:
-            shards.check_states(reader.shapes(), source)
-        found: dict[str, dict[str, Tensor]] = {name: {} for name in shards.working}
-        places = {key: reader for reader in readers for key in reader.shapes()}
-        for name in found:
-            keys = [key for key in places if key.partition("/")[2] == name]
-            shards.set_state(name, {key.partition("/")[0]: places[key].read(key) for key in keys})
+    tensors = _opened(files)
+    shards.check_states({name: stored.shape for name, stored in tensors.items()}, source)
+    found: dict[str, dict[str, Stored]] = {name: {} for name in shards.working}
+    for key, stored in tensors.items():
+        kind, _, name = key.partition("/")
+        found[name][kind] = stored
+    for name, state in found.items():
+        shards.set_state(name, {kind: stored.read() for kind, stored in state.items()})
     for group, saved in zip(shards.optimizer.param_groups, groups, strict=True):
         for key in saved.keys() & group.keys():
             group[key] = tuple(saved[key]) if isinstance(group[key], tuple) else saved[key]
