@@ -5,6 +5,7 @@ torchrun --nproc_per_node 8 scripts/precompute.py configs/stdit3/train/16x256x25
 
 from opensora_sp.config import load_train_config
 from opensora_sp.console import config_arguments, log_to_terminal, told_errors
+from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.training.precompute import precompute
 
 
@@ -14,7 +15,9 @@ def main() -> None:
     args = parser.parse_args()
     log_to_terminal()
     with told_errors():
-        precompute(load_train_config(args.config, args.cfg_options), args.output)
+        with told_to_all_ranks():
+            cfg = load_train_config(args.config, args.cfg_options)
+        precompute(cfg, args.output)
 
 
 if __name__ == "__main__":

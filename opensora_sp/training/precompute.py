@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import BatchPlan, BrokenClip, Clip, ClipShape, Sample, VideoTextDataset, write_manifest
 from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_bytes
+from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.storage import Disk
 from opensora_sp.watch import Watch
 
@@ -48,10 +49,11 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
     """
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
-    check_kept(cfg)
-    dataset = make_dataset(cfg)
+    with told_to_all_ranks():
+        check_kept(cfg)
+        dataset = make_dataset(cfg)
     assert isinstance(dataset, VideoTextDataset)
-    launch(cfg.seed)
+    launch(cfg.seed, cfg.model_dump(mode="json"))
     try:
         replicas = max(1, dist.get_world_size() // cfg.sp_size)
         plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
@@ -188,8 +190,7 @@ class CacheWriter:
     def _write_index(self, shapes: list[ClipShape], shards: list[Shard]) -> None:
         shapes = sorted({*shapes, *(shape for shard in shards for _, shape in shard.fps)})
         entries = (entry._replace(path=entry.path.resolve()) for entry in self.dataset.rows)
-        write_manifest(self.folder / f".partial-{MANIFEST}", entries)
-        self.disk.rename(self.folder / f".partial-{MANIFEST}", self.folder / MANIFEST)
+        write_manifest(self.folder / MANIFEST, entries)
         source = {name: getattr(self.encoders, name) for name in ("channels", "width", "max_length")}
         index = index_of(self.made_of, source, {s: self.encoders.latent_size(s) for s in shapes}, shards)
         self.disk.write_file(self.folder / INDEX, _json(index))
