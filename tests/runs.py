@@ -73,7 +73,8 @@ def features_of(source: Any, clips: list[Any]) -> Any:
     from opensora_sp.training.features import Features
 
     latents, fps = torch.stack(source.latents(clips)), torch.tensor([clip.fps for clip in clips])
-    return Features(ClipShape(*clips[0].video.shape[1:]), latents.movedim(1, -1), *source.texts(clips), fps)
+    y, mask = source.texts(clips)
+    return Features(ClipShape(*clips[0].video.shape[1:]), latents.movedim(1, -1), y, mask, fps, mask.sum(1).float())
 
 
 def run(

@@ -33,6 +33,7 @@ class Batch:
     noised: Noised
     inputs: dict[str, Any]
     ids: Tensor  # int64 [B], of the clips
+    text_lengths: Tensor  # float32 [B], tokens of all captions
 
     @property
     def x_t(self) -> Tensor:
@@ -80,7 +81,8 @@ class BatchMaker:
         )
         names = model_class(cfg.model["type"]).sample_inputs
         inputs |= sample_numbers(names, height=height, width=width, fps=features.fps, num_frames=num_frames)
-        return Batch(Noised.of(self.flow, latents, noise, t, x_mask), inputs, torch.tensor(ids, device=self.device))
+        noised = Noised.of(self.flow, latents, noise, t, x_mask)
+        return Batch(noised, inputs, torch.tensor(ids, device=self.device), features.text_lengths)
 
     def stand_in(self, shape: ClipShape) -> Batch:
         """What a rank computes on, for nothing, while others have a micro-batch and it has none: one empty clip."""

@@ -4,8 +4,9 @@ The clips of a micro-batch fall into pieces that are encoded without the rest (`
 chunks, or whole clips). All pieces, clip by clip, are dealt out in balanced runs, so each rank reads, decodes and
 encodes 1/P of them; who has a clip's first piece encodes its caption. Then one all-to-all hands every rank the latents
 of the rows in which its tokens enter and leave the model, the captions of the clips that these belong to, and of each
-clip the frame rate and whether it could be read. All sizes follow from the shapes. A clip that any rank could not read
-is replaced on all of them, by the one that the plan names for it, in another exchange of the same kind.
+clip the frame rate, the length of its caption and whether it could be read. All sizes follow from the shapes. A clip
+that any rank could not read is replaced on all of them, by the one that the plan names for it, in another exchange of
+the same kind.
 
 Legend: B clips, c latent channels, f x h x w latent size, L text tokens, W their width, P ranks of the group.
 """
@@ -30,6 +31,9 @@ from opensora_sp.parallel.layout import ExchangePlan, balanced_run, plan_deliver
 from .broken import BrokenClips
 
 MAX_REPLACEMENTS = 20
+TOLD = (
+    3  # numbers of each portion: whether it could be read, its frame rate, and the length of its caption if it has it
+)
 
 
 class Source(Protocol):
@@ -91,6 +95,7 @@ class Features:
     y: Tensor  # float32 [B, 1, L, W]
     mask: Tensor  # int64 [B, L]
     fps: Tensor  # float32 [B]
+    text_lengths: Tensor  # float32 [B], tokens of each caption, of those that this rank has no need of as well
 
     @classmethod
     def filled(cls, value: float, num_clips: int, shape: ClipShape, source: Source, device: torch.device) -> Features:
@@ -102,6 +107,7 @@ class Features:
             torch.zeros(num_clips, 1, source.max_length, source.width, device=device),
             torch.zeros(num_clips, source.max_length, dtype=torch.int64, device=device),
             torch.full((num_clips,), 24.0, device=device),
+            torch.zeros(num_clips, device=device),
         )
 
     @property
@@ -224,14 +230,18 @@ class SharedClips:
     def _made(self, division: Division, items: Sequence[Any], features: Features) -> list[Tensor]:
         """What each rank gets of what this one has made, numbers in a row: told of its portions, latents, captions."""
         own = division.portions[self.mesh.sp_rank]
-        told = torch.tensor([[0.0, 0.0] if isinstance(item, BrokenClip) else [1.0, item.fps] for item in items])
-        told = told.to(self.device).flatten()
         latents, captions = self._latents(own, items, features), self._captions(own, items, features)
+        told = features.fps.new_zeros(len(own), TOLD)
+        for numbers, portion, item in zip(told, own, items, strict=True):
+            if not isinstance(item, BrokenClip):
+                numbers[0], numbers[1] = 1.0, item.fps
+            if portion.has_caption:
+                numbers[2] = captions[portion.place][0]
         picked = division.delivery.pack.to(self.device).split(division.delivery.send_splits)
         sent = []
         for wanted, numbers in zip(division.clips, picked, strict=True):
             texts = [text for place, text in captions.items() if wanted[place]]
-            sent.append(torch.cat([told, latents[numbers].flatten(), *texts]))
+            sent.append(torch.cat([told.flatten(), latents[numbers].flatten(), *texts]))
         return sent
 
     def _latents(self, own: Sequence[Portion], items: Sequence[Any], features: Features) -> Tensor:
@@ -267,7 +277,7 @@ class SharedClips:
         """How many numbers come from a rank: told of its portions, latents, captions."""
         texts = len(self._spoken(division, sender))
         latents = division.delivery.recv_splits[sender] * features.positions.shape[-1]
-        return [2 * len(division.portions[sender]), latents, texts * _numbers_of_text(features)]
+        return [TOLD * len(division.portions[sender]), latents, texts * _numbers_of_text(features)]
 
     def _spoken(self, division: Division, sender: int) -> list[int]:
         """The places of the captions that this rank gets from another one."""
@@ -285,10 +295,12 @@ class SharedClips:
         lengths, y = texts[:, :1], texts[:, 1:]
         features.y[places] = y.view(-1, *features.y.shape[1:])
         features.mask[places] = (torch.arange(features.mask.shape[1], device=self.device) < lengths).long()
-        of_portions = [portion.place for of_rank in division.portions for portion in of_rank]
-        readable, rates = told.view(-1, 2).T.tolist()
-        features.fps[of_portions] = torch.tensor(rates, device=self.device)
-        return sorted({place for place, ok in zip(of_portions, readable, strict=True) if not ok})
+        portions = [portion for of_rank in division.portions for portion in of_rank]
+        told = told.view(-1, TOLD)
+        features.fps[[portion.place for portion in portions]] = told[:, 1]
+        first = [number for number, portion in enumerate(portions) if portion.has_caption]
+        features.text_lengths[[portions[number].place for number in first]] = told[first, 2]
+        return sorted({p.place for p, readable in zip(portions, told[:, 0].tolist(), strict=True) if not readable})
 
     def _division(self, shape: ClipShape, num_clips: int, places: tuple[int, ...], whole: bool) -> Division:
         size, ranks = self.source.latent_size(shape), self.mesh.sp_size

@@ -92,7 +92,7 @@ class Meter:
 
     def count(self, batch: Batch) -> None:
         """Note a micro-batch that this rank's replica computes. Nothing waits for the device."""
-        text = text_tokens(batch.inputs["mask"], batch.inputs["drop_caption"], self.null_caption)
+        text = text_tokens(batch.text_lengths, batch.inputs["drop_caption"], self.null_caption)
         self._work += self.flops.step(tuple(batch.x_t.shape), text.double())
 
     def measure(self, waited: float, *, steps: int, seconds: float, left: int) -> dict[str, float]:
@@ -128,14 +128,14 @@ class Meter:
         return told
 
 
-def text_tokens(mask: Tensor, drop: Tensor | None, null_caption: int) -> Tensor:
+def text_tokens(lengths: Tensor, drop: Tensor | None, null_caption: int) -> Tensor:
     """Text tokens that the model sees, all samples together, as ``CaptionEmbedder.pack`` takes them.
 
     Args:
-        mask: 1 for tokens in use, ``[B, L]``.
+        lengths: tokens of each caption, ``[B]``.
         drop: bool ``[B]``, True for samples that get the null caption of ``null_caption`` tokens instead.
     """
-    used = mask.flatten(1).bool().sum(1).clamp(min=1)  # [B]
+    used = lengths.clamp(min=1)
     return (used if drop is None else used.masked_fill(drop, null_caption)).sum()
 
 
