@@ -100,8 +100,11 @@ def _efficient_backward(args: tuple, _: Any) -> int:
 
 
 def _column_sums(args: tuple, summed: Tensor) -> int:
-    """Sums over tokens, as those of a bias's gradient: where one block of threads would add up too many numbers, several
-    share them, and each leaves all its threads' partial sums (``setReduceConfig`` in ``Reduce.cuh``)."""
+    """Sums over tokens, as those of a bias's gradient.
+
+    Where one block of threads would add up too many numbers, several share them, and torch keeps room
+    for the partial sums of all their threads (``setReduceConfig`` in ``Reduce.cuh``).
+    """
     terms = args[0]
     if not summed.numel() or terms.shape[-1] != summed.shape[-1] or not terms.is_contiguous():
         return 0

@@ -125,7 +125,10 @@ def _inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]
 
 @contextmanager
 def _forks_nothing() -> Iterator[None]:
-    """Lets torch before 2.6 recompute on meta tensors: it asks for a module of their random numbers, to leave it unused."""
+    """Lets torch before 2.6 recompute on meta tensors.
+
+    It asks for a module of their random numbers, even where none is to be kept.
+    """
     if hasattr(torch, "meta"):
         yield
         return
