@@ -32,6 +32,7 @@ from .broken import BrokenClips
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, load_model
 from .clips import TrainingSet, Work, make_plan, make_source, order_state, with_length
 from .ema import ShardedEma
+from .ending import nothing_left
 from .features import SharedClips
 from .freeze import freeze
 from .meter import Meter
@@ -76,6 +77,11 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
             found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
             if checkpoint is not None and checkpoint != found:
                 check_resume(cfg, checkpoint, dataset)
+            idle = nothing_left(cfg, checkpoint, dataset)
+            if idle is not None:
+                logger.info("%s", idle)
+                return run_dir
+
             run = Run(cfg, dataset, checkpoint, current_device())
             with closing(run.checkpoints):
                 finished = run.steps(run_dir, traced, watch)
