@@ -60,7 +60,7 @@ def refused_everywhere() -> list[str]:
     mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
     longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
     listed = {**make_inputs(case), "fps": [torch.ones(1 + rank)]}  # tensors in containers count
-    encoded = {**make_inputs(case), "y": model.encode_text(make_inputs(case)["y"][:, :, : 6 - rank])}
+    encoded = {**make_inputs(case), "y": model.encode_text(torch.randn(1 + rank, 1, 6, 5).double())}
     for inputs in (other, mixed, longer, listed, encoded):
         with CommLedger() as ledger, pytest.raises(ValueError, match="got inputs of different shapes") as error:
             model(**inputs)
@@ -191,7 +191,8 @@ def test_errors_and_counts_on_ranks() -> None:
     assert told == told_elsewhere
     assert "rank 0: drop_caption" not in told[0] and "x [1, 2, 5, 7, 9] float64" in told[0]
     assert "x [1, 2, 4, 7, 9] float64" in told[0] and "'shards'" in told[1] and "y [1, 1, 5, 5]" in told[2]
-    assert "y Text [6, 12] float64 [6] dict" in told[4] and "y Text [5, 12] float64 [5] dict" in told[4]
+    assert "y Text of 1 captions, 12 channels float64, keys of 4 blocks" in told[4]
+    assert "y Text of 2 captions" in told[4]
     tokens, positions = zip(*(result[3] for result in results), strict=True)
     assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5  # each once: 2 frames of 4 x 5 patches
     own, over_ranks = results[0][1]

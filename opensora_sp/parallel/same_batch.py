@@ -75,6 +75,8 @@ def _describe_one(value: Any) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_describe_one, value))}]"
-    if is_dataclass(value):  # encoded text: as much as shows whether it is the same
+    if isinstance(form := getattr(value, "shared_form", None), str):  # encoded text, of which ranks hold their part
+        return form
+    if is_dataclass(value):
         return f"{type(value).__name__} {' '.join(_describe_one(getattr(value, one.name)) for one in fields(value))}"
     return type(value).__name__

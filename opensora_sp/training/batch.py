@@ -33,7 +33,7 @@ class Batch:
     noised: Noised
     inputs: dict[str, Any]
     ids: Tensor  # int64 [B], of the clips
-    text_lengths: Tensor  # float32 [B], tokens of all captions
+    text_lengths: list[int]  # tokens of each caption, also of those that are not here
 
     @property
     def x_t(self) -> Tensor:
@@ -102,7 +102,7 @@ class BatchMaker:
         if not rate:
             return None
         drawn = [uniform(self.cfg.seed, "drop_caption", *key) < rate for key in keys]
-        return torch.tensor(drawn, device=self.device)
+        return torch.tensor(drawn)  # stays on the CPU, where the model counts text tokens
 
     def _drop_path(self, keys: list[tuple[int, int]]) -> Tensor | None:
         config = self.model_config
