@@ -1,6 +1,6 @@
 """Text lengths are host integers from the loader on: no step reads them, or dropped captions, back from the device.
 
-The device of these tests is "meta", whose numbers nobody can read.
+The device of these tests is "meta", whose numbers nobody can read, or the stub's, which records copies and waits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_stub import phase, requires_stub, run_on_stub
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.data import Clip, ClipShape, Entry, MicroBatchPlan, Sample
@@ -30,6 +31,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 WORDS = 6  # tokens of a caption at most
 CAPTIONS = ["red on blue", "", "a b c d e f g", "white"]  # of 5, 0, more than 6 and 1 tokens
 SHAPE = ClipShape(4, 16, 16)
+STAND_IN = "opensora_sp/encoders/standins.py"
 MODEL = dict(
     type="STDiT3", in_channels=3, caption_channels=8, model_max_length=WORDS, hidden_size=24, depth=1, num_heads=2,
     mlp_ratio=2.0, pred_sigma=False,
@@ -61,11 +63,13 @@ def encoders_on(device: torch.device) -> Encoders:
 
 def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], float]:
     """Lengths that the model packs, and the work that the meter counts, of one micro-batch."""
+    phase("build")
     plan = MicroBatchPlan(num_samples=4, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE)
     micro_batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
     model, source, clips = model_on(device), encoders_on(device), Clips()
     mesh = SimpleNamespace(sp_size=1, sp_rank=0)
     shared = SharedClips(mesh, model, clips, plan, source, BrokenClips(clips.rows, mesh, 1.0), device)
+    phase("train")
     ids, features = shared.take(micro_batch, [clips[sample] for sample in shared.samples(micro_batch)])
     assert ids == [0, 1, 2, 3] and features.text_lengths == [5, 0, 6, 1]
 
@@ -81,6 +85,7 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
     embedder.pack = lambda *args: packed.append((made := pack(*args))[1]) or made
     losses = maker.flow.losses(model(batch.x_t, **batch.inputs), batch.noised)
     rank_loss(losses, global_samples=4, world_size=1).backward()
+    phase("done")
     return packed[0], meter._work
 
 
@@ -91,21 +96,51 @@ def test_a_training_step_reads_no_text_length_back() -> None:
         assert (lengths != [5, 1, 6, 1]) == dropped
 
 
-def test_sampling_reads_no_text_length_back(tmp_path: Path) -> None:
+def sampling_config(folder: Path) -> Any:
     lines = [f"model = {MODEL}", "num_frames = 4", "image_size = (16, 16)", "precision = 'fp32'", "fps = 8"]
     lines += ["vae = dict(type='PatchPoolVAE', pool=(1, 4, 4))", "prompts = ['red on blue', 'white', 'white']"]
     lines += [f"text_encoder = dict(type='HashedBagOfWords', width=8, max_length={WORDS})"]
     lines += ["scheduler = dict(type='rflow', num_sampling_steps=2, cfg_scale=4.0)"]
-    (tmp_path / "sample.py").write_text("\n".join(lines))
-    cfg = load_inference_config(tmp_path / "sample.py")
-    found = {}
-    for device in (META, CPU):
-        encoders, model = encoders_on(device), model_on(device)
-        text = Pipeline(cfg, model, encoders.vae, encoders.text_encoder, device).encode(requests_of(cfg))
-        x = torch.zeros(6, 3, 4, 4, 4, device=device)
-        assert model(x, torch.zeros(6, device=device), text).shape == x.shape
-        found[device] = text.lengths
-    assert found[META] == found[CPU] == [5, 1, 1, WORDS, WORDS, WORDS]
+    (folder / "sample.py").write_text("\n".join(lines))
+    return load_inference_config(folder / "sample.py")
+
+
+def sampling_steps(device: torch.device, cfg: Any) -> list[int]:
+    """Lengths of the text of a batch of requests, which two steps have used."""
+    phase("build")
+    encoders, model = encoders_on(device), model_on(device)
+    pipeline = Pipeline(cfg, model, encoders.vae, encoders.text_encoder, device)
+    x, timestep = torch.zeros(6, 3, 4, 4, 4, device=device), torch.zeros(6, device=device)
+    phase("sample")
+    with torch.no_grad():
+        text = pipeline.encode(requests_of(cfg))
+        for _ in range(2):
+            assert model(x, timestep, text).shape == x.shape
+    phase("done")
+    return text.lengths
+
+
+def test_sampling_reads_no_text_length_back(tmp_path: Path) -> None:
+    cfg = sampling_config(tmp_path)
+    assert sampling_steps(META, cfg) == sampling_steps(CPU, cfg) == [5, 1, 1, WORDS, WORDS, WORDS]
+
+
+def on_cuda(folder: Path) -> tuple[list[int], list[int]]:
+    cuda = torch.device("cuda", 0)
+    training_step(cuda, 0.5)  # loads what is loaded once
+    return training_step(cuda, 0.5)[0], sampling_steps(cuda, sampling_config(folder))
+
+
+@requires_stub
+def test_nothing_waits_for_the_device_on_cuda(tmp_path: Path) -> None:
+    recording = run_on_stub(on_cuda, tmp_path)
+    assert recording.result == (training_step(CPU, 0.5)[0], sampling_steps(CPU, sampling_config(tmp_path)))
+    video = "opensora_sp/training/features.py"  # pageable, as the loader hands it over
+    for name, copied in (("train", [video, STAND_IN]), ("sample", [STAND_IN])):
+        made = recording.in_phase(name)
+        assert "D2H" not in {copy.kind for copy in made.copies}
+        # The test's encoder makes its features on the CPU.
+        assert [sync.where.split(":")[0] for sync in made.syncs] == copied * (1 + (name == "train"))
 
 
 @pytest.mark.parametrize("on_device", ["mask", "drop_caption"])

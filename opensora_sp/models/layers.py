@@ -105,8 +105,10 @@ class PositionEmbedding2D(nn.Module):
         bases = [round((height * width) ** 0.5) for height, width in sizes]
         halves = []
         for axis, places in ((1, patches % columns), (0, patches // columns)):
-            steps = torch.tensor([base / size[axis] for base, size in zip(bases, sizes, strict=True)], device=device)
-            step = steps[0] if grid.mask is None else steps[rows.samples(device)][:, None]  # [] or [R, 1]
+            steps = [base / size[axis] for base, size in zip(bases, sizes, strict=True)]
+            step: float | Tensor = steps[0]
+            if grid.mask is not None:
+                step = torch.tensor(steps, device=device)[rows.samples(device)][:, None]  # [R, 1]
             halves.append(position_embedding(places / scale * step, self.width // 2))
         return torch.cat(halves, dim=-1)
 

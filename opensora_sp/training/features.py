@@ -33,6 +33,7 @@ from opensora_sp.parallel.ledger import record
 from opensora_sp.parallel.waiting import communicating
 
 from .broken import BrokenClips
+from .transfer import to_device
 
 MAX_REPLACEMENTS = 20
 
@@ -245,7 +246,7 @@ class SharedClips:
         self.broken.note(items)
         rates = self._agree(division, places, items)
         for place, rate in rates.items():
-            features.fps[place] = rate
+            features.fps[place].fill_(rate)
         self._note_lengths(features, ids, places)
         sent = self._made(division, items, features)
         received = sent if self.mesh.sp_size == 1 else self._exchange(division, sent, features)
@@ -280,7 +281,7 @@ class SharedClips:
         """What each rank gets of what this one has made, numbers in a row: latents, captions."""
         own = division.portions[self.mesh.sp_rank]
         latents, captions = self._latents(own, items, features), self._captions(own, items, features)
-        picked = division.delivery.pack.to(self.device).split(division.delivery.send_splits)
+        picked = to_device(division.delivery.pack, self.device).split(division.delivery.send_splits)
         sent = []
         for wanted, numbers in zip(division.clips, picked, strict=True):
             texts = [text for place, text in captions.items() if wanted[place]]
@@ -331,7 +332,7 @@ class SharedClips:
         parts = [z.split(self._sizes(division, rank, features)) for rank, z in enumerate(received)]
         latents, texts = (torch.cat(column) for column in zip(*parts, strict=True))
         entries = features.positions.flatten(0, 3)  # a view, [B * f * h * w, c]
-        entries[division.delivery.place.to(self.device)] = latents.view(-1, entries.shape[1])
+        entries[to_device(division.delivery.place, self.device)] = latents.view(-1, entries.shape[1])
         places = [place for rank in range(self.mesh.sp_size) for place in self._spoken(division, rank)]
         for place, y in zip(places, texts.view(len(places), *features.y.shape[1:]), strict=True):
             features.y[place] = y
