@@ -1,5 +1,5 @@
 # make demo   everything from nothing to sampled videos, on CPU
-# make test   the tests; test-docs, test-faults, test-reshard and test-resume do in full what it samples
+# make test   the tests; test-docs, test-faults, test-reshard, test-resume and test-shutdown do in full what it samples
 # make docs   the documentation as a site, build/site/index.html
 # Both make their own virtual environment in .venv and install what they need.
 
@@ -9,7 +9,7 @@ DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-docs test-faults test-reshard test-resume lint docs install clean
+.PHONY: help demo test test-docs test-faults test-reshard test-resume test-shutdown lint docs install clean
 
 help:
 	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ test-reshard: $(VENV)/.installed
 
 test-resume: $(VENV)/.installed
 	GRID=all $(BIN)/python -m pytest -q tests/test_resume.py
+
+test-shutdown: $(VENV)/.installed
+	GRID=all $(BIN)/python -m pytest -q tests/test_shutdown.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
