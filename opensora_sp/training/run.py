@@ -329,6 +329,12 @@ class Run:
         logger.info("%s", self.meter.peak)
         for line in self.plan.describe(self.start):
             logger.info("%s", line)
+        if not any(self.dataset.rows.texts):
+            logger.warning(
+                "none of the %d clips has a caption, so the model learns nothing of text; make the manifest with "
+                "opensora-sp index --captions FILE",
+                len(self.dataset),
+            )
 
     def _conclude(self, run_dir: Path, ledger: CommLedger) -> None:
         """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""
