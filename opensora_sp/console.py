@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-
 OF_RANK = {"of_rank": True}
 """``extra=`` of a warning about what this rank alone has seen: it is shown by ranks other than the first, too."""
 
