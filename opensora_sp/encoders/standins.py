@@ -58,8 +58,7 @@ class HashedBagOfWords(nn.Module):
             for j, token in enumerate(tokens):
                 features[i, 0, j] = self._vector(token)
             mask[i, : len(tokens)] = 1
-        device = self.device_marker.device
-        return features.to(device), mask.to(device)
+        return features.to(self.device_marker.device), mask
 
     def num_tokens(self, text: str) -> int:
         return len(self._tokens(text))

@@ -110,6 +110,14 @@ class Text:
     lengths: Sequence[int]  # tokens of each sample
     keys: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
+    @property
+    def shared_form(self) -> str:
+        """What ranks that share a batch hold alike. Lengths are no part of it: a rank needs the captions of its own
+        tokens alone, and text is not sent."""
+        dtype = str(self.tokens.dtype).removeprefix("torch.")
+        keys = f", keys of {len(self.keys)} blocks" if self.keys else ""
+        return f"Text of {len(self.lengths)} captions, {self.tokens.shape[1]} channels {dtype}{keys}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:

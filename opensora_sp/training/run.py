@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.parallel import CommLedger
+from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
 from opensora_sp.watch import Watch, leave_process_group
 from opensora_sp.weights import check_encoders, newest_checkpoint
 
@@ -32,6 +31,7 @@ from .broken import BrokenClips
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, load_model
 from .clips import TrainingSet, Work, make_plan, make_source, order_state, with_length
 from .ema import ShardedEma
+from .ending import nothing_left
 from .features import SharedClips
 from .freeze import freeze
 from .meter import Meter
@@ -71,20 +71,21 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     if is_main:
         (run_dir / "config.py").write_text(dump_config(cfg))
     limits = dict(peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=cfg.grace_time)
-    try:
-        with Watch(**limits) as watch:
-            found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
-            if checkpoint is not None and checkpoint != found:
-                check_resume(cfg, checkpoint, dataset)
-            run = Run(cfg, dataset, checkpoint, current_device())
-            with closing(run.checkpoints):
-                finished = run.steps(run_dir, traced, watch)
-            del run
-            gc.collect()  # groups that outlive the process group can abort the interpreter at exit
-            dist.barrier()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with closing_process_group(), Watch(**limits) as watch:
+        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+        if checkpoint is not None and checkpoint != found:
+            check_resume(cfg, checkpoint, dataset)
+        idle = nothing_left(cfg, checkpoint, dataset)
+        if idle is not None:
+            logger.info("%s", idle)
+            return run_dir
+
+        run = Run(cfg, dataset, checkpoint, current_device())
+        with closing(run.checkpoints):
+            finished = run.steps(run_dir, traced, watch)
+
+        del run
+        drain_process_group()
     if not finished and cfg.stopped_exit_code:
         sys.exit(cfg.stopped_exit_code)
     return run_dir
@@ -328,6 +329,12 @@ class Run:
         logger.info("%s", self.meter.peak)
         for line in self.plan.describe(self.start):
             logger.info("%s", line)
+        if not any(self.dataset.rows.texts):
+            logger.warning(
+                "none of the %d clips has a caption, so the model learns nothing of text; make the manifest with "
+                "opensora-sp index --captions FILE",
+                len(self.dataset),
+            )
 
     def _conclude(self, run_dir: Path, ledger: CommLedger) -> None:
         """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""

@@ -74,6 +74,7 @@ def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     except BaseException:
         answer["error"] = traceback.format_exc()
     answer["memory"] = session.close()
+    answer["collectives"] = session.collectives
     return answer
 
 
