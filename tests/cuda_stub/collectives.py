@@ -233,7 +233,12 @@ class RecordingGroup(dist.ProcessGroup):
         return self._begin("send", tensors, [])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Done:
-        return self._begin("recv", [], tensors)
+        work = self._begin("recv", [], tensors)
+        if self.device.type == "cpu":
+            # Only the size of what arrives is known.
+            for tensor in tensors:
+                tensor.zero_()
+        return work
 
     def barrier(self, opts: Any = None) -> Done:
         return self._begin("barrier", [], [])
