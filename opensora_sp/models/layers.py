@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .attention import attention
 from .points import Attend, Point
 from .rows import Rows
+from .take import take
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ class CrossAttention(nn.Module):
         keys = self.kv_linear(text) if keys is None else keys
         k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
-            q = q.index_select(0, order)
+            q = take(q, order)
         out = attention(q, k, v, lengths=lengths, backend=self.backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import ConditionedModel
-from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, modulate
+from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, add_gated, modulate
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -80,8 +80,8 @@ class STDiT2Block(ModulatedBlock):
     def temporal(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``keep`` as above."""
         own = self.scale_shift_table_temporal
-        shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)  # [R, 1 or T, C] each
-        x = torch.addcmul(x, gate, self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows))
+        shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)
+        x = add_gated(x, gate, self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows))
         return self.finish(x, condition, keep)
 
 
