@@ -93,9 +93,7 @@ def without(fault: str | None) -> Iterator[None]:
     """Leave out one of the calls that order the streams."""
     with ExitStack() as patches:
         for owner, name, file in FAULTS.get(fault, []):
-            patches.enter_context(
-                patch.object(owner, name, _except_from(file, getattr(owner, name)))
-            )
+            patches.enter_context(patch.object(owner, name, _except_from(file, getattr(owner, name))))
         yield
 
 
@@ -122,11 +120,7 @@ def train(draw: random.Random, stage: int, aside: bool, optimizer_class: type) -
     )
     parameters = list(model.parameters())
     cut = draw.randrange(1, len(parameters))
-    groups = (
-        [dict(params=parameters[:cut]), dict(params=parameters[cut:])]
-        if draw.random() < 0.5
-        else parameters
-    )
+    groups = [dict(params=parameters[:cut]), dict(params=parameters[cut:])] if draw.random() < 0.5 else parameters
     optimizer = on_meaningless_values(optimizer_class)(
         torch.optim.AdamW(groups),
         overlap_communication=True,
@@ -163,9 +157,7 @@ def on_streams(
             of_case.append(sorted(set(checker.races[before:])))
             torch.cuda.synchronize()
         found.append(of_case)
-    assert (
-        min(len(checker.operators), sum(checker.operators.values()) // 1000) > 2
-    )  # of streams, of operators
+    assert min(len(checker.operators), sum(checker.operators.values()) // 1000) > 2  # of streams, of operators
     dist.destroy_process_group()
     return found
 
