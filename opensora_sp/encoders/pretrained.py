@@ -214,6 +214,7 @@ class T5TextEncoder(FrozenEncoder):
                 lengths[longest],
                 self.max_length,
                 texts[longest],
+                extra={"of_rank": True},  # see console.only_of_this_rank
             )
 
     def num_tokens(self, text: str) -> int:
