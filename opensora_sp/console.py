@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+OF_RANK = {"of_rank": True}
+"""``extra=`` of a warning about what this rank alone has seen: it is shown by ranks other than the first, too."""
+
 
 @contextmanager
 def told_errors() -> Iterator[None]:
@@ -84,11 +87,18 @@ def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def only_of_this_rank(record: logging.LogRecord) -> bool:
+    """What ranks other than the first show: errors, and what no other rank reports."""
+    return record.levelno >= logging.ERROR or getattr(record, "of_rank", False)
+
+
 def log_to_terminal() -> None:
-    """Show what the package logs; of ranks other than the first, only warnings."""
+    """Show what the package logs; of ranks other than the first, only what no other rank reports."""
     package, is_main = logging.getLogger("opensora_sp"), os.environ.get("RANK", "0") == "0"
     package.setLevel(logging.INFO if is_main else logging.WARNING)
     if not package.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
+        if not is_main:
+            handler.addFilter(only_of_this_rank)
         package.addHandler(handler)

@@ -144,7 +144,8 @@ def _sample_all(cfg: InferenceConfig, requests: list[Request], weights: Path, de
     written = []
     with (
         logging_redirect_tqdm([logging.getLogger("opensora_sp")]),
-        tqdm(total=steps, desc="sample", unit="step", disable=not is_main, dynamic_ncols=True) as bar,
+        # None: in a terminal alone, so that no file is filled with carriage returns
+        tqdm(total=steps, desc="sample", unit="step", disable=None if is_main else True, dynamic_ncols=True) as bar,
     ):
         for batch in batches:
             parts = pipeline.looped(batch, on_step=lambda: bar.update(1))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig
+from opensora_sp.console import OF_RANK
 from opensora_sp.data import BatchPlan, BrokenClip, Clip, ClipShape, Sample, VideoTextDataset, write_manifest
 from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_bytes
 from opensora_sp.launching import told_to_all_ranks
@@ -173,7 +174,8 @@ class CacheWriter:
             for sample, item in zip(samples, next(loader), strict=True):
                 if isinstance(item, BrokenClip):
                     broken[sample.clip, sample.shape] = item.path, item.reason
-                    logger.warning("left out of the feature cache: %s (%s)", item.path, item.reason)
+                    why = "left out of the feature cache: %s (%s)"
+                    logger.warning(why, item.path, item.reason, extra=OF_RANK)
                 else:
                     read[sample.clip, sample.shape] = item
             latents |= zip(read, (z.cpu() for z in self.encoders.latents(list(read.values()))), strict=True)

@@ -31,6 +31,7 @@ from .broken import BrokenClips
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, load_model
 from .clips import TrainingSet, Work, make_plan, make_source, order_state, with_length
 from .ema import ShardedEma
+from .ending import nothing_left
 from .features import SharedClips
 from .freeze import freeze
 from .meter import Meter
@@ -74,6 +75,10 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
         if checkpoint is not None and checkpoint != found:
             check_resume(cfg, checkpoint, dataset)
+        idle = nothing_left(cfg, checkpoint, dataset)
+        if idle is not None:
+            logger.info("%s", idle)
+            return run_dir
 
         run = Run(cfg, dataset, checkpoint, current_device())
         with closing(run.checkpoints):
@@ -324,6 +329,12 @@ class Run:
         logger.info("%s", self.meter.peak)
         for line in self.plan.describe(self.start):
             logger.info("%s", line)
+        if not any(self.dataset.rows.texts):
+            logger.warning(
+                "none of the %d clips has a caption, so the model learns nothing of text; make the manifest with "
+                "opensora-sp index --captions FILE",
+                len(self.dataset),
+            )
 
     def _conclude(self, run_dir: Path, ledger: CommLedger) -> None:
         """Say, and write to ``summary.json``, how the ranks worked together and what was read. Collective."""
