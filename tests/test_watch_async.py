@@ -121,7 +121,7 @@ def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(found: list
 
 
 def test_functions_are_replaced_while_recording_only() -> None:
-    before = {name: getattr(dist, name) for name in (*COLLECTIVES, "new_group")}
+    before = {name: getattr(dist, name) for name in (*COLLECTIVES, "new_group") if hasattr(dist, name)}
     recorder = CollectiveRecorder(timedelta(seconds=5))
     recorder.start()
     try:

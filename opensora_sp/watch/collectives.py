@@ -32,6 +32,7 @@ from .standing import is_outside, place_of
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",  # of newer versions, as is reduce_scatter_single
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
@@ -42,6 +43,7 @@ COLLECTIVES = (
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
     "send",
@@ -95,7 +97,8 @@ class CollectiveRecorder:
 
     def start(self) -> None:
         for name in COLLECTIVES:
-            self._replace(name, self._recorded(getattr(c10d, name)))
+            if hasattr(c10d, name):
+                self._replace(name, self._recorded(getattr(c10d, name)))
         self._replace("new_group", self._with_timeout(c10d.new_group))
 
     def stop(self) -> None:

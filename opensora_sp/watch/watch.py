@@ -91,7 +91,6 @@ class Watch:
         self._peers: dict[int, Process] = {}
         if self._world > 1:
             self._meet()
-        if self._world > 1:
             self._recorder.start()
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         if self._in_main_thread:
