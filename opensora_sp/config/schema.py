@@ -215,7 +215,10 @@ class TrainConfig(Common):
         60.0, ge=5, description="Seconds without a word from another rank after which a rank ends."
     )
     collective_timeout: float = Field(
-        1800.0, gt=0, description="Seconds after which a collective that some rank has not come to ends the run."
+        1800.0,
+        gt=0,
+        description="Seconds after which a collective that some rank has not joined ends the run; "
+        "process groups time out 60 s later.",
     )
     grace_time: float = Field(
         300.0, gt=0, description="Seconds that a run which was asked to stop has for its last step and checkpoint."

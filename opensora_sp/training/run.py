@@ -24,7 +24,7 @@ from opensora_sp.diffusion import rank_loss
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
-from opensora_sp.watch import Watch, leave_process_group
+from opensora_sp.watch import Watch, backend_timeout, leave_process_group
 from opensora_sp.weights import check_encoders, newest_checkpoint
 
 from .batch import Batch, BatchMaker
@@ -65,7 +65,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         dataset, checkpoint = preflight(cfg, resume, traced)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
-    launch(cfg.seed, cfg.model_dump(mode="json"))
+    launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
     run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
     run_dir.mkdir(parents=True, exist_ok=True)
     log_to(run_dir, enabled=is_main)
