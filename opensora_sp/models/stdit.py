@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import ConditionedModel
-from .conditioning import GATE, Condition, FinalLayer, ModulatedBlock, SharedConfig, Text
+from .conditioning import GATE, Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, add_gated
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -66,7 +66,7 @@ class STDiTBlock(ModulatedBlock):
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__(config, qk_norm=False)
-        self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False, backend=config.attention)
+        self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False)
 
     def spatial(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
         """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``; ``keep`` ``[B]`` scales each sample's branch (drop-path)."""
@@ -77,10 +77,9 @@ class STDiTBlock(ModulatedBlock):
     ) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``positions`` ``[1, T, C]`` of the frames, for attention."""
         table = self.scale_shift_table[GATE : GATE + 1]
-        (gate,) = condition.entries(table, GATE, keep, ignore_mask=True)  # [R, 1, C]
+        (gate,) = condition.entries(table, GATE, keep, ignore_mask=True)
         attended = self.attn_temp(x if positions is None else x + positions, condition.rows)
-        x = torch.addcmul(x, gate, attended)
-        return self.finish(x, condition, keep)
+        return self.finish(add_gated(x, gate, attended), condition, keep)
 
 
 class STDiT(ConditionedModel):
