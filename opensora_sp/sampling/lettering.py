@@ -63,12 +63,12 @@ def font_files() -> list[str]:
     from matplotlib import font_manager
 
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    first = [font_manager.findfont("DejaVu Sans")]
+    first = [str(font_manager.findfont("DejaVu Sans"))]
     for name in FONT_PACKAGES:
         found = importlib.util.find_spec(name)
         if found is not None and found.origin is not None:
             first += sorted(str(path) for path in Path(found.origin).parent.iterdir() if path.suffix in SUFFIXES)
-    of_system = sorted(font_manager.findSystemFonts())
+    of_system = sorted(str(path) for path in font_manager.findSystemFonts())
     plain = [path for path in of_system if "bold" not in path.lower() and "italic" not in path.lower()]
     return list(dict.fromkeys([*first, *plain, *of_system]))
 
