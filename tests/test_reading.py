@@ -153,10 +153,7 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
         ((str(tmp_path / "none"),), "which does not exist"),
         ((str(tmp_path / "out"),), "without videos and images"),
         ((str(folder), "--workers", "0"), "got --workers 0"),
-        (
-            (str(folder), "--captions", str(tmp_path / "others.csv")),
-            "with 2 captions, none of which is of one of the 5",
-        ),
+        ((str(folder), "--captions", str(tmp_path / "others.csv")), "with 2 captions, none of which is of one of"),
     ]:
         with pytest.raises(SystemExit):
             main(["index", *arguments, "-o", str(tmp_path / "clips.csv")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from pathlib import Path
@@ -18,7 +17,12 @@ from opensora_sp.launching import meet, told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.parallel import SequenceMesh, parallelize
+from opensora_sp.parallel import (
+    SequenceMesh,
+    closing_process_group,
+    drain_process_group,
+    parallelize,
+)
 from opensora_sp.storage import on_rank_0, verify
 from opensora_sp.watch import Watch
 from opensora_sp.weights import (
@@ -53,16 +57,10 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     with told_to_all_ranks():
         requests, weights = preflight(cfg)
     device = join_processes(cfg.model_dump(mode="json"))
-    try:
-        with Watch(grace_time=0):
-            written = _sample_all(cfg, requests, weights, device)
-            gc.collect()  # groups that outlive the process group can abort the interpreter at exit
-            if dist.is_initialized():
-                dist.barrier()
-        return written
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with closing_process_group(), Watch(grace_time=0):
+        written = _sample_all(cfg, requests, weights, device)
+        drain_process_group()
+    return written
 
 
 def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
@@ -24,7 +23,7 @@ from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.parallel import CommLedger
+from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
 from opensora_sp.watch import Watch, leave_process_group
 from opensora_sp.weights import check_encoders, newest_checkpoint
 
@@ -73,26 +72,22 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     if is_main:
         (run_dir / "config.py").write_text(dump_config(cfg), encoding="utf-8")
     limits = dict(peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=cfg.grace_time)
-    try:
-        with Watch(**limits) as watch:
-            found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
-            if checkpoint is not None and checkpoint != found:
-                check_resume(cfg, checkpoint, dataset)
-            idle = nothing_left(cfg, checkpoint, dataset)
-            if idle is not None:
-                logger.info("%s", idle)
-                return run_dir
+    with closing_process_group(), Watch(**limits) as watch:
+        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+        if checkpoint is not None and checkpoint != found:
+            check_resume(cfg, checkpoint, dataset)
+        idle = nothing_left(cfg, checkpoint, dataset)
+        if idle is not None:
+            logger.info("%s", idle)
+            return run_dir
 
-            run = Run(cfg, dataset, checkpoint, current_device())
-            with closing(run.checkpoints):
-                finished = run.steps(run_dir, traced, watch)
-            interrupted = not finished and watch.is_interrupted
-            del run
-            gc.collect()  # groups that outlive the process group can abort the interpreter at exit
-            dist.barrier()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        run = Run(cfg, dataset, checkpoint, current_device())
+        with closing(run.checkpoints):
+            finished = run.steps(run_dir, traced, watch)
+
+        interrupted = not finished and watch.is_interrupted
+        del run
+        drain_process_group()
     if interrupted:
         tell_launcher(f"stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from: {run_dir}")
         sys.exit(INTERRUPTED)

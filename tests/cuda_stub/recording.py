@@ -1,0 +1,263 @@
+"""What the stub recorded, as data: one dataclass for each kind of line that the C side writes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """What every record has. `graph` is not 0 for what a stream capture caught."""
+
+    phase: str
+    thread: int
+    stream: int
+    graph: int
+
+
+@dataclass(frozen=True)
+class Launch(Record):
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    name: str  # demangled
+
+
+@dataclass(frozen=True)
+class Gemm(Record):
+    """A product of cuBLAS, in its column-major terms: m and n are swapped against torch's."""
+
+    call: str
+    dtypes: tuple[str, str, str]  # of A, B and the result
+    compute: str  # "float32", "tf32", ...
+    m: int
+    n: int
+    k: int
+    batch: int
+    trans: str  # of A and B, such as "TN"
+    reduced_precision: bool  # partial sums over k may be added in the result's 16 bits
+    epilogue: int  # cublasLtEpilogue_t; 1 is none
+    workspace: int
+
+    @property
+    def dtype(self) -> str:
+        return self.dtypes[0]
+
+
+@dataclass(frozen=True)
+class Convolution(Record):
+    call: str  # forward, backward_data, backward_filter
+    dtype: str
+    compute: str
+    x: tuple[int, ...]
+    weight: tuple[int, ...]
+    y: tuple[int, ...]
+    padding: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Copy(Record):
+    kind: str  # H2D, D2H, D2D, H2H
+    bytes: int
+    asynchronous: bool
+    pinned: bool  # no pageable host memory takes part
+    where: str
+
+    @property
+    def blocking(self) -> bool:
+        """Whether the host waits: copies to pageable memory block, whatever is asked."""
+        return not self.asynchronous or (self.kind == "D2H" and not self.pinned)
+
+
+@dataclass(frozen=True)
+class Sync(Record):
+    kind: str  # stream, device, event
+    where: str
+
+
+@dataclass(frozen=True)
+class Event(Record):
+    kind: str  # record, wait
+    event: int
+
+
+@dataclass(frozen=True)
+class Graph(Record):
+    kind: str  # begin, end (of a capture), launch
+    id: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Allocation(Record):
+    kind: str  # malloc, free, oom, pinned
+    bytes: int
+    in_use: int  # of device memory, after it
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The caching allocator over one phase, in bytes."""
+
+    phase: str
+    before: int  # allocated when it began
+    after: int
+    allocated: int  # peaks
+    reserved: int
+
+
+@dataclass
+class Recording:
+    result: Any = None
+    launches: list[Launch] = field(default_factory=list)
+    refused: list[Launch] = field(default_factory=list)  # outside of the device's limits
+    gemms: list[Gemm] = field(default_factory=list)
+    convolutions: list[Convolution] = field(default_factory=list)
+    dnn_operations: list[str] = field(default_factory=list)  # other operations of cuDNN's graphs
+    copies: list[Copy] = field(default_factory=list)
+    syncs: list[Sync] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)  # one for each phase, in order
+    collectives: list[Any] = field(default_factory=list)  # `Collective`s, after `join`
+    unknown: list[str] = field(default_factory=list)  # calls that the stub does not implement
+    output: str = ""  # stdout and stderr
+
+    @property
+    def streams(self) -> set[int]:
+        """Streams that work was put on; 0 is the default stream."""
+        work = (*self.launches, *self.gemms, *self.convolutions, *self.copies)
+        return {record.stream for record in work}
+
+    def peak(self, phase: str) -> Memory:
+        """The phase's memory; of several phases of this name, the one with the highest peak."""
+        return max((m for m in self.memory if m.phase == phase), key=lambda m: m.allocated)
+
+    def in_phase(self, phase: str) -> Recording:
+        """The records of one phase."""
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list)}
+        kept = {}
+        for name, values in lists.items():
+            kept[name] = [value for value in values if getattr(value, "phase", phase) == phase]
+        return Recording(self.result, **kept, output=self.output)
+
+    def kernels(self) -> Counter[str]:
+        """How often each kernel was launched, by the name in front of its template arguments."""
+        return Counter(base_name(launch.name) for launch in self.launches)
+
+
+def base_name(kernel: str) -> str:
+    """`void at::native::reduce_kernel<512, ...>(...)` -> `at::native::reduce_kernel`."""
+    name = kernel.replace("(anonymous namespace)", "{anonymous}")
+    name = name.split("<")[0].split("(")[0]
+    return name.split(" ")[-1]
+
+
+def read(file: Path) -> Recording:
+    recording = Recording()
+    # A process that crashed may have left half a line at the end.
+    for line in file.read_text(errors="replace").split("\n")[:-1]:
+        kind, phase, thread, stream, graph, *columns = line.split("\t")
+        common = (phase, int(thread), int(stream), int(graph))
+        _READERS.get(kind, _ignore)(recording, common, columns)
+    return recording
+
+
+def _launch(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    recording.launches.append(_launch_of(common, columns))
+
+
+def _refused(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    recording.refused.append(_launch_of(common, columns))
+
+
+def _launch_of(common: tuple[Any, ...], columns: list[str]) -> Launch:
+    x, y, z, bx, by, bz, shared = map(int, columns[:7])
+    return Launch(*common, (x, y, z), (bx, by, bz), shared, demangle(columns[7]))
+
+
+def _gemm(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    call, a, b, c, compute = columns[:5]
+    shape = map(int, columns[5:9])
+    trans, reduced, epilogue, workspace = columns[9:]
+    options = (bool(int(reduced)), int(epilogue), int(workspace))
+    recording.gemms.append(Gemm(*common, call, (a, b, c), compute, *shape, trans, *options))
+
+
+def _conv(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    shapes = [_integers(column.split(",")) for column in columns[3:]]
+    recording.convolutions.append(Convolution(*common, *columns[:3], *shapes))
+
+
+def _integers(texts: Iterable[str]) -> tuple[int, ...]:
+    return tuple(int(text) for text in texts if text)
+
+
+def _dnn(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    recording.dnn_operations.append(columns[0])
+
+
+def _copy(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    kind, size, call, pinned, where = columns
+    recording.copies.append(Copy(*common, kind, int(size), call == "async", pinned == "1", where))
+
+
+def _sync(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    recording.syncs.append(Sync(*common, *columns))
+
+
+def _event(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    recording.events.append(Event(*common, columns[0], int(columns[1])))
+
+
+def _graph(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    recording.graphs.append(Graph(*common, columns[0], int(columns[1]), int(columns[2])))
+
+
+def _allocation(kind: str) -> Any:
+    def reader(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+        recording.allocations.append(Allocation(*common, kind, int(columns[0]), int(columns[1])))
+
+    return reader
+
+
+def _unknown(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    name, where = columns
+    recording.unknown.append(f"{name} at {where or '(no Python frame)'}")
+
+
+def _ignore(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    """Lines that nothing asks for, such as memset."""
+
+
+_READERS: dict[str, Any] = {
+    "launch": _launch,
+    "refused": _refused,
+    "gemm": _gemm,
+    "conv": _conv,
+    "dnn": _dnn,
+    "copy": _copy,
+    "sync": _sync,
+    "event": _event,
+    "graph": _graph,
+    "unknown": _unknown,
+    **{kind: _allocation(kind) for kind in ("malloc", "free", "oom", "pinned")},
+}
+
+
+@functools.cache
+def demangle(name: str) -> str:
+    library = ctypes.CDLL("libstdc++.so.6")
+    library.__cxa_demangle.restype = ctypes.c_void_p
+    address = library.__cxa_demangle(name.encode(), None, None, None)
+    # NULL for names that are not mangled: Triton's, or of C functions.
+    return name if address is None else ctypes.string_at(address).decode()

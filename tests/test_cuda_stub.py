@@ -1,0 +1,396 @@
+"""The stub itself: what it records is what was called, and what it cannot do fails by name.
+
+The functions that run under it are at the top level of this file; their names begin with `on_`.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cuda_stub import StubError, build, phase, requires_stub, run_on_stub
+
+pytestmark = requires_stub
+GIB = 2**30
+
+
+def on_products(dtype_name):
+    dtype = getattr(torch, dtype_name)
+    a = torch.zeros(6, 10, device="cuda", dtype=dtype)
+    b = torch.zeros(10, 4, device="cuda", dtype=dtype)
+
+    phase("mm")
+    a @ b
+    phase("addmm")
+    F.linear(a, b.t(), torch.zeros(4, device="cuda", dtype=dtype))
+    phase("bmm")
+    torch.bmm(a.expand(3, 6, 10).contiguous(), b.expand(3, 10, 4))
+    phase("mv")
+    a @ b[:, 0].contiguous()
+    phase("dot")
+    torch.dot(a[0], a[1])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_products_of_matrices_and_vectors_by_shape_and_dtype(dtype):
+    recording = run_on_stub(on_products, dtype)
+
+    shapes = {}
+    for gemm in recording.gemms:
+        assert gemm.dtypes == (dtype,) * 3
+        shapes[gemm.phase] = (gemm.m, gemm.n, gemm.k, gemm.batch)
+
+    # cuBLAS is column-major: torch's [6, 10] @ [10, 4] is m=4, n=6, k=10 there.
+    assert shapes["mm"] == shapes["addmm"] == (4, 6, 10, 1)
+    assert shapes["bmm"] == (4, 6, 10, 3)
+    assert sorted(shapes["mv"]) == sorted((6, 1, 10, 1))
+    assert shapes["dot"] == (1, 1, 10, 1)
+
+
+def on_fp8():
+    a, b = (torch.zeros(32, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+    torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def test_an_fp8_product():
+    (gemm,) = run_on_stub(on_fp8).gemms
+    assert gemm.call == "cublasLtMatmul"
+    assert gemm.dtypes == ("float8_e4m3", "float8_e4m3", "bfloat16")
+    assert (gemm.m, gemm.n, gemm.k) == (32, 32, 64)
+
+
+def on_precision_settings():
+    a = torch.zeros(8, 8, device="cuda")
+    for allowed in (True, False):
+        phase(str(allowed))
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+        a @ a
+        a.bfloat16() @ a.bfloat16()
+
+
+def test_the_precision_settings_of_a_product():
+    settings = {}
+    for gemm in run_on_stub(on_precision_settings).gemms:
+        settings[gemm.dtype, gemm.phase] = (gemm.compute, gemm.reduced_precision)
+
+    assert settings == {
+        ("float32", "True"): ("tf32", False),
+        ("float32", "False"): ("float32", False),
+        ("bfloat16", "True"): ("float32", True),
+        ("bfloat16", "False"): ("float32", False),
+    }
+
+
+def on_convolutions(dims, dtype_name):
+    dtype = getattr(torch, dtype_name)
+    layer = {2: torch.nn.Conv2d, 3: torch.nn.Conv3d}[dims](3, 8, 3, stride=2, padding=1)
+    layer = layer.to("cuda", dtype)
+    x = torch.zeros(2, 3, *[9] * dims, device="cuda", dtype=dtype, requires_grad=True)
+    layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_convolutions_forward_and_backward(dims, dtype):
+    convolutions = run_on_stub(on_convolutions, dims, dtype).convolutions
+
+    assert [conv.call for conv in convolutions] == ["forward", "backward_data", "backward_filter"]
+    for conv in convolutions:
+        assert conv.dtype == dtype
+        assert conv.x == (2, 3) + (9,) * dims
+        assert conv.weight == (8, 3) + (3,) * dims
+        assert conv.y == (2, 8) + (5,) * dims
+        assert conv.stride == (2,) * dims
+        assert conv.padding == (1,) * dims
+
+
+def on_attention():
+    q = torch.empty(4, 16, 1000, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        F.scaled_dot_product_attention(q, q, q)
+
+
+def test_launches_have_demangled_names_and_grids():
+    (launch,) = run_on_stub(on_attention).launches
+    assert "flash_fwd_kernel" in launch.name and "cutlass::bfloat16_t" in launch.name
+    # Blocks of 128 queries, samples, heads.
+    assert launch.grid == (8, 4, 16)
+    assert launch.shared == 48 * 1024
+
+
+def on_copies():
+    pageable, pinned = torch.arange(1000.0), torch.arange(1000.0).pin_memory()
+    assert pinned.is_pinned() and not pageable.is_pinned()
+
+    phase("pageable")
+    there = pageable.cuda()
+    phase("pinned")
+    also_there = pinned.cuda(non_blocking=True)
+    phase("back")
+    back = there.cpu(), also_there.clone().cpu()
+    phase("zeros")
+    there.zero_()
+    zeros = torch.zeros(5_000_000, device="cuda", dtype=torch.int64)
+    zeros[123].copy_(torch.tensor(7))
+    return back[0], back[1], zeros[123].item()
+
+
+def test_copies_move_bytes_and_are_recorded():
+    recording = run_on_stub(on_copies)
+
+    assert torch.equal(recording.result[0], torch.arange(1000.0))
+    assert torch.equal(recording.result[1], torch.arange(1000.0))
+    assert recording.result[2] == 7
+    seen = []
+    for copy in recording.copies:
+        if copy.phase in ("pageable", "pinned", "back"):
+            seen.append((copy.phase, copy.kind, copy.bytes, copy.pinned, copy.blocking))
+    assert seen == [
+        ("pageable", "H2D", 4000, False, False),
+        ("pinned", "H2D", 4000, True, False),
+        ("back", "D2H", 4000, False, True),
+        ("back", "D2D", 4000, True, False),
+        ("back", "D2H", 4000, False, True),
+    ]
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad.sum().item()  # a sync in autograd's thread
+        return grad
+
+
+def on_syncs():
+    x = torch.zeros(4, device="cuda", requires_grad=True)
+    phase("item")
+    x.sum().item()
+    phase("device")
+    torch.cuda.synchronize()
+    phase("event")
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    phase("backward")
+    Reads.apply(x).sum().backward()
+    phase("none")
+    on_host = x.cpu().sum()
+    phase("engine")
+    on_host.backward()
+
+
+def test_syncs_have_the_source_line_that_caused_them():
+    recording = run_on_stub(on_syncs)
+    with open(__file__) as file:
+        lines = file.read().splitlines()
+    number = {text.strip(): index for index, text in enumerate(lines, 1)}
+
+    waits = [sync for sync in recording.syncs if sync.phase not in ("none", "engine")]
+    found = {sync.phase: (sync.kind, sync.where) for sync in waits}
+    # A copy of autograd's own, in a thread without a frame of Python.
+    for copy in recording.in_phase("engine").copies:
+        assert copy.where == f"test_cuda_stub.py:{number['on_host.backward()']}"
+    assert recording.in_phase("engine").copies
+    name = "test_cuda_stub.py"
+    in_backward = number["def backward(ctx, grad):"] + 1
+    assert found == {
+        "item": ("stream", f"{name}:{number['x.sum().item()']}"),
+        "device": ("device", f"{name}:{number['torch.cuda.synchronize()']}"),
+        "event": ("event", f"{name}:{number['event.synchronize()']}"),
+        "backward": ("stream", f"{name}:{in_backward}"),
+    }
+
+
+def on_streams():
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = torch.zeros(1 << 20, device="cuda")
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        x + 1
+    x.record_stream(side)
+    del x
+    # record_stream makes the allocator wait for the side stream before it gives the block away.
+    phase("after")
+    torch.zeros(1 << 20, device="cuda")
+    main.wait_stream(side)
+
+
+def test_streams_and_events():
+    recording = run_on_stub(on_streams)
+    assert len(recording.streams) == 2
+    (side,) = recording.streams - {0}
+    (add,) = [launch for launch in recording.launches if launch.stream == side]
+
+    order = [(event.kind, event.stream) for event in recording.events]
+    assert order == [
+        ("record", 0),
+        ("wait", side),
+        ("record", side),  # the allocator's, for record_stream
+        ("record", side),
+        ("wait", 0),
+    ]
+    recorded, waited = recording.events[:2]
+    assert recorded.event == waited.event
+    assert "add" in add.name.lower()
+
+
+def on_capture():
+    x = torch.zeros(64, 64, device="cuda")
+    x @ x
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = (x @ x).relu()
+    graph.replay()
+    graph.replay()
+
+    other = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(other):
+            y.sum().item()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+def test_stream_capture_and_graphs():
+    recording = run_on_stub(on_capture)
+
+    begin, end, *launches = recording.graphs[:4]
+    assert (begin.kind, end.kind) == ("begin", "end")
+    assert [launch.kind for launch in launches] == ["launch", "launch"]
+    captured = [r for r in (*recording.launches, *recording.gemms) if r.graph == begin.id]
+    assert len(captured) == 2
+    assert end.nodes == launches[0].nodes == 2
+    assert "operation not permitted when stream is capturing" in recording.result
+
+
+def on_memory():
+    x = torch.zeros(GIB // 4, device="cuda")  # 1 GiB
+    phase("step")
+    y = x + 1
+    del y
+    phase("out of memory")
+    try:
+        torch.empty(4 * GIB, device="cuda", dtype=torch.uint8)
+    except torch.cuda.OutOfMemoryError as error:
+        return str(error), torch.cuda.mem_get_info()
+
+
+def test_peaks_of_the_allocator_and_running_out_of_memory():
+    recording = run_on_stub(on_memory, memory=4 * GIB)
+
+    step = recording.peak("step")
+    assert (step.before, step.after, step.allocated) == (GIB, GIB, 2 * GIB)
+    assert step.reserved >= step.allocated
+    text, (free, total) = recording.result
+    assert total == 4 * GIB and 0 < free < 4 * GIB
+    assert "CUDA out of memory. Tried to allocate 4.00 GiB" in text
+    assert [a.bytes for a in recording.allocations if a.kind == "oom"]
+
+
+def on_grid_limits():
+    q = torch.zeros(1, 70_000, 8, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        try:
+            F.scaled_dot_product_attention(q, q, q)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+
+
+def test_a_grid_beyond_the_limits_is_refused():
+    recording = run_on_stub(on_grid_limits)
+    (refused,) = recording.refused
+    assert refused.grid[2] == 70_000
+    assert recording.result == "CUDA error: invalid configuration argument"
+
+
+def on_unknown_calls():
+    a = torch.eye(4, device="cuda")
+    with contextlib.suppress(RuntimeError):
+        torch.linalg.eigh(a)
+
+
+def test_a_call_that_the_stub_does_not_implement_fails_by_name():
+    message = r"not implemented by the stub: cusolver\w+ at test_cuda_stub.py:\d+"
+    with pytest.raises(StubError, match=message):
+        run_on_stub(on_unknown_calls)
+
+
+def on_unknown_driver_call():
+    import ctypes
+
+    driver, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    place = ctypes.byref(function)
+    assert driver.cuGetProcAddress_v2(b"cuMemAddressReserve", place, 12040, 0, None) == 0
+    return ctypes.CFUNCTYPE(ctypes.c_int)(function.value)()
+
+
+def test_an_unknown_driver_call_fails_by_name():
+    with pytest.raises(StubError, match="not implemented by the stub: cuMemAddressReserve"):
+        run_on_stub(on_unknown_driver_call)
+    recording = run_on_stub(on_unknown_driver_call, allow=["cuMemAddressReserve"])
+    assert recording.result == 801
+    assert recording.unknown
+
+
+def on_failures(how):
+    if how == "raise":
+        raise ValueError("as written in the test")
+    if how == "exit":
+        import os
+
+        os._exit(3)
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [("raise", "ValueError: as written in the test"), ("exit", "exit code 3"), ("hang", "Timeout")],
+)
+def test_failures_come_back(how, message):
+    with pytest.raises(StubError, match=message):
+        run_on_stub(on_failures, how, timeout=2)
+
+
+def on_environment():
+    import os
+
+    return os.environ["SOME_SETTING"], torch.cuda.is_initialized()
+
+
+def test_each_call_has_an_environment_and_a_cuda_context_of_its_own():
+    assert run_on_stub(on_environment, env={"SOME_SETTING": "a"}).result == ("a", False)
+    assert run_on_stub(on_environment, env={"SOME_SETTING": "b"}).result == ("b", False)
+
+
+def test_the_library_is_built_once_for_its_sources(tmp_path, monkeypatch):
+    builds = []
+
+    def slow_build(folder):
+        builds.append(folder)
+        (folder / "libcuda.so.1").write_text(f"build {len(builds)}")
+        if len(builds) == 1:
+            # Another process begins and ends while this one builds.
+            assert (build.library() / "libcuda.so.1").read_text() == "build 2"
+
+    monkeypatch.setattr(build, "CACHE", tmp_path)
+    monkeypatch.setattr(build, "_build", slow_build)
+    assert (build.library() / "libcuda.so.1").read_text() == "build 2"
+    assert build.library() == build.library()
+    assert len(builds) == 2
+    assert len(list(tmp_path.iterdir())) == 1
+
+    monkeypatch.setattr(build, "_digest", lambda: "of-other-sources")
+    build.library()
+    assert len(builds) == 3
+
+
+def test_reasons_for_skipping_are_allowed():
+    allowed = (build.HERE.parents[1] / ".ci" / "allowed_skips").read_text().splitlines()
+    assert {build.NO_COMPILER, build.NO_CUDA_BUILD} <= set(allowed)
