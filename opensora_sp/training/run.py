@@ -70,7 +70,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     run_dir.mkdir(parents=True, exist_ok=True)
     log_to(run_dir, enabled=is_main)
     if is_main:
-        (run_dir / "config.py").write_text(dump_config(cfg))
+        (run_dir / "config.py").write_text(dump_config(cfg), encoding="utf-8")
     limits = dict(peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=cfg.grace_time)
     with closing_process_group(), Watch(**limits) as watch:
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
@@ -361,7 +361,8 @@ class Run:
             "sync_check": self.sync_check.cost,
         }
         if dist.get_rank() == 0:
-            (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+            (run_dir / "summary.json").write_text(text, encoding="utf-8")
         logger.info("done: %d layout switches between the ranks of this replica", summary["switches"])
         if broken:
             logger.warning("%d clips could not be read and were replaced", len(broken))
