@@ -246,14 +246,10 @@ class StreamGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> StreamWork:
         return self._launch(tensors, tensors)
 
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> StreamWork:
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
         return self._launch([output], [given])
 
-    def _allgather_base(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> StreamWork:
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> StreamWork:
         return self._launch([output], [given])
 
     def barrier(self, opts: Any = None) -> StreamWork:
