@@ -164,7 +164,7 @@ class TrainConfig(Common):
     zero_stage: Literal[1, 2] = Field(2, description="ZeRO: 1 shards optimizer states, 2 gradients as well.")
     overlap_communication: bool = Field(
         True,
-        description="Reduce gradients on a CUDA stream of its own while backward runs; has no effect on CPU.",
+        description="Reduce gradients on a separate CUDA stream during backward; on a CPU, after it.",
     )
     dataset: Dataset = Field(description="The clips.")
     bucket_config: dict[str, dict[int, Any]] | None = Field(

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .attention import choose_backend
 from .compile import compiled
 from .conditioning import Condition, SharedConfig, Text
 from .groups import VideoMask
@@ -128,7 +129,9 @@ class ConditionedModel(Pretrained, nn.Module):
                 "each, which set the positions in its clip; pass one entry per sample"
             )
         frames, lines, columns = x.shape[2:]
-        return self.config.grid(len(x), (frames, lines, columns), mask=mask, scale=scale if mask else scale[0])
+        config, size = self.config, (frames, lines, columns)
+        backend = choose_backend(config.attention, x.device, self.dtype, config.hidden_size // config.num_heads)
+        return config.grid(len(x), size, mask=mask, scale=scale if mask else scale[0], attention=backend)
 
     def _patches(self, x: Tensor, rows: Rows) -> Tensor:
         """The patches of the rows held, ``[R, L, V * c]``; whatever lies outside of its clip is zero."""
@@ -246,7 +249,8 @@ class ConditionedModel(Pretrained, nn.Module):
                 f"got a text mask of {mask.dtype}; expected bool or integers, 1 for tokens in use, not numbers to add "
                 "to scores; pass mask.bool(), or (mask == 0) for one that is added"
             )
-        _check_device("text mask", mask, y)
+        if mask.device.type != "cpu":  # where lengths are known without waiting for a device
+            _check_device("text mask", mask, y)
 
     def _initialize(self, embedders: Iterable[nn.Module], zero: Iterable[nn.Linear]) -> None:
         """As the released models began: Xavier weights, small ones in ``embedders``, none in the layers ``zero``."""

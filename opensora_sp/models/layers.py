@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import attention
+from .attention import Backend, attention
 from .points import Attend, Point
 from .rows import Rows
+from .take import take
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -104,8 +106,10 @@ class PositionEmbedding2D(nn.Module):
         bases = [round((height * width) ** 0.5) for height, width in sizes]
         halves = []
         for axis, places in ((1, patches % columns), (0, patches // columns)):
-            steps = torch.tensor([base / size[axis] for base, size in zip(bases, sizes, strict=True)], device=device)
-            step = steps[0] if grid.mask is None else steps[rows.samples(device)][:, None]  # [] or [R, 1]
+            steps = [base / size[axis] for base, size in zip(bases, sizes, strict=True)]
+            step: float | Tensor = steps[0]
+            if grid.mask is not None:
+                step = torch.tensor(steps, device=device)[rows.samples(device)][:, None]  # [R, 1]
             halves.append(position_embedding(places / scale * step, self.width // 2))
         return torch.cat(halves, dim=-1)
 
@@ -129,10 +133,10 @@ class RotaryEmbedding(nn.Module):
         self.freqs.data = self._frequencies(device) if exact.is_meta else exact.to(device)
         return self
 
-    def forward(self, q: Tensor, rows: Rows, *, in_frame: bool = False) -> Tensor:
+    def forward(self, q: Tensor, rows: Rows, *, in_frame: bool = False, turns: Tensor | None = None) -> Tensor:
         """Turn the queries or keys ``[R, L, H, D]`` of these rows by their positions, for attention within a frame or
-        over frames."""
-        turns = self.turns(rows, in_frame, q.device)  # [1 or R, 1 or L, 1, D/2]
+        over frames; by ``turns`` where these have been computed ahead."""
+        turns = self.turns(rows, in_frame, q.device) if turns is None else turns  # [1 or R, 1 or L, 1, D/2]
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
         pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
         return torch.view_as_real(pairs * turns).flatten(-2).to(q.dtype)
@@ -158,7 +162,7 @@ class RotaryEmbedding3D(RotaryEmbedding):
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
 
-    @torch.compiler.disable  # what is computed once for all blocks is no part of a block's graph
+    @torch.compiler.disable  # made once for all blocks: no part of a block's graph
     def turns(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         key = ("turns", rows.layout, rows.start, rows.stop, in_frame)
         return rows.grid.once(key, lambda: super(RotaryEmbedding3D, self).turns(rows, in_frame, device))
@@ -179,8 +183,8 @@ class RotaryEmbedding3D(RotaryEmbedding):
 class SelfAttention(Point):
     """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys.
 
-    They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did. ``in_frame`` says that the rows
-    are frames, for their positions; ``backend`` is one of ``attention.BACKENDS``.
+    They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did. ``in_frame``: the rows are
+    frames, for their positions.
     """
 
     def __init__(
@@ -192,7 +196,6 @@ class SelfAttention(Point):
         rope: RotaryEmbedding | None = None,
         norm_last: bool = False,
         in_frame: bool = False,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.num_heads, self.norm_last, self.in_frame = num_heads, norm_last, in_frame
@@ -200,16 +203,16 @@ class SelfAttention(Point):
         self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
-        self.attend = Attend(backend)
+        self.attend = Attend()
         self.rotate = [rope] if rope is not None else []  # in a list: the model owns the parameter, not its blocks
 
-    def local(self, x: Tensor, rows: Rows) -> Tensor:
-        """``[R, L, C]`` -> ``[R, L, C]``."""
+    def local(self, x: Tensor, rows: Rows, turns: Tensor | None = None) -> Tensor:
+        """``[R, L, C]`` -> ``[R, L, C]``; ``turns`` are those of the rows, where they have been computed ahead."""
         q, k, v = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
         if not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.rotate:
-            q, k = (rope(z, rows, in_frame=self.in_frame) for z in (q, k))
+            q, k = (rope(z, rows, in_frame=self.in_frame, turns=turns) for z in (q, k))
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.proj(self.attend(q, k, v, rows).flatten(-2))
@@ -218,9 +221,9 @@ class SelfAttention(Point):
 class CrossAttention(nn.Module):
     """Multi-head attention of tokens to the text of their own sample."""
 
-    def __init__(self, width: int, num_heads: int, *, backend: str = "auto") -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads, self.backend = num_heads, backend
+        self.num_heads = num_heads
         self.q_linear = nn.Linear(width, width)
         self.kv_linear = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
@@ -233,18 +236,20 @@ class CrossAttention(nn.Module):
         *,
         order: Tensor | None = None,
         keys: Tensor | None = None,
+        backend: str | Backend = "auto",
     ) -> Tensor:
         """Tokens ``[R, L, C]`` and packed text ``[N, C]``, with the lengths of what belongs together.
 
         ``order`` int64 ``[R * L]`` brings the tokens into the order of the texts, where they are not in it; ``keys``
-        are the keys and values ``[N, 2 * C]`` of the text, if they have been computed ahead.
+        are the keys and values ``[N, 2 * C]`` of the text, if they have been computed ahead; ``backend`` as in
+        ``attention``.
         """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
         keys = self.kv_linear(text) if keys is None else keys
         k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
-            q = q.index_select(0, order)
-        out = attention(q, k, v, lengths=lengths, backend=self.backend)  # [R * L, H, D]
+            q = take(q, order)
+        out = attention(q, k, v, lengths=lengths, backend=backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)
         return self.proj(out.reshape(x.shape))
@@ -301,6 +306,8 @@ class CaptionEmbedder(nn.Module):
     def pack(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
         """The tokens in use of each sample, one sample after the other.
 
+        Nothing waits for a device if ``mask`` and ``drop`` are on the CPU; elsewhere they are read back.
+
         Args:
             y: ``[B, 1, L, Cy]``.
             mask: 1 for tokens in use, ``[n, L]`` or ``[n, 1, 1, L]`` with n dividing B (tiled); a row of zeros counts
@@ -311,14 +318,28 @@ class CaptionEmbedder(nn.Module):
             Packed text features ``[N, Cy]`` and the number of tokens of each sample, host integers.
         """
         num_samples, _, length, _ = y.shape
-        if mask is None:
-            used = y.new_ones((num_samples, length), dtype=torch.bool)
-        else:
-            used = mask.reshape(-1, length).bool()
-            used = used.repeat(num_samples // used.shape[0], 1)
-            empty = ~used.any(dim=1, keepdim=True)
-            used = used | (empty & (torch.arange(length, device=y.device) == 0))
+        used = [[slice(0, length)]] if mask is None else used_tokens(mask.reshape(-1, length))
+        used *= num_samples // len(used)
         dropped = [False] * num_samples if drop is None else drop.tolist()
         null = self.y_embedding.to(y.dtype)
-        texts = [null if drop_it else y[b, 0, used[b]] for b, drop_it in enumerate(dropped)]
-        return torch.cat(texts), [text.shape[0] for text in texts]
+
+        parts: list[Tensor] = []
+        lengths: list[int] = []
+        for caption, slices, is_dropped in zip(y[:, 0], used, dropped, strict=True):
+            own = [null] if is_dropped else [caption[tokens] for tokens in slices]
+            parts += own
+            lengths.append(sum(len(part) for part in own))
+        return torch.cat(parts), lengths
+
+
+def used_tokens(mask: Tensor) -> list[list[slice]]:
+    """The runs of tokens in use of each row of a mask ``[n, L]``; of a row without any, its first token."""
+    runs = []
+    for row in mask.tolist():
+        own, place = [], 0
+        for in_use, tokens in groupby(row, bool):
+            start, place = place, place + len(list(tokens))
+            if in_use:
+                own.append(slice(start, place))
+        runs.append(own or [slice(0, 1)])
+    return runs

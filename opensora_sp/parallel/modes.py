@@ -98,11 +98,12 @@ class WholeSamples:
     def switch(self, local: Local[tuple[Tensor, Rows]], x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return local(x, rows)
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
-        return local(x, rows)
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+        """``of_rows`` is what the model has computed ahead for these rows; with others it is computed anew."""
+        return local(x, rows, *of_rows)
 
-    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
-        return local(x, rows)
+    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+        return local(x, rows, *of_rows)
 
     def attend_spatial(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return local(q, k, v, rows)
@@ -115,8 +116,8 @@ class WholeSamples:
     ) -> Any:
         return local(function, rows, *args, recompute=recompute, last=last)
 
-    def rowwise(self, local: Local[Any], function: Local[Any], rows: Rows, *per_row: Tensor) -> Any:
-        return local(function, rows, *per_row)
+    def rowwise(self, local: Local[Any], function: Local[Any], rows: Rows, x: Tensor, *entries: Tensor) -> Any:
+        return local(function, rows, x, *entries)
 
     window_rows = WINDOW_ROWS  # whose windows a rank holds whole
 
@@ -183,20 +184,23 @@ class SwitchRows(WholeSamples):
 
         return local(launched, rows, *args, recompute=recompute, last=last)
 
-    def rowwise(self, local: Local[Tensor], function: Local[Tensor], rows: Rows, *per_row: Tensor) -> Tensor | Flight:
+    def rowwise(
+        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, x: Tensor, *entries: Tensor
+    ) -> Tensor | Flight:
         if self.options.overlap_chunks == 1 and not self.options.overlap_backward:
-            return local(function, rows, *per_row)
-        return self._in_chunks(local, function, rows, *per_row)
+            return local(function, rows, x, *entries)
+        return self._in_chunks(local, function, rows, x, *entries)
 
     @uncompiled  # sends what it computes, and each forward has a flight of its own: not for a graph
     def _in_chunks(
-        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, *per_row: Tensor
+        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, x: Tensor, *entries: Tensor
     ) -> Tensor | Flight:
         if self.flight is None:
-            return local(function, rows, *per_row)
+            return local(function, rows, x, *entries)
         num_chunks = self._num_chunks(rows)
         sizes = run_sizes(rows.count, num_chunks)
-        chunks = zip(*(z.split(sizes) for z in per_row), strict=True)
+        entries_by_row = (_by_row(entry, rows.count).split(sizes, dim=1) for entry in entries)
+        chunks = zip(x.split(sizes), *entries_by_row, strict=True)
         return self.flight.launch((function(*chunk) for chunk in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
@@ -302,7 +306,7 @@ class BranchSwitch(OneLayout):
     """The input of each spatial attention is switched to spatial rows and its output back: 2 u, at N instead of
     N - 1/2 pairs. What travels is a branch, not the residual stream, so it may be rounded (``comm_dtype``)."""
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         spatial = self.held(rows.turned())
         received = self._exchange(x, rows, spatial)
         out = local(received.unflatten(0, (spatial.count, spatial.length)), spatial)
@@ -337,12 +341,12 @@ class SplitGather(OneLayout):
     keeps_received = False
     window_rows = WINDOW_COLUMNS
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         everything, frames = rows.take(0, rows.total).turn(self._all(x, rows))  # [B * T, S, C]
         out, _ = frames.turn(local(everything, frames))
         return out[rows.start : rows.stop]
 
-    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
+    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         return local(self._all(x, rows), rows.take(0, rows.total))[rows.start : rows.stop]
 
     def _all(self, x: Tensor, rows: Rows) -> Tensor:
@@ -378,6 +382,11 @@ def _num_units(rows: Rows) -> int:
 def _axes(rows: Rows, **more: int) -> dict[str, int]:
     grid = rows.grid
     return {"b": grid.num_samples, "t": grid.frames, "s": grid.patches_per_frame, **more}
+
+
+def _by_row(entry: Tensor, count: int) -> Tensor:
+    """An entry of a modulation ``[b, 1 or n, 1 or L, C]``, row by row: ``[1, count, 1 or L, C]``."""
+    return entry.expand(-1, count // len(entry), -1, -1).flatten(0, 1)[None]
 
 
 def _stacked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
+from opensora_sp.parallel.agreement import check_same_model
 
 from ._colossalai import (
     DistributedOptim,
@@ -29,6 +30,7 @@ from ._colossalai import (
 )
 from .accelerator import use_cpu_if_nothing_else
 from .checkpoint_io import NamedCheckpointIO
+from .launch import current_device
 from .optimizer import NamedShards, SequenceZeroOptimizer
 
 Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any], Any]
@@ -124,6 +126,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         lr_scheduler: Any = None,
     ) -> Boosted:
         """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
+        check_same_model(model, current_device())  # before anything that one rank alone would refuse
         own = None if isinstance(optimizer, OptimizerWrapper) else optimizer
         if own is not None:
             self._leave_trainable(model, own)  # first: what it refuses leaves the model as it was
