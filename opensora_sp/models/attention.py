@@ -6,7 +6,7 @@ to text of differing length). No mask tensor is ever built, so no tensor is quad
 Behind it are three backends, chosen by name or by what the tensors allow (``choose_backend``):
 
 * ``flash``: FlashAttention-2 (Dao, 2023) of the flash-attn 2.x package;
-* ``sdpa``: torch's scaled dot product attention and, for packed tokens on CUDA, torch's own varlen attention;
+* ``sdpa``: torch's scaled dot product attention and, for packed tokens on CUDA, the kernels below it (``varlen.py``);
 * ``reference``: an explicit softmax in at least float32, a bounded number of scores at a time.
 
 Legend: R rows, L tokens of a row, N packed tokens, n samples or rows packed one after the other, H heads, D head width.
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,6 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+
+from . import varlen
+from .packing import Call, Packing
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +47,18 @@ class Backend:
     """What computes attention on one kind of tensors; ``choose_backend`` resolves a name to it."""
 
     name: str  # "flash", "sdpa" or "reference"
+    processors: int = 1  # of the device, which packed queries are cut into pieces for
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | None = None, backend: str | Backend = "auto"
+    q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | Packing | None = None, backend: str | Backend = "auto"
 ) -> Tensor:
     """Softmax attention, ``softmax(q k^T / sqrt(D)) v``, per row or per packed sample.
 
     Args:
         q, k, v: ``[R, L, H, D]`` where every row attends within itself; with ``lengths`` packed tokens ``[N, H, D]``.
         lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and of k. A query
-            length may be 0; a key length is at least 1.
+            length may be 0; a key length is at least 1. As a ``Packing``, calls share what is copied to the device.
         backend: "auto", "flash", "sdpa" or "reference", or what ``choose_backend`` made of it. Compiled code passes the
             latter, for the choice is no part of a graph.
 
@@ -68,7 +71,7 @@ def attention(
     chosen: Backend
     chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1]) if isinstance(backend, str) else backend
     if lengths is not None:
-        return _attend_packed(chosen, q, k, v, *lengths)
+        return _attend_packed(chosen, q, k, v, lengths)
     return _attend_rows(chosen, q, k, v)
 
 
@@ -104,7 +107,9 @@ def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: 
         chosen, reason = "reference", obstacle
     names = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
     logger.info("attention backend: %s (%s)", names[chosen], reason)
-    return Backend(chosen)
+    if device.type != "cuda":
+        return Backend(chosen)
+    return Backend(chosen, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
@@ -152,15 +157,20 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.compiler.disable  # lengths differ from batch to batch: compiled, each batch would be a graph of its own
-def _attend_packed(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, q_lengths: Sequence[int], k_lengths: Sequence[int]
-) -> Tensor:
-    lengths = tuple(q_lengths), tuple(k_lengths)
-    assert (len(q), len(k)) == (sum(lengths[0]), sum(lengths[1])), "lengths must add up to the tokens"
+def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing) -> Tensor:
+    packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
+    assert (len(q), len(k)) == (sum(packing.queries), sum(packing.keys)), "lengths must add up to the tokens"
+
     kernel = _varlen_kernel(backend, q) if q.numel() else None
-    if kernel is None or len(set(zip(*lengths, strict=True))) == 1:
-        return _by_lengths(partial(_attend_rows, backend), q, k, v, *lengths)
-    return _in_one_call(kernel, q, k, v, *lengths)
+    if kernel is None:
+        return _by_lengths(partial(_attend_rows, backend), q, k, v, packing.queries, packing.keys)
+
+    pieces = packing.pieces(q.shape[1], backend.processors)
+    k, v = pieces.repeat(k), pieces.repeat(v)
+    if pieces.are_equal:
+        rows = q.unflatten(0, (len(pieces.queries), -1))  # [P, L, H, D]
+        return _attend_rows(backend, rows, k, v).flatten(0, 1)
+    return _in_calls(kernel, q, k, v, pieces.calls(MAX_ROWS))
 
 
 def _by_lengths(
@@ -197,54 +207,28 @@ def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[tuple[
     return [(len(list(same)), q_len, k_len) for (q_len, k_len), same in pairs]
 
 
-def _in_one_call(
-    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple, k_lengths: tuple
-) -> Tensor:
-    """All samples in one call of a kernel that is told where each begins, ``MAX_ROWS`` of them at a time."""
-    q_chunks, k_chunks = (list(_chunks(one, MAX_ROWS)) for one in (q_lengths, k_lengths))
-    q_parts = q.split([sum(chunk) for chunk in q_chunks])
-    k_parts, v_parts = (z.split([sum(chunk) for chunk in k_chunks]) for z in (k, v))
+def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
+    """A kernel that takes each sample from where it begins to where it ends, some samples at a time."""
+    q_parts = q.split([sum(call.queries) for call in calls])
+    k_parts, v_parts = (z.split([sum(call.keys) for call in calls]) for z in (k, v))
     out = []
-    for *tensors, q_chunk, k_chunk in zip(q_parts, k_parts, v_parts, q_chunks, k_chunks, strict=True):
-        if sum(q_chunk):
-            edges = (_edges(chunk, q.device) for chunk in (q_chunk, k_chunk))
-            out.append(kernel(*tensors, *edges, max(q_chunk), max(k_chunk)))
+    for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
+        q_edges, k_edges = call.edges(q.device)
+        out.append(kernel(q_part, k_part, v_part, q_edges, k_edges, max(call.queries), max(call.keys)))
     return _joined(out)
 
 
-def _chunks(values: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
-    return (values[i : i + size] for i in range(0, len(values), size))
-
-
-def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each sample begins, and the end: int32 ``[n + 1]``."""
-    return torch.frombuffer(_sums(lengths), dtype=torch.int32).to(device)
-
-
-@lru_cache(maxsize=64)
-def _sums(lengths: tuple[int, ...]) -> array:
-    return array("i", accumulate(lengths, initial=0))
-
-
-def _varlen_kernel(backend: Backend, q: Tensor) -> Callable[..., Tensor] | None:
+def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     """A kernel for packed tokens ``(q, k, v, q edges, k edges, longest q, longest k)``, if there is one."""
     if backend.name == "flash":
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func
-    if backend.name == "sdpa" and not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
-        return _torch_varlen()
-    return None
-
-
-@cache
-def _torch_varlen() -> Callable[..., Tensor] | None:
-    """torch's own, from 2.10 on."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+    if backend.name == "reference":
         return None
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn
+    if not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
+        return varlen.flash if varlen.available("_flash_attention_forward") else None
+    return varlen.efficient if q.is_cuda and varlen.available("_efficient_attention_forward") else None
 
 
 def _flash_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

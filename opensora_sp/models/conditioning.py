@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from .attention import check_backend
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
+from .packing import Packing
 from .points import Rowwise
-from .rows import SPATIAL, PatchGrid, Rows
+from .rows import PatchGrid, Rows
 
 IMAGE_FPS = 120.0
 GATE = 2  # a branch has three entries in a modulation: shift, scale, gate
@@ -121,7 +122,7 @@ class Condition:
     state: Tensor  # [R, 1 or L] int64: which entry modulates these tokens
     masked: Tensor | None  # [R, 1 or L, 1] bool: True for tokens of frames that are given (timestep 0)
     text: Tensor  # [N, C], packed
-    lengths: tuple[Sequence[int], Sequence[int]]  # tokens held and text tokens that belong together
+    lengths: Packing  # tokens held and text tokens that belong together
     order: Tensor | None  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
     keys: Mapping[nn.Module, Tensor]  # see ``Text``
     turns: Tensor | None = None  # by which a rotary embedding turns queries and keys of self-attention
@@ -135,11 +136,13 @@ class Condition:
         text: Text,
         apart: Sequence[int] = (),
         rope: RotaryEmbedding | None = None,
+        in_frame: bool = False,
     ) -> Condition:
         """Lay the conditions of a batch out over the rows held here.
 
         ``given`` ``[B, T]`` marks given frames. There is a text for each sample, and where the frames ``apart`` have
-        one of their own, a second for each sample behind these. ``rope`` turns queries and keys in this layout.
+        one of their own, a second for each sample behind these. ``rope`` turns queries and keys, for attention
+        within a frame or over frames.
         """
         timed = state = rows.samples(modulation.device)[:, None] * modulation.shape[1]  # [R, 1]
         masked = None
@@ -161,10 +164,10 @@ class Condition:
             state=state,
             masked=masked,
             text=text.tokens,
-            lengths=(tokens, text.lengths),
+            lengths=Packing(tokens, text.lengths),
             order=order,
             keys=text.keys,
-            turns=None if rope is None else rope.turns(rows, rows.layout == SPATIAL, modulation.device),
+            turns=None if rope is None else rope.turns(rows, in_frame, modulation.device),
         )
 
     def per_token(self, table: Tensor, *, ignore_mask: bool = False) -> tuple[Tensor, ...]:
