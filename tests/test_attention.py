@@ -334,6 +334,32 @@ def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_flash_attn_adds_in_order_where_that_is_asked_for(flash: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old one, which cannot, is refused by its name."""
+    asked = []
+    case = ([3, 1], [2, 2])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(
+            ValueError, match="got attention 'flash', but this flash-attn has no deterministic backward"
+        ):
+            assert_equal_to_definition(case, "flash", torch.float16, 1e-2)
+
+        for name in ("flash_attn_func", "flash_attn_varlen_func"):
+            older = getattr(flash, name)
+
+            def newer(*args, older=older, deterministic=False):
+                asked.append(deterministic)
+                return older(*args)
+
+            monkeypatch.setattr(flash, name, newer)
+        for one in (case, (3, 5, 5)):
+            assert_equal_to_definition(one, "flash", torch.float16, 1e-2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [True, True]
+
+
 @pytest.mark.parametrize(
     ("kind", "obstacle"),
     [

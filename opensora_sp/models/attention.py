@@ -15,6 +15,7 @@ Legend: R rows, L tokens of a row, N packed tokens, n samples or rows packed one
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -48,6 +49,12 @@ class Backend:
 
     name: str  # "flash", "sdpa" or "reference"
     processors: int = 1  # of the device, which packed queries are cut into pieces for
+    deterministic: bool = False  # torch.use_deterministic_algorithms: gradients of queries without atomics
+
+    @property
+    def flash_options(self) -> dict[str, bool]:
+        """What flash-attn is called with; only since 2.4.1 it knows the option at all."""
+        return {"deterministic": True} if self.deterministic else {}
 
 
 def attention(
@@ -88,15 +95,15 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_
     Raises:
         ValueError: as ``attention``.
     """
-    return _choose(backend, device, dtype, head_width)
+    return _choose(backend, device, dtype, head_width, torch.are_deterministic_algorithms_enabled())
 
 
 @cache
-def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> Backend:
+def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool) -> Backend:
     check_backend(backend)
     chosen, reason = backend, "asked for"
     if backend in ("auto", "flash"):
-        obstacle = _flash_obstacle(device, dtype, head_width)
+        obstacle = _flash_obstacle(device, dtype, head_width, deterministic)
         if backend == "flash" and obstacle:
             raise ValueError(
                 f"got attention 'flash', but {obstacle}; expected flash-attn 2.x and fp16 or bf16 tensors on a GPU of "
@@ -108,15 +115,22 @@ def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: 
     names = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
     logger.info("attention backend: %s (%s)", names[chosen], reason)
     if device.type != "cuda":
-        return Backend(chosen)
-    return Backend(chosen, torch.cuda.get_device_properties(device).multi_processor_count)
+        return Backend(chosen, deterministic=deterministic)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Backend(chosen, processors, deterministic)
 
 
-def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
+def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool) -> str | None:
     """Why flash-attn cannot take such tensors; None if it can."""
     if obstacle := _flash_kernels_obstacle(device, dtype, head_width):
         return obstacle
-    return None if importlib.util.find_spec("flash_attn") else "flash-attn is not installed"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    from flash_attn import flash_attn_func
+
+    if deterministic and "deterministic" not in inspect.signature(flash_attn_func).parameters:
+        return "this flash-attn has no deterministic backward (2.4.1 and later have)"
+    return None
 
 
 def _flash_kernels_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
@@ -150,7 +164,7 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _explicit(q, k, v)
     if k.shape[1] == 1:
         return _OneKey.apply(q, k, v)
-    kernel = _flash_rows if backend.name == "flash" else _sdpa_rows
+    kernel = partial(_flash_rows, backend) if backend.name == "flash" else _sdpa_rows
     if len(q) <= MAX_ROWS:
         return kernel(q, k, v)
     return torch.cat([kernel(*part) for part in zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)])
@@ -223,7 +237,7 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     if backend.name == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        return flash_attn_varlen_func
+        return partial(flash_attn_varlen_func, **backend.flash_options)
     if backend.name == "reference":
         return None
     if not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
@@ -231,10 +245,10 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     return varlen.efficient if q.is_cuda and varlen.available("_efficient_attention_forward") else None
 
 
-def _flash_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from flash_attn import flash_attn_func
 
-    return flash_attn_func(q, k, v)
+    return flash_attn_func(q, k, v, **backend.flash_options)
 
 
 def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -250,7 +264,9 @@ def _pinned_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sdpa_backends() -> list[SDPBackend]:
-    """Those that are right and build no matrix of scores."""
+    """Those that are right, build no matrix of scores and, where asked for, add in a fixed order."""
+    if torch.are_deterministic_algorithms_enabled():
+        return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     return [*fused, SDPBackend.CUDNN_ATTENTION] if cudnn_is_safe else fused
