@@ -1,5 +1,6 @@
 # make demo   everything from nothing to sampled videos, on CPU
-# make test   the tests; test-docs, test-faults, test-reshard and test-resume do in full what it samples
+# make test   the tests; test-docs, test-faults, test-reshard, test-resume and test-shutdown do in full what it samples
+# make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
 # make docs   the documentation as a site, build/site/index.html
 # Both make their own virtual environment in .venv and install what they need.
 
@@ -9,7 +10,7 @@ DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-docs test-faults test-reshard test-resume lint docs install clean
+.PHONY: help demo test test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown lint docs install clean
 
 help:
 	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +37,13 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
+# In process, without ranks: what compares numbers, which another processor rounds in another order.
+UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow golden_vae attention conditioning encoded_text \
+	encoders frame_masks masks resolutions
+
+test-default-cpu: $(VENV)/.installed
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(UNIT:%=tests/test_%.py)
+
 test-docs: $(VENV)/.installed
 	GRID=all $(BIN)/python -m pytest -q tests/test_docs.py
 
@@ -47,6 +55,9 @@ test-reshard: $(VENV)/.installed
 
 test-resume: $(VENV)/.installed
 	GRID=all $(BIN)/python -m pytest -q tests/test_resume.py
+
+test-shutdown: $(VENV)/.installed
+	GRID=all $(BIN)/python -m pytest -q tests/test_shutdown.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

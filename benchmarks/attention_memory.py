@@ -15,6 +15,7 @@ import argparse
 import time
 
 import torch
+from time_limit import limit_time
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -130,6 +131,7 @@ def full(tokens: int, device: torch.device) -> None:
 
 
 def main() -> None:
+    limit_time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=MOST, help="tokens of a clip, in steps of 8,000")
     parser.add_argument("--full", action="store_true", help="full 3D attention instead")

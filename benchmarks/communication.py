@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from time_limit import limit_time
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
+from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, shutdown_process_group
 
 DEPTH, HEADS = 4, 4
 
@@ -38,6 +39,7 @@ class Case:
 
 
 def main() -> None:
+    limit_time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--frames", type=int, default=16)
@@ -87,6 +89,7 @@ def count(cases: list[Case], ranks: int) -> list[tuple[float, float, float]]:
 
 
 def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) -> None:
+    limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     mesh, found = SequenceMesh(ranks), []
@@ -99,8 +102,7 @@ def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) ->
         found.append((sent[0].mean().item(), sent[0].max().item(), sent[1].mean().item()))
     if rank == 0:
         results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown_process_group()
 
 
 def bytes_of(ledger: CommLedger) -> dict[tuple[str, str], int]:

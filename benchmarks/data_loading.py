@@ -17,6 +17,7 @@ from statistics import median
 import av
 import numpy as np
 import torch
+from time_limit import limit_time
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -26,6 +27,7 @@ FRAMES, SIZE = 48, 480  # of a file
 
 
 def main() -> None:
+    limit_time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--files", type=int, default=6)

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from time_limit import limit_time
 
 from opensora_sp.data import toy_clip, write_video
 
@@ -35,6 +36,7 @@ max_steps = {steps}
 
 
 def main() -> None:
+    limit_time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)

@@ -21,6 +21,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from time_limit import limit_time
 from torch import Tensor, nn
 
 from opensora_sp.models import build_model, compile_blocks
@@ -31,6 +32,7 @@ HEADS, TEXT, TEXT_WIDTH = 4, 120, 64
 
 
 def main() -> None:
+    limit_time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

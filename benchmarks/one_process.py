@@ -15,13 +15,15 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from time_limit import limit_time
 
 from opensora_sp.models import build_model
-from opensora_sp.parallel import SequenceMesh, parallelize
+from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group
 from opensora_sp.parallel.same_batch import SameBatch
 
 
 def main() -> None:
+    limit_time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -62,6 +64,7 @@ def seconds(step: Callable[[], None]) -> float:
 
 
 def compare_shapes(rank: int, port: int) -> None:
+    limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     check, x = SameBatch(SequenceMesh(2)), torch.zeros(1, 4, 8, 16, 16)
@@ -69,8 +72,7 @@ def compare_shapes(rank: int, port: int) -> None:
     taken = [seconds(lambda: check(None, (x,), inputs)) for _ in range(300)]  # type: ignore[arg-type]
     if rank == 0:
         print(f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds a forward")
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown_process_group()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from time_limit import limit_time
 from torch import nn
 
 from opensora_sp.config import InferenceConfig
@@ -26,7 +27,7 @@ from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
-from opensora_sp.parallel import SequenceMesh, parallelize, unwrap
+from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group, unwrap
 from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of
@@ -36,6 +37,7 @@ WAYS = {"guidance": 4.0, "no guidance": 1.0}
 
 
 def main() -> None:
+    limit_time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="sampling steps of one repeat")
@@ -50,6 +52,7 @@ def main() -> None:
 
 
 def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
+    limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     meshes = {1: None, 2: SequenceMesh(2)}
@@ -82,7 +85,7 @@ def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
                     f"{len(ratios)}: {median(ratios):.3f} (of {min(ratios):.3f} to {max(ratios):.3f})",
                     flush=True,
                 )
-    dist.destroy_process_group()
+    shutdown_process_group()
 
 
 def make_pipeline(args: argparse.Namespace, scale: float) -> Pipeline:

@@ -29,10 +29,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from time_limit import limit_time
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, unwrap
+from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, shutdown_process_group, unwrap
 
 RANKS, PATCHES, WIDTH, HEADS = 2, 256, 288, 4
 DEVICE, ADDRESSES = "eth0", ("10.87.0.1", "10.87.0.2")  # seen inside the two namespaces only
@@ -55,6 +56,7 @@ ULYSSES = Case("ulysses", dict(strategy="ulysses"))
 
 
 def main() -> None:
+    limit_time()
     args = parse_args()
     if args.rank is not None:
         sys.exit(work(args))
@@ -123,6 +125,7 @@ def run_ranks(names: list[str]) -> int:
 
 def work(args: argparse.Namespace) -> int:
     """One rank. Times are those of the slower rank, known to both, so that both decide alike."""
+    limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", STORE, rank=args.rank, world_size=RANKS, timeout=timedelta(minutes=2))
     bench = Bench(args)
@@ -141,7 +144,7 @@ def work(args: argparse.Namespace) -> int:
         ratio = seconds[case.name] / seconds[base.name]
         missed += ratio > limit
         bench.say(f"{case.name} / {base.name}: {ratio:.2f}, limit {limit}: {'missed' if ratio > limit else 'kept'}")
-    dist.destroy_process_group()
+    shutdown_process_group()
     return int(missed > 0 and not args.no_limits and args.rank == 0)  # who reports; the others just end
 
 

@@ -16,7 +16,7 @@ from opensora_sp.config import TrainConfig, split_type
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models import build_model
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import Options, SequenceMesh, Verdict, parallelize, verify_step
+from opensora_sp.parallel import Options, SequenceMesh, Verdict, parallelize, shutdown_process_group, verify_step
 from opensora_sp.parallel.modes import choose_mode
 
 Shape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
@@ -48,8 +48,7 @@ def _verify_on(rank: int, ranks: int, store: str, cfg: TrainConfig, depth: int, 
     verdict = verify_step(model, (), small_batch(model, shape))
     if rank == 0:
         results.put((shape, mode_of(cfg, ranks, shape), verdict))
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown_process_group()
 
 
 def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:

@@ -252,3 +252,55 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "end_index": [(4, {}, "the prompts wanted")],
     "prompt_generator": [("", {}, {}), ("x", {}, "write the prompts into prompts")],
 }  # fmt: skip
+# Configs for models that are not here, each with more that would be refused.
+OTHER_MODELS = {
+    "DiT": """
+num_frames = 1
+image_size = (256, 256)
+root = None
+data_path = "CSV_PATH"
+use_image_transform = True
+dtype = "bf16"
+plugin = "zero2"
+model = dict(type="DiT-XL/2", no_temporal_pos_emb=True, enable_flashattn=True)
+vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
+text_encoder = dict(type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77)
+scheduler = dict(type="iddpm", timestep_respacing="")
+batch_size = 128
+lr = 1e-4
+epochs = 1
+""",
+    "PixArt": """
+num_frames = 1
+fps = 1
+image_size = (2560, 1536)
+model = dict(type="PixArtMS-1B/2", space_scale=4, no_temporal_pos_emb=True, base_size=256)
+vae = dict(type="VideoAutoencoderKL", from_pretrained="sdxlvae", subfolder="vae")
+text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300)
+scheduler = dict(type="dpm-solver", num_sampling_steps=14, cfg_scale=4.5)
+dtype = "bf16"
+prompt_path = "./t2i.txt"
+save_dir = "./samples/"
+""",
+    "Latte": """
+dataset = dict(type="VideoTextDataset", data_path=None, num_frames=16, frame_interval=3, image_size=(256, 256))
+dtype = "bf16"
+plugin = "zero2"
+model = dict(type="Latte-XL/2", enable_flash_attn=True)
+vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
+text_encoder = dict(type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77)
+scheduler = dict(type="iddpm", timestep_respacing="")
+lr = 2e-5
+epochs = 1
+""",
+    "autoencoders": """
+dataset = dict(type="VideoTextDataset", data_path=None, num_frames=17, frame_interval=1, image_size=(256, 256))
+dtype = "bf16"
+plugin = "zero2"
+model = dict(type="OpenSoraVAE_V1_2", freeze_vae_2d=True, from_pretrained=None, cal_loss=True)
+perceptual_loss_weight = 0.1
+mixed_strategy = "mixed_video_image"
+epochs = 1
+lr = 1e-5
+""",
+}

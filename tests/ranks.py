@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from opensora_sp.parallel import closing_process_group
+
 HOST = "127.0.0.1"
 PRELOADED = ["opensora_sp.models", "opensora_sp.parallel", "opensora_sp.plugin"]  # imported once, then forked
 
@@ -101,11 +103,9 @@ def _worker(rank: int, num_ranks: int, port: int, pipe: Connection, stacks: Path
     try:
         store = dist.TCPStore(HOST, port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-        function, args = pickle.loads(work)
-        value = function(*args)
-        pipe.send((None, pickle.dumps(value)))  # as bytes: this process ends before shared memory is read
+        with closing_process_group():
+            function, args = pickle.loads(work)
+            value = function(*args)
+            pipe.send((None, pickle.dumps(value)))  # as bytes: this process ends before shared memory is read
     except BaseException:
         pipe.send((traceback.format_exc(), None))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

@@ -74,7 +74,7 @@ def features_of(source: Any, clips: list[Any]) -> Any:
 
     latents, fps = torch.stack(source.latents(clips)), torch.tensor([clip.fps for clip in clips])
     y, mask = source.texts(clips)
-    return Features(ClipShape(*clips[0].video.shape[1:]), latents.movedim(1, -1), y, mask, fps, mask.sum(1).float())
+    return Features(ClipShape(*clips[0].video.shape[1:]), latents.movedim(1, -1), y, mask, fps, mask.sum(1).tolist())
 
 
 def run(

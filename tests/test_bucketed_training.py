@@ -16,6 +16,7 @@ from runs import CONFIG
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Entry, write_manifest, write_video
+from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.training.metrics import log_to, read_metrics
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.run import Run
@@ -65,8 +66,7 @@ def train_in_worlds(config: Path, runs: list[tuple[int, list[str], str | None]])
     from opensora_sp.plugin import current_device
 
     rank = dist.get_rank()
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown_process_group()
     for number, (world_size, options, resume) in enumerate(runs):
         if rank >= world_size:
             continue
@@ -80,8 +80,7 @@ def train_in_worlds(config: Path, runs: list[tuple[int, list[str], str | None]])
         folder.mkdir(exist_ok=True)
         log_to(folder, enabled=rank == 0)
         Run(cfg, dataset, checkpoint, current_device()).steps(folder)
-        dist.barrier()
-        dist.destroy_process_group()
+        shutdown_process_group()
 
 
 WORLDS = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (2, 2), "2x2": (4, 2)}

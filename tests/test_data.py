@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import write_toy_set
+from runs import TRAIN, write_toy_set
 
+from opensora_sp.config import load_train_config
 from opensora_sp.data import (
     BrokenClip,
     Clip,
@@ -25,6 +26,7 @@ from opensora_sp.data import (
     write_video,
 )
 from opensora_sp.data.toy import COLOURS
+from opensora_sp.training.clips import make_dataset, make_plan, order_state
 
 SHAPE = ClipShape(4, 16, 16)
 
@@ -108,3 +110,25 @@ def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
     assert whole[-len(later) :] == later and whole[0][0] == Sample(share(plan.step(0), 1, 3)[0].ids[0], 0, SHAPE)
     with pytest.raises(ValueError, match="got 2 clips and batch_size 3"):
         MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0, shape=SHAPE)
+
+
+def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
+    """With their frame interval; those of which the manifest says nothing stay."""
+    manifest = write_toy_set(tmp_path, 6)
+    frames = [9, 8, "", 30, 1, 10]
+    lines = manifest.read_text().splitlines()
+    manifest.write_text("\n".join([f"{lines[0]},num_frames", *(f"{a},{b}" for a, b in zip(lines[1:], frames))]))
+    (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    cfg = load_train_config(tmp_path / "config.py", ["dataset.frame_interval=2", "batch_size=2"])  # 9 frames
+
+    plan = make_plan(cfg, make_dataset(cfg), 1)
+    assert plan.too_short == (1, 4) and plan.describe()[0].startswith("4 clips (2 of 6 left out, too short for 5 fra")
+    epochs = [{index for step in range(2 * e, 2 * e + 2) for index in plan.step(step)[0].ids} for e in range(8)]
+    assert epochs == [{0, 2, 3, 5}] * 8
+    stand_ins = {plan.replacement(plan.step(0)[0], index, attempt) for index in range(4) for attempt in range(20)}
+    assert stand_ins == {0, 2, 3, 5}
+    assert order_state(cfg, plan, 6)["num_samples"] == 4
+
+    with pytest.raises(ValueError, match=r"got 1 clips \(5 of 6 left out, too short for 5 frames\) and batch_size 2"):
+        short = cfg.model_copy(update={"dataset": cfg.dataset.model_copy(update={"frame_interval": 9})})
+        make_plan(short, make_dataset(short), 1)

@@ -60,17 +60,34 @@ def refused_everywhere() -> list[str]:
     mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
     longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
     listed = {**make_inputs(case), "fps": [torch.ones(1 + rank)]}  # tensors in containers count
-    encoded = {**make_inputs(case), "y": model.encode_text(make_inputs(case)["y"][:, :, : 6 - rank])}
-    for inputs in (other, mixed, longer, listed, encoded):
-        with CommLedger() as ledger, pytest.raises(ValueError, match="got inputs of different shapes") as error:
+    encoded = {**make_inputs(case), "y": model.encode_text(torch.randn(1 + rank, 1, 6, 5).double())}
+    x = make_inputs(case)["x"]
+    typed = {**make_inputs(case), "x": x.float() if rank else x}
+    for inputs in (other, mixed, longer, listed, encoded, typed):
+        with CommLedger() as ledger, pytest.raises(ValueError, match="got different inputs on the ranks") as error:
             model(**inputs)
         assert set(ledger.calls) == {("check", "forward")}
         told.append(str(error.value))
     model(**make_inputs(case))
     shared_otherwise = parallelize(make_model(case), mesh, strategy="ulysses" if rank else "switch")
-    with pytest.raises(ValueError, match="strategy='switch'.*strategy='ulysses'"):
+    with pytest.raises(ValueError, match="got different options .*: strategy is 'switch' on rank 0, 'ulysses'"):
         shared_otherwise(**make_inputs(case))
-    return told
+    return told + other_modes(model, case, rank)
+
+
+def other_modes(model: torch.nn.Module, case: Case, rank: int) -> list[str]:
+    """Errors of ranks that compute in other modes."""
+    told = []
+    for name, value in (("train", rank == 0), ("set_grad_checkpoint", rank == 0)):
+        getattr(model, name)(value)
+        with pytest.raises(ValueError, match="got different modes on the ranks") as error:
+            model(**make_inputs(case))
+        told.append(str(error.value))
+        getattr(model, name)(name == "train")
+    with torch.set_grad_enabled(rank == 0), pytest.raises(ValueError, match="got different modes") as error:
+        model(**make_inputs(case))
+    model(**make_inputs(case))
+    return [*told, str(error.value)]
 
 
 def counted() -> tuple[str, str]:
@@ -189,9 +206,14 @@ def test_errors_and_counts_on_ranks() -> None:
     )
     (told, *_), (told_elsewhere, *_) = results
     assert told == told_elsewhere
-    assert "rank 0: drop_caption" not in told[0] and "x [1, 2, 5, 7, 9] float64" in told[0]
-    assert "x [1, 2, 4, 7, 9] float64" in told[0] and "'shards'" in told[1] and "y [1, 1, 5, 5]" in told[2]
-    assert "y Text [6, 12] float64 [6] dict" in told[4] and "y Text [5, 12] float64 [5] dict" in told[4]
+    assert ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 4, 7, 9] float64 on rank 1; expected" in told[0]
+    assert ": output is 'shards' on rank 0, 'full' on rank 1; expected the same batch" in told[1]
+    assert ": y is [1, 1, 6, 5] float64 on rank 0, [1, 1, 5, 5]" in told[2] and ": fps[0] is [1] float32" in told[3]
+    assert ": y is Text of 1 captions, 12 channels float64, keys of 4 blocks on rank 0, Text of 2 c" in told[4]
+    assert ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 5, 7, 9] float32 on rank 1; expected" in told[5]
+    assert ": train() or eval() is train on rank 0, eval on rank 1; expected the same modes" in told[6]
+    assert ": gradient checkpointing is on on rank 0, off on rank 1" in told[7]
+    assert ": gradient mode is on on rank 0, off on rank 1" in told[8]
     tokens, positions = zip(*(result[3] for result in results), strict=True)
     assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5  # each once: 2 frames of 4 x 5 patches
     own, over_ranks = results[0][1]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from golden_values import GOLDEN
 from runs import features_of
-from test_golden_models import GOLDEN
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip

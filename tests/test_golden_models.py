@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from golden_values import GOLDEN, close, close_gradient, close_sum, close_table, load, under
 
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.conditioning import Condition, FinalLayer, Text
@@ -30,7 +29,6 @@ from opensora_sp.models.rows import SPATIAL, TEMPORAL
 from opensora_sp.models.stdit3 import STDiT3Block, STDiT3Config
 
 pytestmark = pytest.mark.core
-GOLDEN = Path(__file__).parent / "golden"
 CASES = [
     *("stdit_v10_video", "stdit_v12_framemask", "stdit_v12_image"),
     *("stdit2_v11_legacy_norm", "stdit2_v12_framemask"),
@@ -41,26 +39,13 @@ CASES = [
 OF_RELEASE = {("STDiT2", "v1.1.0"): dict(qk_norm_legacy=True), ("STDiT3", "v1.3"): dict(use_cond=True)}
 
 
-def load(kind: str, name: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    path = GOLDEN / kind / name
-    return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
-
-
-def under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def built(about: dict, tensors: dict[str, torch.Tensor], **overrides) -> torch.nn.Module:
     """The model of a case with its weights."""
     of_release = OF_RELEASE.get((about["model"], about["upstream_release"]), {})
     model = build_model(about["model"], **{**about["constructor"], **of_release, **overrides})
     if about["model"] == "STDiT":  # its position tables are buffers: computed like those stored
         for name in ("pos_embed", "pos_embed_temporal"):
-            torch.testing.assert_close(model.get_buffer(name), tensors[f"state/{name}"], rtol=0, atol=1e-6)
+            close_table(model.get_buffer(name), tensors[f"state/{name}"], floor=1e-6)
     model.load_state_dict(under(tensors, "state/"), strict=True)
     return model
 
@@ -84,14 +69,13 @@ def test_output_and_gradients(name: str, checkpointing: bool) -> None:
     assert output.dtype == torch.float32
     close(output, tensors["output"])
     loss = (output * tensors["probe"]).sum()
-    torch.testing.assert_close(loss, tensors["loss"], rtol=0, atol=1e-3)
+    close_sum(loss, tensors["loss"])
     loss.backward()
     wanted = under(tensors, "grad/")
-    close(inputs["x"].grad, wanted.pop("input_x"))
+    close_gradient(inputs["x"].grad, wanted.pop("input_x"), floor=1e-5, name="input_x")
     assert wanted
     for parameter, gradient in wanted.items():
-        ours = model.get_parameter(parameter).grad
-        assert (ours - gradient).abs().max() <= 1e-4 * gradient.abs().max(), parameter
+        close_gradient(model.get_parameter(parameter).grad, gradient, name=parameter)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -243,10 +227,10 @@ def test_embedders() -> None:
             sides, base = (case["h"], case["w"]), case["base_size"]
             axes = [torch.arange(n) / case["scale"] * (base / n if base else 1) for n in sides]
             out = frame_position_embedding(*(axis.double() for axis in axes), case["dim"])
-            torch.testing.assert_close(out, tensors["output"], rtol=0, atol=1e-6)  # of float32 coordinates
+            close_table(out, tensors["output"], floor=1e-6)  # of float32 coordinates
     for case, tensors in block_cases("pos_embed_1d"):
         out = position_embedding(torch.arange(case["length"]).double() / case["scale"], case["dim"])
-        torch.testing.assert_close(out, tensors["output"], rtol=0, atol=1e-12)
+        close_table(out, tensors["output"], floor=1e-12)
 
 
 SMALL = dict(hidden_size=24, depth=2, num_heads=2, caption_channels=4, model_max_length=3)

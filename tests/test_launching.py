@@ -17,6 +17,7 @@ from runs import BIN, ROOT, TRAIN, write_toy_set
 
 from opensora_sp.config import load_train_config
 from opensora_sp.launching import Launch, check_machine, check_shared_memory, machine, meet, meeting, told_to_all_ranks
+from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.training.preflight import preflight
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -170,8 +171,7 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
         store = meet(settings)
         if case == "fine":
             dist.init_process_group("gloo")
-            dist.barrier()
-            dist.destroy_process_group()
+            shutdown_process_group()
         assert store is not None
         return None, None
     except Exception as error:
@@ -182,8 +182,7 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
 
 
 def start_in_all_cases(ports: dict[str, int]) -> dict[str, tuple[str | None, str | None]]:
-    dist.barrier()  # all are connected; what follows is as if nobody had met
-    dist.destroy_process_group()
+    shutdown_process_group()  # what follows is as if nobody had met
     return {case: start(port, case) for case, port in ports.items()}
 
 

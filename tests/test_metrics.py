@@ -76,7 +76,7 @@ def test_text_tokens_are_those_that_the_model_packs() -> None:
     mask = torch.tensor([[1] * 5 + [0] * 7, [0] * 12, [1] * 9 + [0] * 3, [1] * 12])
     for drop in (None, torch.tensor([False, False, True, False])):
         _, lengths = model.y_embedder.pack(torch.zeros(4, 1, 12, 16), mask, drop)
-        assert text_tokens(mask.sum(1), drop, 12) == sum(lengths)
+        assert text_tokens(mask.sum(1).tolist(), drop, 12) == sum(lengths)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,9 @@ def test_peaks_of_known_gpus(gpu: str, precision: str, tflops: float | None) -> 
 def measured(sp_size: int) -> tuple[dict[str, float], dict[str, float]]:
     model, rank = build_model("STDiT3", **TINY), dist.get_rank()
     meter = Meter(model, torch.device("cpu"), precision="bf16", sp_size=sp_size, peak_tflops=0.5)
-    batch = types.SimpleNamespace(x_t=torch.zeros(LATENTS), text_lengths=TEXT.sum(1), inputs=dict(drop_caption=None))
+    batch = types.SimpleNamespace(
+        x_t=torch.zeros(LATENTS), text_lengths=TEXT.sum(1).tolist(), inputs=dict(drop_caption=None)
+    )
     meter.count(batch)
     meter.count(batch)
     first = meter.measure(waited=rank * 0.4, steps=2, seconds=4.0, left=10)

@@ -1,4 +1,4 @@
-"""Configs written for Open-Sora 1.0, 1.1 and 1.2: they load as they are, train, sample, and say what they become."""
+"""Configs written for Open-Sora 1.0, 1.1 and 1.2: they load, train, sample, and say what they become."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import av
 import pytest
 import torch
 import torch.distributed as dist
-from open_sora_configs import CASES, SAMPLING, V1_0, V1_1, V1_2
+from open_sora_configs import CASES, OTHER_MODELS, SAMPLING, V1_0, V1_1, V1_2
 from ranks import run_ranks
 from runs import ROOT, write_toy_set
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.config import dump_config, load_inference_config, load_train_config
+from opensora_sp.config import dump_config, load_either, load_inference_config, load_train_config
 from opensora_sp.config.draft import Draft
 from opensora_sp.config.legacy import KEPT, RULES, Rule
 from opensora_sp.config.translate import markdown, translate
@@ -59,6 +59,40 @@ def test_what_is_missing_is_still_told(tmp_path: Path) -> None:
     write(tmp_path, v12=V1_2)
     with pytest.raises(ValueError, match=r"with manifest None and path None; expected a manifest"):
         load_train_config(tmp_path / "v12.py")
+
+
+@pytest.mark.parametrize("family", OTHER_MODELS)
+def test_a_config_for_another_model_is_refused_for_that_reason_alone(family: str, tmp_path: Path) -> None:
+    write(tmp_path, other=OTHER_MODELS[family])
+    with pytest.raises(ValueError) as error:
+        load_either(tmp_path / "other.py")
+    place, *findings = str(error.value).splitlines()
+    line = next(i for i, one in enumerate(OTHER_MODELS[family].splitlines()) if one.startswith("model"))
+    assert place == f"in {tmp_path / 'other.py'}:" and len(findings) == 1
+    assert re.search(rf"got model.type = .*\({family} .* here\); expected one of \['STDiT-XL/2'.*; take ", findings[0])
+    assert findings[0].endswith(f"other.py:{line}]")
+
+
+def test_buckets_without_a_probability_are_refused(tmp_path: Path) -> None:
+    """As configs for evaluating the loss have them, which keep every clip."""
+    without = V1_2.replace("1: (1.0, 475)", "1: (None, 100)")
+    assert without != V1_2
+    write(tmp_path, v12=without)
+    with pytest.raises(ValueError, match=r"got bucket_config\['144p'\]\[1\] = \(None, 100\); expected probabilities"):
+        load_train_config(tmp_path / "v12.py", ["dataset.manifest=x.csv"])
+
+
+def test_what_the_readmes_say_of_configs_that_load(tmp_path: Path) -> None:
+    """One of three stage configs names its clips, the others load once the manifest is set; both READMEs say so."""
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2)
+    load_train_config(tmp_path / "v10.py")
+    for name in ("v11", "v12"):
+        with pytest.raises(ValueError, match="expected a manifest") as error:
+            load_train_config(tmp_path / f"{name}.py")
+        assert len(str(error.value).splitlines()) == 2
+        load_train_config(tmp_path / f"{name}.py", ["dataset.manifest=x.csv"])
+    for page in ("README.md", "README_zh.md"):
+        assert "`--cfg-options dataset.manifest=FILE`" in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_a_sampling_config_loads_as_it_is(tmp_path: Path) -> None:

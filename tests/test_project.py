@@ -69,3 +69,13 @@ def test_contributing_names_files_that_exist() -> None:
     assert len(named) > 12
     for path in named:
         assert (ROOT / path).exists(), path
+
+
+def test_ci_repeats_the_numerical_tests_with_other_kernels() -> None:
+    """All golden tests among them: what rounds in another order there shows before a user's processor shows it."""
+    assert "make test-default-cpu" in (ROOT / ".ci/run").read_text().splitlines()
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    assert "ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(UNIT:%=tests/test_%.py)" in makefile
+    listed = {f"test_{name}.py" for name in re.search(r"^UNIT := (.*)$", makefile, re.M)[1].split()}
+    files = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert {name for name in files if name.startswith("test_golden")} <= listed <= files

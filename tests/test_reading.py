@@ -142,16 +142,18 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
         main(["index", str(folder), "-o", str(target), "--captions", str(folder / "captions.csv"), "--workers", "2"])
         told = capsys.readouterr()
         assert "3 clips, 1 of them without a caption; 2 files cannot be read" in told.out
-        assert "broken.mp4" in told.err and "empty.webm" in told.err and "5/5" in told.err  # the bar
+        assert "broken.mp4" in told.err and "empty.webm" in told.err and "\r" not in told.err
         video, image, turned = Manifest(target)
         assert video.path.resolve() == folder / "sub" / "b.mp4" and video.text == "a fox, running"
         assert video[2:] == (60, 48, 64, pytest.approx(30000 / 1001), 0.75)
         assert image[1:] == ("a still", 1, 48, 64, None, 0.75)
         assert turned[2:5] == (60, 64, 48) and turned.text == ""
+    (tmp_path / "others.csv").write_text("path,text\nsub/one.png,a still\ngone.mp4,a fox\n")
     for arguments, message in [
         ((str(tmp_path / "none"),), "which does not exist"),
         ((str(tmp_path / "out"),), "without videos and images"),
         ((str(folder), "--workers", "0"), "got --workers 0"),
+        ((str(folder), "--captions", str(tmp_path / "others.csv")), "with 2 captions, none of which is of one of"),
     ]:
         with pytest.raises(SystemExit):
             main(["index", *arguments, "-o", str(tmp_path / "clips.csv")])

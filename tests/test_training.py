@@ -89,6 +89,19 @@ def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) 
     assert_same_weights(outputs, whole)
 
 
+@pytest.mark.parametrize("max_steps", [6, 4])
+def test_nothing_is_left_to_do_at_the_end_of_a_run(config: Path, whole: Path, tmp_path: Path, max_steps: int) -> None:
+    """At ``max_steps`` and past it: one sentence, status 0, no worker started, and nothing but config.py written."""
+    outputs = tmp_path / "run"
+    shutil.copytree(whole, outputs)
+    untouched = ("metrics.jsonl", "sessions.jsonl", "summary.json", "latest", "step_00000006/COMMIT")
+    before = {name: (outputs / name).read_bytes() for name in untouched}
+    log = train(config, outputs, f"max_steps={max_steps}", "num_workers=2", "--resume", "auto")
+    assert log.count(f"step_00000006 is of step 6, and the run ends after step {max_steps}; to train on, raise") == 1
+    assert "Traceback" not in log and "done:" not in log
+    assert {name: (outputs / name).read_bytes() for name in untouched} == before
+
+
 def test_resume_in_bf16_keeps_the_fp32_weights(config: Path, whole: Path, tmp_path: Path) -> None:
     straight, cut = tmp_path / "straight", tmp_path / "cut"
     bf16 = ("precision=bf16", "zero_stage=1", f"load={whole}")

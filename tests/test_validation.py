@@ -131,6 +131,44 @@ def test_what_cannot_be_validated_is_refused(tmp_path: Path, options: list[str],
         preflight(load_train_config(tmp_path / "train.py", [f"validation.{option}" for option in options]), None)
 
 
+def heldout_losses_by_batch_size(config: Path, folder: Path) -> list[list[float]]:
+    """Held-out losses of one random model in validation batches of several sizes."""
+    from opensora_sp.plugin import current_device, launch
+
+    launch(0)
+    options = [f"sp_size={dist.get_world_size()}", f"outputs={folder / str(dist.get_world_size())}"]
+    cfg = load_train_config(config, options)
+    run = Run(cfg, preflight(cfg, None)[0], None, current_device())
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in run.module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.2)
+
+    found, validator = [], run.validator
+    for batch_size in (1, 2, 3, 8):
+        validator.validation = validator.validation.model_copy(update={"batch_size": batch_size})
+        with torch.no_grad():
+            found.append(validator._heldout_losses(validator.heldout).tolist())
+    return found
+
+
+def test_heldout_losses_do_not_depend_on_batch_size_and_ranks(tmp_path: Path) -> None:
+    """Each rank encodes the captions of its own clips, of which every batch size gives it others."""
+    held = write_toy_set(tmp_path / "held", 9, broken=(1,))
+    config = TRAIN.format(manifest=str(write_toy_set(tmp_path / "set", 7)))
+    config += f"validation = dict(every=1, manifest={str(held)!r}, bins=3)\n"
+    (tmp_path / "train.py").write_text(config)
+    alone = run_ranks(1, heldout_losses_by_batch_size, tmp_path / "train.py", tmp_path)[0]
+    assert min(alone[0]) > 0.1
+    for losses in alone:
+        torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-6)
+    for world in (2, 3):
+        of_ranks = run_ranks(world, heldout_losses_by_batch_size, tmp_path / "train.py", tmp_path)
+        for of_sizes in of_ranks:
+            for losses in of_sizes:
+                torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-6)
+
+
 def read_what_is_too_short(config: Path) -> None:
     options = ["num_frames=7", "dataset.time_limit=7", "validation.every=1"]
     cfg = load_train_config(config, [*options, f"validation.manifest={config.parent}/clips.csv"])

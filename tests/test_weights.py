@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_values import close, load
 from ranks import run_ranks
 from runs import ROOT, SAMPLE, TRAIN
 from safetensors.torch import load_file, save_file
@@ -35,7 +36,6 @@ from opensora_sp.weights import (
 )
 
 pytestmark = pytest.mark.core
-GOLDEN = Path(__file__).parent / "golden" / "models"
 SMALL = dict(
     in_channels=3, caption_channels=8, model_max_length=12, hidden_size=24, depth=2, num_heads=3, mlp_ratio=2.0
 )
@@ -397,7 +397,7 @@ OFFICIAL |= {"stdit3_v13_plain": STDiT3, "stdit3_v13_window_cond": STDiT3}
 
 def official(name: str, folder: Path, **more: Any) -> tuple[dict[str, Any], State]:
     """A folder as the release writes it, with the weights of a golden case."""
-    about, tensors = json.loads((GOLDEN / f"{name}.json").read_text()), load_file(GOLDEN / f"{name}.safetensors")
+    about, tensors = load("models", name)
     folder.mkdir(exist_ok=True)
     said = {**about["constructor"], **FOREIGN, "architectures": [about["model"]], "model_type": about["model"]}
     if about["upstream_release"] == "v1.2.0" and about["model"] == "STDiT2":
@@ -421,7 +421,7 @@ def test_official_folders_give_the_released_output(name: str, tmp_path: Path, ca
     given = {key.removeprefix("input/"): value for key, value in tensors.items() if key.startswith("input/")}
     if "mask_index" in given:
         given["mask_index"] = given["mask_index"].tolist()
-    torch.testing.assert_close(model(**given), tensors["output"], rtol=1e-4, atol=1e-5)
+    close(model(**given), tensors["output"])
 
 
 def test_settings_that_may_change_the_model_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from opensora_sp.parallel import shutdown_process_group
+
 
 def in_worlds(
     function: Callable[..., Any], cases: Iterable[tuple[int, tuple]], modules: Iterable[str] = ()
@@ -25,8 +27,7 @@ def in_worlds(
     gc.collect()
     gc.freeze()
     whole, store, rank = dist.get_world_size(), _get_default_store(), dist.get_rank()
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown_process_group()
     results: list[Any] = []
     for number, (world, args) in enumerate(cases):
         results.append(None)
@@ -35,10 +36,7 @@ def in_worlds(
             own = dist.PrefixStore(f"world {function.__name__} {number}", store)
             dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
             results[-1] = function(*args)
-            if dist.is_initialized():  # the function may have left its world
-                gc.collect()  # groups that outlive their world can abort the interpreter
-                dist.barrier()
-                dist.destroy_process_group()
+            shutdown_process_group()  # the function may have left its world, then it does nothing
     own = dist.PrefixStore(f"after {function.__name__}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=whole)
     return results

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from opensora_sp.data import find_files, index_files, read_captions, write_manifest
+    from opensora_sp.data.index import check_captions
     from opensora_sp.data.manifest import check_ending
 
     check_ending(args.output)
@@ -36,7 +37,9 @@ def run(args: argparse.Namespace) -> None:
     _check_writable(args.output)
     captions = read_captions(args.captions) if args.captions else None
     files = find_files(args.folder)
-    with tqdm(total=len(files), desc="index", unit="file", dynamic_ncols=True) as bar:
+    if captions is not None:
+        check_captions(captions, files, args.captions)
+    with tqdm(total=len(files), desc="index", unit="file", dynamic_ncols=True, disable=None) as bar:
         found = index_files(files, captions=captions, workers=args.workers, on_file=bar.update)
     for broken in found.broken[:TOLD]:
         sys.stderr.write(f"left out {broken.path}: {broken.reason}\n")

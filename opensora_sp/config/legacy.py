@@ -30,6 +30,18 @@ KEPT = (
 )
 """Keys of public configs that mean the same here."""
 
+AUTOENCODER = "take a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
+OTHER_MODEL = "take an STDiT model, or parallelize a model of your own by a plan (docs/own_model.md)"
+FAMILIES = {
+    "DiT": OTHER_MODEL,
+    "Latte": OTHER_MODEL,
+    "PixArt": OTHER_MODEL,
+    "VideoAutoencoder": AUTOENCODER,
+    "OpenSoraVAE": AUTOENCODER,
+    "VAE_Temporal": AUTOENCODER,
+}
+"""What ``model.type`` begins with in configs for other models than STDiT, and what to do instead."""
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -20,7 +20,7 @@ from .findings import explain, together
 from .legacy import Run
 from .options import apply_options
 from .schema import InferenceConfig, TrainConfig
-from .translate import translate
+from .translate import check_family, translate
 
 Checked = TypeVar("Checked", bound=BaseModel)
 SCHEMAS: dict[Run, type[BaseModel]] = {"train": TrainConfig, "sample": InferenceConfig}
@@ -70,6 +70,7 @@ def load_draft(
         together(
             *(partial(draft.set, tuple(key.split(".")), value, _flag(key)) for key, value in (values or {}).items())
         )
+        check_family(draft)
         translate(draft, run)
     except ValueError as error:
         raise ValueError(f"in {place}:\n  {error}") from None

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from opensora_sp.models.registry import PRESETS
+
 from .draft import Draft, Key
 from .findings import together
-from .legacy import RULES, Rule, Run
+from .legacy import AUTOENCODER, FAMILIES, RULES, Rule, Run
 
 NO_EFFECT = "has no effect here"
 OPTION = "--"  # how the origin of a value of the command line begins
@@ -23,6 +25,19 @@ def translate(draft: Draft, run: Run) -> None:
     draft.foreign = _is_foreign(draft)
     together(*(partial(_apply, rule, draft) for rule in RULES if rule.run in (None, run)))
     together(lambda: _spread(draft))
+
+
+def check_family(draft: Draft) -> None:
+    """Raise ValueError if the config is for a model that is not here, whatever else is in it."""
+    name = str(draft.get(("model", "type")))
+    for family, advice in FAMILIES.items():
+        if not name.startswith(family):
+            continue
+        kind = "autoencoders are not trained" if advice is AUTOENCODER else f"{family} is not supported"
+        origin = draft.origin(("model", "type"))
+        raise ValueError(
+            f"got model.type = {name!r} ({kind} here); expected one of {list(PRESETS)}; {advice} [{origin}]"
+        )
 
 
 def _is_foreign(draft: Draft) -> bool:

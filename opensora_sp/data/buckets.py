@@ -134,12 +134,12 @@ def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
     usage = "write (probability, batch size), or ((probability, probability of these frames), batch size)"
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"got {where} = {value!r}; expected a pair; {usage}")
-    keep, keep_frames = value[0], None
-    if isinstance(keep, (tuple, list)) and len(keep) == 2:
-        keep, keep_frames = keep
-    for probability in (keep, keep_frames):
-        if probability is not None and not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
+    is_pair = isinstance(value[0], (tuple, list)) and len(value[0]) == 2
+    probabilities = list(value[0]) if is_pair else [value[0]]
+    for probability in probabilities:
+        if not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
             raise ValueError(f"got {where} = {value!r}; expected probabilities from 0 to 1; {usage}")
+    keep, keep_frames = probabilities if is_pair else (*probabilities, None)
     if keep_frames is not None and num_frames == 1:
         raise ValueError(
             f"got {where} = {value!r}; expected one probability for images, which have one length; {usage}"

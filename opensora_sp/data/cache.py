@@ -50,7 +50,7 @@ class Shard:
 
     path: Path
     fps: dict[Key, float]
-    texts: list[int]
+    texts: dict[int, int]  # tokens of each clip's caption
     broken: dict[Key, tuple[str, str]]  # path and reason
 
     @classmethod
@@ -64,13 +64,14 @@ class Shard:
 
         try:
             with safe_open(path, "pt") as file:
-                names, told = list(file.keys()), json.loads(file.metadata()["clips"])
+                told = json.loads(file.metadata()["clips"])
+                names = [name for name in file.keys() if name.startswith("text/")]
+                texts = {int(name.split("/")[1]): file.get_slice(name).get_shape()[0] for name in names}
         except (SafetensorError, OSError, TypeError, KeyError) as error:
             raise ValueError(
                 f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature cache; remove it "
                 "and run scripts/precompute.py again"
             ) from None
-        texts = [int(name.split("/")[1]) for name in names if name.startswith("text/")]
         fps = {(clip, parse_shape(shape)): rate for clip, shape, rate in told["fps"]}
         broken = {(clip, parse_shape(shape)): (file, why) for clip, shape, file, why in told["broken"]}
         return cls(path, fps, texts, broken)
@@ -111,7 +112,7 @@ def index_of(
         shards: all there are; of a clip that several hold the last one counts.
     """
     at = {key: (number, rate) for number, shard in enumerate(shards) for key, rate in shard.fps.items()}
-    texts = {clip: number for number, shard in enumerate(shards) for clip in shard.texts}
+    texts = {clip: (number, tokens) for number, shard in enumerate(shards) for clip, tokens in shard.texts.items()}
     broken = {key: why for shard in shards for key, why in shard.broken.items() if key not in at}
     latents = {}
     for shape, size in sizes.items():
@@ -129,7 +130,11 @@ def index_of(
         "source": source,
         "shards": [shard.path.name for shard in shards],
         "latents": latents,
-        "texts": {"clips": sorted(texts), "shards": [texts[clip] for clip in sorted(texts)]},
+        "texts": {
+            "clips": sorted(texts),
+            "shards": [texts[clip][0] for clip in sorted(texts)],
+            "tokens": [texts[clip][1] for clip in sorted(texts)],
+        },
         "broken": [[clip, shape_name(shape), *why] for (clip, shape), why in sorted(broken.items())],
     }
 
@@ -178,7 +183,14 @@ class CachedFeatures(Dataset):
             parse_shape(name): tuple(np.array(held[column]) for column in ("clips", "shards", "fps"))
             for name, held in self.index["latents"].items()
         }
-        self._texts = tuple(np.array(self.index["texts"][column], dtype=np.int64) for column in ("clips", "shards"))
+        texts = self.index["texts"]
+        self._texts = tuple(np.array(texts[column], dtype=np.int64) for column in ("clips", "shards"))
+        self._text_lengths: dict[int, int]
+        if "tokens" in texts:
+            self._text_lengths = dict(zip(texts["clips"], texts["tokens"], strict=True))
+        else:  # an index that was written before it held them
+            shards = [Shard.read(self.folder / name) for name in self.index["shards"]]
+            self._text_lengths = {clip: tokens for shard in shards for clip, tokens in shard.texts.items()}
         self.broken: dict[ClipShape, dict[int, BrokenClip]] = {}
         for clip, shape, file, why in self.index["broken"]:
             self.broken.setdefault(parse_shape(shape), {})[clip] = BrokenClip(file, why)
@@ -190,6 +202,10 @@ class CachedFeatures(Dataset):
         """The clips of which there are latents of a shape, or which are known to be broken."""
         held = self._held[shape][0].tolist() if shape in self._held else []
         return np.array([*held, *self.broken.get(shape, {})], dtype=np.int64)
+
+    def text_length(self, clip: int) -> int:
+        """Tokens of a clip's caption; 0 of one that could not be read in any shape."""
+        return self._text_lengths.get(clip, 0)
 
     def __getitem__(self, sample: Sample) -> CachedClip | BrokenClip:
         broken = self.broken.get(sample.shape, {}).get(sample.clip)

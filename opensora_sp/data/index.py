@@ -55,6 +55,18 @@ def read_captions(manifest: str | Path) -> dict[Path, str]:
     return {entry.path.resolve(): entry.text for entry in Manifest(manifest)}
 
 
+def check_captions(captions: dict[Path, str], files: list[Path], manifest: str) -> None:
+    """Raise ValueError unless at least one of the files has a caption in the manifest, before they are looked at."""
+    if any(path.resolve() in captions for path in files):
+        return
+    first = next(iter(captions))
+    raise ValueError(
+        f"got --captions {manifest!r} with {len(captions)} captions, none of which is of one of the {len(files)} files "
+        f"found (the first is of {str(first)!r}); expected paths relative to {manifest!r}, or absolute ones; correct "
+        "the column path, or move the file"
+    )
+
+
 def index_files(
     files: list[Path],
     *,

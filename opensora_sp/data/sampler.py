@@ -61,6 +61,8 @@ class BatchPlan(Protocol):
 class MicroBatchPlan:
     """Clips of one shape. Micro-batch ``m`` takes the next ``batch_size`` ids of an epoch's permutation.
 
+    ``too_short`` are ids of clips that have too few frames, as the manifest says: they are left out.
+
     Raises:
         ValueError: if the set is smaller than one micro-batch.
     """
@@ -70,17 +72,23 @@ class MicroBatchPlan:
     micro_batches_per_step: int
     seed: int
     shape: ClipShape
+    too_short: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_samples < self.batch_size:
+        if len(self.clips) < self.batch_size:
             raise ValueError(
-                f"got {self.num_samples} clips and batch_size {self.batch_size}; expected at least one whole batch; "
-                "add clips or lower batch_size"
+                f"got {len(self.clips)} clips{self._left_out()} and batch_size {self.batch_size}; expected at least "
+                "one whole batch; add clips or lower batch_size"
             )
 
     @cached_property
+    def clips(self) -> np.ndarray:
+        """The ids of the clips that are trained on, in their order."""
+        return np.setdiff1d(np.arange(self.num_samples), self.too_short)
+
+    @cached_property
     def micro_batches_per_epoch(self) -> int:
-        return self.num_samples // self.batch_size
+        return len(self.clips) // self.batch_size
 
     @property
     def steps_per_epoch(self) -> float:
@@ -92,23 +100,28 @@ class MicroBatchPlan:
 
     def _micro_batch(self, number: int) -> MicroBatch:
         epoch, position = divmod(number, self.micro_batches_per_epoch)
-        ids = _order(self.seed, epoch, self.num_samples)[
-            position * self.batch_size : (position + 1) * self.batch_size
-        ].tolist()
-        return MicroBatch(number, epoch, self.shape, tuple(ids), 1.0)
+        here = slice(position * self.batch_size, (position + 1) * self.batch_size)
+        ids = self.clips[_order(self.seed, epoch, len(self.clips))[here]]
+        return MicroBatch(number, epoch, self.shape, tuple(ids.tolist()), 1.0)
 
     def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
         drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
-        return int(drawn.integers(self.num_samples))
+        return int(self.clips[drawn.integers(len(self.clips))])
 
     def epochs(self, steps: int) -> Iterator[tuple[int, dict[ClipShape, np.ndarray]]]:
-        yield 0, {self.shape: np.arange(self.num_samples)}  # all of them, in each
+        yield 0, {self.shape: self.clips}  # all of them, in each
 
     def describe(self, step: int = 0) -> list[str]:
         return [
-            f"{self.num_samples} clips, {self.micro_batches_per_step} micro-batches of {self.batch_size} per step, "
-            f"{self.steps_per_epoch:.1f} steps per epoch"
+            f"{len(self.clips)} clips{self._left_out()}, {self.micro_batches_per_step} micro-batches of "
+            f"{self.batch_size} per step, {self.steps_per_epoch:.1f} steps per epoch"
         ]
+
+    def _left_out(self) -> str:
+        if not self.too_short:
+            return ""
+        count, frames = f"{len(self.too_short)} of {self.num_samples}", self.shape.num_frames
+        return f" ({count} left out, too short for {frames} frames)"
 
 
 @lru_cache(maxsize=2)

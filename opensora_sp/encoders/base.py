@@ -46,7 +46,9 @@ class LatentEncoder(Protocol):
 class TextEncoder(Protocol):
     """Captions to features ``[B, 1, L, width]`` float32 and their lengths as a mask ``[B, L]`` int64.
 
-    ``L`` is ``max_length``. The mask is 1 for tokens in use, which come first: a caption's length is its row's sum.
+    ``L`` is ``max_length``. The mask is 1 for tokens in use, which come first: a caption's length is its row's sum, and
+    that is ``min(num_tokens(text), max_length)``. The mask lies on the CPU, so that nobody waits for a device to know
+    how long a text is.
     """
 
     width: int

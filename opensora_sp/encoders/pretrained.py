@@ -189,14 +189,18 @@ class T5TextEncoder(FrozenEncoder):
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        texts = [clean_caption(text) for text in texts] if self.clean_captions else list(texts)
+        texts = [self._cleaned(text) for text in texts]
         self._say_once_if_cut(texts)
         tokens = self.tokenizer(
             texts, max_length=self.max_length, padding="max_length", truncation=True, return_tensors="pt"
-        ).to(self.device)
+        )
+        ids, mask = tokens.input_ids.to(self.device), tokens.attention_mask.to(self.device)
         with self.on_device():
-            features = self.t5(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
+            features = self.t5(input_ids=ids, attention_mask=mask).last_hidden_state
         return features.float()[:, None], tokens.attention_mask
+
+    def _cleaned(self, text: str) -> str:
+        return clean_caption(text) if self.clean_captions else text
 
     def _say_once_if_cut(self, texts: list[str]) -> None:
         if self._said_that_captions_are_cut:
@@ -210,11 +214,12 @@ class T5TextEncoder(FrozenEncoder):
                 lengths[longest],
                 self.max_length,
                 texts[longest],
+                extra={"of_rank": True},  # see console.only_of_this_rank
             )
 
     def num_tokens(self, text: str) -> int:
         """Tokens of a caption before it is cut, counted with the one that ends it."""
-        return len(self.tokenizer(text, verbose=False).input_ids)
+        return len(self.tokenizer(self._cleaned(text), verbose=False).input_ids)
 
 
 def clean_caption(text: str) -> str:

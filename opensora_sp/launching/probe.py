@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.console import told_errors
+from opensora_sp.parallel import shutdown_process_group
 
 from .environment import Launch
 from .machine import check_machine
@@ -46,7 +47,7 @@ def main() -> None:
     if launch.rank == 0:
         sys.stdout.write(MARK + json.dumps(measured) + "\n")
         sys.stdout.flush()
-    dist.destroy_process_group()
+    shutdown_process_group()
 
 
 def measure(device: torch.device) -> dict[str, Any]:

@@ -251,7 +251,8 @@ class ConditionedModel(Pretrained, nn.Module):
                 f"got a text mask of {mask.dtype}; expected bool or integers, 1 for tokens in use, not numbers to add "
                 "to scores; pass mask.bool(), or (mask == 0) for one that is added"
             )
-        _check_device("text mask", mask, y)
+        if mask.device.type != "cpu":  # where lengths are known without waiting for a device
+            _check_device("text mask", mask, y)
 
     def _initialize(self, embedders: Iterable[nn.Module], zero: Iterable[nn.Linear]) -> None:
         """As the released models began: Xavier weights, small ones in ``embedders``, none in the layers ``zero``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from .attention import Backend, Lengths, attention
 from .packing import Packing
 from .points import Attend, Point
 from .rows import Rows
+from .take import take
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -105,8 +107,10 @@ class PositionEmbedding2D(nn.Module):
         bases = [round((height * width) ** 0.5) for height, width in sizes]
         halves = []
         for axis, places in ((1, patches % columns), (0, patches // columns)):
-            steps = torch.tensor([base / size[axis] for base, size in zip(bases, sizes, strict=True)], device=device)
-            step = steps[0] if grid.mask is None else steps[rows.samples(device)][:, None]  # [] or [R, 1]
+            steps = [base / size[axis] for base, size in zip(bases, sizes, strict=True)]
+            step: float | Tensor = steps[0]
+            if grid.mask is not None:
+                step = torch.tensor(steps, device=device)[rows.samples(device)][:, None]  # [R, 1]
             halves.append(position_embedding(places / scale * step, self.width // 2))
         return torch.cat(halves, dim=-1)
 
@@ -245,7 +249,7 @@ class CrossAttention(nn.Module):
         keys = self.kv_linear(text) if keys is None else keys
         k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
-            q = q.index_select(0, order)
+            q = take(q, order)
         out = attention(q, k, v, lengths=lengths, backend=backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)
@@ -303,6 +307,8 @@ class CaptionEmbedder(nn.Module):
     def pack(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
         """The tokens in use of each sample, one sample after the other.
 
+        Nothing waits for a device if ``mask`` and ``drop`` are on the CPU; elsewhere they are read back.
+
         Args:
             y: ``[B, 1, L, Cy]``.
             mask: 1 for tokens in use, ``[n, L]`` or ``[n, 1, 1, L]`` with n dividing B (tiled); a row of zeros counts
@@ -313,14 +319,28 @@ class CaptionEmbedder(nn.Module):
             Packed text features ``[N, Cy]`` and the number of tokens of each sample, host integers.
         """
         num_samples, _, length, _ = y.shape
-        if mask is None:
-            used = y.new_ones((num_samples, length), dtype=torch.bool)
-        else:
-            used = mask.reshape(-1, length).bool()
-            used = used.repeat(num_samples // used.shape[0], 1)
-            empty = ~used.any(dim=1, keepdim=True)
-            used = used | (empty & (torch.arange(length, device=y.device) == 0))
+        used = [[slice(0, length)]] if mask is None else used_tokens(mask.reshape(-1, length))
+        used *= num_samples // len(used)
         dropped = [False] * num_samples if drop is None else drop.tolist()
         null = self.y_embedding.to(y.dtype)
-        texts = [null if drop_it else y[b, 0, used[b]] for b, drop_it in enumerate(dropped)]
-        return torch.cat(texts), [text.shape[0] for text in texts]
+
+        parts: list[Tensor] = []
+        lengths: list[int] = []
+        for caption, slices, is_dropped in zip(y[:, 0], used, dropped, strict=True):
+            own = [null] if is_dropped else [caption[tokens] for tokens in slices]
+            parts += own
+            lengths.append(sum(len(part) for part in own))
+        return torch.cat(parts), lengths
+
+
+def used_tokens(mask: Tensor) -> list[list[slice]]:
+    """The runs of tokens in use of each row of a mask ``[n, L]``; of a row without any, its first token."""
+    runs = []
+    for row in mask.tolist():
+        own, place = [], 0
+        for in_use, tokens in groupby(row, bool):
+            start, place = place, place + len(list(tokens))
+            if in_use:
+                own.append(slice(start, place))
+        runs.append(own or [slice(0, 1)])
+    return runs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import ConditionedModel
-from .conditioning import GATE, Condition, FinalLayer, ModulatedBlock, SharedConfig, Text
+from .conditioning import GATE, Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, add_gated
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -77,10 +77,9 @@ class STDiTBlock(ModulatedBlock):
     ) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``positions`` ``[1, T, C]`` of the frames, for attention."""
         table = self.scale_shift_table[GATE : GATE + 1]
-        (gate,) = condition.entries(table, GATE, keep, ignore_mask=True)  # [R, 1, C]
+        (gate,) = condition.entries(table, GATE, keep, ignore_mask=True)
         attended = self.attn_temp(x if positions is None else x + positions, condition.rows)
-        x = torch.addcmul(x, gate, attended)
-        return self.finish(x, condition, keep)
+        return self.finish(add_gated(x, gate, attended), condition, keep)
 
 
 class STDiT(ConditionedModel):
@@ -139,11 +138,13 @@ class STDiT(ConditionedModel):
             x: latents ``[B, C_in, frames, height, width]`` of the configured ``input_size``.
             timestep: ``[B]``, 0 (data) to 1000 (noise).
             y: text features ``[B, 1, L, Cy]``, or what ``encode_text`` made of them.
-            mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows).
+            mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows). On the CPU, wherever x is, the host waits
+                for no device; elsewhere lengths are read back.
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
             video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one batch: False outside of
                 a clip. Each clip is treated as if it were alone, and the output outside is zero.
-            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
+            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens. Best on the CPU, as
+                ``mask``.
             drop_path: bool ``[2 * depth, B]`` in order of execution; True skips, for that sample, a block's spatial
                 branch (entry 2i) or its temporal and MLP branches (2i + 1), and the kept ones are scaled by
                 ``1 / (1 - rate)`` of that depth.

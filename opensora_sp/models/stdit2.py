@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import ConditionedModel
-from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, modulate
+from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, add_gated, modulate
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -73,9 +73,9 @@ class STDiT2Block(ModulatedBlock):
     def temporal(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``keep`` as above."""
         own = self.scale_shift_table_temporal
-        shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)  # [R, 1 or T, C] each
+        shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)
         attended = self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows, condition.turns)
-        x = torch.addcmul(x, gate, attended)
+        x = add_gated(x, gate, attended)
         return self.finish(x, condition, keep)
 
 
@@ -145,7 +145,8 @@ class STDiT2(ConditionedModel):
                 zeros at the end.
             timestep: ``[B]``, 0 (data) to 1000 (noise).
             y: text features ``[B, 1, L, Cy]``, or what ``encode_text`` made of them.
-            mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows).
+            mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows). On the CPU, wherever x is, the host waits
+                for no device; elsewhere lengths are read back.
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
             num_frames: frames of the video itself ``[B]``.
             height, width: pixels ``[B]``; the first sample's also set the scale of the position embedding, or with a
@@ -154,7 +155,8 @@ class STDiT2(ConditionedModel):
             fps: frames per second ``[B]``; images have 120.
             video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one batch: False outside of
                 a clip. Each clip is treated as if it were alone, and the output outside is zero.
-            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
+            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens. Best on the CPU, as
+                ``mask``.
             drop_path: bool ``[2 * depth, B]`` in order of execution; True skips, for that sample, a block's spatial
                 branch (entry 2i) or its temporal and MLP branches (2i + 1), and the kept ones are scaled by
                 ``1 / (1 - rate)`` of that depth.

@@ -167,6 +167,7 @@ class STDiT3(ConditionedModel):
             y: text features ``[B, 1, L, Cy]``, or what ``encode_text`` made of them; with ``skip_y_embedder`` projected
                 and packed ``[1, N, C]``.
             mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows); with ``skip_y_embedder`` lengths ``[B]``.
+                On the CPU, wherever x is, the host waits for no device; elsewhere lengths are read back.
             x_mask: bool ``[B, frames]``; False marks frames that are given: they see timestep 0.
             fps: frames per second ``[B]``, 24 where absent.
             height, width: pixels ``[B]``; set the scale of positions by the first sample's value, or with a
@@ -178,7 +179,8 @@ class STDiT3(ConditionedModel):
             y_null: text features of these frames, shaped like y, or encoded; ``mask`` holds for both, where not.
             video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one batch: False outside of
                 a clip. Each clip is treated as if it were alone, and the output outside is zero.
-            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
+            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens. Best on the CPU, as
+                ``mask``.
             drop_path: bool ``[2 * depth, B]`` in order of execution; True skips a block's modulated branches for that
                 sample, and the kept ones are scaled by ``1 / (1 - rate)`` of that depth.
 

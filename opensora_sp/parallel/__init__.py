@@ -4,6 +4,7 @@ from .ledger import CommLedger
 from .mesh import SequenceMesh, check_sp_size
 from .modes import Options
 from .plan import ShardPlan, register_plan
+from .shutdown import closing_process_group, drain_process_group, shutdown_process_group
 from .verify import Verdict, verify_step
 from .waiting import CommTimer
 from .wrap import Shard, held_rows, parallelize, unwrap
@@ -17,9 +18,12 @@ __all__ = [
     "ShardPlan",
     "Verdict",
     "check_sp_size",
+    "closing_process_group",
+    "drain_process_group",
     "held_rows",
     "parallelize",
     "register_plan",
+    "shutdown_process_group",
     "unwrap",
     "verify_step",
 ]

@@ -18,8 +18,9 @@ class CommLedger:
     ``calls``, ``elements`` and ``bytes`` are keyed by (kind, phase). Kinds: "switch" between the layouts, "heads" for
     the exchange of queries, keys, values and outputs, "branch" for the input and output of a spatial attention,
     "tokens" where all tokens are gathered for an attention, "gather" for the output, "check" for the comparison of
-    shapes, "data" for what training hands around of the clips that each rank has encoded. Phases: "forward",
-    "recompute" (forward run again under gradient checkpointing) and "backward".
+    shapes, "data" for what training hands around of the clips that each rank has encoded, "clips" for what ranks agree
+    on about them beforehand. Phases: "forward", "recompute" (forward run again under gradient checkpointing) and
+    "backward".
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from opensora_sp.process_groups import host_backend
+
 
 class ImaginedGroup:
     """Stands where a process group would be if nothing is to be sent: exchanges return tensors without content."""
@@ -48,7 +50,7 @@ class SequenceMesh:
         self.dp_group = _my_group([list(peers) for peers in zip(*replicas, strict=True)], rank, world)
         self.host_group = self.sp_group  # the same ranks, for tensors on the CPU
         if self.sp_group is not None and "gloo" not in dist.get_backend_config(self.sp_group):
-            self.host_group = _my_group(replicas, rank, world, backend="gloo")
+            self.host_group = _my_group(replicas, rank, world, backend=host_backend())
 
     @classmethod
     def imagined(cls, sp_size: int, sp_rank: int) -> SequenceMesh:

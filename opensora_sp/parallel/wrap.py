@@ -165,7 +165,8 @@ def parallelize(
     """Make a model compute each batch together with the other ranks of ``mesh.sp_group``.
 
     Works in place and returns the same object: same class, parameters and state dict. Every rank of the group calls
-    the model with the same inputs; inputs of different shapes are refused on all of them. For models that name their
+    the same model with the same inputs. Models, options, modes, and shapes and dtypes of inputs that differ are
+    refused on all of them, by one error that names what differs; values are not compared. For models that name their
     ``sharding_points``, ``forward`` takes one more keyword: ``output="full"`` (default) returns the bare model's
     output on every rank, ``output="shards"`` a ``Shard`` of it.
 

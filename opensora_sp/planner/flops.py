@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.conditioning import SharedConfig
@@ -18,7 +17,6 @@ from opensora_sp.models.layers import CrossAttention, PatchEmbed3D
 
 from .sharing import Shape, attention_work
 
-Count = TypeVar("Count", float, Tensor)
 TOKENS = ("x_embedder", "blocks", "spatial_blocks", "temporal_blocks", "final_layer")  # see all tokens of a clip
 TEXT_ONLY = "kv_linear"  # of a block's layers, the one that sees the text instead
 STEP = 3  # forward, and backward twice as much: gradients of what goes in and of the weights
@@ -51,13 +49,13 @@ class ModelFlops:
                     tokens += products
         return cls(model.config, tokens, text, pairs)
 
-    def forward(self, latents: tuple[int, ...], text_tokens: Count) -> Count:
+    def forward(self, latents: tuple[int, ...], text_tokens: float) -> float:
         """Of a batch of latents ``(B, c, frames, height, width)`` whose captions have ``text_tokens`` together."""
         num_samples, _, frames, height, width = latents
         shape = Shape.of(self.config, num_samples, (frames, height, width))
         alone = self.per_token * shape.tokens + self.config.depth * attention_work(shape)
         return text_tokens * (self.per_text_token + self.per_pair * shape.tokens / num_samples) + alone
 
-    def step(self, latents: tuple[int, ...], text_tokens: Count) -> Count:
+    def step(self, latents: tuple[int, ...], text_tokens: float) -> float:
         """Of forward and backward, what checkpointing recomputes not counted."""
         return STEP * self.forward(latents, text_tokens)

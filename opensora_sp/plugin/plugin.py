@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
+from opensora_sp.parallel.agreement import check_same_model
 
 from ._colossalai import (
     DistributedOptim,
@@ -29,6 +30,7 @@ from ._colossalai import (
 )
 from .accelerator import use_cpu_if_nothing_else
 from .checkpoint_io import NamedCheckpointIO
+from .launch import current_device
 from .optimizer import NamedShards, SequenceZeroOptimizer
 
 Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any], Any]
@@ -93,18 +95,22 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
-        """Build from a config's ``sp_size``, ``zero_stage``, ``precision``, ``grad_clip`` and ``sequence_parallel``.
+        """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``, ``precision``, ``grad_clip``
+        and ``sequence_parallel``.
 
         Args:
             cfg: a checked training config, or any object with some of these attributes, such as an mmengine
                 ``Config``; what it lacks has defaults.
         """
         how = getattr(cfg, "sequence_parallel", None) or {}
+        # A config says True for GPUs; where it runs on CPU there is nothing to overlap.
+        overlap = None if getattr(cfg, "overlap_communication", True) else False
         return cls(
             sp_size=getattr(cfg, "sp_size", 1),
             stage=getattr(cfg, "zero_stage", 2),
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
+            overlap_communication=overlap,
             sequence_parallel=dict(how),
         )
 
@@ -120,6 +126,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         lr_scheduler: Any = None,
     ) -> Boosted:
         """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
+        check_same_model(model, current_device())  # before anything that one rank alone would refuse
         own = None if isinstance(optimizer, OptimizerWrapper) else optimizer
         if own is not None:
             self._leave_trainable(model, own)  # first: what it refuses leaves the model as it was

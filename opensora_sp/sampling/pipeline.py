@@ -111,9 +111,10 @@ class Pipeline:
             texts += [text if r.negative_prompt is None else r.negative_prompt for text, r in zip(texts, batch)]
         distinct = list(dict.fromkeys(texts))
         y, mask = self.text_encoder.encode(distinct)
-        places = torch.tensor([distinct.index(text) for text in texts], device=y.device)
-        y, mask = y[places].to(self.device), mask[places].to(self.device)
-        return self.model.encode_text(y, mask, drop.to(self.device))  # type: ignore[operator]
+        places = [distinct.index(text) for text in texts]
+        y, mask = (torch.stack([z[place] for place in places]) for z in (y, mask))
+        # The mask and what is dropped stay on the CPU, where the model counts text tokens.
+        return self.model.encode_text(y.to(self.device), mask.cpu(), drop)  # type: ignore[operator]
 
     def tell_truncation(self, requests: Sequence[Request]) -> None:
         """Warn of texts that are longer than the model takes."""

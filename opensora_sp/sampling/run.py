@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from pathlib import Path
@@ -18,7 +17,12 @@ from opensora_sp.launching import meet, told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.parallel import SequenceMesh, parallelize
+from opensora_sp.parallel import (
+    SequenceMesh,
+    closing_process_group,
+    drain_process_group,
+    parallelize,
+)
 from opensora_sp.storage import on_rank_0, verify
 from opensora_sp.watch import Watch
 from opensora_sp.weights import (
@@ -53,16 +57,10 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     with told_to_all_ranks():
         requests, weights = preflight(cfg)
     device = join_processes(cfg.model_dump(mode="json"))
-    try:
-        with Watch(grace_time=0):
-            written = _sample_all(cfg, requests, weights, device)
-            gc.collect()  # groups that outlive the process group can abort the interpreter at exit
-            if dist.is_initialized():
-                dist.barrier()
-        return written
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with closing_process_group(), Watch(grace_time=0):
+        written = _sample_all(cfg, requests, weights, device)
+        drain_process_group()
+    return written
 
 
 def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
@@ -145,7 +143,8 @@ def _sample_all(cfg: InferenceConfig, requests: list[Request], weights: Path, de
     written = []
     with (
         logging_redirect_tqdm([logging.getLogger("opensora_sp")]),
-        tqdm(total=steps, desc="sample", unit="step", disable=not is_main, dynamic_ncols=True) as bar,
+        # None: in a terminal alone, so that no file is filled with carriage returns
+        tqdm(total=steps, desc="sample", unit="step", disable=None if is_main else True, dynamic_ncols=True) as bar,
     ):
         for batch in batches:
             parts = pipeline.looped(batch, on_step=lambda: bar.update(1))

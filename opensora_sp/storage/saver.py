@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_sp.process_groups import host_backend
+
 from .tensors import Spec, TensorFile, as_bytes, file_order
 
 logger = logging.getLogger(__name__)
@@ -83,7 +85,7 @@ class Saver:
 
     def __init__(self) -> None:
         self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._group = dist.new_group(backend="gloo") if self._world > 1 else None
+        self._group = dist.new_group(backend=host_backend()) if self._world > 1 else None
         self._thread: threading.Thread | None = None
         self._error: tuple[bool, str] | None = None
 

@@ -21,6 +21,7 @@ from opensora_sp.models.registry import model_class
 from opensora_sp.randomness import generator, normal, uniform
 
 from .features import Features, Source
+from .transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Batch:
     noised: Noised
     inputs: dict[str, Any]
     ids: Tensor  # int64 [B], of the clips
-    text_lengths: Tensor  # float32 [B], tokens of all captions
+    text_lengths: list[int]  # tokens of each caption, also of those that are not here
 
     @property
     def x_t(self) -> Tensor:
@@ -65,11 +66,11 @@ class BatchMaker:
         num_frames, *sides = features.shape
         keys = [(micro_batch, sample) for sample in ids]
         noise = torch.stack([normal(tuple(latents.shape[1:]), cfg.seed, "noise", *key) for key in keys])
-        noise = noise.to(self.device)
+        noise = to_device(noise, self.device)
         height, width = (torch.full((size,), float(side), device=self.device) for side in sides)
         geometry = self.flow.geometry(height, width, latent_frames=latents.shape[2], video_frames=num_frames)
-        t = torch.tensor([uniform(cfg.seed, "timestep", *key) for key in keys], device=self.device)
-        t = self.flow.timesteps_from(t, geometry)
+        t = torch.tensor([uniform(cfg.seed, "timestep", *key) for key in keys])
+        t = self.flow.timesteps_from(to_device(t, self.device), geometry)
         x_mask = self._frame_masks(keys, latents.shape[2])
         inputs = dict(
             timestep=self.flow.network_time(t),
@@ -82,7 +83,7 @@ class BatchMaker:
         names = model_class(cfg.model["type"]).sample_inputs
         inputs |= sample_numbers(names, height=height, width=width, fps=features.fps, num_frames=num_frames)
         noised = Noised.of(self.flow, latents, noise, t, x_mask)
-        return Batch(noised, inputs, torch.tensor(ids, device=self.device), features.text_lengths)
+        return Batch(noised, inputs, to_device(torch.tensor(ids), self.device), features.text_lengths)
 
     def stand_in(self, shape: ClipShape) -> Batch:
         """What a rank computes on, for nothing, while others have a micro-batch and it has none: one empty clip."""
@@ -95,14 +96,14 @@ class BatchMaker:
             return None
         draws = [generator(self.cfg.seed, "frame_mask", *key) for key in keys]
         masks = torch.stack([draw_frame_mask(ratios, -(-num_frames // patch), rng) for rng in draws])  # [B, T]
-        return masks.repeat_interleave(patch, dim=1)[:, :num_frames].to(self.device)
+        return to_device(masks.repeat_interleave(patch, dim=1)[:, :num_frames], self.device)
 
     def _drop_caption(self, keys: list[tuple[int, int]]) -> Tensor | None:
         rate = self.model_config.class_dropout_prob
         if not rate:
             return None
         drawn = [uniform(self.cfg.seed, "drop_caption", *key) < rate for key in keys]
-        return torch.tensor(drawn, device=self.device)
+        return torch.tensor(drawn)  # stays on the CPU, where the model counts text tokens
 
     def _drop_path(self, keys: list[tuple[int, int]]) -> Tensor | None:
         config = self.model_config
@@ -110,4 +111,5 @@ class BatchMaker:
             return None
         rates = torch.linspace(0, config.drop_path, config.depth, dtype=torch.float64).repeat_interleave(2)
         drawn = [generator(self.cfg.seed, "drop_path", *key).random(2 * config.depth) for key in keys]
-        return torch.stack([torch.from_numpy(d) < rates for d in drawn], dim=1).to(self.device)  # [2 * depth, B]
+        dropped = torch.stack([torch.from_numpy(d) < rates for d in drawn], dim=1)  # [2 * depth, B]
+        return to_device(dropped, self.device)

@@ -33,7 +33,7 @@ class CachedSource:
     """A ``features.Source`` of ``CachedClip``s: there is nothing to encode, and latent frames stand alone."""
 
     def __init__(self, dataset: CachedFeatures, device: torch.device) -> None:
-        self.sizes, self.device = dataset.sizes, device
+        self.dataset, self.sizes, self.device = dataset, dataset.sizes, device
         told = dataset.index["source"]
         self.channels, self.width, self.max_length = told["channels"], told["width"], told["max_length"]
 
@@ -46,9 +46,12 @@ class CachedSource:
     def latents(self, items: Sequence[CachedClip]) -> list[Tensor]:
         return [item.latents.to(self.device).float() for item in items]
 
+    def text_lengths(self, clips: Sequence[int], captions: Sequence[str]) -> list[int]:
+        return [self.dataset.text_length(clip) for clip in clips]
+
     def texts(self, items: Sequence[CachedClip]) -> tuple[Tensor, Tensor]:
         y = torch.zeros(len(items), 1, self.max_length, self.width, device=self.device)
-        mask = torch.zeros(len(items), self.max_length, dtype=torch.int64, device=self.device)
+        mask = torch.zeros(len(items), self.max_length, dtype=torch.int64)
         for place, item in enumerate(items):
             assert item.text is not None
             y[place, 0, : len(item.text)] = item.text.to(self.device)

@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from opensora_sp.config import TrainConfig, build_component, split_type
@@ -57,6 +58,7 @@ def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: in
             micro_batches_per_step=micro_batches_per_step,
             seed=cfg.seed,
             shape=ClipShape(cfg.num_frames, *cfg.size),
+            too_short=too_short(cfg, dataset),
         )
     return BucketPlan(
         dataset.rows,
@@ -66,6 +68,12 @@ def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: in
         seed=cfg.seed,
         cost=Work(cfg, dataset).flops,
     )
+
+
+def too_short(cfg: TrainConfig, dataset: TrainingSet) -> tuple[int, ...]:
+    """The clips that have fewer frames than ``num_frames`` of them take, as far as the manifest says."""
+    span = (cfg.num_frames - 1) * cfg.dataset.frame_interval + 1
+    return tuple(np.flatnonzero(dataset.rows.column("num_frames") < span).tolist())
 
 
 def with_length(cfg: TrainConfig, plan: BatchPlan) -> TrainConfig:
@@ -78,6 +86,8 @@ def with_length(cfg: TrainConfig, plan: BatchPlan) -> TrainConfig:
 def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str, Any]:
     """What data order and draws depend on, as a checkpoint keeps it."""
     state: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "num_samples": num_samples}
+    if isinstance(plan, MicroBatchPlan):
+        state["num_samples"] = len(plan.clips)
     if isinstance(plan, BucketPlan):
         state |= {"batch_size": None, "buckets": plan.fingerprint}
     return state

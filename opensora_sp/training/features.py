@@ -2,11 +2,12 @@
 
 The clips of a micro-batch fall into pieces that are encoded without the rest (``encoders.independent_pieces``: frames,
 chunks, or whole clips). All pieces, clip by clip, are dealt out in balanced runs, so each rank reads, decodes and
-encodes 1/P of them; who has a clip's first piece encodes its caption. Then one all-to-all hands every rank the latents
-of the rows in which its tokens enter and leave the model, the captions of the clips that these belong to, and of each
-clip the frame rate, the length of its caption and whether it could be read. All sizes follow from the shapes. A clip
-that any rank could not read is replaced on all of them, by the one that the plan names for it, in another exchange of
-the same kind.
+encodes 1/P of them; who has a clip's first piece encodes its caption. The ranks agree on the host which clips could be
+read, and on their frame rates. Then one all-to-all hands every rank the latents of the rows in which its tokens enter
+and leave the model, and the captions of the clips that these belong to. All sizes follow from the shapes. A clip that
+any rank could not read is replaced on all of them, by the one that the plan names for it, in another exchange of the
+same kind. How many tokens each caption has is known to all ranks beforehand: it follows from the manifest, or stands in
+the index of a feature cache. So the host reads nothing back from the device.
 
 Legend: B clips, c latent channels, f x h x w latent size, L text tokens, W their width, P ranks of the group.
 """
@@ -19,6 +20,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -27,13 +29,13 @@ from opensora_sp.encoders import Piece, independent_pieces
 from opensora_sp.parallel import SequenceMesh, held_rows
 from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.parallel.layout import ExchangePlan, balanced_run, plan_delivery
+from opensora_sp.parallel.ledger import record
+from opensora_sp.parallel.waiting import communicating
 
 from .broken import BrokenClips
+from .transfer import to_device
 
 MAX_REPLACEMENTS = 20
-TOLD = (
-    3  # numbers of each portion: whether it could be read, its frame rate, and the length of its caption if it has it
-)
 
 
 class Source(Protocol):
@@ -52,8 +54,11 @@ class Source(Protocol):
     def latents(self, items: Sequence[Any]) -> list[Tensor]:
         """Of each clip, or part of one, ``[c, f', h, w]`` float32."""
 
+    def text_lengths(self, clips: Sequence[int], captions: Sequence[str]) -> list[int]:
+        """Tokens of the captions of some clips, at most L each, without making their features."""
+
     def texts(self, items: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Of their captions, ``[n, 1, L, W]`` float32, and which tokens are in use, ``[n, L]``."""
+        """Of their captions, ``[n, 1, L, W]`` float32, and which tokens are in use, ``[n, L]`` on the CPU."""
 
 
 class Encoders:
@@ -80,9 +85,25 @@ class Encoders:
             made |= zip(places, self.vae.encode(scale(videos)).float(), strict=True)
         return [made[place] for place in range(len(items))]
 
+    def text_lengths(self, clips: Sequence[int], captions: Sequence[str]) -> list[int]:
+        counts = [self.text_encoder.num_tokens(caption) for caption in captions]
+        return [min(count, self.max_length) for count in counts]
+
     def texts(self, items: Sequence[Clip]) -> tuple[Tensor, Tensor]:
-        y, mask = self.text_encoder.encode([item.text for item in items])
-        return y.to(self.device), mask.to(self.device)
+        """Raises ValueError if the encoder's masks are not as long as it counts."""
+        captions = [item.text for item in items]
+        y, mask = self.text_encoder.encode(captions)
+        mask = mask.cpu()
+
+        counted = self.text_lengths([], captions)
+        for caption, length, count in zip(captions, mask.sum(1).tolist(), counted, strict=True):
+            if length != count:
+                raise ValueError(
+                    f"got a mask of {length} tokens for the caption {caption[:80]!r}, of which num_tokens counts "
+                    f"{count} (at most max_length); expected the same number; correct encode or num_tokens of "
+                    f"{type(self.text_encoder).__name__}"
+                )
+        return y.to(self.device), mask
 
 
 @dataclass(frozen=True)
@@ -93,9 +114,9 @@ class Features:
     shape: ClipShape
     positions: Tensor  # float32 [B, f, h, w, c]
     y: Tensor  # float32 [B, 1, L, W]
-    mask: Tensor  # int64 [B, L]
+    mask: Tensor  # int64 [B, L] on the CPU
     fps: Tensor  # float32 [B]
-    text_lengths: Tensor  # float32 [B], tokens of each caption, of those that this rank has no need of as well
+    text_lengths: list[int]  # tokens of each caption, of those that this rank has no need of as well
 
     @classmethod
     def filled(cls, value: float, num_clips: int, shape: ClipShape, source: Source, device: torch.device) -> Features:
@@ -105,9 +126,9 @@ class Features:
             shape,
             torch.full((num_clips, *size, source.channels), value, device=device),
             torch.zeros(num_clips, 1, source.max_length, source.width, device=device),
-            torch.zeros(num_clips, source.max_length, dtype=torch.int64, device=device),
+            torch.zeros(num_clips, source.max_length, dtype=torch.int64),
             torch.full((num_clips,), 24.0, device=device),
-            torch.zeros(num_clips, device=device),
+            [0] * num_clips,
         )
 
     @property
@@ -191,7 +212,7 @@ class SharedClips:
         places = list(range(len(ids)))
         features = Features.filled(float("nan"), len(ids), micro_batch.shape, self.source, self.device)
         for attempt in range(MAX_REPLACEMENTS + 1):
-            places = self.share(features, places, items)
+            places = self.share(features, ids, places, items)
             if not places:
                 break
             for place in places:
@@ -215,33 +236,56 @@ class SharedClips:
         return [Sample(ids[p.place], epoch, shape, (p.frames.start, p.frames.stop)) for p in own]
 
     @torch.no_grad()
-    def share(self, features: Features, places: Sequence[int], items: Sequence[Any]) -> list[int]:
-        """Encode what this rank has read of the clips at ``places``, and fill in what it needs of all of them.
+    def share(self, features: Features, ids: Sequence[int], places: Sequence[int], items: Sequence[Any]) -> list[int]:
+        """Encode what this rank has read of the clips at ``places`` of ``ids``, and fill in what it needs of all.
 
         Returns:
             The places of clips that some rank could not read, the same on all. Collective in the group.
         """
         division = self._divide(features.shape, len(features.fps), tuple(places), self.whole)
         self.broken.note(items)
+        rates = self._agree(division, places, items)
+        for place, rate in rates.items():
+            features.fps[place].fill_(rate)
+        self._note_lengths(features, ids, places)
         sent = self._made(division, items, features)
         received = sent if self.mesh.sp_size == 1 else self._exchange(division, sent, features)
-        return self._fill(division, received, features)
+        self._fill(division, received, features)
+        return [place for place in places if place not in rates]
+
+    def _agree(self, division: Division, places: Sequence[int], items: Sequence[Any]) -> dict[int, float]:
+        """The frame rates of the clips that all ranks could read, by place. Collective in the group, on the host."""
+        own = division.portions[self.mesh.sp_rank]
+        unreadable, rates = dict.fromkeys(places, 0.0), dict.fromkeys(places, 0.0)
+        for portion, item in zip(own, items, strict=True):
+            if isinstance(item, BrokenClip):
+                unreadable[portion.place] = 1.0
+            else:
+                rates[portion.place] = item.fps
+
+        both = torch.tensor([list(unreadable.values()), list(rates.values())], dtype=torch.float64)
+        if self.mesh.sp_size > 1:
+            record("clips", backward=False, elements=both.numel(), element_size=8)
+            with communicating("clips", both.device):
+                dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.mesh.host_group)
+        found = zip(places, *both.tolist(), strict=True)
+        return {place: rate for place, is_unreadable, rate in found if not is_unreadable}
+
+    def _note_lengths(self, features: Features, ids: Sequence[int], places: Sequence[int]) -> None:
+        clips = [ids[place] for place in places]
+        captions = [self.dataset.rows[clip].text for clip in clips]  # type: ignore[attr-defined]
+        for place, length in zip(places, self.source.text_lengths(clips, captions), strict=True):
+            features.text_lengths[place] = length
 
     def _made(self, division: Division, items: Sequence[Any], features: Features) -> list[Tensor]:
-        """What each rank gets of what this one has made, numbers in a row: told of its portions, latents, captions."""
+        """What each rank gets of what this one has made, numbers in a row: latents, captions."""
         own = division.portions[self.mesh.sp_rank]
         latents, captions = self._latents(own, items, features), self._captions(own, items, features)
-        told = features.fps.new_zeros(len(own), TOLD)
-        for numbers, portion, item in zip(told, own, items, strict=True):
-            if not isinstance(item, BrokenClip):
-                numbers[0], numbers[1] = 1.0, item.fps
-            if portion.has_caption:
-                numbers[2] = captions[portion.place][0]
-        picked = division.delivery.pack.to(self.device).split(division.delivery.send_splits)
+        picked = to_device(division.delivery.pack, self.device).split(division.delivery.send_splits)
         sent = []
         for wanted, numbers in zip(division.clips, picked, strict=True):
             texts = [text for place, text in captions.items() if wanted[place]]
-            sent.append(torch.cat([told.flatten(), latents[numbers].flatten(), *texts]))
+            sent.append(torch.cat([latents[numbers].flatten(), *texts]))
         return sent
 
     def _latents(self, own: Sequence[Portion], items: Sequence[Any], features: Features) -> Tensor:
@@ -254,14 +298,13 @@ class SharedClips:
         return torch.cat([none, *(z.flatten(0, 2) for z in made)])
 
     def _captions(self, own: Sequence[Portion], items: Sequence[Any], features: Features) -> dict[int, Tensor]:
-        """The captions of this rank's portions by place, ``[1 + L * W]`` each; zeros for what could not be read."""
+        """The captions of this rank's portions by place, ``[L * W]`` each; zeros for what could not be read."""
         spoken = {portion.place: item for portion, item in zip(own, items, strict=True) if portion.has_caption}
-        made = {place: features.y.new_zeros(_numbers_of_text(features)) for place in spoken}
+        made = {place: features.y.new_zeros(features.y[0].numel()) for place in spoken}
         readable = {place: item for place, item in spoken.items() if not isinstance(item, BrokenClip)}
         if readable:
-            y, mask = self.source.texts(list(readable.values()))
-            lengths = mask.sum(1, keepdim=True).float()
-            made |= zip(readable, torch.cat([lengths, y.flatten(1)], dim=1), strict=True)
+            y, _ = self.source.texts(list(readable.values()))
+            made |= zip(readable, y.flatten(1), strict=True)
         return made
 
     def _exchange(self, division: Division, sent: list[Tensor], features: Features) -> list[Tensor]:
@@ -274,33 +317,27 @@ class SharedClips:
         return list(arrived.split(sizes))
 
     def _sizes(self, division: Division, sender: int, features: Features) -> list[int]:
-        """How many numbers come from a rank: told of its portions, latents, captions."""
+        """How many numbers come from a rank: latents, captions."""
         texts = len(self._spoken(division, sender))
         latents = division.delivery.recv_splits[sender] * features.positions.shape[-1]
-        return [TOLD * len(division.portions[sender]), latents, texts * _numbers_of_text(features)]
+        return [latents, texts * features.y[0].numel()]
 
     def _spoken(self, division: Division, sender: int) -> list[int]:
         """The places of the captions that this rank gets from another one."""
         wanted = division.clips[self.mesh.sp_rank]
         return [p.place for p in division.portions[sender] if p.has_caption and wanted[p.place]]
 
-    def _fill(self, division: Division, received: list[Tensor], features: Features) -> list[int]:
-        """Put in place what the ranks have sent; returns the places of clips that some rank could not read."""
+    def _fill(self, division: Division, received: list[Tensor], features: Features) -> None:
+        """Put in place what the ranks have sent."""
         parts = [z.split(self._sizes(division, rank, features)) for rank, z in enumerate(received)]
-        told, latents, texts = (torch.cat(column) for column in zip(*parts, strict=True))
+        latents, texts = (torch.cat(column) for column in zip(*parts, strict=True))
         entries = features.positions.flatten(0, 3)  # a view, [B * f * h * w, c]
-        entries[division.delivery.place.to(self.device)] = latents.view(-1, entries.shape[1])
+        entries[to_device(division.delivery.place, self.device)] = latents.view(-1, entries.shape[1])
         places = [place for rank in range(self.mesh.sp_size) for place in self._spoken(division, rank)]
-        texts = texts.view(len(places), _numbers_of_text(features))
-        lengths, y = texts[:, :1], texts[:, 1:]
-        features.y[places] = y.view(-1, *features.y.shape[1:])
-        features.mask[places] = (torch.arange(features.mask.shape[1], device=self.device) < lengths).long()
-        portions = [portion for of_rank in division.portions for portion in of_rank]
-        told = told.view(-1, TOLD)
-        features.fps[[portion.place for portion in portions]] = told[:, 1]
-        first = [number for number, portion in enumerate(portions) if portion.has_caption]
-        features.text_lengths[[portions[number].place for number in first]] = told[first, 2]
-        return sorted({p.place for p, readable in zip(portions, told[:, 0].tolist(), strict=True) if not readable})
+        for place, y in zip(places, texts.view(len(places), *features.y.shape[1:]), strict=True):
+            features.y[place] = y
+            features.mask[place] = 0
+            features.mask[place, : features.text_lengths[place]] = 1
 
     def _division(self, shape: ClipShape, num_clips: int, places: tuple[int, ...], whole: bool) -> Division:
         size, ranks = self.source.latent_size(shape), self.mesh.sp_size
@@ -322,8 +359,3 @@ def _positions(ends: Sequence[Any], numbers: Tensor) -> Tensor:
     for rows in ends:
         found[rows.slice(numbers + 1).flatten()] = True  # 0 is what pads patches
     return found[1:]
-
-
-def _numbers_of_text(features: Features) -> int:
-    """A caption's length and its features."""
-    return 1 + features.y[0].numel()

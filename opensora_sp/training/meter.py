@@ -10,6 +10,7 @@ import resource
 import statistics
 import sys
 from bisect import insort
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,13 +88,13 @@ class Meter:
         self.null_caption = len(model.y_embedder.y_embedding)
         self.peak = Peak.of(device, precision, peak_tflops)
         self.timer = CommTimer(device)
-        self._work = torch.zeros((), dtype=torch.float64, device=device)
+        self._work = 0.0
         self._step_times: list[float] = []  # in ascending order
 
     def count(self, batch: Batch) -> None:
         """Note a micro-batch that this rank's replica computes. Nothing waits for the device."""
         text = text_tokens(batch.text_lengths, batch.inputs["drop_caption"], self.null_caption)
-        self._work += self.flops.step(tuple(batch.x_t.shape), text.double())
+        self._work += self.flops.step(tuple(batch.x_t.shape), text)
 
     def measure(self, waited: float, *, steps: int, seconds: float, left: int) -> dict[str, float]:
         """What all ranks did in ``steps`` optimizer steps that took ``seconds``. One collective, the same on all ranks.
@@ -109,11 +110,12 @@ class Meter:
         """
         # Shares of this rank's own time: ranks may come from writing a checkpoint one after the other.
         shares = [waited / seconds, self.timer.take() / seconds]
-        own = torch.cat([self._work[None], self._work.new_tensor([*shares, peak_memory(self.device)])])
+        numbers = [self._work, *shares, peak_memory(self.device)]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, own)
         work, data, exchanges, memory = torch.stack(ranks, dim=1).tolist()
-        self._work.zero_()
+        self._work = 0.0
         insort(self._step_times, seconds / steps)
         told = {
             "step_time": seconds / steps,
@@ -128,15 +130,16 @@ class Meter:
         return told
 
 
-def text_tokens(lengths: Tensor, drop: Tensor | None, null_caption: int) -> Tensor:
+def text_tokens(lengths: Sequence[int], drop: Tensor | None, null_caption: int) -> int:
     """Text tokens that the model sees, all samples together, as ``CaptionEmbedder.pack`` takes them.
 
     Args:
-        lengths: tokens of each caption, ``[B]``.
-        drop: bool ``[B]``, True for samples that get the null caption of ``null_caption`` tokens instead.
+        lengths: tokens of each caption, B of them.
+        drop: bool ``[B]`` on the CPU, True for samples that get the null caption of ``null_caption`` tokens instead.
     """
-    used = lengths.clamp(min=1)
-    return (used if drop is None else used.masked_fill(drop, null_caption)).sum()
+    dropped = [False] * len(lengths) if drop is None else drop.tolist()
+    pairs = zip(lengths, dropped, strict=True)
+    return sum(null_caption if is_dropped else max(length, 1) for length, is_dropped in pairs)
 
 
 def peak_memory(device: torch.device) -> int:

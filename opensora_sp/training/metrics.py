@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from opensora_sp.config import TrainConfig
+from opensora_sp.console import only_of_this_rank
 from opensora_sp.data import read_frames
 
 from .wandb_run import WandbRun
@@ -93,6 +94,7 @@ class Reporter:
             return
         if losses is not None:
             mean = sum(losses) / len(losses)
+            LOGGER.info("step %d/%d | held-out loss %.4f", step, self.stop, mean)
             with (self.run_dir / "validation.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "loss": mean, "loss_by_bin": losses}) + "\n")
             bins = {f"validation/loss of bin {k + 1} of {len(losses)}": loss for k, loss in enumerate(losses)}
@@ -200,7 +202,7 @@ def draw_loss(run_dir: Path) -> Path | None:
 
 
 def log_to(run_dir: Path, *, enabled: bool) -> None:
-    """Send the package's log to ``train.log`` and the terminal; on ranks that do not report, only warnings."""
+    """Send the package's log to ``train.log`` and the terminal; other ranks show only what is theirs alone."""
     LOGGER.setLevel(logging.INFO if enabled else logging.WARNING)
     LOGGER.propagate = False
     for handler in list(LOGGER.handlers):
@@ -210,4 +212,6 @@ def log_to(run_dir: Path, *, enabled: bool) -> None:
         handlers.append(logging.FileHandler(run_dir / "train.log"))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        if not enabled:
+            handler.addFilter(only_of_this_rank)
         LOGGER.addHandler(handler)

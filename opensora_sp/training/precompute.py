@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig
+from opensora_sp.console import OF_RANK
 from opensora_sp.data import BatchPlan, BrokenClip, Clip, ClipShape, Sample, VideoTextDataset, write_manifest
 from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_bytes
 from opensora_sp.launching import told_to_all_ranks
+from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.storage import Disk
 from opensora_sp.watch import Watch
 
@@ -54,17 +56,14 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         dataset = make_dataset(cfg)
     assert isinstance(dataset, VideoTextDataset)
     launch(cfg.seed, cfg.model_dump(mode="json"))
-    try:
+    with closing_process_group():
         replicas = max(1, dist.get_world_size() // cfg.sp_size)
         plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
         encoders = make_encoders(cfg, current_device())
         cache = CacheWriter(with_length(cfg, plan), Path(folder), dataset, encoders)
         with Watch(grace_time=0):
             cache.write(plan)
-            dist.barrier()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            drain_process_group()
     return cache.folder
 
 
@@ -175,7 +174,8 @@ class CacheWriter:
             for sample, item in zip(samples, next(loader), strict=True):
                 if isinstance(item, BrokenClip):
                     broken[sample.clip, sample.shape] = item.path, item.reason
-                    logger.warning("left out of the feature cache: %s (%s)", item.path, item.reason)
+                    why = "left out of the feature cache: %s (%s)"
+                    logger.warning(why, item.path, item.reason, extra=OF_RANK)
                 else:
                     read[sample.clip, sample.shape] = item
             latents |= zip(read, (z.cpu() for z in self.encoders.latents(list(read.values()))), strict=True)

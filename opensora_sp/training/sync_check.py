@@ -117,6 +117,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 def _combined(sums: list[tuple[str, Tensor]]) -> Tensor:
     """One number of all sums and their order, int64 ``[]``."""
-    values = torch.stack([value for _, value in sums])
+    device = sums[0][1].device
+    values = torch.stack([value.to(device) for _, value in sums])
     weights = torch.full_like(values, _MULTIPLIER).cumprod(0)  # wraps around, as the sums do
     return (values * weights).sum()

@@ -155,7 +155,7 @@ class Validator:
             features = Features.filled(float("nan"), len(ids), shape, self.clips.source, self.run.device)
             batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
             items = [self.heldout[sample] for sample in self.clips.samples(batch)] if ids else []
-            unreadable = self.clips.share(features, range(len(ids)), items) if ids else []
+            unreadable = self.clips.share(features, ids, range(len(ids)), items) if ids else []
             if not unreadable:
                 return ids, features
             ids = [index for place, index in enumerate(ids) if place not in unreadable]

@@ -8,6 +8,7 @@
 What is exact and what is meaningless under it: `docs/testing_cuda.md`.
 """
 
+from cuda_stub.collectives import Collective, CollectiveError, join
 from cuda_stub.inside import phase
 from cuda_stub.recording import (
     Allocation,
@@ -25,6 +26,8 @@ from cuda_stub.runner import StubError, requires_stub, run_on_stub
 
 __all__ = [
     "Allocation",
+    "Collective",
+    "CollectiveError",
     "Convolution",
     "Copy",
     "Event",
@@ -35,6 +38,7 @@ __all__ = [
     "Memory",
     "Recording",
     "Sync",
+    "join",
     "phase",
     "requires_stub",
     "run_on_stub",

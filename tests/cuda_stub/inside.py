@@ -23,6 +23,7 @@ class Session:
         self.library = ctypes.CDLL(str(library))
         self.test_file = test_file
         self.memory: list[Memory] = []
+        self.collectives: list[Any] = []  # of `collectives.py`
         self.phase = ""
         self._before = 0
 
@@ -31,6 +32,7 @@ class Session:
         self.library.stub_set_source(self._source)
         self.library.stub_open(str(record).encode())
         Session.current = self
+        _show_no_values()
 
     def enter(self, phase: str) -> None:
         """Close the memory account of the phase that ends, and name those that follow."""
@@ -58,13 +60,22 @@ class Session:
         self._before = after
         torch.cuda.reset_peak_memory_stats()
 
+    def stream(self) -> int:
+        """The current stream's number in the record."""
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return 0
+        handle = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        return int(self.library.stub_stream_id(handle))
+
     def _write_source(self, buffer: Any, size: int) -> None:
-        text = self._source_line().encode()[: size - 1]
+        text = self.source_line().encode()[: size - 1]
         ctypes.memmove(buffer, text + b"\0", len(text) + 1)
 
-    def _source_line(self) -> str:
+    def source_line(self) -> str:
         """`file:line` of the innermost frame of the project, ColossalAI or the test."""
-        found = self._search(sys._getframe(2))
+        found = self._search(sys._getframe())
         if found is None:
             # Backward runs in threads of autograd, for the frame that waits in the main thread.
             found = self._search(sys._current_frames().get(threading.main_thread().ident or 0))
@@ -81,6 +92,23 @@ class Session:
                 return f"{Path(file).name}:{frame.f_lineno}"
             frame = frame.f_back
         return None
+
+
+def _show_no_values() -> None:
+    """Tensors on the device show their shapes alone.
+
+    Formatting their values would select elements by conditions that were never computed.
+    """
+    import torch
+
+    original = torch.Tensor.__repr__
+
+    def describe(tensor: torch.Tensor, **options: Any) -> str:
+        if tensor.is_cuda:
+            return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)})"
+        return original(tensor, **options)
+
+    torch.Tensor.__repr__ = describe  # type: ignore[method-assign]
 
 
 class phase:  # noqa: N801 (reads as a statement)

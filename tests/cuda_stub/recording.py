@@ -128,6 +128,7 @@ class Recording:
     graphs: list[Graph] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)  # one for each phase, in order
+    collectives: list[Any] = field(default_factory=list)  # `Collective`s, after `join`
     unknown: list[str] = field(default_factory=list)  # calls that the stub does not implement
     output: str = ""  # stdout and stderr
 
@@ -163,7 +164,8 @@ def base_name(kernel: str) -> str:
 
 def read(file: Path) -> Recording:
     recording = Recording()
-    for line in file.read_text(errors="replace").splitlines():
+    # A process that crashed may have left half a line at the end.
+    for line in file.read_text(errors="replace").split("\n")[:-1]:
         kind, phase, thread, stream, graph, *columns = line.split("\t")
         common = (phase, int(thread), int(stream), int(graph))
         _READERS.get(kind, _ignore)(recording, common, columns)

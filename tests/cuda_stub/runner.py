@@ -127,4 +127,5 @@ def _recording(folder: Path, code: int, function: Callable[..., Any], allow: Seq
 
     recording.result = answer["result"]
     recording.memory = answer["memory"]
+    recording.collectives = answer["collectives"]
     return recording

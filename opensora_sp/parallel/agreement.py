@@ -1,0 +1,159 @@
+"""What ranks must have alike, as entries of text, and how they find the first entry in which they differ.
+
+Ranks compare one number, a digest of their entries. Only where it differs do they gather the entries themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Entries = dict[str, str]
+ABSENT = "absent"
+
+
+def digest(entries: Mapping[str, str], *more: str) -> str:
+    """Of entries in their order, and of other digests."""
+    hashed = hashlib.blake2b(digest_size=7)
+    for text in (*more, *(part for entry in entries.items() for part in entry)):
+        hashed.update(f"{text}\0".encode())
+    return hashed.hexdigest()
+
+
+def all_agree(own: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether all ranks of a group have the same digest. Collective."""
+    number = int(own, 16)
+    both = torch.tensor([number, -number], device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest_negated = both.tolist()
+    return bool(largest == -smallest_negated)
+
+
+def gathered(own: Entries, group: dist.ProcessGroup | None) -> dict[int, Entries]:
+    """The entries of all ranks of a group, by global rank. Collective."""
+    ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+    seen: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(seen, own, group=group)
+    return dict(zip(ranks, seen, strict=True))
+
+
+def differences(seen: Mapping[int, Entries]) -> list[str]:
+    """The entries in which ranks differ, in order, with what each rank has: the same list on all of them."""
+    names = dict.fromkeys(name for entries in seen.values() for name in entries)
+    found = []
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for rank, entries in seen.items():
+            values.setdefault(entries.get(name, ABSENT), []).append(rank)
+        if len(values) > 1:
+            found.append(f"{name} is " + ", ".join(f"{v} on {_ranks(r)}" for v, r in values.items()))
+    return found
+
+
+def first_of(found: Sequence[str]) -> str:
+    """The first difference, and how many there are beside it."""
+    others = len(found) - 1
+    return found[0] + (f" (and {others} more {'entries' if others > 1 else 'entry'})" if others else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def describe(value: Any) -> str:
+    """Shape and dtype of a tensor, plain values as they are, of anything else what is in it or its type."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {_dtype(value)}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(describe, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {describe(one)}' for key, one in value.items())}}}"
+    # Encoded text says so itself: each rank holds the captions of its own tokens.
+    if isinstance(form := getattr(value, "shared_form", None), str):
+        return form
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__} {' '.join(describe(one) for one in fields_of(value).values())}"
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """A dataclass' fields by name, not deeper."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def describe_model(model: nn.Module) -> Entries:
+    """Class, config, and name, shape, dtype and trainability of each parameter. Values are not looked at."""
+    entries = {"the class": f"{type(model).__module__}.{type(model).__qualname__}"}
+    for name, value in _config(model):
+        entries[f"config.{name}"] = describe(value)
+    for name, parameter in model.named_parameters():
+        entries[f"parameter {name}"] = f"{describe(parameter)} {_trainability(parameter)}"
+    return entries
+
+
+def _config(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    """Of a dataclass, a dict, or what has ``to_dict``, without what libraries keep there for themselves."""
+    config: Any = getattr(model, "config", None)
+    if is_dataclass(config):
+        config = fields_of(config)
+    elif callable(getattr(config, "to_dict", None)):
+        config = config.to_dict()
+    named = config.items() if isinstance(config, Mapping) else ()
+    return [(str(name), value) for name, value in named if not str(name).startswith("_")]
+
+
+class ModelForm:
+    """The digest of a model's description, made again only when dtype or trainability of a parameter has changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._tables: list[dict[str, Any]] = []  # of each module its parameters, which may be replaced
+        self._flags: list[tuple[bool, torch.dtype]] | None = None
+        self._digest = ""
+
+    def digest(self) -> str:
+        if self._flags is None or self._read_flags() != self._flags:
+            self._tables = [module._parameters for module in self.model.modules() if module._parameters]
+            self._flags = self._read_flags()
+            self._digest = digest(describe_model(self.model))
+        return self._digest
+
+    def _read_flags(self) -> list[tuple[bool, torch.dtype]]:
+        held = (p for table in self._tables for p in table.values())
+        return [(p.requires_grad, p.dtype) for p in held if p is not None]
+
+
+def check_same_model(model: nn.Module, device: torch.device) -> None:
+    """Compare a model between all ranks of the default process group, before they share it. Collective.
+
+    Raises:
+        ValueError: the same on all ranks, naming the first entry that differs.
+    """
+    own = describe_model(model)
+    if not all_agree(digest(own), None, device):
+        refuse_models(gathered(own, None), "of the run")
+
+
+def refuse_models(seen: Mapping[int, Entries], which: str) -> None:
+    """Raise the error of models that differ between the ranks ``which``."""
+    raise ValueError(
+        f"got different models on the ranks {which}: {first_of(differences(seen))}; expected the same class, "
+        "config and parameters (names, shapes, dtypes, trainable or frozen) on all of them; build, cast and "
+        "freeze the model alike on every rank"
+    )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _trainability(parameter: Tensor) -> str:
+    return "trainable" if parameter.requires_grad else "frozen"
