@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from opensora_sp.config import TrainConfig, dump_config, split_type
 from opensora_sp.console import INTERRUPTED, tell_launcher
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
+from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
@@ -62,6 +63,8 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     """
     traced = None if profile is None else Steps.parse(profile)
     with told_to_all_ranks():
+        if cfg.deterministic:
+            use_deterministic_kernels()
         dataset, checkpoint = preflight(cfg, resume, traced)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
