@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,14 +37,19 @@ class LivePeak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._note(tensor, func, (args, kwargs))
+        if _allocates(func):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._note(tensor, func, (args, kwargs))
         return result
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes that a storage counts for."""
+        return storage.nbytes()
 
     def _note(self, tensor: Tensor, func: Any, inputs: Any) -> None:
         storage = tensor.untyped_storage()
-        address, num_bytes = storage._cdata, storage.nbytes()
+        address, num_bytes = storage._cdata, self.size_of(storage)
         known = address in self._bytes
         if not known and func is not torch.ops.aten.lift_fresh.default and _shares(storage, inputs):
             return  # a tensor that existed before, or a view of it; lift_fresh hands on what torch.tensor has made
@@ -57,6 +62,15 @@ class LivePeak(TorchDispatchMode):
     def _freed(self, address: int, _: weakref.ref) -> None:
         self.live -= self._bytes.pop(address)
         del self._watched[address]
+
+
+@cache
+def _allocates(func: Any) -> bool:
+    """Whether an operation may return memory that its inputs do not hold: no plain view does, and most are these."""
+    if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default):
+        return True
+    returns = func._schema.returns
+    return not (returns and all(one.alias_info and not one.alias_info.is_write for one in returns))
 
 
 def _shares(storage: torch.UntypedStorage, inputs: Any) -> bool:

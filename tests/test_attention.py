@@ -243,7 +243,8 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
     size = dict(input_size=(3, 4, 4)) if name == "STDiT" else {}
     options = dict(hidden_size=24, depth=1, num_heads=2, caption_channels=4, model_max_length=3, **size)
     asked = []
-    monkeypatch.setattr(module, "choose_backend", lambda backend, *kind: asked.append(backend) or "reference")
+    real = module._attend_rows
+    monkeypatch.setattr(module, "_attend_rows", lambda backend, *qkv: asked.append(backend.name) or real(backend, *qkv))
     model = build_model(name, **options, attention="reference")
     numbers = {number: torch.tensor([8.0, 16.0]) for number in model.sample_inputs}
     model(torch.randn(2, 4, 3, 4, 4), torch.tensor([10.0, 900.0]), torch.randn(2, 1, 3, 4), **numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from dataclasses import replace
 
@@ -15,7 +14,8 @@ from ranks import run_ranks
 from test_sp_parity import Case, assert_one_process_result
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from opensora_sp.models import attention, build_model, compile_blocks
+from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models.attention import choose_backend
 from opensora_sp.models.conditioning import Condition, Text
 from opensora_sp.models.rows import SPATIAL, PatchGrid
 from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
@@ -90,18 +90,49 @@ def test_encoded_texts_of_other_lengths_share_their_graphs() -> None:
             assert counter.frame_count == GRAPHS["STDiT3"]
 
 
-def test_nothing_breaks_the_graph_of_a_self_attention(caplog: pytest.LogCaptureFixture) -> None:
-    """Not even the line that the choice of a backend logs the first time."""
-    attention._choose.cache_clear()
+def test_nothing_breaks_the_graph_of_a_self_attention() -> None:
     block = small("STDiT3").temporal_blocks[0]
-    rows = PatchGrid(num_samples=1, latent_size=(3, 2, 2), patch_size=(1, 1, 1)).rows(SPATIAL)
+    backend = choose_backend("auto", torch.device("cpu"), torch.float64, 12)
+    rows = PatchGrid(1, latent_size=(3, 2, 2), patch_size=(1, 1, 1), attention=backend).rows(SPATIAL)
     modulation = torch.zeros(1, 1, 6, 24, dtype=torch.float64)
     condition = Condition.of(rows, modulation, None, Text(torch.zeros(1, 24).double(), [1]))
     x = torch.randn(3, 4, 24, dtype=torch.float64)
-    with caplog.at_level(logging.INFO, logger=attention.__name__):
-        found = torch.compile(block.attend, fullgraph=True, backend="eager")(x, condition, None)
-    assert [record.message for record in caplog.records if record.name == attention.__name__]
+    found = torch.compile(block.attend, fullgraph=True, backend="eager")(x, condition, None)
     torch.testing.assert_close(found, block.attend(x, condition, None))
+
+
+V13 = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True)  # windows, positions of frame, line and column
+PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
+
+
+@pytest.mark.parametrize(
+    ("config", "masked", "graphs"),
+    [
+        pytest.param({}, False, 4 + 4, id="plain"),
+        pytest.param(V13, False, 4 + 7, id="windows, 3D rotary positions"),  # a self-attention in windows is packed
+        pytest.param({}, True, 7 + 7, id="video mask"),
+        pytest.param(V13, True, 7 + 7, id="video mask, windows, 3D rotary positions"),
+    ],
+)
+def test_graphs_end_only_at_packed_attention(config: dict, masked: bool, graphs: int) -> None:
+    options = dict(hidden_size=24, depth=DEPTH, num_heads=2, caption_channels=8, model_max_length=6)
+    model, counter = build_model("STDiT3", **options, **config), CompileCounterWithBackend("eager")
+    x, t, size = torch.randn(2, 4, 3, 8, 8), torch.tensor([10.0, 900.0]), torch.tensor([8.0, 16.0])
+    numbers = dict(fps=size, height=size, width=size)
+    if masked:
+        numbers["video_mask"] = torch.zeros(2, 3, 8, 8, dtype=torch.bool)
+        numbers["video_mask"][0, :2, :6] = numbers["video_mask"][1, :, :, :4] = True
+    torch._dynamo.utils.counters.clear()
+    wanted = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
+    compile_blocks(model, backend=counter)
+    for recomputed in (False, True):
+        model.set_grad_checkpoint(recomputed)
+        found = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
+        found.sum().backward()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert breaks and all(any(name in reason for name in PACKED) for reason in breaks), breaks
+    assert counter.frame_count == graphs
 
 
 class Around(torch.nn.Module):

@@ -22,6 +22,7 @@ from opensora_sp.encoders import (
     LatentEncoder,
     OpenSoraVAE,
     PatchPoolVAE,
+    Piece,
     T5TextEncoder,
     TextEncoder,
     independent_pieces,
@@ -97,6 +98,30 @@ def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
     for one_of, calls in ((encoder, [3, 2]), (other, [5])):  # what sampling decodes at a time
         pieces = grouped(independent_pieces(one_of, num_frames=5, latent_frames=5), one_of)
         assert [piece.frames.stop - piece.frames.start for piece in pieces] == calls
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3])
+def test_a_chunk_may_be_longer_than_a_clip(video_folder: Path, num_frames: int) -> None:
+    """Images and short clips are one piece, as large as `plan` says, and come back in their size."""
+    video = torch.rand(1, 3, num_frames, 16, 24) * 2 - 1
+    whole = OpenSoraVAE(str(video_folder), micro_frame_size=None)
+    chunked = dict(type="OpenSoraVAE_V1_2", from_pretrained=str(video_folder), micro_frame_size=17)
+    pooled = dict(type="PatchPoolVAE", pool=(4, 4, 4))
+
+    for described in (chunked, pooled):
+        vae = LATENT_ENCODERS[described["type"]](**{k: v for k, v in described.items() if k != "type"})
+        latents = vae.encode(video)
+        assert tuple(latents.shape[2:]) == planned_latent_size(described, num_frames, 16, 24)
+        assert vae.decode(latents, num_frames=num_frames).shape == video.shape
+        pieces = independent_pieces(vae, num_frames=num_frames, latent_frames=latents.shape[2])
+        assert pieces == [Piece(slice(0, num_frames), slice(0, 1))]
+        if described is chunked:
+            torch.testing.assert_close(latents, whole.encode(video))
+
+    mean = video.unflatten(-1, (6, 4)).unflatten(-3, (4, 4)).mean((2, 4, 6))
+    torch.testing.assert_close(PatchPoolVAE((4, 4, 4)).encode(video)[:, :, 0], mean)
+    smaller = PatchPoolVAE((4, 32, 32))
+    assert tuple(smaller.encode(video).shape[2:]) == smaller.latent_size(num_frames, 16, 24) == (1, 1, 1)
 
 
 def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path) -> None:

@@ -7,12 +7,13 @@ import json
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from opensora_sp.console import config_arguments
 
 if TYPE_CHECKING:
-    from opensora_sp.planner import BucketPlan, Plan
+    from opensora_sp.planner import Bucket, BucketPlan, Plan
 
 HELP = "say how ranks would share the batches of a config, what they would send, what it takes, what to change"
 INSTEAD_OF_TOKENS = {
@@ -54,8 +55,22 @@ def run(args: argparse.Namespace) -> None:
     from opensora_sp.planner import plan
 
     cfg, _ = load_either(args.config, args.cfg_options)
-    made = plan(cfg, args.gpus, gpus_per_node=args.gpus_per_node, memory_gb=args.memory_gb)
+    made = plan(
+        cfg,
+        args.gpus,
+        gpus_per_node=args.gpus_per_node,
+        memory_gb=args.memory_gb,
+        progress=_shown,
+    )
     sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
+
+
+def _shown(buckets: list[Bucket]) -> Iterable[Bucket]:
+    """The buckets, with a bar on a terminal that is gone in the end."""
+    from tqdm import tqdm
+
+    # None: nothing where stderr is no terminal
+    return tqdm(buckets, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True)
 
 
 def table(plan: Plan) -> str:

@@ -162,6 +162,10 @@ class TrainConfig(Common):
 
     precision: Precision = Field("bf16", description="What the model computes in; fp64 cannot be trained in.")
     zero_stage: Literal[1, 2] = Field(2, description="ZeRO: 1 shards optimizer states, 2 gradients as well.")
+    overlap_communication: bool = Field(
+        True,
+        description="Reduce gradients on a separate CUDA stream during backward; on a CPU, after it.",
+    )
     dataset: Dataset = Field(description="The clips.")
     bucket_config: dict[str, dict[int, Any]] | None = Field(
         None, description="{resolution: {frames: (keep probability, batch size)}}; see docs/data.md."

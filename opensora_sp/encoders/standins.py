@@ -28,7 +28,9 @@ class PatchPoolVAE(nn.Module):
         self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
 
     def encode(self, video: Tensor) -> Tensor:
-        return F.avg_pool3d(video, self.pool, ceil_mode=True)
+        # a clip or image smaller than the pool is one mean, as the rest of a larger one is
+        window = tuple(min(pair) for pair in zip(self.pool, video.shape[2:], strict=True))
+        return F.avg_pool3d(video, window, ceil_mode=True)
 
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
         factors = tuple(float(p) for p in self.pool)

@@ -19,6 +19,7 @@ import logging
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import accumulate, groupby
 from typing import Any
@@ -39,14 +40,24 @@ SAFE_CUDNN = 91501  # before 9.15.1 cuDNN is wrong for lengths that 128 does not
 Lengths = tuple[Sequence[int], Sequence[int]]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | None = None, backend: str = "auto") -> Tensor:
+@dataclass(frozen=True)
+class Backend:
+    """What computes attention on one kind of tensors; ``choose_backend`` resolves a name to it."""
+
+    name: str  # "flash", "sdpa" or "reference"
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | None = None, backend: str | Backend = "auto"
+) -> Tensor:
     """Softmax attention, ``softmax(q k^T / sqrt(D)) v``, per row or per packed sample.
 
     Args:
         q, k, v: ``[R, L, H, D]`` where every row attends within itself; with ``lengths`` packed tokens ``[N, H, D]``.
         lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and of k. A query
             length may be 0; a key length is at least 1.
-        backend: "auto", "flash", "sdpa" or "reference".
+        backend: "auto", "flash", "sdpa" or "reference", or what ``choose_backend`` made of it. Compiled code passes the
+            latter, for the choice is no part of a graph.
 
     Returns:
         A tensor shaped like ``q``.
@@ -54,9 +65,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | None = None
     Raises:
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
+    chosen: Backend
+    chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1]) if isinstance(backend, str) else backend
     if lengths is not None:
-        return _attend_packed(backend, q, k, v, *lengths)
-    return _attend_rows(choose_backend(backend, q.device, q.dtype, q.shape[-1]), q, k, v)
+        return _attend_packed(chosen, q, k, v, *lengths)
+    return _attend_rows(chosen, q, k, v)
 
 
 def check_backend(backend: str) -> None:
@@ -65,9 +78,9 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"got attention {backend!r}; expected one of {BACKENDS}; choose one of these")
 
 
-@torch.compiler.assume_constant_result  # so that compiled code asks once and logs outside of its graph
-def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> str:
-    """What ``backend`` stands for, for this kind of tensor. Says why, once for each kind.
+@torch.compiler.disable  # asks for packages and devices, and logs: models resolve it before their blocks
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> Backend:
+    """What ``backend`` stands for, for this kind of tensor. Logs the reason, once for each kind.
 
     Raises:
         ValueError: as ``attention``.
@@ -76,7 +89,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_
 
 
 @cache
-def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> str:
+def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> Backend:
     check_backend(backend)
     chosen, reason = backend, "asked for"
     if backend in ("auto", "flash"):
@@ -91,7 +104,7 @@ def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: 
         chosen, reason = "reference", obstacle
     names = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
     logger.info("attention backend: %s (%s)", names[chosen], reason)
-    return chosen
+    return Backend(chosen)
 
 
 def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
@@ -127,12 +140,12 @@ def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) ->
     return None
 
 
-def _attend_rows(chosen: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if chosen == "reference" or not q.numel():  # kernels refuse what ranks without tokens hold
+def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if backend.name == "reference" or not q.numel():  # kernels refuse what ranks without tokens hold
         return _explicit(q, k, v)
     if k.shape[1] == 1:
         return _OneKey.apply(q, k, v)
-    kernel = _flash_rows if chosen == "flash" else _sdpa_rows
+    kernel = _flash_rows if backend.name == "flash" else _sdpa_rows
     if len(q) <= MAX_ROWS:
         return kernel(q, k, v)
     return torch.cat([kernel(*part) for part in zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)])
@@ -140,14 +153,13 @@ def _attend_rows(chosen: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.compiler.disable  # lengths differ from batch to batch: compiled, each batch would be a graph of its own
 def _attend_packed(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, q_lengths: Sequence[int], k_lengths: Sequence[int]
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, q_lengths: Sequence[int], k_lengths: Sequence[int]
 ) -> Tensor:
-    chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     lengths = tuple(q_lengths), tuple(k_lengths)
     assert (len(q), len(k)) == (sum(lengths[0]), sum(lengths[1])), "lengths must add up to the tokens"
-    kernel = _varlen_kernel(chosen, q) if q.numel() else None
+    kernel = _varlen_kernel(backend, q) if q.numel() else None
     if kernel is None or len(set(zip(*lengths, strict=True))) == 1:
-        return _by_lengths(partial(_attend_rows, chosen), q, k, v, *lengths)
+        return _by_lengths(partial(_attend_rows, backend), q, k, v, *lengths)
     return _in_one_call(kernel, q, k, v, *lengths)
 
 
@@ -214,13 +226,13 @@ def _sums(lengths: tuple[int, ...]) -> array:
     return array("i", accumulate(lengths, initial=0))
 
 
-def _varlen_kernel(chosen: str, q: Tensor) -> Callable[..., Tensor] | None:
+def _varlen_kernel(backend: Backend, q: Tensor) -> Callable[..., Tensor] | None:
     """A kernel for packed tokens ``(q, k, v, q edges, k edges, longest q, longest k)``, if there is one."""
-    if chosen == "flash":
+    if backend.name == "flash":
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func
-    if chosen == "sdpa" and not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
+    if backend.name == "sdpa" and not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
         return _torch_varlen()
     return None
 
@@ -243,10 +255,14 @@ def _flash_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # [R, H, L, D]
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    attend = _pinned_sdpa if q.is_cuda else F.scaled_dot_product_attention
+    return attend(q, k, v).transpose(1, 2)
+
+
+@torch.compiler.allow_in_graph  # one node: torch 2.5 cannot trace the context manager, which acts while it is lowered
+def _pinned_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(_sdpa_backends()):
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 def _sdpa_backends() -> list[SDPBackend]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .attention import choose_backend
 from .compile import compiled
 from .conditioning import Condition, SharedConfig, Text
 from .groups import VideoMask
@@ -128,7 +129,9 @@ class ConditionedModel(Pretrained, nn.Module):
                 "each, which set the positions in its clip; pass one entry per sample"
             )
         frames, lines, columns = x.shape[2:]
-        return self.config.grid(len(x), (frames, lines, columns), mask=mask, scale=scale if mask else scale[0])
+        config, size = self.config, (frames, lines, columns)
+        backend = choose_backend(config.attention, x.device, self.dtype, config.hidden_size // config.num_heads)
+        return config.grid(len(x), size, mask=mask, scale=scale if mask else scale[0], attention=backend)
 
     def _patches(self, x: Tensor, rows: Rows) -> Tensor:
         """The patches of the rows held, ``[R, L, V * c]``; whatever lies outside of its clip is zero."""

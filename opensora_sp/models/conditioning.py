@@ -131,6 +131,7 @@ class Condition:
     lengths: tuple[Sequence[int], Sequence[int]]  # tokens held and text tokens that belong together
     order: Tensor | None  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
     keys: Mapping[nn.Module, Tensor]  # see ``Text``
+    turns: Tensor | None = None  # by which a rotary embedding turns queries and keys of self-attention
 
     @classmethod
     def of(
@@ -140,11 +141,12 @@ class Condition:
         given: Tensor | None,
         text: Text,
         apart: Sequence[int] = (),
+        rope: RotaryEmbedding | None = None,
     ) -> Condition:
         """Lay the conditions of a batch out over the rows held here.
 
         ``given`` ``[B, T]`` marks given frames. There is a text for each sample, and where the frames ``apart`` have
-        one of their own, a second for each sample behind these.
+        one of their own, a second for each sample behind these. ``rope`` turns queries and keys in this layout.
         """
         if given is not None:
             given = given[:, :, None, None] if rows.layout == SPATIAL else given[:, None, :, None]
@@ -164,6 +166,7 @@ class Condition:
             lengths=(tokens, text.lengths),
             order=order,
             keys=text.keys,
+            turns=None if rope is None else rope.turns(rows, rows.layout == SPATIAL, modulation.device),
         )
 
     def per_token(self, table: Tensor, *, ignore_mask: bool = False) -> tuple[Tensor, ...]:
@@ -230,9 +233,8 @@ class ModulatedBlock(nn.Module):
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
         self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        backend = config.attention
-        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame, backend=backend)
-        self.cross_attn = CrossAttention(width, heads, backend=backend)
+        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame)
+        self.cross_attn = CrossAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
@@ -241,12 +243,19 @@ class ModulatedBlock(nn.Module):
     def attend(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """The self-attention branch, ``[R, L, C]`` -> ``[R, L, C]``."""
         shift, scale, gate = condition.entries(self.scale_shift_table[:3], 0, keep)
-        return add_gated(x, gate, self.attn(modulate(self.norm1(x), shift, scale), condition.rows))
+        attended = self.attn(modulate(self.norm1(x), shift, scale), condition.rows, condition.turns)
+        return add_gated(x, gate, attended)
 
     def finish(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """Cross-attention and the MLP branch, ``[R, L, C]`` -> ``[R, L, C]``; the latter some rows at a time."""
-        keys = condition.keys.get(self.cross_attn)
-        x = x + self.cross_attn(x, condition.text, condition.lengths, order=condition.order, keys=keys)
+        x = x + self.cross_attn(
+            x,
+            condition.text,
+            condition.lengths,
+            order=condition.order,
+            keys=condition.keys.get(self.cross_attn),
+            backend=condition.rows.grid.attention,
+        )
         shift, scale, gate = condition.entries(self.scale_shift_table[3:], 3, keep)
         return self.rowwise(self._feed_forward, condition.rows, x, shift, scale, gate)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import attention
+from .attention import Backend, attention
 from .points import Attend, Point
 from .rows import Rows
 from .take import take
@@ -133,10 +133,10 @@ class RotaryEmbedding(nn.Module):
         self.freqs.data = self._frequencies(device) if exact.is_meta else exact.to(device)
         return self
 
-    def forward(self, q: Tensor, rows: Rows, *, in_frame: bool = False) -> Tensor:
+    def forward(self, q: Tensor, rows: Rows, *, in_frame: bool = False, turns: Tensor | None = None) -> Tensor:
         """Turn the queries or keys ``[R, L, H, D]`` of these rows by their positions, for attention within a frame or
-        over frames."""
-        turns = self.turns(rows, in_frame, q.device)  # [1 or R, 1 or L, 1, D/2]
+        over frames; by ``turns`` where these have been computed ahead."""
+        turns = self.turns(rows, in_frame, q.device) if turns is None else turns  # [1 or R, 1 or L, 1, D/2]
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
         pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
         return torch.view_as_real(pairs * turns).flatten(-2).to(q.dtype)
@@ -162,7 +162,7 @@ class RotaryEmbedding3D(RotaryEmbedding):
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
 
-    @torch.compiler.disable  # what is computed once for all blocks is no part of a block's graph
+    @torch.compiler.disable  # made once for all blocks: no part of a block's graph
     def turns(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         key = ("turns", rows.layout, rows.start, rows.stop, in_frame)
         return rows.grid.once(key, lambda: super(RotaryEmbedding3D, self).turns(rows, in_frame, device))
@@ -183,8 +183,8 @@ class RotaryEmbedding3D(RotaryEmbedding):
 class SelfAttention(Point):
     """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys.
 
-    They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did. ``in_frame`` says that the rows
-    are frames, for their positions; ``backend`` is one of ``attention.BACKENDS``.
+    They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did. ``in_frame``: the rows are
+    frames, for their positions.
     """
 
     def __init__(
@@ -196,7 +196,6 @@ class SelfAttention(Point):
         rope: RotaryEmbedding | None = None,
         norm_last: bool = False,
         in_frame: bool = False,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.num_heads, self.norm_last, self.in_frame = num_heads, norm_last, in_frame
@@ -204,16 +203,16 @@ class SelfAttention(Point):
         self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
-        self.attend = Attend(backend)
+        self.attend = Attend()
         self.rotate = [rope] if rope is not None else []  # in a list: the model owns the parameter, not its blocks
 
-    def local(self, x: Tensor, rows: Rows) -> Tensor:
-        """``[R, L, C]`` -> ``[R, L, C]``."""
+    def local(self, x: Tensor, rows: Rows, turns: Tensor | None = None) -> Tensor:
+        """``[R, L, C]`` -> ``[R, L, C]``; ``turns`` are those of the rows, where they have been computed ahead."""
         q, k, v = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
         if not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.rotate:
-            q, k = (rope(z, rows, in_frame=self.in_frame) for z in (q, k))
+            q, k = (rope(z, rows, in_frame=self.in_frame, turns=turns) for z in (q, k))
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.proj(self.attend(q, k, v, rows).flatten(-2))
@@ -222,9 +221,9 @@ class SelfAttention(Point):
 class CrossAttention(nn.Module):
     """Multi-head attention of tokens to the text of their own sample."""
 
-    def __init__(self, width: int, num_heads: int, *, backend: str = "auto") -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads, self.backend = num_heads, backend
+        self.num_heads = num_heads
         self.q_linear = nn.Linear(width, width)
         self.kv_linear = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
@@ -237,18 +236,20 @@ class CrossAttention(nn.Module):
         *,
         order: Tensor | None = None,
         keys: Tensor | None = None,
+        backend: str | Backend = "auto",
     ) -> Tensor:
         """Tokens ``[R, L, C]`` and packed text ``[N, C]``, with the lengths of what belongs together.
 
         ``order`` int64 ``[R * L]`` brings the tokens into the order of the texts, where they are not in it; ``keys``
-        are the keys and values ``[N, 2 * C]`` of the text, if they have been computed ahead.
+        are the keys and values ``[N, 2 * C]`` of the text, if they have been computed ahead; ``backend`` as in
+        ``attention``.
         """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
         keys = self.kv_linear(text) if keys is None else keys
         k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
             q = take(q, order)
-        out = attention(q, k, v, lengths=lengths, backend=self.backend)  # [R * L, H, D]
+        out = attention(q, k, v, lengths=lengths, backend=backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)
         return self.proj(out.reshape(x.shape))

@@ -65,27 +65,23 @@ class Attend(Point):
     Tokens outside of their clip get zero.
     """
 
-    def __init__(self, backend: str = "auto") -> None:
-        super().__init__()
-        self.backend = backend
-
     def local(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None = None) -> Tensor:
         if rows.attend_alone:
-            return attention(q, k, v, backend=self.backend)
+            return attention(q, k, v, backend=rows.grid.attention)
         return self._attend_in_groups(q, k, v, rows, units)
 
     @torch.compiler.disable  # groups differ from batch to batch, as the lengths of packed attention do
     def _attend_in_groups(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None) -> Tensor:
         groups = rows.groups(units)
         if groups is None:
-            return attention(q, k, v, backend=self.backend)
+            return attention(q, k, v, backend=rows.grid.attention)
         shape, index = q.shape, groups.index
         q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # [N, H, D] each
         if index is not None:
             nothing = torch.zeros_like(q)
             q, k, v = (take(z, index) for z in (q, k, v))
         if groups.lengths:
-            out = attention(q, k, v, lengths=(groups.lengths, groups.lengths), backend=self.backend)
+            out = attention(q, k, v, lengths=(groups.lengths, groups.lengths), backend=rows.grid.attention)
         else:
             out = q + k + v  # of no token; all get a gradient, as on ranks that hold tokens
         return (out if index is None else nothing.index_copy(0, index, out)).view(shape)

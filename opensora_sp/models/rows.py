@@ -25,11 +25,20 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from .attention import Backend
 from .groups import Groups, VideoMask, Windows, group_tokens, windows_of
 from .take import take
 
 SPATIAL = "spatial"
 TEMPORAL = "temporal"
+
+
+class _Known:
+    """What is known of a batch. In an object of its own: the guards of a compiled graph look into a bare dict, whose
+    growth from block to block would compile each block anew."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class PatchGrid:
     ``kernel`` are height and width of the windows that temporal attention goes over, in patches (-1 for all of them);
     with ``full`` all tokens of a sample attend to each other. ``mask`` says which patches lie inside of their clip,
     ``scale`` how far positions are apart, for all samples alike ``[]`` or, with a mask, for each ``[B]``.
+    ``attention`` is the backend of the batch's attention; models resolve it before their blocks.
     """
 
     num_samples: int
@@ -48,7 +58,8 @@ class PatchGrid:
     full: bool = False
     mask: VideoMask | None = field(default=None, compare=False)
     scale: Tensor | None = field(default=None, compare=False)
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
+    attention: str | Backend = field(default="auto", compare=False)
+    _known: _Known = field(default_factory=_Known, compare=False, repr=False)  # see ``once``
 
     @classmethod
     def of(cls, x: Tensor, patch_size: tuple[int, int, int], **more: Any) -> PatchGrid:
@@ -85,9 +96,10 @@ class PatchGrid:
 
     def once(self, key: tuple, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, made once for this batch and shared by all blocks."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+        entries = self._known.entries
+        if key not in entries:
+            entries[key] = make()
+        return entries[key]
 
     def window_order(self, device: torch.device) -> Tensor:
         """The patch at each place of the windows, int64 ``[S]``."""
@@ -228,7 +240,8 @@ class Rows:
     @property
     def attend_alone(self) -> bool:
         """Whether each row, whole, attends to itself; what is known without looking at a mask."""
-        return self.grid.mask is None and self.grid.kernel is None and not self.grid.full
+        in_windows = self.layout == TEMPORAL and self.grid.kernel is not None
+        return self.grid.mask is None and not in_windows and not self.grid.full
 
     def groups(self, units: Sequence[int] | None = None) -> Groups | None:
         """Which tokens attend to each other; None where each row does by itself. Made once for a batch.

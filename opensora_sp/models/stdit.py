@@ -66,7 +66,7 @@ class STDiTBlock(ModulatedBlock):
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__(config, qk_norm=False)
-        self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False, backend=config.attention)
+        self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False)
 
     def spatial(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
         """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``; ``keep`` ``[B]`` scales each sample's branch (drop-path)."""

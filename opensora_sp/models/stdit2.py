@@ -29,7 +29,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .rows import Rows
+from .rows import TEMPORAL, Rows
 
 TEMPORAL_ENTRIES = 6  # of the nine entries of a modulation, where those of the temporal attention begin
 
@@ -63,14 +63,7 @@ class STDiT2Block(ModulatedBlock):
         super().__init__(config, qk_norm=config.qk_norm)
         width, heads = config.hidden_size, config.num_heads
         self.norm_temp = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.attn_temp = SelfAttention(
-            width,
-            heads,
-            qk_norm=config.qk_norm,
-            rope=rope,
-            norm_last=config.qk_norm_legacy,
-            backend=config.attention,
-        )
+        self.attn_temp = SelfAttention(width, heads, qk_norm=config.qk_norm, rope=rope, norm_last=config.qk_norm_legacy)
         self.scale_shift_table_temporal = nn.Parameter(torch.randn(3, width) / width**0.5)
 
     def spatial(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
@@ -81,7 +74,8 @@ class STDiT2Block(ModulatedBlock):
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``keep`` as above."""
         own = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)
-        x = add_gated(x, gate, self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows))
+        attended = self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows, condition.turns)
+        x = add_gated(x, gate, attended)
         return self.finish(x, condition, keep)
 
 
@@ -180,7 +174,8 @@ class STDiT2(ConditionedModel):
         given = self._given_frames(x_mask)  # [B, T]
 
         def condition_of(rows: Rows) -> Condition:
-            return Condition.of(rows, modulation, given, text)
+            rope = self.rope if rows.layout == TEMPORAL else None
+            return Condition.of(rows, modulation, given, text, rope=rope)
 
         rows = self.shard(grid)  # spatial rows
         positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]

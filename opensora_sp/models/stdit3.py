@@ -30,7 +30,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .rows import Rows
+from .rows import TEMPORAL, Rows
 
 DEFAULT_FPS = 24.0
 
@@ -202,7 +202,9 @@ class STDiT3(ConditionedModel):
         given = self._given_frames(x_mask)  # [B, T]
 
         def condition_of(rows: Rows) -> Condition:
-            return Condition.of(rows, modulation, given, text, apart=sorted(set(mask_index or ())))
+            rope = self.rope if rows.layout == TEMPORAL or self.config.use_spatial_rope else None
+            apart = sorted(set(mask_index or ()))
+            return Condition.of(rows, modulation, given, text, apart=apart, rope=rope)
 
         rows = self.shard(grid)  # spatial rows
         tokens = self.x_embedder(self._patches(x, rows)) + self._embed_conditions(cond, cond_mask, rows)  # [R, S, C]

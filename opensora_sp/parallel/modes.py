@@ -98,11 +98,12 @@ class WholeSamples:
     def switch(self, local: Local[tuple[Tensor, Rows]], x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return local(x, rows)
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
-        return local(x, rows)
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+        """``of_rows`` is what the model has computed ahead for these rows; with others it is computed anew."""
+        return local(x, rows, *of_rows)
 
-    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
-        return local(x, rows)
+    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+        return local(x, rows, *of_rows)
 
     def attend_spatial(self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return local(q, k, v, rows)
@@ -305,7 +306,7 @@ class BranchSwitch(OneLayout):
     """The input of each spatial attention is switched to spatial rows and its output back: 2 u, at N instead of
     N - 1/2 pairs. What travels is a branch, not the residual stream, so it may be rounded (``comm_dtype``)."""
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         spatial = self.held(rows.turned())
         received = self._exchange(x, rows, spatial)
         out = local(received.unflatten(0, (spatial.count, spatial.length)), spatial)
@@ -340,12 +341,12 @@ class SplitGather(OneLayout):
     keeps_received = False
     window_rows = WINDOW_COLUMNS
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
+    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         everything, frames = rows.take(0, rows.total).turn(self._all(x, rows))  # [B * T, S, C]
         out, _ = frames.turn(local(everything, frames))
         return out[rows.start : rows.stop]
 
-    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor:
+    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         return local(self._all(x, rows), rows.take(0, rows.total))[rows.start : rows.stop]
 
     def _all(self, x: Tensor, rows: Rows) -> Tensor:

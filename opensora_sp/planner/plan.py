@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -105,13 +106,15 @@ def plan(
     gpus_per_node: int | None = None,
     memory_gb: float | None = None,
     device: str = "cuda",
+    progress: Callable[[list[Bucket]], Iterable[Bucket]] = iter,
 ) -> Plan:
     """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
 
     Args:
         gpus_per_node: to say whether a sequence-parallel group spans nodes.
         memory_gb: memory of one GPU in GB (1e9 bytes), to say what does not fit.
-        device: "cuda" or "cpu", on which torch's AdamW works differently.
+        device: "cuda" or "cpu", on which torch's AdamW and its allocator work differently.
+        progress: goes through the buckets in the place of a loop, to show how far that is.
 
     Raises:
         ValueError: if the numbers do not fit each other or the config.
@@ -130,7 +133,7 @@ def plan(
         micro_batches=run.micro_batches,
         spans_nodes=None if gpus_per_node is None else spans_nodes(num_gpus, run.ranks, gpus_per_node),
         memory_gb=memory_gb,
-        buckets=[run.plan(bucket, brief=len(buckets) > 1) for bucket in buckets],
+        buckets=[run.plan(bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
 
 
@@ -225,6 +228,7 @@ class _Run:
                 dtype=self.dtype,
                 checkpointing=checkpointing,
                 training=self.training,
+                device=self.device,
             )
 
         if not self.training:

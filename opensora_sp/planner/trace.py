@@ -1,22 +1,25 @@
-"""Activations of a training step or a sampling step, traced: the real model on fake tensors, which hold no data."""
+"""Activations of a training step or a sampling step, traced: the real model on meta tensors, which hold no data."""
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch import Tensor
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
-DEPTHS = (2, 3)  # pairs of blocks traced; one more is the same amount more
+from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak, FusedAttention
+
+DEPTH = 2  # pairs of blocks traced; each further one keeps as much more as the first does
 
 
 @dataclass(frozen=True)
@@ -44,68 +47,93 @@ def trace_activations(
     dtype: torch.dtype,
     checkpointing: bool,
     training: bool,
+    device: str = "cuda",
 ) -> Activations:
-    """Trace the busiest of ``ranks`` at small depths.
+    """Trace the busiest of ``ranks`` at a small depth.
 
     Args:
         name, config: a model's registered name and its whole configuration.
         latents: ``(B, c, frames, height, width)``.
+        device: "cuda" counts what torch's allocator would hand out, "cpu" the bytes of tensors.
     """
-    peaks = {}
-    for depth in DEPTHS:
-        small = dataclasses.replace(config, depth=depth)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = _model(name, small, dtype)
-            model.set_grad_checkpoint(checkpointing)
-            parallelize(model, SequenceMesh.imagined(ranks, ranks - 1), **dataclasses.asdict(options))
-            peaks[depth], inputs = _peak(model, latents, ranks, training)
-    low, high = DEPTHS
-    pair = (peaks[high] - peaks[low]) / (high - low)
-    return Activations(first=peaks[low] - low * pair, pair=pair, inputs=inputs)
+    small = dataclasses.replace(config, depth=DEPTH)
+    model = _model(name, small, dtype)
+    model.set_grad_checkpoint(checkpointing)
+    parallelize(model, SequenceMesh.imagined(ranks, ranks - 1), **dataclasses.asdict(options))
+
+    live = AllocatorPeak() if device == "cuda" else LivePeak()
+    inputs, at_segments = 0, []  # live bytes
+    model.segment.register_forward_pre_hook(lambda *_: at_segments.append(live.live))
+    with _forks_nothing(), live, FusedAttention(device):
+        for stop in run_step(model, latents, ranks=ranks, training=training, device="meta"):
+            inputs = live.live if stop == "inputs" else inputs
+
+    # Between the temporal parts of two pairs: all that a forward pass makes once exists before the first.
+    pair = at_segments[3] - at_segments[1]
+    peak = live.peak + (CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0)
+    return Activations(first=peak - DEPTH * pair, pair=pair, inputs=inputs)
 
 
 def _model(name: str, config: Any, dtype: torch.dtype) -> Any:
-    model = model_class(name)(config)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.to(dtype)  # Module.to cannot swap fake parameters in newer torch
-    return model
+    with torch.device("meta"):
+        return model_class(name)(config).to(dtype)
 
 
-def _peak(model: nn.Module, latents: tuple[int, ...], ranks: int, training: bool) -> tuple[int, int]:
-    """Peak bytes of one pass, and those of its inputs. Gradients of parameters are dropped as they come."""
+def run_step(model: Any, latents: tuple[int, ...], *, ranks: int, training: bool, device: str) -> Iterator[str]:
+    """One pass of a model as the runs make it, gradients of parameters dropped as they come.
+
+    Stops after "inputs" exist and after the "pass", for whoever looks at memory.
+    """
     for parameter in model.parameters():
         parameter.requires_grad_(training and parameter.requires_grad)
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    with LivePeak() as live, nullcontext() if training else torch.no_grad():
-        inputs = _inputs(model, latents)
-        target = torch.zeros(latents) if training else None
-        of_inputs = live.live
+
+    inputs = _inputs(model, latents, device)
+    target = torch.zeros(latents, device=device) if training else None
+    yield "inputs"
+
+    with nullcontext() if training else torch.no_grad():
         output = model(**inputs, output="shards" if training else "full")
-        if target is not None:
-            loss = rank_loss(velocity_loss(output, target), global_samples=latents[0], world_size=ranks)
-            loss.backward()
-    return live.peak, of_inputs
+    if target is not None:
+        loss = rank_loss(velocity_loss(output, target), global_samples=latents[0], world_size=ranks)
+        torch.autograd.backward(loss)  # Tensor.backward would suspend FusedAttention
+    yield "pass"
 
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _inputs(model: Any, latents: tuple[int, ...]) -> dict[str, Any]:
+def _inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]:
     """What the runs pass. All captions are the null caption: it has as many tokens as a text can have, and the choice
-    needs no look into fake data."""
+    needs no look into data."""
     config: Any = model.config
     size = latents[0]
-    with unset_fake_temporarily():
-        drop_caption = torch.ones(size, dtype=torch.bool)
-    inputs: dict[str, Any] = dict(
-        x=torch.zeros(latents),
-        timestep=torch.zeros(size),
-        y=torch.zeros(size, 1, config.model_max_length, config.caption_channels),
-        drop_caption=drop_caption,
-    )
-    if getattr(config, "drop_path", 0.0):
-        inputs["drop_path"] = torch.zeros(2 * config.depth, size, dtype=torch.bool)
-    inputs |= {name: torch.zeros(size) for name in model.sample_inputs}
+    with torch.device(device):
+        inputs: dict[str, Any] = dict(
+            x=torch.zeros(latents),
+            timestep=torch.zeros(size),
+            y=torch.zeros(size, 1, config.model_max_length, config.caption_channels),
+        )
+        if getattr(config, "drop_path", 0.0):
+            inputs["drop_path"] = torch.zeros(2 * config.depth, size, dtype=torch.bool)
+        inputs |= {name: torch.zeros(size) for name in model.sample_inputs}
+    inputs["drop_caption"] = torch.ones(size, dtype=torch.bool)
     return inputs
+
+
+@contextmanager
+def _forks_nothing() -> Iterator[None]:
+    """Lets torch before 2.6 recompute on meta tensors.
+
+    It asks for a module of their random numbers, even where none is to be kept.
+    """
+    if hasattr(torch, "meta"):
+        yield
+        return
+    torch._register_device_module("meta", types.ModuleType("torch.meta"))
+    try:
+        yield
+    finally:
+        delattr(torch, "meta")

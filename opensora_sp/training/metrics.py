@@ -94,6 +94,7 @@ class Reporter:
             return
         if losses is not None:
             mean = sum(losses) / len(losses)
+            LOGGER.info("step %d/%d | held-out loss %.4f", step, self.stop, mean)
             with (self.run_dir / "validation.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "loss": mean, "loss_by_bin": losses}) + "\n")
             bins = {f"validation/loss of bin {k + 1} of {len(losses)}": loss for k, loss in enumerate(losses)}

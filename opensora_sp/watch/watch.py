@@ -7,7 +7,8 @@ a rank raises                             tells the error to all ranks; those sa
 a rank is killed                          on its own machine seen at once, by its process number; elsewhere as below
 a rank is not heard of                    after ``peer_timeout`` the others name it and exit
 a rank does not come to a collective      after ``collective_timeout`` those that wait name the collective and the rank
-SIGTERM, or the launcher has gone         ``stop_reason`` is set, for the run to end well; after ``grace_time`` it exits
+SIGTERM, Ctrl-C, or the launcher is gone  ``stop_reason`` is set, for the run to end well; after ``grace_time`` it exits
+a second Ctrl-C                           the process exits at once
 ========================================  ============================================================================
 
 Every second each rank writes a line, its beat, into a store that rank 0 keeps (a ``TCPStore`` beside the one of the
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opensora_sp.console import tell_launcher
+from opensora_sp.console import INTERRUPTED, tell_launcher
 
 from .processes import Process, launchers, machine, this_process
 from .standing import Waiting, collectives_begun, collectives_waited_for, stands_at
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 BEAT = 1.0  # seconds from one beat to the next
 HEARD = 5.0  # seconds in which all ranks are given to hear of a failure
 LEAVE = 3.0  # and for what the run does by itself after it
+SAME_INTERRUPT = 1.0  # seconds in which SIGINT of a terminal and of a launcher that sends it on count as one
 LOST = ("Connection closed", "Connection reset", "Broken pipe", "Socket", "gloo/transport", "NCCL")
 NOTHING = "-"  # what the store says where nothing was told
 
@@ -71,7 +73,8 @@ class Watch:
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._others = [rank for rank in range(self._world) if rank != self._rank]
         self._launchers = launchers()
-        self._signalled, self._beats, self._stop_beat = False, 0, 0
+        self._signalled, self._beats, self._stop_beat = "", 0, 0
+        self._interrupted_at: float | None = None
         self._failure: str | None = None  # the first one, of any rank
         self._heard: dict[int, tuple[str, int]] = {}  # by rank: its last beat, and when, in beats of ours, it came
         self._waits: dict[int, tuple[Waiting, int]] = {}  # by thread: what it waits in, and since when
@@ -86,7 +89,11 @@ class Watch:
             self._meet()
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         if self._in_main_thread:
-            self._former_handler = signal.signal(signal.SIGTERM, self._on_signal) or signal.SIG_DFL
+            self._former_handlers = {
+                number: signal.signal(number, self._on_signal) or signal.SIG_DFL
+                for number in (signal.SIGTERM, signal.SIGINT)
+                if signal.getsignal(number) is not signal.SIG_IGN
+            }
         self._thread.start()
         return self
 
@@ -104,7 +111,13 @@ class Watch:
                 self._tell(error)
         finally:
             if self._in_main_thread:
-                signal.signal(signal.SIGTERM, self._former_handler)
+                for number, handler in self._former_handlers.items():
+                    signal.signal(number, handler)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it was Ctrl-C, on any rank, that asked the run to stop."""
+        return self._signalled == "SIGINT" or self.why_to_stop().endswith("SIGINT")
 
     def why_to_stop(self) -> str:
         """``stop_reason`` of this rank, or that of another one, of which this rank need not have heard yet."""
@@ -138,7 +151,16 @@ class Watch:
         dist.barrier()
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._signalled = True  # the thread says so; logging here could meet a lock that this thread holds
+        # After SIGINT, torchrun passes a second Ctrl-C on as SIGTERM.
+        now = time.monotonic()
+        if self._interrupted_at is not None and now - self._interrupted_at >= SAME_INTERRUPT:
+            os._exit(INTERRUPTED)
+        if number == signal.SIGINT and self._interrupted_at is None:
+            self._interrupted_at = now
+
+        # The thread reports it: logging here could meet a lock that this thread holds.
+        if self._signalled != "SIGINT":
+            self._signalled = signal.Signals(number).name
 
     def _is_secondary(self, error: BaseException) -> bool:
         """Whether an error may well be another rank's doing."""
@@ -164,12 +186,18 @@ class Watch:
             raise SystemExit(1) from None
         own = f"rank {self._rank} failed: {type(error).__name__}: {error}"
         self._failure = self._claim(own)
-        if self._failure == own:
-            logger.error("%s", own)
-        elif self._failure.partition(":")[2] != own.partition(":")[2]:  # not the same, raised by all
+        is_same = self._failure.partition(":")[2] == own.partition(":")[2]  # raised by all, or by this rank alone
+        if not is_same:
             logger.error("%s (after %s)", own, self._failure)
+        elif self._rank == 0:
+            logger.error("%s", own)
         tell_launcher(self._failure)
-        self._wait_until_heard()
+
+        # What users can mend stands once in the log: rank 0 logs it, before it counts as one that has heard.
+        all_heard = self._wait_until_heard()
+        if is_same and self._rank and not (all_heard and isinstance(error, ValueError)):
+            logger.error("%s", own)
+        error.is_logged = True  # type: ignore[attr-defined]
 
     def _leave_with_all(self) -> None:
         """The store goes with rank 0, so rank 0 is the last to leave."""
@@ -208,7 +236,7 @@ class Watch:
             self._listen()
             self._look_at_collectives()
         if self._signalled:
-            self._ask_to_stop("SIGTERM")
+            self._ask_to_stop(self._signalled)
         gone = next((one for one in self._launchers if not one.is_alive), None)
         if gone is not None:
             self._ask_to_stop(f"the launcher{f' (process {gone.pid})' if gone.pid else ''} has gone")
@@ -285,7 +313,8 @@ class Watch:
             return
         logging.shutdown()  # flushes
         sys.stdout.flush()
-        os._exit(1)
+        interrupted = self._signalled == "SIGINT" or (self.stop_reason or "").endswith("SIGINT")
+        os._exit(INTERRUPTED if interrupted else 1)
 
     # The store
 
@@ -320,8 +349,8 @@ class Watch:
         except RuntimeError:
             return reason  # there is none, or rank 0 has gone, and the store with it
 
-    def _wait_until_heard(self) -> None:
-        """Until all ranks that live have heard of the failure, or for so long as it should take."""
+    def _wait_until_heard(self) -> bool:
+        """Until all ranks that live have heard of the failure, or for so long as it should take; whether they have."""
         with suppress(RuntimeError):  # no store, or rank 0 was faster
             store = self._kept()
             living = self._world - sum(not process.is_alive for process in self._peers.values())
@@ -329,6 +358,8 @@ class Watch:
                 self._counted = True
                 store.add("heard", 1)
             _wait_for(lambda: store.add("heard", 0) >= living, HEARD)
+            return bool(store.add("heard", 0) >= living)
+        return False
 
     def _announce(self, reason: str) -> None:
         if not self._announced:
