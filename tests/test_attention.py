@@ -401,3 +401,17 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
 
 def test_configs_know_the_backend() -> None:
     assert check_values("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
+
+
+def test_chunks_of_the_definition_add_gradients_of_keys_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 chunks of queries: as many additions to the gradient of each key and value."""
+    tensors = [drawn((1, length, 1, 8), seed, torch.float32) for seed, length in enumerate((1024, 4, 4))]
+    weights = drawn((1, 1024, 1, 8), 3, torch.float32) + 1
+    found = []
+    for dtype, most in ((torch.float32, MAX_SCORES), (torch.bfloat16, 4)):
+        monkeypatch.setattr(module, "MAX_SCORES", most)
+        q, k, v = (z.bfloat16().to(dtype).requires_grad_() for z in tensors)
+        (_explicit(q, k, v) * weights.to(dtype)).sum().backward()
+        found.append((q.grad, k.grad, v.grad))
+    for exact, rounded in zip(*found, strict=True):
+        assert (rounded - exact).norm() < 0.01 * exact.norm()

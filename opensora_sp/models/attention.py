@@ -297,6 +297,8 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if len(q) * num_queries * of_query <= MAX_SCORES:
         return _softmax(q, k, v)
     rows, queries = max(1, MAX_SCORES // (num_queries * of_query)), max(1, MAX_SCORES // of_query)
+    # The gradients of all chunks of queries are added to keys and values: not in 16 bits.
+    k, v = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (k, v))
     out = []
     for q_rows, k_rows, v_rows in zip(*(z.split(rows) for z in (q, k, v)), strict=True):
         parts = (
