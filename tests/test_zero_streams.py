@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from colossalai.zero.low_level.zero_hook import wait_all_gather_handle
 from cuda_stub import requires_stub, run_on_stub
 from stream_checker import StreamChecker, start_group
