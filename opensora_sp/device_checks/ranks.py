@@ -15,7 +15,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from opensora_sp.launching.probe import measure
-from opensora_sp.parallel import SequenceMesh, parallelize, unwrap, verify_step
+from opensora_sp.parallel import (
+    SequenceMesh,
+    parallelize,
+    shutdown_process_group,
+    unwrap,
+    verify_step,
+)
 
 from .findings import Finding, Setup, worst_error
 from .models import on, small
@@ -173,5 +179,4 @@ def _on_rank(rank: int, setup: Setup, store: str, results: Any) -> None:
         except Exception as error:  # one check must not end the others; a rank that hangs for it, LIMIT does
             if rank == 0:
                 results.put(Finding.of_error(name, error))
-    dist.barrier()
-    dist.destroy_process_group()
+    shutdown_process_group()
