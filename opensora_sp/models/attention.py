@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "flash", "sdpa", "reference")
 MAX_ROWS = 65_535  # kernels count rows along an axis of CUDA's grid that ends here
 MAX_SCORES = 2**22  # numbers in one tensor of the reference: 16 MB in float32
+GPUS = ("cuda", "meta")  # the planner traces on meta tensors what a recent GPU would do
 SAFE_CUDNN = 91501  # before 9.15.1 cuDNN is wrong for lengths that 128 does not divide (pytorch#169849)
 
 Lengths = tuple[Sequence[int], Sequence[int]]
@@ -101,6 +102,8 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_
 @cache
 def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool) -> Backend:
     check_backend(backend)
+    if backend == "flash" and device.type == "meta":
+        backend = "sdpa"  # its kernels, from torch: what they take is the same
     chosen, reason = backend, "asked for"
     if backend in ("auto", "flash"):
         obstacle = _flash_obstacle(device, dtype, head_width, deterministic)
@@ -148,12 +151,14 @@ def _flash_kernels_obstacle(device: torch.device, dtype: torch.dtype, head_width
 
 def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
     """Why torch would build whole matrices of scores for such tensors; None if it has a kernel that does not."""
-    if device.type != "cuda":
+    if device.type not in GPUS:
         return None
     if dtype == torch.float64:
         return "torch has no fused kernel for float64 on a GPU"
     if head_width * dtype.itemsize % 16:
         return f"torch's fused kernels take heads in multiples of 16 bytes, not {head_width} x {dtype}"
+    if device.type == "meta":
+        return None
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         return "torch's fused kernels take bf16 from compute capability 8.0 on"
     return None
@@ -253,8 +258,15 @@ def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # [R, H, L, D]
-    attend = _pinned_sdpa if q.is_cuda else F.scaled_dot_product_attention
+    attend = _pinned_sdpa if q.is_cuda else _traced_sdpa if q.is_meta else F.scaled_dot_product_attention
     return attend(q, k, v).transpose(1, 2)
+
+
+def _traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, torch.is_grad_enabled())[0]
 
 
 @torch.compiler.allow_in_graph  # one node: torch 2.5 cannot trace the context manager, which acts while it is lowered

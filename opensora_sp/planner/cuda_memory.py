@@ -3,7 +3,7 @@
 This is the one place that knows how CUDA differs from the sum of all tensors:
 
 * the caching allocator rounds each storage up to ``BLOCK`` bytes;
-* attention runs in the fused kernel that ``scaled_dot_product_attention`` would take (``FusedAttention``);
+* attention is the operator that a GPU takes (``models/attention.py``: meta tensors stand for a GPU's);
 * kernels take workspaces, which no tensor shows: ``WORKSPACES`` has a rule for each operator with a large one;
 * cuBLAS keeps ``CUBLAS_WORKSPACE`` bytes for each thread that multiplies: one runs forward, another backward.
 
@@ -15,13 +15,12 @@ Legend: R rows, L tokens of a row, H heads, D head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import opensora_sp.parallel.collectives  # noqa: F401 (registers the operator of exchanges)
 from opensora_sp.memory import LivePeak
@@ -31,29 +30,6 @@ BLOCK = 512
 CUBLAS_WORKSPACE = 32 * 1024**2  # of compute capability 9.0; 8 MB before
 FP32 = 4
 NUM_SMS, THREADS_OF_SM, THREADS_OF_SUM = 132, 2048, 512  # of an H100 or H200, and of a block that sums
-HALF = (torch.float16, torch.bfloat16)
-
-
-class FusedAttention(TorchFunctionMode):
-    """Lets ``scaled_dot_product_attention`` of meta tensors take the kernel of a device, "cuda" or "cpu".
-
-    On meta tensors torch would take the one that builds matrices of scores.
-    """
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention or kwargs:
-            return func(*args, **(kwargs or {}))
-        q, k, v = args
-        if self.device == "cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
-        if q.dtype in HALF:
-            return aten._scaled_dot_product_flash_attention(q, k, v)[0]
-        keeps_lse = any(z.requires_grad for z in args) and torch.is_grad_enabled()
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, keeps_lse)[0]
 
 
 class AllocatorPeak(LivePeak):
@@ -108,7 +84,8 @@ def _column_sums(args: tuple, summed: Tensor) -> int:
     terms = args[0]
     if not summed.numel() or terms.shape[-1] != summed.shape[-1] or not terms.is_contiguous():
         return 0
-    outputs, inputs, vector = summed.numel(), terms.numel() // summed.numel(), 4 if summed.shape[-1] % 4 == 0 else 1
+    outputs, inputs = summed.numel(), terms.numel() // summed.numel()
+    vector = math.gcd(summed.shape[-1], 4)
     threads = THREADS_OF_SUM // vector
     width = min(_power_of_2(outputs // vector), threads, 32)
     height = min(_power_of_2(inputs), threads, threads // width)
