@@ -35,7 +35,9 @@ NUM_SMS, THREADS_OF_SM, THREADS_OF_SUM = 132, 2048, 512  # of an H100 or H200, a
 class AllocatorPeak(LivePeak):
     """Counts what torch's caching allocator hands out for meta tensors, as ``LivePeak`` counts tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if rule := WORKSPACES.get(func):
             self.peak = max(self.peak, self.live + rule(args, result))
