@@ -1,5 +1,6 @@
 # make demo   everything from nothing to sampled videos, on CPU
 # make test   the tests; test-docs, test-faults, test-reshard, test-resume and test-shutdown do in full what it samples
+# make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
 # make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
 # make docs   the documentation as a site, build/site/index.html
 # Both make their own virtual environment in .venv and install what they need.
@@ -10,7 +11,7 @@ DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown lint docs install clean
+.PHONY: help demo test test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
 
 help:
 	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -58,6 +59,20 @@ test-resume: $(VENV)/.installed
 
 test-shutdown: $(VENV)/.installed
 	GRID=all $(BIN)/python -m pytest -q tests/test_shutdown.py
+
+# The stub of CUDA under a newer CUDA build of torch, in an environment of its own; downloads some gigabytes.
+CUDA_NEWEST := .venv-cuda-newest
+
+test-cuda-newest: $(CUDA_NEWEST)/.installed
+	$(CUDA_NEWEST)/bin/python -m pytest -q tests/test_cuda_stub.py tests/test_cuda_collectives.py
+
+$(CUDA_NEWEST)/.installed: .ci/newest_requirements.txt
+	sh scripts/make_venv.sh $(CUDA_NEWEST)
+	$(CUDA_NEWEST)/bin/pip install --quiet torch==2.13.0
+	$(CUDA_NEWEST)/bin/pip install --quiet --requirement .ci/newest_requirements.txt
+	$(CUDA_NEWEST)/bin/pip install --quiet --no-deps colossalai==0.5.0
+	$(CUDA_NEWEST)/bin/pip install --quiet --no-deps --editable .
+	touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of shells: 128 and the number of SIGINT."""
+PATIENCE = 20.0  # seconds that ranks take at most to exit after an error
 OF_RANK = {"of_rank": True}
 """``extra=`` of a warning about what this rank alone has seen: it is shown by ranks other than the first, too."""
 
@@ -21,22 +25,68 @@ OF_RANK = {"of_rank": True}
 def told_errors() -> Iterator[None]:
     """Print a user's error (ValueError) as one message, without a traceback, and exit with status 2.
 
-    Every rank prints its own: launchers stop the others as soon as one has exited, so none can speak for all.
+    Of the ranks of a host, the first to fail prints: launchers stop the others as soon as one has exited, so none of
+    them can wait for another to speak. An error that is in the log already is not printed again. Ctrl-C ends the
+    process with status 130.
     """
     try:
         yield
     except ValueError as error:
-        tell_launcher(str(error))
-        rank = os.environ.get("RANK")
-        print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        is_first = tell_launcher(str(error))
+        if is_first and not getattr(error, "is_logged", False):
+            rank = os.environ.get("RANK")
+            print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        if not is_first:
+            _leave_after_the_first()
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
-def tell_launcher(reason: str) -> None:
-    """Give ``torchrun`` the reason why this process will fail; its last lines are the reason given first."""
+def tell_launcher(reason: str) -> bool:
+    """Give ``torchrun`` the reason why this process will fail; returns whether it is the first of its host to do so.
+
+    The last lines of torchrun are the reason that was given first. Without torchrun, every process is the first.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and not os.path.exists(file):
-        Path(file).write_text(json.dumps({"message": reason, "timestamp": int(time.time())}))
+    if not file:
+        return True
+
+    try:
+        with _first_of_host(file).open("x") as first:
+            first.write(str(os.getpid()))
+        is_first = True
+    except FileExistsError:
+        is_first = _first_of_host(file).read_text() == str(os.getpid())
+    if not os.path.exists(file):
+        timestamp = int(time.time()) + (not is_first)
+        Path(file).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
+    return is_first
+
+
+def _first_of_host(file: str) -> Path:
+    """Who has failed first: torchrun has a folder for each attempt, and in it one for each rank of the host."""
+    return Path(file).parent.parent / "first_to_fail"
+
+
+def _leave_after_the_first() -> None:
+    """Let the first rank of this host that fails be the first to exit: torchrun then ends the others by SIGTERM, and
+    its report has that failure alone."""
+    text = _first_of_host(os.environ["TORCHELASTIC_ERROR_FILE"]).read_text()
+    deadline = time.monotonic() + PATIENCE
+    while text.isdigit() and os.path.exists(f"/proc/{text}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)  # for SIGTERM
+
+
+def interrupts_end_at_once() -> None:
+    """Let Ctrl-C end this process without a traceback, until a run handles it (see ``watch``).
+
+    For scripts, before they import what takes seconds. Where SIGINT is ignored, as under ``nohup`` by some shells, it
+    stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,10 +6,14 @@ colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py configs/stdi
 
 import argparse
 
-from opensora_sp.config import load_train_config
-from opensora_sp.console import add_allow_pickle, config_arguments, log_to_terminal, told_errors, truth
-from opensora_sp.launching import told_to_all_ranks
-from opensora_sp.training import train
+from opensora_sp.console import (
+    add_allow_pickle,
+    config_arguments,
+    interrupts_end_at_once,
+    log_to_terminal,
+    told_errors,
+    truth,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,8 +32,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    interrupts_end_at_once()
     args = parser().parse_args()
     log_to_terminal()
+
+    from opensora_sp.config import load_train_config
+    from opensora_sp.launching import told_to_all_ranks
+    from opensora_sp.training import train
+
     with told_errors():
         with told_to_all_ranks():
             said = [] if args.wandb is None else [f"wandb={args.wandb}"]

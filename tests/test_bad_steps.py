@@ -212,7 +212,7 @@ def test_a_wish_to_stop_is_granted_after_the_step_with_the_exit_code_asked_for(o
         names = [path.name for path in committed_checkpoints(root / f"code {code}")]
         assert names[-1] == "step_00000002"
         assert (
-            "stopped after step 2 of 9 (rank 1: SIGTERM); go on with --resume auto"
+            "stopped after step 2 of 9 (rank 1: SIGTERM), with a checkpoint; resume with: "
             in (root / f"code {code}" / "train.log").read_text()
         )
 

@@ -22,6 +22,7 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
     assert parameters(zero._unscale_and_clip_grads) == ["grad_groups_flat", "total_norm"]
     assert parameters(zero._compute_grad_norm) == ["dp_pg", "gradients", "norm_type"]
     assert parameters(zero._run_reduction) == [] and parameters(zero._reduce_grad) == ["partition_grad"]
+    assert parameters(zero._add_to_bucket) == ["param", "group_id"]
     assert parameters(zero.no_sync) == [] and parameters(zero.get_grad_norm)[0] == "norm_type"
     assert {"get_working_to_master_map", "update_master_params"} <= set(dir(zero))
     source = inspect.getsource(zero)

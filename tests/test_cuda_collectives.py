@@ -27,6 +27,9 @@ def on_collectives():
 
     total = torch.ones(3)
     dist.all_reduce(total, group=mesh.host_group)
+    norm = torch.tensor([-3.0]).cuda()
+    dist.all_reduce(norm)
+    assert norm.tolist() == [0.0]
     return gathered.cpu(), on_device, on_host, total, (mesh.sp_group.ranks, mesh.dp_group.ranks)
 
 
@@ -44,7 +47,7 @@ def test_collectives_are_recorded_and_return_what_equal_ranks_would():
     assert exchange.where.startswith("test_cuda_collectives.py:")
     assert (reduction.name, reduction.ranks) == ("all_reduce", (3, 7))
     assert (gather.name, len(gather.ranks)) == ("all_gather_into_tensor", 8)
-    assert [c.group for c in recording.collectives[-3:]] == ["host"] * 3
+    assert [c.group for c in recording.collectives[-4:]] == ["host"] * 3 + ["device"]
 
 
 def test_collectives_run_on_a_stream_of_their_group_and_work_is_waited_for():

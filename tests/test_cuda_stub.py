@@ -180,7 +180,9 @@ def on_syncs():
     phase("backward")
     Reads.apply(x).sum().backward()
     phase("none")
-    (x + 1).relu()
+    on_host = x.cpu().sum()
+    phase("engine")
+    on_host.backward()
 
 
 def test_syncs_have_the_source_line_that_caused_them():
@@ -189,7 +191,12 @@ def test_syncs_have_the_source_line_that_caused_them():
         lines = file.read().splitlines()
     number = {text.strip(): index for index, text in enumerate(lines, 1)}
 
-    found = {sync.phase: (sync.kind, sync.where) for sync in recording.syncs}
+    waits = [sync for sync in recording.syncs if sync.phase not in ("none", "engine")]
+    found = {sync.phase: (sync.kind, sync.where) for sync in waits}
+    # A copy of autograd's own, in a thread without a frame of Python.
+    for copy in recording.in_phase("engine").copies:
+        assert copy.where == f"test_cuda_stub.py:{number['on_host.backward()']}"
+    assert recording.in_phase("engine").copies
     name = "test_cuda_stub.py"
     in_backward = number["def backward(ctx, grad):"] + 1
     assert found == {

@@ -8,9 +8,8 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
-import pytest
 import torch
 import torch.distributed as dist
 from cuda_stub import phase, requires_stub, run_on_stub
@@ -38,7 +37,7 @@ class Case:
     depth: int = 3
     dtype: torch.dtype = BF16
     training: bool = True
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
 
     @property
     def config(self) -> object:

@@ -196,6 +196,8 @@ def refusals() -> None:
         SequenceParallelPlugin(precision="fp32").prepare_dataloader(TensorDataset(torch.ones(3)), 4, drop_last=True)
     plugin = SequenceParallelPlugin.from_config(Config(dict(sp_size=1, zero_stage=1, grad_clip=0.5)))
     assert (plugin.stage, plugin.precision, plugin.zero_optim_kwargs["clip_grad_norm"]) == (1, "bf16", 0.5)
+    overlapping = SequenceParallelPlugin.from_config(Config(dict(overlap_communication=True)))
+    assert not overlapping.zero_optim_kwargs["overlap_communication"]  # on CPU
     model, booster = make_model(), Booster(plugin=SequenceParallelPlugin(precision="fp32"))
     final = model.final_layer.linear
     model.requires_grad_(False)

@@ -101,8 +101,30 @@ def busy_and_late() -> list[str]:
     return lines
 
 
+def interrupted() -> tuple[list[int], list[str], str]:
+    """Rank 1 gets SIGINT twice at once, as from a terminal and a launcher; then, on time, a second one."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch() as one:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: one.stop_reason)
+        assert not codes and one.is_interrupted
+        reason = one.why_to_stop()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes a second Ctrl-C on
+            wait_until(lambda: codes)
+    os._exit = leave
+    return codes, lines, reason
+
+
 def all_watches() -> list:
-    return in_worlds(by_name, [(2, (name,)) for name in ("busy_and_late", "no_step_in_time", "stuck", "far_away")])
+    return in_worlds(
+        by_name, [(2, (name,)) for name in ("busy_and_late", "no_step_in_time", "stuck", "interrupted", "far_away")]
+    )
 
 
 def by_name(name: str) -> object:
@@ -135,10 +157,17 @@ def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: list) ->
         assert re.search(
             r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*test_watch.py:\d+ \(stuck\)", lines[0]
         )
-        absent = r"ranks \[0\] came, there did not come: rank 1, which has begun \d+ and stands at .*\(wait_until\)"
+        absent = r"ranks \[0\] joined, missing: rank 1, which has begun \d+ and stands at .*\(wait_until\)"
         assert re.search(absent, lines[0])
 
 
 def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(found: list) -> None:
-    error, lines = found[0][3]
+    error, lines = found[0][4]
     assert error == "1" and "rank 0 stops: ranks [1] have gone: no sign of life for 5 s" in lines[0]
+
+
+def test_sigint_is_passed_on_and_a_second_signal_ends_the_process(found: list) -> None:
+    """SIGINT twice within a second is one Ctrl-C."""
+    for rank, (codes, lines, reason) in enumerate(of_rank[3] for of_rank in found):
+        assert codes == [130] * rank and reason == "rank 1: SIGINT"
+        assert lines == ["rank 1: SIGINT; stopping after this step, with a checkpoint"]

@@ -4,7 +4,7 @@ Whatever depends on the rows held is laid out over them once per layout (``Condi
 
 Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R rows held here, L tokens of a
 row (S or T), V patch volume, N packed text tokens, m modulation states of a sample (1, or 2 with a frame mask), k
-entries of a modulation (shift, scale and gate of each branch).
+entries of a modulation (shift, scale and gate of each branch), b samples of n rows (``Rows.spread``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .attention import check_backend
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
+from .packing import Packing
 from .points import Rowwise
 from .rows import SPATIAL, PatchGrid, Rows
 
@@ -124,12 +125,11 @@ class Condition:
     """What the tokens of one layout's rows are conditioned on; computed once, shared by all blocks."""
 
     rows: Rows
-    modulation: Tensor  # [B, m, k, C]
-    timed: Tensor  # [R, 1] int64: which entry of a table [B * m, ...] is that of a row's sample and its timestep
-    state: Tensor  # [R, 1 or L] int64: which entry modulates these tokens
-    masked: Tensor | None  # [R, 1 or L, 1] bool: True for tokens of frames that are given (timestep 0)
+    modulation: Tensor  # [B, m, k, C], in at least fp32: gradients of all blocks are summed in it
+    given: Tensor | None  # [B, 1 or T, 1 or T, 1] bool: True for frames that are given (timestep 0)
+    dtype: torch.dtype  # that tokens are computed in
     text: Tensor  # [N, C], packed
-    lengths: tuple[Sequence[int], Sequence[int]]  # tokens held and text tokens that belong together
+    lengths: Packing  # tokens held and text tokens that belong together
     order: Tensor | None  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
     keys: Mapping[nn.Module, Tensor]  # see ``Text``
     turns: Tensor | None = None  # by which a rotary embedding turns queries and keys of self-attention
@@ -143,18 +143,16 @@ class Condition:
         text: Text,
         apart: Sequence[int] = (),
         rope: RotaryEmbedding | None = None,
+        in_frame: bool = False,
     ) -> Condition:
         """Lay the conditions of a batch out over the rows held here.
 
         ``given`` ``[B, T]`` marks given frames. There is a text for each sample, and where the frames ``apart`` have
-        one of their own, a second for each sample behind these. ``rope`` turns queries and keys in this layout.
+        one of their own, a second for each sample behind these. ``rope`` turns queries and keys, for attention
+        within a frame or over frames.
         """
-        timed = state = rows.samples(modulation.device)[:, None] * modulation.shape[1]  # [R, 1]
-        masked = None
         if given is not None:
-            masked = rows.frame_values(given)  # [R, 1 or T]
-            state = timed + masked
-            masked = masked[..., None]
+            given = given[:, :, None, None] if rows.layout == SPATIAL else given[:, None, :, None]
         tokens, order = rows.tokens_per_sample(), None
         if apart:
             frames = rows.frames(modulation.device).expand(rows.count, rows.length)
@@ -164,25 +162,27 @@ class Condition:
             tokens = [n - of for n, of in zip(tokens, of_apart, strict=True)] + of_apart
         return cls(
             rows=rows,
-            modulation=modulation,
-            timed=timed,
-            state=state,
-            masked=masked,
+            modulation=modulation.to(torch.promote_types(modulation.dtype, torch.float32)),
+            given=given,
+            dtype=modulation.dtype,
             text=text.tokens,
-            lengths=(tokens, text.lengths),
+            lengths=Packing(tokens, text.lengths),
             order=order,
             keys=text.keys,
-            turns=None if rope is None else rope.turns(rows, rows.layout == SPATIAL, modulation.device),
+            turns=None if rope is None else rope.turns(rows, in_frame, modulation.device),
         )
 
     def per_token(self, table: Tensor, *, ignore_mask: bool = False) -> tuple[Tensor, ...]:
-        """Spread a table ``[B, m, k, C]`` over the tokens: k tensors ``[R, 1 or L, C]``, one at a time.
+        """A table ``[B, m, k, C]`` for the tokens held: k tensors ``[b, 1 or n, 1 or L, C]``.
 
-        With ``ignore_mask`` all frames take what belongs to their sample's timestep, ``[R, 1, C]``.
+        With ``ignore_mask`` all frames take what belongs to their sample's timestep, ``[b, 1, 1, C]`` where samples
+        are held whole.
         """
-        state = self.timed if ignore_mask else self.state
-        entries = table.flatten(0, 1).unbind(1)  # k of [B * m, C]
-        return tuple(entry.index_select(0, state.flatten()).unflatten(0, state.shape) for entry in entries)
+        states = table[:, :, None, None].unbind(1)  # m of [B, 1, 1, k, C]
+        chosen = states[0]
+        if self.given is not None and not ignore_mask:
+            chosen = torch.where(self.given[..., None], states[1], chosen)  # [B, 1 or T, 1 or T, k, C]
+        return self.rows.spread(chosen.to(self.dtype)).unbind(-2)
 
     def entries(
         self, table: Tensor, first: int, keep: Tensor | None, *, ignore_mask: bool = False
@@ -211,7 +211,19 @@ def sample_numbers(
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return torch.addcmul(shift, x, 1 + scale)
+    """``x * (1 + scale) + shift`` of tokens ``[R, L, C]``, with entries ``[b, 1 or n, 1 or L, C]``."""
+    return torch.addcmul(shift, _by_sample(x, shift), 1 + scale).flatten(0, 1)
+
+
+def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
+    """``x + gate * branch`` of tokens ``[R, L, C]``, with an entry ``[b, 1 or n, 1 or L, C]``."""
+    x, branch = _by_sample(x, gate), _by_sample(branch, gate)
+    return torch.addcmul(x, gate, branch).flatten(0, 1)
+
+
+def _by_sample(x: Tensor, entry: Tensor) -> Tensor:
+    """Tokens ``[R, L, C]`` as ``[b, n, L, C]``, against which an entry is broadcast."""
+    return x.unflatten(0, (len(entry), len(x) // len(entry)))
 
 
 class ModulatedBlock(nn.Module):
@@ -233,9 +245,9 @@ class ModulatedBlock(nn.Module):
 
     def attend(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """The self-attention branch, ``[R, L, C]`` -> ``[R, L, C]``."""
-        shift, scale, gate = condition.entries(self.scale_shift_table[:3], 0, keep)  # [R, 1 or L, C] each
+        shift, scale, gate = condition.entries(self.scale_shift_table[:3], 0, keep)
         attended = self.attn(modulate(self.norm1(x), shift, scale), condition.rows, condition.turns)
-        return torch.addcmul(x, gate, attended)
+        return add_gated(x, gate, attended)
 
     def finish(self, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
         """Cross-attention and the MLP branch, ``[R, L, C]`` -> ``[R, L, C]``; the latter some rows at a time."""
@@ -247,11 +259,11 @@ class ModulatedBlock(nn.Module):
             keys=condition.keys.get(self.cross_attn),
             backend=condition.rows.grid.attention,
         )
-        shift, scale, gate = condition.entries(self.scale_shift_table[3:], 3, keep)  # [R, 1 or L, C] each
+        shift, scale, gate = condition.entries(self.scale_shift_table[3:], 3, keep)
         return self.rowwise(self._feed_forward, condition.rows, x, shift, scale, gate)
 
     def _feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        return torch.addcmul(x, gate, self.mlp(modulate(self.norm2(x), shift, scale)))
+        return add_gated(x, gate, self.mlp(modulate(self.norm2(x), shift, scale)))
 
 
 class FinalLayer(nn.Module):
@@ -272,9 +284,10 @@ class FinalLayer(nn.Module):
     def forward(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Rows ``[R, L, C]`` and timestep embeddings ``[B, m, C]`` -> ``[R, L, V * C_out]``."""
         table = self.scale_shift_table + t[:, :, None]  # [B, m, 2, C]
-        if condition.masked is None or not self.legacy:
+        if condition.given is None or not self.legacy:
             return self.linear(modulate(self.norm_final(x), *condition.per_token(table)))
         timed = condition.per_token(table, ignore_mask=True)
         timed_x = modulate(self.norm_final(x), *timed)  # what frames with the sample's timestep see
         twice = modulate(self.norm_final(timed_x), *condition.per_token(table))
-        return self.linear(torch.where(condition.masked, twice, timed_x))
+        given = condition.rows.spread(condition.given)  # [b, 1 or n, 1 or L, 1]
+        return self.linear(torch.where(given, _by_sample(twice, given), _by_sample(timed_x, given)).flatten(0, 1))

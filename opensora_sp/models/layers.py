@@ -8,7 +8,7 @@ Legend: B samples, R rows, L tokens of a row, T frames, S patches of a frame, C 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import Backend, attention
+from .attention import Backend, Lengths, attention
+from .packing import Packing
 from .points import Attend, Point
 from .rows import Rows
+from .take import take
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -231,7 +233,7 @@ class CrossAttention(nn.Module):
         self,
         x: Tensor,
         text: Tensor,
-        lengths: tuple[Sequence[int], Sequence[int]],
+        lengths: Lengths | Packing,
         *,
         order: Tensor | None = None,
         keys: Tensor | None = None,
@@ -247,7 +249,7 @@ class CrossAttention(nn.Module):
         keys = self.kv_linear(text) if keys is None else keys
         k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
-            q = q.index_select(0, order)
+            q = take(q, order)
         out = attention(q, k, v, lengths=lengths, backend=backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)

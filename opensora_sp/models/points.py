@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import attention
 from .rows import SPATIAL, PatchGrid, Rows, unpatchify
+from .take import take
 
 
 class Point(nn.Module):
@@ -78,9 +79,9 @@ class Attend(Point):
         q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # [N, H, D] each
         if index is not None:
             nothing = torch.zeros_like(q)
-            q, k, v = (z.index_select(0, index) for z in (q, k, v))
+            q, k, v = (take(z, index) for z in (q, k, v))
         if groups.lengths:
-            out = attention(q, k, v, lengths=(groups.lengths, groups.lengths), backend=rows.grid.attention)
+            out = attention(q, k, v, lengths=groups.packing, backend=rows.grid.attention)
         else:
             out = q + k + v  # of no token; all get a gradient, as on ranks that hold tokens
         return (out if index is None else nothing.index_copy(0, index, out)).view(shape)
@@ -101,10 +102,13 @@ class Segment(Point):
 
 
 class Rowwise(Point):
-    """Where a block ends with work on single tokens, so that rows may be finished a few at a time."""
+    """Where a block ends with work on single tokens, so that rows may be finished a few at a time.
 
-    def local(self, function: Callable[..., Tensor], rows: Rows, *per_row: Tensor) -> Tensor:
-        return function(*per_row)
+    ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation, ``[b, 1 or n, 1 or L, C]`` with b * n = R.
+    """
+
+    def local(self, function: Callable[..., Tensor], rows: Rows, x: Tensor, *entries: Tensor) -> Tensor:
+        return function(x, *entries)
 
 
 class Gather(Point):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .attention import Backend
 from .groups import Groups, VideoMask, Windows, group_tokens, windows_of
+from .take import take
 
 SPATIAL = "spatial"
 TEMPORAL = "temporal"
@@ -176,15 +177,34 @@ class Rows:
                 tokens[sample] = (hi - lo) * len(frames)
         return tokens
 
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of all samples ``[B, 1 or per_sample, 1 or L, ...]``, as the rows held take them.
+
+        Returns:
+            ``[b, 1 or n, 1 or L, ...]``, to be broadcast against the tokens held, ``[b, n, L, ...]``: b samples of n
+            rows where samples are held whole, else b = 1. A view, unless several samples are held in unequal parts.
+
+        The backward of a broadcast is a reduction, which accumulates bf16 in fp32 and in a fixed order. That of
+        ``index_select`` adds row after row into one row of bf16, on CUDA by atomics.
+        """
+        if self.count and not (self.start % self.per_sample or self.stop % self.per_sample):
+            return values[self.start // self.per_sample : self.stop // self.per_sample]
+
+        runs = list(self.runs())
+        by_sample, parts = values.unbind(), []
+        for sample, lo, hi in runs:
+            of_sample = by_sample[sample]
+            parts.append(of_sample if len(of_sample) == 1 else of_sample[lo:hi])
+        if len(parts) == 1:
+            return parts[0][None]
+
+        counts = [hi - lo for _, lo, hi in runs]
+        repeated = [part.expand(n, *part.shape[1:]) for part, n in zip(parts, counts, strict=True)]
+        return torch.cat(repeated)[None]
+
     def samples(self, device: torch.device) -> Tensor:
         """The sample of each row, int64 ``[R]``."""
         return torch.arange(self.start, self.stop, device=device) // self.per_sample
-
-    def frame_values(self, per_frame: Tensor) -> Tensor:
-        """Values given per frame of patches ``[B, T]``, one for each row and frame held: ``[R, 1]`` or ``[R, T]``."""
-        if self.layout == SPATIAL:
-            return per_frame.flatten()[self.start : self.stop, None]  # [R, 1]: a row is one frame
-        return per_frame[self.samples(per_frame.device)]  # [R, T]: a row runs through all frames
 
     def patches(self, device: torch.device) -> Tensor:
         """The patch of a frame, 0 to S - 1, that each row and token held is of, int64: ``[1, S]`` or ``[R, 1]``."""
@@ -211,10 +231,10 @@ class Rows:
         x = x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
         windows = self.grid.windows
         if windows is not None and self.layout == TEMPORAL:
-            x = x[:, self.grid.window_place(x.device)]  # patches line by line
+            x = take(x, self.grid.window_place(x.device), dim=1)  # patches line by line
         x = x.transpose(1, 2)
         if windows is not None and self.layout == SPATIAL:
-            x = x[:, self.grid.window_order(x.device)]
+            x = take(x, self.grid.window_order(x.device), dim=1)
         return x.flatten(0, 1).contiguous(), self.turned().take(start, stop)
 
     @property
@@ -292,7 +312,7 @@ class Rows:
         z = rearrange(z, "c (t pt) (h ph) (w pw) -> (h w) t (pt ph pw c)", **patches)
         if self.grid.windows is None:
             return z[lo - top * W : hi - top * W]
-        return z[self.grid.window_order(z.device)[lo:hi] - top * W]
+        return take(z, self.grid.window_order(z.device)[lo:hi] - top * W)
 
 
 def unpatchify(x: Tensor, rows: Rows) -> Tensor:
@@ -303,7 +323,8 @@ def unpatchify(x: Tensor, rows: Rows) -> Tensor:
     grid = rows.grid
     (T, H, W), (pt, ph, pw), (frames, height, width) = grid.shape, grid.patch_size, grid.latent_size
     if rows.layout == TEMPORAL and grid.windows is not None:
-        x = x.unflatten(0, (-1, H * W))[:, grid.window_place(x.device)].flatten(0, 1)  # patches line by line
+        x = x.unflatten(0, (-1, H * W))
+        x = take(x, grid.window_place(x.device), dim=1).flatten(0, 1)  # patches line by line
     held = "(b t) (h w)" if rows.layout == SPATIAL else "(b h w) t"
     x = rearrange(x, held + " (pt ph pw c) -> b c (t pt) (h ph) (w pw)", t=T, h=H, w=W, pt=pt, ph=ph, pw=pw)
     return x[:, :, :frames, :height, :width]

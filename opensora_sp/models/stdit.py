@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import ConditionedModel
-from .conditioning import GATE, Condition, FinalLayer, ModulatedBlock, SharedConfig, Text
+from .conditioning import GATE, Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, add_gated
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -77,10 +77,9 @@ class STDiTBlock(ModulatedBlock):
     ) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``positions`` ``[1, T, C]`` of the frames, for attention."""
         table = self.scale_shift_table[GATE : GATE + 1]
-        (gate,) = condition.entries(table, GATE, keep, ignore_mask=True)  # [R, 1, C]
+        (gate,) = condition.entries(table, GATE, keep, ignore_mask=True)
         attended = self.attn_temp(x if positions is None else x + positions, condition.rows)
-        x = torch.addcmul(x, gate, attended)
-        return self.finish(x, condition, keep)
+        return self.finish(add_gated(x, gate, attended), condition, keep)
 
 
 class STDiT(ConditionedModel):
@@ -161,7 +160,7 @@ class STDiT(ConditionedModel):
         text = self._text(y, mask, drop_caption)
         given = self._given_frames(x_mask)  # [B, T]
 
-        def condition_of(rows: Rows) -> Condition:
+        def condition_of(rows: Rows, in_frame: bool) -> Condition:
             return Condition.of(rows, modulation, given, text)
 
         rows = self.shard(grid)  # spatial rows

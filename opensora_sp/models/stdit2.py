@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import ConditionedModel
-from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, modulate
+from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, add_gated, modulate
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -29,7 +29,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .rows import TEMPORAL, Rows
+from .rows import Rows
 
 TEMPORAL_ENTRIES = 6  # of the nine entries of a modulation, where those of the temporal attention begin
 
@@ -73,9 +73,9 @@ class STDiT2Block(ModulatedBlock):
     def temporal(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``keep`` as above."""
         own = self.scale_shift_table_temporal
-        shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)  # [R, 1 or T, C] each
+        shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)
         attended = self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows, condition.turns)
-        x = torch.addcmul(x, gate, attended)
+        x = add_gated(x, gate, attended)
         return self.finish(x, condition, keep)
 
 
@@ -173,9 +173,8 @@ class STDiT2(ConditionedModel):
         text = self._text(y, mask, drop_caption)
         given = self._given_frames(x_mask)  # [B, T]
 
-        def condition_of(rows: Rows) -> Condition:
-            rope = self.rope if rows.layout == TEMPORAL else None
-            return Condition.of(rows, modulation, given, text, rope=rope)
+        def condition_of(rows: Rows, in_frame: bool) -> Condition:
+            return Condition.of(rows, modulation, given, text, rope=None if in_frame else self.rope)
 
         rows = self.shard(grid)  # spatial rows
         positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]

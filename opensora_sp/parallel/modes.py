@@ -116,8 +116,8 @@ class WholeSamples:
     ) -> Any:
         return local(function, rows, *args, recompute=recompute, last=last)
 
-    def rowwise(self, local: Local[Any], function: Local[Any], rows: Rows, *per_row: Tensor) -> Any:
-        return local(function, rows, *per_row)
+    def rowwise(self, local: Local[Any], function: Local[Any], rows: Rows, x: Tensor, *entries: Tensor) -> Any:
+        return local(function, rows, x, *entries)
 
     window_rows = WINDOW_ROWS  # whose windows a rank holds whole
 
@@ -184,20 +184,23 @@ class SwitchRows(WholeSamples):
 
         return local(launched, rows, *args, recompute=recompute, last=last)
 
-    def rowwise(self, local: Local[Tensor], function: Local[Tensor], rows: Rows, *per_row: Tensor) -> Tensor | Flight:
+    def rowwise(
+        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, x: Tensor, *entries: Tensor
+    ) -> Tensor | Flight:
         if self.options.overlap_chunks == 1 and not self.options.overlap_backward:
-            return local(function, rows, *per_row)
-        return self._in_chunks(local, function, rows, *per_row)
+            return local(function, rows, x, *entries)
+        return self._in_chunks(local, function, rows, x, *entries)
 
     @uncompiled  # sends what it computes, and each forward has a flight of its own: not for a graph
     def _in_chunks(
-        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, *per_row: Tensor
+        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, x: Tensor, *entries: Tensor
     ) -> Tensor | Flight:
         if self.flight is None:
-            return local(function, rows, *per_row)
+            return local(function, rows, x, *entries)
         num_chunks = self._num_chunks(rows)
         sizes = run_sizes(rows.count, num_chunks)
-        chunks = zip(*(z.split(sizes) for z in per_row), strict=True)
+        entries_by_row = (_by_row(entry, rows.count).split(sizes, dim=1) for entry in entries)
+        chunks = zip(x.split(sizes), *entries_by_row, strict=True)
         return self.flight.launch((function(*chunk) for chunk in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
@@ -379,6 +382,11 @@ def _num_units(rows: Rows) -> int:
 def _axes(rows: Rows, **more: int) -> dict[str, int]:
     grid = rows.grid
     return {"b": grid.num_samples, "t": grid.frames, "s": grid.patches_per_frame, **more}
+
+
+def _by_row(entry: Tensor, count: int) -> Tensor:
+    """An entry of a modulation ``[b, 1 or n, 1 or L, C]``, row by row: ``[1, count, 1 or L, C]``."""
+    return entry.expand(-1, count // len(entry), -1, -1).flatten(0, 1)[None]
 
 
 def _stacked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -35,7 +35,9 @@ NUM_SMS, THREADS_OF_SM, THREADS_OF_SUM = 132, 2048, 512  # of an H100 or H200, a
 class AllocatorPeak(LivePeak):
     """Counts what torch's caching allocator hands out for meta tensors, as ``LivePeak`` counts tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if rule := WORKSPACES.get(func):
             self.peak = max(self.peak, self.live + rule(args, result))
@@ -55,7 +57,7 @@ def rounded(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _flash_backward(args: tuple, _: Any) -> int:
+def _flash_backward(args: tuple[Any, ...], _: Any) -> int:
     """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the products of the
     output with its gradient."""
     rows, heads, length, width = args[1].shape
@@ -65,13 +67,13 @@ def _flash_backward(args: tuple, _: Any) -> int:
     return rounded(accumulated, BLOCK) + rounded(products, BLOCK) + _copies(args[0], args[4])
 
 
-def _exchange(args: tuple, _: Any) -> int:
+def _exchange(args: tuple[Any, ...], _: Any) -> int:
     """Inside of an exchange tokens lie once more: packed by receiver, and then as they arrive."""
     tokens, _, _, sent, received = args[:5]
     return rounded(max(sum(sent), sum(received)) * tokens[:1].nbytes, BLOCK)
 
 
-def _efficient_backward(args: tuple, _: Any) -> int:
+def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
     """In fp32: blocks of threads that share queries hand their sums on through tiles of 64 columns, each with a lock;
     and the products of the output with its gradient. (In 16 bits torch takes FlashAttention.)"""
     rows, heads, length, width = args[1].shape
@@ -80,7 +82,7 @@ def _efficient_backward(args: tuple, _: Any) -> int:
     return rounded(rows * heads * tiles, BLOCK) + rounded(rows * heads * length * FP32, BLOCK)
 
 
-def _column_sums(args: tuple, summed: Tensor) -> int:
+def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     """Sums over tokens, as those of a bias's gradient.
 
     Where one block of threads would add up too many numbers, several share them, and torch keeps room
@@ -116,7 +118,7 @@ def _copies(*tensors: Tensor) -> int:
     return sum(rounded(tensor.nbytes, BLOCK) for tensor in tensors if not tensor.transpose(1, 2).is_contiguous())
 
 
-WORKSPACES: dict[Any, Callable[[tuple, Any], int]] = {
+WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.sum.dim_IntList: _column_sums,

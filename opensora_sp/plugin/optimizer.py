@@ -27,6 +27,11 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     ZeRO averages gradients over all ranks, which is the rule that the sequence-parallel collectives are made for.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Parameters in the bucket, with the stream on which each gradient was accumulated.
+        self._grad_streams: list[tuple[Tensor, Any]] = []
+
     def _sanity_checks(self) -> None:
         # ColossalAI insists on CUDA or NPU here; with the accelerator of this package ZeRO runs on CPU as well.
         for group in self.optim.param_groups:
@@ -36,12 +41,34 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                     f"got parameters of {self._dtype} and of {wrong.dtype}; expected one dtype; cast the model first"
                 )
 
+    def _add_to_bucket(self, param: Tensor, group_id: int) -> None:
+        super()._add_to_bucket(param, group_id)
+        self._grad_streams.append((param, get_accelerator().current_stream()))
+
     def _run_reduction(self) -> None:
+        self._wait_for_gradients()
         if self._overlap_communication:  # on a stream of its own, which _reduce_grad waits for
             super()._run_reduction()
             return
         with communicating("zero", self._device(), backward=True):
             super()._run_reduction()
+
+    def _wait_for_gradients(self) -> None:
+        """Let the current stream wait for the streams on which the bucket's gradients were summed.
+
+        ColossalAI reads all gradients of a bucket on the stream of the last one. Where autograd uses
+        several streams, nothing else orders these.
+        """
+        current = get_accelerator().current_stream()
+        others = [(param, stream) for param, stream in self._grad_streams if stream != current]
+        self._grad_streams.clear()
+        for stream in {stream for _, stream in others}:
+            current.wait_stream(stream)
+
+        for param, _ in others:
+            # The bucket drops them as soon as it has queued what reads them.
+            if param.grad is not None:
+                param.grad.record_stream(current)
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         super()._reduce_grad(partition_grad)

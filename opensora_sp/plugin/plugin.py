@@ -95,18 +95,22 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
-        """Build from a config's ``sp_size``, ``zero_stage``, ``precision``, ``grad_clip`` and ``sequence_parallel``.
+        """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``, ``precision``, ``grad_clip``
+        and ``sequence_parallel``.
 
         Args:
             cfg: a checked training config, or any object with some of these attributes, such as an mmengine
                 ``Config``; what it lacks has defaults.
         """
         how = getattr(cfg, "sequence_parallel", None) or {}
+        # A config says True for GPUs; where it runs on CPU there is nothing to overlap.
+        overlap = None if getattr(cfg, "overlap_communication", True) else False
         return cls(
             sp_size=getattr(cfg, "sp_size", 1),
             stage=getattr(cfg, "zero_stage", 2),
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
+            overlap_communication=overlap,
             sequence_parallel=dict(how),
         )
 

@@ -18,12 +18,14 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig, dump_config, split_type
+from opensora_sp.console import INTERRUPTED, tell_launcher
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
+from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
-from opensora_sp.watch import Watch, leave_process_group
+from opensora_sp.watch import Watch, backend_timeout, leave_process_group
 from opensora_sp.weights import check_encoders, newest_checkpoint
 
 from .batch import Batch, BatchMaker
@@ -31,7 +33,7 @@ from .broken import BrokenClips
 from .checkpoint import Checkpoints, TrainingState, choose_checkpoint, load_model
 from .clips import TrainingSet, Work, make_plan, make_source, order_state, with_length
 from .ema import ShardedEma
-from .ending import nothing_left
+from .ending import command_to_resume, conclude, nothing_left, short_patience
 from .features import SharedClips
 from .freeze import freeze
 from .meter import Meter
@@ -56,20 +58,22 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     Raises:
         ValueError: before any process group or model exists, if files, checkpoint and processes do not fit the config;
             later, on every rank, if the run cannot go on.
-        SystemExit: with status 1 if another rank has failed; with ``cfg.stopped_exit_code``, unless that is 0, if the
-            run was asked to stop before its end (see ``watch``).
+        SystemExit: with status 1 if another rank has failed; where the run was asked to stop before its end (see
+            ``watch``), with 130 after Ctrl-C, else with ``cfg.stopped_exit_code`` unless that is 0.
     """
     traced = None if profile is None else Steps.parse(profile)
     with told_to_all_ranks():
+        if cfg.deterministic:
+            use_deterministic_kernels()
         dataset, checkpoint = preflight(cfg, resume, traced)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
-    launch(cfg.seed, cfg.model_dump(mode="json"))
+    launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
     run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
     run_dir.mkdir(parents=True, exist_ok=True)
     log_to(run_dir, enabled=is_main)
     if is_main:
-        (run_dir / "config.py").write_text(dump_config(cfg))
+        (run_dir / "config.py").write_text(dump_config(cfg), encoding="utf-8")
     limits = dict(peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=cfg.grace_time)
     with closing_process_group(), Watch(**limits) as watch:
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
@@ -84,8 +88,12 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         with closing(run.checkpoints):
             finished = run.steps(run_dir, traced, watch)
 
+        interrupted = not finished and watch.is_interrupted
         del run
         drain_process_group()
+    if interrupted:
+        tell_launcher(f"stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from: {run_dir}")
+        sys.exit(INTERRUPTED)
     if not finished and cfg.stopped_exit_code:
         sys.exit(cfg.stopped_exit_code)
     return run_dir
@@ -172,9 +180,11 @@ class Run:
         self._announce(run_dir)
         reporter = Reporter(run_dir, cfg, enabled=is_main, start=self.start, session=session_of(self))
         profiler = StepProfiler(self.module, run_dir, traced)
+        command, advice = command_to_resume(), None
         loader = iter(self._loader())
         ledger = CommLedger()
         self.since = Since(time.perf_counter())
+        began = self.since.start
         bad, done, stopped = 0, self.start, False  # bad steps in a row
         for step in range(self.start, cfg.max_steps):
             with ledger, self.meter.timer, profiler.step(step + 1):
@@ -183,7 +193,10 @@ class Run:
             bad = self._count(outcome, done, bad)
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps or stopped
             if done % cfg.log_every == 0 or saves:
-                reporter.log(done, self._measure(done), self.meter.peak.tflops)
+                values = self._measure(done)
+                reporter.log(done, values, self.meter.peak.tflops)
+                if advice is None and (advice := short_patience(values["step_time"] or 0.0)):
+                    logger.warning("%s", advice)
                 self.since = Since(time.perf_counter())
             reporter.step(done)
             if saves:
@@ -198,10 +211,12 @@ class Run:
         self.checkpoints.wait()
         reporter.close()
         if watch is not None and stopped:
-            why = watch.why_to_stop()
-            logger.info("stopped after step %d of %d (%s); go on with --resume auto", done, cfg.max_steps, why)
+            told = "stopped after step %d of %d (%s), with a checkpoint; resume with: %s"
+            logger.info(told, done, cfg.max_steps, watch.why_to_stop(), command)
         else:
             self._conclude(run_dir, ledger)
+            if is_main:
+                conclude(cfg, run_dir, time.perf_counter() - began)
         return not stopped
 
     def state(self, done: int) -> dict[str, Any]:
@@ -349,7 +364,8 @@ class Run:
             "sync_check": self.sync_check.cost,
         }
         if dist.get_rank() == 0:
-            (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+            (run_dir / "summary.json").write_text(text, encoding="utf-8")
         logger.info("done: %d layout switches between the ranks of this replica", summary["switches"])
         if broken:
             logger.warning("%d clips could not be read and were replaced", len(broken))

@@ -7,7 +7,8 @@
 There is a backend for tensors on the device, with the rules of NCCL, and one for tensors on the
 host. A tensor in the wrong one, or one that is not contiguous, raises `CollectiveError`. The other
 ranks are taken to hold what this one holds: what a host group returns is right for such a world,
-and so is what a device group gathers or broadcasts. Sums over a device group stay as they are.
+and so is what a device group gathers or broadcasts. What a device group reduces was computed and has
+no value: a few numbers, by which runs decide what to do next, become zero, others stay as they are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cuda_stub.inside import Session
 
 DEVICE, HOST = "recording_device", "recording_host"
 MAX_COPY = 1 << 20  # bytes of a tensor on the device whose content is moved
+MAX_ZEROED = 1 << 10  # bytes of a tensor on the device whose sum over the ranks is zero
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,10 @@ class RecordingGroup(dist.ProcessGroup):
         return work
 
     def _reduce(self, tensor: Tensor, opts: Any) -> None:
-        if self.device.type == "cpu" and opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
+        if self.device.type != "cpu":
+            if tensor.nbytes <= MAX_ZEROED:
+                ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
+        elif opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
             tensor.mul_(self.size())
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Done:
@@ -233,7 +238,12 @@ class RecordingGroup(dist.ProcessGroup):
         return self._begin("send", tensors, [])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Done:
-        return self._begin("recv", [], tensors)
+        work = self._begin("recv", [], tensors)
+        if self.device.type == "cpu":
+            # Only the size of what arrives is known.
+            for tensor in tensors:
+                tensor.zero_()
+        return work
 
     def barrier(self, opts: Any = None) -> Done:
         return self._begin("barrier", [], [])

@@ -75,7 +75,7 @@ class Session:
 
     def source_line(self) -> str:
         """`file:line` of the innermost frame of the project, ColossalAI or the test."""
-        found = self._search(sys._getframe(2))
+        found = self._search(sys._getframe())
         if found is None:
             # Backward runs in threads of autograd, for the frame that waits in the main thread.
             found = self._search(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -1,8 +1,8 @@
-"""The process under the stub: imports torch once, then forks for each call.
+"""The process under the stub: imports the project once, then forks for each call.
 
 It reads the folder of a request from a line of stdin (`request.pickle` in it), and answers with a
 line when `answer.pickle` is there or the child is gone. Each call has a fresh process in which CUDA
-was never used, without the seconds that importing torch takes.
+was never used, without the seconds that imports take.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ import os
 import pickle
 import sys
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+PRELOADED = ("opensora_sp.training.run", "opensora_sp.sampling.run", "opensora_sp.plugin")
 
 
 def main() -> None:
     # For this process and its forks the stub is loaded; compilers that they start go without.
     os.environ.pop("LD_PRELOAD", None)
-    import torch  # noqa: F401
+    _preload()
 
     print("ready", flush=True)
     for line in sys.stdin:
@@ -30,6 +34,17 @@ def main() -> None:
             _serve(folder)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _preload() -> None:
+    """Import what most tests need, without a first use of CUDA, after which no fork could use it."""
+    answers = {"is_available": True, "device_count": 1, "current_device": 0}
+    answers["get_device_capability"] = (9, 0)
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=answer))
+        for module in PRELOADED:
+            importlib.import_module(module)
 
 
 def _serve(folder: Path) -> None:

@@ -1,0 +1,35 @@
+"""Entries of a tensor in another order, with a backward that adds nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def take(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """``x.index_select(dim, index)`` where no entry of ``index`` stands there twice.
+
+    So each gradient has one place to go, and is written there. The backward of ``index_select``
+    would add it: on CUDA by an atomic each, in the dtype of x.
+    """
+    taken: Tensor = _Take.apply(x, index, dim)
+    return taken
+
+
+class _Take(torch.autograd.Function):
+    """Forward takes the entries; backward writes their gradients back, and zeros where none was taken."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dim, ctx.size = dim, x.shape[dim]
+        return x.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        shape = list(grad.shape)
+        shape[ctx.dim] = ctx.size
+        return grad.new_zeros(shape).index_copy_(ctx.dim, index, grad), None, None
