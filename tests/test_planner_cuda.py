@@ -116,27 +116,38 @@ def traced(case: Case) -> Activations:
     )
 
 
-def take_step(case: Case, name: str) -> int:
-    """One step on the GPU in a phase of this name; bytes of the model."""
+def built(case: Case) -> torch.nn.Module:
+    """The model on the GPU, where nothing else is."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    with torch.device("cuda"):
+    with torch.device("meta"):
         model = model_class(case.model)(case.config).to(case.dtype)
-    torch.cuda.empty_cache()
+    model.to_empty(device="cuda")
+
     model.set_grad_checkpoint(case.checkpointing)
     if case.compiled:
         compile_blocks(model)
     parallelize(model, RankOfMany(case.ranks), **asdict(case.options))
+    return model
 
-    with phase(name):
-        for _ in run_step(model, case.latents, ranks=case.ranks, training=case.training, device="cuda"):
-            pass
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+def take_step(model: torch.nn.Module, case: Case) -> None:
+    step = run_step(model, case.latents, ranks=case.ranks, training=case.training, device="cuda")
+    for _ in step:
+        pass
 
 
 def on_steps(cases: dict[str, Case]) -> dict[str, int]:
-    return {name: take_step(case, name) for name, case in cases.items()}
+    """A step of each case in a phase of its name; bytes of the models."""
+    sizes = {}
+    for name, case in cases.items():
+        model = built(case)
+        sizes[name] = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        with phase(name):
+            take_step(model, case)
+        del model
+    return sizes
 
 
 def test_peaks_are_predicted_within_five_percent() -> None:
@@ -167,7 +178,7 @@ def test_compiled_peaks_are_predicted_within_five_percent(checkpointing: bool) -
     memory = run_on_stub(on_steps, {"step": case}, timeout=600, env=cache()).peak("step")
     ratio = predicted(case) / (memory.allocated - memory.before)
     assert 0.95 < ratio < 1.05, ratio
-    assert predicted(case) < 0.9 * predicted(replace(case, compiled=False))
+    assert predicted(case) < 0.95 * predicted(replace(case, compiled=False))
 
 
 # --- what fits
@@ -175,15 +186,18 @@ def test_compiled_peaks_are_predicted_within_five_percent(checkpointing: bool) -
 BOUNDS = {
     "many rows": Case((5, 4, 15, 18, 32), depth=4),
     "long rows": Case((1, 4, 16, 64, 64), checkpointing=False, depth=2),
+    "a third of all in one block": Case((4, 4, 5, 40, 40)),
+    "on two ranks": Case((2, 4, 30, 32, 40), ranks=2, depth=4),
 }
 ABOVE = 0.9  # of the bytes at the peak: what is well above a bound
 
 
 def on_bound(case: Case) -> bool:
-    """Whether two steps have room."""
+    """Whether three steps have room."""
     try:
-        for name in ("first", "second"):
-            take_step(case, name)
+        model = built(case)
+        for _ in range(3):
+            take_step(model, case)
     except torch.OutOfMemoryError:
         return False
     return True
