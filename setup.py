@@ -23,6 +23,7 @@ setup(
         "beautifulsoup4",  # with ftfy: diffusers' cleaning of captions
         "einops",
         "fabric",  # ssh as colossalai run does it
+        "fonttools",  # which characters a font has
         "huggingface_hub",
         "ftfy",
         "matplotlib",
@@ -42,6 +43,7 @@ setup(
     extras_require={
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27"],
         "flash-attn": ["flash-attn>=2.5"],
+        "fonts": ["cvttf-notosanscjk-regular==1.0"],  # Noto Sans CJK, for the prompts on contact sheets
         "test": [
             "codespell[toml]==2.4.3",
             "hypothesis",

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of shells: 128 and the number of SIGINT."""
+PATIENCE = 20.0  # seconds that ranks take at most to exit after an error
 OF_RANK = {"of_rank": True}
 """``extra=`` of a warning about what this rank alone has seen: it is shown by ranks other than the first, too."""
 
@@ -35,6 +36,8 @@ def told_errors() -> Iterator[None]:
         if is_first and not getattr(error, "is_logged", False):
             rank = os.environ.get("RANK")
             print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        if not is_first:
+            _leave_after_the_first()
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -43,28 +46,37 @@ def told_errors() -> Iterator[None]:
 def tell_launcher(reason: str) -> bool:
     """Give ``torchrun`` the reason why this process will fail; returns whether it is the first of its host to do so.
 
-    torchrun prints what every rank gives, and last what was given first. So that a reason which is the same for all
-    stands there once, later ranks refer to the first. Without torchrun, every process is the first.
+    The last lines of torchrun are the reason that was given first. Without torchrun, every process is the first.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return True
-    if os.path.exists(file):
-        return False
 
-    now = int(time.time())
-    of_host = Path(file).parent.parent / "first_error"  # torchrun has a folder for each attempt, and in it one per rank
     try:
-        with of_host.open("x") as first:
-            first.write(os.environ.get("RANK", ""))
+        with _first_of_host(file).open("x") as first:
+            first.write(str(os.getpid()))
         is_first = True
-    except OSError:
-        is_first = False
-    message = {"message": reason, "timestamp": now}
-    if not is_first:
-        message = {"message": "ended after the failure that is shown as the root cause", "timestamp": now + 1}
-    Path(file).write_text(json.dumps(message))
+    except FileExistsError:
+        is_first = _first_of_host(file).read_text() == str(os.getpid())
+    if not os.path.exists(file):
+        timestamp = int(time.time()) + (not is_first)
+        Path(file).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
     return is_first
+
+
+def _first_of_host(file: str) -> Path:
+    """Who has failed first: torchrun has a folder for each attempt, and in it one for each rank of the host."""
+    return Path(file).parent.parent / "first_to_fail"
+
+
+def _leave_after_the_first() -> None:
+    """Let the first rank of this host that fails be the first to exit: torchrun then ends the others by SIGTERM, and
+    its report has that failure alone."""
+    text = _first_of_host(os.environ["TORCHELASTIC_ERROR_FILE"]).read_text()
+    deadline = time.monotonic() + PATIENCE
+    while text.isdigit() and os.path.exists(f"/proc/{text}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)  # for SIGTERM
 
 
 def interrupts_end_at_once() -> None:

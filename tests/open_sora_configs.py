@@ -226,7 +226,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         ("t5", {}, {"text_encoder.type": "t5"})],
     "text_encoder.model_max_length": [(200, {}, {"text_encoder.max_length": 200, "model.model_max_length": 200,
         "text_encoder.clean_captions": True})],
-    "text_encoder.shardformer": [(True, {}, {"text_encoder.dtype": "bf16"}), (False, {}, {"text_encoder.dtype": None})],
+    "text_encoder.shardformer": [(True, {}, {"text_encoder.dtype": "fp16"}), (False, {}, {"text_encoder.dtype": None})],
     "scheduler.type": [("iddpm-speed", {}, {"scheduler.type": "iddpm"}), ("dpm-solver", {}, "num_sampling_steps=100")],
     "lr": [(1e-4, {}, {"optimizer.lr": 1e-4}), (1e-4, {"optimizer.lr": 1.0}, "got both lr")],
     "adam_eps": [(1e-15, {}, {"optimizer.eps": 1e-15})],

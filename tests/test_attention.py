@@ -6,13 +6,15 @@ import importlib.machinery
 import logging
 import sys
 import types
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
 from opensora_sp.config.schema import check_values
 from opensora_sp.models import attention as module
-from opensora_sp.models import build_model
+from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention
 from opensora_sp.models.stdit3 import STDiT3Config
 from opensora_sp.weights import check_model_config, write_model_config
@@ -188,14 +190,131 @@ def test_many_packed_samples_go_in_several_calls(flash: StandIn, monkeypatch: py
     assert flash.calls == ["varlen", "varlen"]  # the two in the middle have no query
 
 
-def test_torchs_own_varlen_attention(flash: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first seven arguments are those of flash-attn; on CPU it is not asked."""
-    monkeypatch.setattr(module, "_torch_varlen", lambda: flash.flash_attn_varlen_func)
-    for case in PACKED:
+class OnCpu:
+    """torch's operators for packed tokens, which have kernels on CUDA only, computed by the reference on CPU.
+
+    ``calls`` counts them, forward and backward. The derivative that leads from one to the other is autograd's own.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.library = torch.library.Library("aten", "IMPL")
+        for kind in ("flash", "efficient"):
+            for direction in ("forward", "backward"):
+                function = partial(getattr(self, f"{kind}_{direction}"))
+                self.library.impl(f"_{kind}_attention_{direction}", function, "CPU")
+
+    def flash_forward(self, q, k, v, q_edges, k_edges, longest_q, longest_k, dropout, causal, debug, **more):
+        assert not (dropout or causal or debug or any(value is not None for value in more.values()))
+        self.calls["flash forward"] += 1
+        empty = q.new_zeros(0, dtype=torch.float32)
+        return self.forward(q, k, v, q_edges, k_edges, longest_q, longest_k), empty, empty, empty, empty
+
+    def flash_backward(self, grad, q, k, v, out, lse, q_edges, k_edges, *args, **more):
+        self.calls["flash backward"] += 1
+        return self.backward(grad, q, k, v, q_edges, k_edges)
+
+    def efficient_forward(self, q, k, v, bias, q_edges, k_edges, longest_q, longest_k, dropout, mask, lse, **more):
+        assert lse and not (dropout or mask) and bias is None
+        self.calls["efficient forward"] += 1
+        out = self.forward(q[0], k[0], v[0], q_edges, k_edges, longest_q, longest_k)
+        seed = torch.zeros((), dtype=torch.int64)
+        return out[None], q.new_zeros(0, dtype=torch.float32), seed, seed, longest_q, longest_k
+
+    def efficient_backward(self, grad, q, k, v, bias, out, q_edges, k_edges, *args, **more):
+        self.calls["efficient backward"] += 1
+        grads = self.backward(grad[0], q[0], k[0], v[0], q_edges, k_edges)
+        return *(z[None] for z in grads), torch.empty(0)
+
+    def forward(self, q, k, v, q_edges, k_edges, longest_q, longest_k):
+        assert q_edges.dtype == k_edges.dtype == torch.int32
+        lengths = [edges.diff().tolist() for edges in (q_edges, k_edges)]
+        assert [max(one) for one in lengths] == [longest_q, longest_k]
+        return attention(q, k, v, lengths=tuple(lengths), backend="reference")
+
+    def backward(self, grad, q, k, v, q_edges, k_edges):
+        grads = [torch.zeros_like(z, dtype=torch.float32) for z in (q, k, v)]
+        for i in range(len(q_edges) - 1):
+            of_q, of_k = slice(*q_edges[i : i + 2].tolist()), slice(*k_edges[i : i + 2].tolist())
+            weights = torch.einsum("qhd,khd->hqk", q[of_q].float(), k[of_k].float()).mul(WIDTH**-0.5).softmax(-1)
+            grad_weights = torch.einsum("qhd,khd->hqk", grad[of_q].float(), v[of_k].float())
+            grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True)) * WIDTH**-0.5
+            grads[0][of_q] = torch.einsum("hqk,khd->qhd", grad_scores, k[of_k].float())
+            grads[1][of_k] = torch.einsum("hqk,qhd->khd", grad_scores, q[of_q].float())
+            grads[2][of_k] = torch.einsum("hqk,qhd->khd", weights, grad[of_q].float())
+        return [z.to(q.dtype) for z in grads]
+
+
+@pytest.fixture
+def on_cpu() -> OnCpu:
+    operators = OnCpu()
+    yield operators
+    operators.library._destroy()
+
+
+@pytest.mark.parametrize("piece", [2, 3, 1024])
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_torchs_own_kernels_take_unequal_samples_in_one_call(
+    flash: StandIn, on_cpu: OnCpu, kind: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, however the queries are cut into pieces."""
+    monkeypatch.setattr(packing, "PIECE", piece)
+    kernel = getattr(module.varlen, kind)
+    monkeypatch.setattr(module, "_varlen_kernel", lambda backend, q: kernel if backend.name == "sdpa" else None)
+    unequal = [case for case in PACKED if len(set(zip(*case, strict=True))) > 1 and sum(case[0])]
+    for case in [*unequal, ([9, 0, 4, 5], [2, 3, 2, 1]), ([6, 6], [1, 2]), ([7, 0], [2, 3])]:
+        on_cpu.calls.clear()
         assert_equal_to_definition(case, "sdpa", torch.bfloat16, 6e-2)
-    assert flash.calls == ["varlen"] * 3
-    assert_equal_to_definition(PACKED[1], "sdpa")  # float64: sample by sample
-    assert flash.calls == ["varlen"] * 3
+        pieces = packing.Packing(*case).pieces(HEADS, 1)
+        assert on_cpu.calls == ({} if pieces.are_equal else {f"{kind} forward": 1, f"{kind} backward": 1}), case
+
+
+def test_gradients_of_repeated_keys_are_rounded_once() -> None:
+    """Sums over the pieces of a sample are those in fp32, rounded; adding piece by piece is off by much more."""
+    pieces = packing.Pieces((4,) * 300 + (5,), (3,) * 300 + (2,), ((3, 300), (2, 1), (4, 0)))
+    z = torch.zeros(9, HEADS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.rand(902, HEADS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pieces.repeat(z).backward(grad)
+    wanted = torch.cat([grad[:900].float().unflatten(0, (300, 3)).sum(0), grad[900:].float(), torch.zeros(4, 2, 8)])
+    assert torch.equal(z.grad, wanted.bfloat16())
+
+
+PUBLIC = [(16, 256), (64, 1024), (15, 1590), (30, 3600)]  # frames, patches of a frame
+
+
+@pytest.mark.parametrize(("frames", "patches"), PUBLIC)
+def test_public_shapes_fill_an_h100(frames: int, patches: int) -> None:
+    """One caption of 300 tokens, 16 heads, 132 multiprocessors: blocks of the backward pass, on every rank."""
+    for ranks in (1, 8):
+        for rows, length in ((frames, patches), (patches, frames)):
+            for held in {rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)}:
+                pieces = packing.Packing([held * length], [300]).pieces(16, 132)
+                assert len(pieces.queries) * 16 * 3 >= 132
+                assert max(pieces.queries) <= 1024 and pieces.are_equal
+
+
+def test_pieces_hold_all_tokens_and_few_of_them_are_small() -> None:
+    for queries in [*range(1, 400), 1023, 1024, 1025, 7919, 65536]:
+        for keys, processors in ((1, 132), (300, 1), (300, 132), (7919, 132)):
+            cut = packing.Packing([queries, 0], [keys, 5]).pieces(16, processors).queries
+            assert sum(cut) == queries
+            assert len(cut) == 1 if keys >= queries else max(cut) <= 1024
+            assert len(cut) == 1 or min(cut) >= packing.TILE // 2
+
+
+def test_edges_are_laid_out_once_for_all_blocks(flash: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward, backward and recompute; those of windows, too."""
+    made = []
+    real = packing.accumulate
+    monkeypatch.setattr(packing, "accumulate", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
+    options = dict(hidden_size=48, depth=3, num_heads=2, caption_channels=4, model_max_length=3, kernel_size=(2, 2, -1))
+    model = build_model("STDiT3", **options, attention="flash").bfloat16()
+    model.set_grad_checkpoint(True)
+    x, y = torch.randn(2, 4, 2, 6, 6), torch.randn(2, 1, 3, 4)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    model(x, torch.tensor([10.0, 900.0]), y, mask).sum().backward()
+    assert flash.calls.count("varlen") == 2 * 3 * (2 + 1)  # cross-attention of 2 blocks and windows of one, 3 pairs
+    assert len(made) == 2 * 3  # edges of queries and of keys: of the text in either layout, of the windows
 
 
 def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,6 +332,32 @@ def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
         "attention backend: torch SDPA (the tensors are not on a GPU)",
         "attention backend: explicit softmax (asked for)",
     ]
+
+
+def test_flash_attn_adds_in_order_where_that_is_asked_for(flash: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old one, which cannot, is refused by its name."""
+    asked = []
+    case = ([3, 1], [2, 2])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(
+            ValueError, match="got attention 'flash', but this flash-attn has no deterministic backward"
+        ):
+            assert_equal_to_definition(case, "flash", torch.float16, 1e-2)
+
+        for name in ("flash_attn_func", "flash_attn_varlen_func"):
+            older = getattr(flash, name)
+
+            def newer(*args, older=older, deterministic=False):
+                asked.append(deterministic)
+                return older(*args)
+
+            monkeypatch.setattr(flash, name, newer)
+        for one in (case, (3, 5, 5)):
+            assert_equal_to_definition(one, "flash", torch.float16, 1e-2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -256,3 +401,17 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
 
 def test_configs_know_the_backend() -> None:
     assert check_values("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
+
+
+def test_chunks_of_the_definition_add_gradients_of_keys_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 chunks of queries: as many additions to the gradient of each key and value."""
+    tensors = [drawn((1, length, 1, 8), seed, torch.float32) for seed, length in enumerate((1024, 4, 4))]
+    weights = drawn((1, 1024, 1, 8), 3, torch.float32) + 1
+    found = []
+    for dtype, most in ((torch.float32, MAX_SCORES), (torch.bfloat16, 4)):
+        monkeypatch.setattr(module, "MAX_SCORES", most)
+        q, k, v = (z.bfloat16().to(dtype).requires_grad_() for z in tensors)
+        (_explicit(q, k, v) * weights.to(dtype)).sum().backward()
+        found.append((q.grad, k.grad, v.grad))
+    for exact, rounded in zip(*found, strict=True):
+        assert (rounded - exact).norm() < 0.01 * exact.norm()

@@ -5,8 +5,11 @@ The functions that run under the stub are at the top level of this file; their n
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
-from cuda_stub import build, phase, requires_stub, run_on_stub
+from cuda_stub import Recording, build, phase, requires_stub, run_on_stub
 
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import attention
@@ -70,3 +73,66 @@ def test_inductor_compiles_the_blocks() -> None:
         assert any(kernel.startswith("triton_") for kernel in kernels), kernels
         assert not any("softmax" in kernel for kernel in kernels), kernels
     assert recording.in_phase("eager").kernels()["pytorch_flash::flash_fwd_kernel"] == 1
+
+
+def on_cross_attention(queries: list[int], keys: list[int], dtype_name: str = "bfloat16") -> None:
+    """Forward and backward from tokens to text, with the heads of STDiT3-XL/2."""
+    dtype = getattr(torch, dtype_name)
+    q, k, v = (
+        torch.zeros(tokens, 16, 72, device="cuda", dtype=dtype, requires_grad=True)
+        for tokens in (sum(queries), sum(keys), sum(keys))
+    )
+    phase("forward")
+    out = attention(q, k, v, lengths=(queries, keys))
+    phase("backward")
+    out.backward(torch.ones_like(out))
+
+
+def attention_blocks(recording: Recording, kernel: str) -> list[int]:
+    """Blocks of threads of each launch of such a kernel."""
+    return [math.prod(launch.grid) for launch in recording.launches if kernel in launch.name]
+
+
+@pytest.mark.parametrize(("frames", "patches"), [(16, 256), (64, 1024), (15, 1590), (30, 3600)])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_one_caption_fills_the_device_in_backward(frames: int, patches: int, ranks: int) -> None:
+    """What the first rank holds of one clip; the kernel of 128 keys, 16 heads and 132 multiprocessors."""
+    held = frames // ranks * patches
+    recording = run_on_stub(on_cross_attention, [held], [300])
+
+    (blocks,) = attention_blocks(recording, "flash_bwd_dq_dk_dv")
+    assert blocks >= 132
+    # Keys are not copied for the pieces; their gradients are summed over these.
+    assert not any("copy" in name for name in recording.in_phase("forward").kernels())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_unequal_captions_take_one_call(dtype: str) -> None:
+    recording = run_on_stub(on_cross_attention, [16384] * 4, [100, 200, 250, 300], dtype)
+
+    forward, backward = ("flash_fwd", "flash_bwd_dq") if dtype == "bfloat16" else ("fmha_cutlassF", "fmha_cutlassB")
+    assert len(attention_blocks(recording, forward)) == len(attention_blocks(recording, backward)) == 1
+    assert all(blocks >= 132 for blocks in attention_blocks(recording, backward))
+    assert not [copy for copy in recording.copies if copy.blocking]
+    assert not recording.syncs
+
+
+def on_two_depths() -> None:
+    """A step in which recomputation asks for the text again."""
+    for depth in (1, 3):
+        model = build_model("STDiT3", **SMALL | dict(depth=depth)).cuda().bfloat16()
+        model.set_grad_checkpoint(True)
+        phase(f"depth {depth}")
+        step(model, TEXTS)
+        phase("next")
+
+
+def test_blocks_copy_nothing_to_the_device() -> None:
+    recording = run_on_stub(on_two_depths)
+
+    copies = {depth: recording.in_phase(f"depth {depth}").copies for depth in (1, 3)}
+    from_host = {depth: [copy.where for copy in copies[depth] if copy.kind == "H2D"] for depth in copies}
+    assert from_host[1] == from_host[3]
+    edges = [copy for copy in copies[3] if "packing.py" in copy.where]
+    assert len(edges) == 2  # one of either layout
+    assert not any(copy.blocking for copy in edges)

@@ -208,7 +208,7 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(config: Path, tmp_path: Path, j
     if ALL:
         stuck = next(line for line in text.splitlines() if "rank 0 has waited 8 s (collective_timeout)" in line)
         assert "all_reduce(tensor [3] int32), number" in stuck and "training/batch.py" in stuck
-        assert "ranks [0] came, there did not come: rank 1, which has begun" in stuck
+        assert "ranks [0] joined, missing: rank 1, which has begun" in stuck
         assert "tests/faulty.py" in stuck  # where rank 1 stands
     assert "rank 0 stops: rank 1 has given no sign of life for 5 s (peer_timeout)" in text
     assert text.count("resumed from") >= 3 and "at step 3" in text

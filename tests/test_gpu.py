@@ -59,6 +59,37 @@ def test_attention_backends_agree(dtype: torch.dtype, backend: str) -> None:
             torch.testing.assert_close(a.grad.double(), b.grad, rtol=2 * tolerance, atol=2 * tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "lengths", [([4096], [300]), ([2990], [300]), ([3000, 0, 2001], [300, 7, 120]), ([2048, 2048], [80, 80])], ids=str
+)
+def test_captions_in_pieces(lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+    """torch's kernels for packed tokens, and keys that several pieces share, forward and backward."""
+    tolerance = 4e-2 if dtype == torch.bfloat16 else 1e-4
+    tokens = sum(lengths[0]), sum(lengths[1]), sum(lengths[1])
+    exact = [torch.randn(n, 16, 72, device="cuda", dtype=torch.float64, requires_grad=True) for n in tokens]
+    ours = [z.detach().to(dtype).requires_grad_() for z in exact]
+    found = attention(*ours, lengths=lengths, backend="sdpa")
+    wanted = attention(*exact, lengths=lengths, backend="reference")
+    probe = torch.randn_like(wanted)
+    (found * probe.to(dtype)).sum().backward()
+    (wanted * probe).sum().backward()
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    for a, b in zip(ours, exact, strict=True):
+        assert (a.grad.double() - b.grad).norm() <= tolerance * b.grad.norm()
+
+
+def test_deterministic_gradients_are_the_same_bits() -> None:
+    q, k, v = (torch.randn(4, 1024, 16, 72, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [torch.autograd.grad(attention(q, k, v).float().square().sum(), (q, k, v)) for _ in range(10)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
+
+
 def test_compiled_blocks_on_cuda() -> None:
     """With inductor, in bf16, as plain ones."""
     model = build_model("STDiT3", hidden_size=144, depth=2, num_heads=2, caption_channels=8, model_max_length=6)

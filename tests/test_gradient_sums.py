@@ -7,11 +7,13 @@ does the same on the CPU, whose own kernels accumulate wider.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cuda_stub import phase, requires_stub, run_on_stub
 from functorch.compile import make_boxed_func
 from ranks import run_ranks
@@ -22,10 +24,13 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
+from opensora_sp.models.attention import choose_backend
 from opensora_sp.models.conditioning import Condition, Text
 from opensora_sp.models.rows import SPATIAL, TEMPORAL, PatchGrid, Rows
 from opensora_sp.models.take import take
 from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
+from opensora_sp.plugin import SequenceParallelPlugin
+from opensora_sp.plugin._colossalai import Booster
 
 pytestmark = pytest.mark.core
 
@@ -168,10 +173,12 @@ def cases() -> Iterator[tuple[nn.Module, tuple[int, ...], dict[str, Any]]]:
     yield some("STDiT3", **windows, use_cond=True), (2, 3, 4, 6), conditions
 
 
-def assert_nothing_is_added_by_index(arrange: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
+def assert_nothing_is_added_by_index(
+    arrange: Callable[[nn.Module], nn.Module] = lambda model: model, recomputing: tuple[bool, ...] = (False, True)
+) -> None:
     for model, size, more in cases():
         arrange(model)
-        for recomputed in (False, True):
+        for recomputed in recomputing:
             model.set_grad_checkpoint(recomputed)
             with RoundedAdds() as adds:
                 step(model, size, **more)
@@ -185,7 +192,7 @@ def test_no_backward_adds_by_index() -> None:
 def on_ranks() -> None:
     cost.FLOPS_PER_ELEMENT, modes.MIN_CHUNK_TOKENS = 0, 1
     mesh = SequenceMesh(sp_size=3)  # 2 samples: the second rank holds parts of both
-    assert_nothing_is_added_by_index(lambda model: parallelize(model, mesh, overlap_chunks=2))
+    assert_nothing_is_added_by_index(lambda model: parallelize(model, mesh, overlap_chunks=2), (True,))
 
 
 def test_no_backward_adds_by_index_on_ranks() -> None:
@@ -263,8 +270,9 @@ def test_no_compiled_backward_adds_by_index() -> None:
         decompositions=select_decomp_table(),
     )
     block = some("STDiT3").temporal_blocks[0]
-    for batch, start, stop in ((1, 0, 4), (2, 0, 8), (3, 2, 10)):
-        grid = PatchGrid(num_samples=batch, latent_size=(3, 2, 2), patch_size=(1, 1, 1))
+    attention = choose_backend("auto", torch.device("cpu"), torch.bfloat16, 12)
+    for batch, start, stop in ((2, 0, 8), (3, 2, 10)):
+        grid = PatchGrid(batch, latent_size=(3, 2, 2), patch_size=(1, 1, 1), attention=attention)
         rows = grid.rows(TEMPORAL).take(start, stop)
         modulation = torch.randn(batch, 2, 6, 24, dtype=torch.bfloat16, requires_grad=True)
         given = torch.tensor([[True, False, False]]).repeat(batch, 1)
@@ -335,4 +343,88 @@ def compiled_on_the_device() -> list[str]:
 def test_generated_kernels_add_nothing_by_atomics() -> None:
     sources = run_on_stub(compiled_on_the_device, timeout=300).result
     assert len(sources) == 4 and all("@triton.jit" in source for source in sources)
-    assert not [source for source in sources if "atomic" in source]
+    # Inductor has no atomics for bf16: it calls aten's operators instead, which use them.
+    adding = re.compile(r"atomic|index_put_\(.*True|index_add|scatter_add")
+    assert not [found for source in sources if (found := adding.findall(source))]
+
+
+def weight_gradients_on_the_device() -> None:
+    """As in a custom training loop on one GPU; in bf16 and fp16."""
+    mesh = SequenceMesh()
+    for dtype in (torch.bfloat16, torch.float16):
+        model = parallelize(some("STDiT3").to(dtype).cuda(), mesh)
+        x, y = torch.randn(1, 4, 3, 4, 6).cuda(), torch.randn(1, 1, 6, 8).cuda()
+        with phase("forward"):
+            loss = model(x, torch.tensor([10.0]).cuda(), y).square().sum()
+        with phase("backward"):
+            loss.backward()
+
+
+def plain_product_on_the_device() -> None:
+    a = torch.randn(64, 64, dtype=torch.bfloat16).cuda()
+    a @ a
+
+
+@requires_stub
+def test_matrix_products_add_partial_sums_in_fp32() -> None:
+    assert any(gemm.reduced_precision for gemm in run_on_stub(plain_product_on_the_device).gemms)
+    found = run_on_stub(weight_gradients_on_the_device)
+    backward = found.in_phase("backward").gemms
+    assert len(backward) > 100 and not any(gemm.reduced_precision for gemm in backward)
+    # torch 2.5 has no setting for products with a bias, whose sums are over channels.
+    calls = {gemm.call for gemm in found.in_phase("forward").gemms if gemm.reduced_precision}
+    assert calls <= {"cublasLtMatmul"}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_mesh_switches_reduced_precision_off(name: str) -> None:
+    matmul, setting = torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction"
+    setattr(matmul, setting, True)
+    SequenceMesh()
+    assert getattr(matmul, setting) is False
+
+
+def norm_of_bf16_gradients() -> None:
+    """As ZeRO finds it, of gradients that sums of squares in bf16 would stagnate on."""
+    model = nn.Linear(512, 512, bias=False).bfloat16()
+    plugin = SequenceParallelPlugin(stage=2, precision="bf16", max_norm=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    optimizer.backward(model(x).float().sum())
+    shards = [grad for s in optimizer.pg_to_grad_store.values() for grad in s.get_working_grads_by_group_id(0)]
+    assert {grad.dtype for grad in shards} == {torch.bfloat16}
+
+    squares = sum(grad.double().square().sum() for grad in shards)
+    dist.all_reduce(squares)
+    optimizer.step()
+    assert optimizer.get_grad_norm() == pytest.approx(squares.sqrt().item(), rel=1e-6)
+
+
+def test_the_gradient_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
+    run_ranks(2, norm_of_bf16_gradients)
+
+
+def reduced_over_ranks(communication_dtype: torch.dtype | None) -> float:
+    """Relative error of the mean over the ranks of bf16 gradients."""
+    model = nn.Linear(512, 64, bias=False).bfloat16()
+    plugin = SequenceParallelPlugin(stage=2, precision="bf16", communication_dtype=communication_dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    weight = model.unwrap().weight
+    (own,) = torch.autograd.grad(model(x).square().float().sum(), weight)
+    exact = own.double() / dist.get_world_size()
+    dist.all_reduce(exact)
+
+    optimizer.backward(model(x).square().float().sum())
+    (shard,) = next(iter(optimizer.pg_to_grad_store.values())).get_working_grads_by_group_id(0)
+    size = len(shard)
+    return relative_error(shard, exact.flatten()[dist.get_rank() * size :][:size])
+
+
+def test_reduction_over_ranks_rounds_once_with_fp32_communication() -> None:
+    rounded = run_ranks(8, reduced_over_ranks, None)
+    once = run_ranks(8, reduced_over_ranks, torch.float32)
+    assert max(rounded) < 0.006
+    assert max(once) < 0.0025 and max(once) < 0.7 * max(rounded), (once, rounded)

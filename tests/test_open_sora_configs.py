@@ -47,7 +47,8 @@ def test_training_configs_load_as_they_are(tmp_path: Path) -> None:
     second = load_train_config(tmp_path / "v11.py", ["dataset.manifest=x.csv"])
     assert second.model["qk_norm_legacy"] is True and second.model["model_max_length"] == 200
     assert second.scheduler["type"] == "iddpm" and second.num_frames == 16 and second.batch_size == 2
-    assert second.text_encoder["dtype"] == second.vae["dtype"] == "bf16" and second.text_encoder["clean_captions"]
+    assert second.text_encoder["dtype"] == "fp16" and second.vae["dtype"] == "bf16"
+    assert second.text_encoder["clean_captions"]
     assert second.mask_ratios is not None and second.mask_ratios["quarter_head"] == 0.1
     third = load_train_config(tmp_path / "v12.py", ["dataset.data_path=x.csv", "lr=3e-4"])
     assert third.freeze == ("y_embedder.*",) and third.epochs == 1 and third.warmup_steps == 1000

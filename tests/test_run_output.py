@@ -1,4 +1,4 @@
-"""What a run prints: each message once for any number of ranks, last lines, user errors, no carriage returns."""
+"""What a run prints: each message once for all ranks, its last lines, user errors, no carriage returns."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: list) ->
         assert re.search(
             r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*test_watch.py:\d+ \(stuck\)", lines[0]
         )
-        absent = r"ranks \[0\] came, there did not come: rank 1, which has begun \d+ and stands at .*\(wait_until\)"
+        absent = r"ranks \[0\] joined, missing: rank 1, which has begun \d+ and stands at .*\(wait_until\)"
         assert re.search(absent, lines[0])
 
 

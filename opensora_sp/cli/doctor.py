@@ -10,6 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from opensora_sp.device_checks import Examination
     from opensora_sp.launching.doctor import Diagnosis
     from opensora_sp.launching.examine import Check
 
@@ -25,13 +26,25 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--master-port", type=int, default=29500, metavar="N", help="as for launchers (default: 29500)")
     parser.add_argument("--no-collective", dest="collective", action="store_false", help="start no ranks")
     parser.add_argument("--json", action="store_true", help="the same as JSON, with what must be equal on all hosts")
+    parser.add_argument(
+        "--device",
+        nargs="?",
+        const="cuda",
+        choices=["cuda", "cpu"],
+        help="compare what this machine's GPUs compute with the CPU, in two minutes, instead of the above; with --json "
+        "for an issue. cpu runs the same checks, small, without a GPU",
+    )
     parser.add_argument("--master-addr", help=argparse.SUPPRESS)  # how a doctor asks those of other hosts
     parser.add_argument("--no-port", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what was found; exits with 1 where a run would not start."""
+    """Print what was found; exits with 1 where a run would not start, or a check of the device fails."""
+    if args.device is not None:
+        _run_device(args)
+        return
+
     from opensora_sp.launching.doctor import diagnose, diagnose_here  # takes seconds, which --help need not
 
     if args.hostfile is not None:
@@ -42,6 +55,35 @@ def run(args: argparse.Namespace) -> None:
     sys.stdout.write((json.dumps(found.to_dict(), indent=1) if args.json else table(found)) + "\n")
     if not found.ok:
         sys.exit(1)
+
+
+def _run_device(args: argparse.Namespace) -> None:
+    from opensora_sp.device_checks import examine_device, setup_for
+
+    if args.hostfile is not None:
+        raise ValueError("got --device and --hostfile; expected one of them; run --device on each host")
+    found = examine_device(setup_for(args.device))
+    sys.stdout.write((json.dumps(found.to_dict(), indent=1) if args.json else device_table(found)) + "\n")
+    if not found.ok:
+        sys.exit(1)
+
+
+def device_table(found: Examination) -> str:
+    """A line for each finding: what was measured, what is allowed, the verdict; below it why it is not good."""
+    width = max(len(finding.name) for finding in found.findings)
+    lines = [found.device, f"  {'check':{width}}  {'got':>12}  {'bound':>12}  verdict"]
+    for finding in found.findings:
+        sign = ">=" if finding.at_least else "<="
+        bound = "-" if finding.bound is None else f"{sign} {finding.bound:.3g}"
+        got = "-" if finding.got is None else f"{finding.got:.3g} {finding.unit}".strip()
+        lines.append(f"  {finding.name:{width}}  {got:>12}  {bound:>12}  {finding.verdict}")
+        if finding.note and finding.verdict != "ok":
+            lines.append(f"    -> {finding.note}")
+
+    wrong = sum(finding.verdict == "FAIL" for finding in found.findings)
+    total = f"{sum(found.seconds.values()):.0f} s"
+    verdict = f"{wrong} of {len(found.findings)} findings failed" if wrong else "no finding failed"
+    return "\n".join([*lines, "", f"{verdict}, {total}"])
 
 
 def table(diagnosis: Diagnosis) -> str:

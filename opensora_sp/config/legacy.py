@@ -191,8 +191,8 @@ RULES: tuple[Rule, ...] = (
         ("clip", "classes"), "models here are told of T5's features; write text_encoder=dict(type='t5', ...)")),
     Rule("text_encoder.model_max_length", "text_encoder.max_length", also=_text,
          note="of the model, too, and captions are cleaned, as there"),
-    Rule("text_encoder.shardformer", "text_encoder.dtype", inert=(None, False), value={True: "bf16"},
-         note="16 bits, as shardformer made it"),
+    Rule("text_encoder.shardformer", "text_encoder.dtype", inert=(None, False), value={True: "fp16"},
+         note="as the release's shardformer left it: .half()"),
     # diffusion
     Rule("scheduler.type", "scheduler.type", value={"iddpm-speed": "iddpm"},
          note="timesteps are drawn evenly, which takes more steps to the same loss",

@@ -189,6 +189,9 @@ class TrainConfig(Common):
     )
     grad_clip: float = Field(0.0, ge=0, description="Largest norm of the gradients; 0 leaves them alone.")
     grad_checkpoint: bool = Field(False, description="Recompute in backward, to save memory.")
+    deterministic: bool = Field(
+        False, description="Sum in a fixed order on CUDA, so that the same step gives the same bits; slower."
+    )
     ema_decay: float = Field(0.999, ge=0, lt=1, description="Decay of the averaged weights, per step.")
     log_every: int = Field(1, ge=1, description="Steps from one line of the log to the next.")
     ckpt_every: int = Field(1000, ge=1, description="Steps from one checkpoint to the next; the last step has one too.")
@@ -215,7 +218,10 @@ class TrainConfig(Common):
         60.0, ge=5, description="Seconds without a word from another rank after which a rank ends."
     )
     collective_timeout: float = Field(
-        1800.0, gt=0, description="Seconds after which a collective that some rank has not come to ends the run."
+        1800.0,
+        gt=0,
+        description="Seconds after which a collective that some rank has not joined ends the run; "
+        "process groups time out 60 s later.",
     )
     grace_time: float = Field(
         300.0, gt=0, description="Seconds that a run which was asked to stop has for its last step and checkpoint."

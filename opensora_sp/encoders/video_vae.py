@@ -10,7 +10,7 @@ Legend: B samples, C channels (c of latents), T frames, f latent frames, H x W h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 Triple = tuple[int, int, int]
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {"swish": F.silu, "relu": F.relu}  # by the release's names
 
 
 class CausalConv3d(nn.Module):
@@ -59,10 +61,18 @@ class CausalConv3d(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Twice norm, SiLU, convolution, added to the input; ``conv3`` fits the input where the channels change."""
+    """Twice norm, activation, convolution, added to the input; ``conv3`` fits the input where the channels change."""
 
-    def __init__(self, in_channels: int, out_channels: int, num_groups: int, shortcut_kernel: int = 1) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_groups: int,
+        shortcut_kernel: int = 1,
+        activate: Activation = F.silu,
+    ) -> None:
         super().__init__()
+        self.activate = activate
         self.norm1 = nn.GroupNorm(num_groups, in_channels)
         self.conv1 = CausalConv3d(in_channels, out_channels, bias=False)
         self.norm2 = nn.GroupNorm(num_groups, out_channels)
@@ -72,14 +82,17 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = self.conv3(x) if hasattr(self, "conv3") else x
-        x = self.conv1(F.silu(self.norm1(x)))
-        return shortcut + self.conv2(F.silu(self.norm2(x)))
+        x = self.conv1(self.activate(self.norm1(x)))
+        return shortcut + self.conv2(self.activate(self.norm2(x)))
 
 
-def res_blocks(number: int, in_channels: int, out_channels: int, num_groups: int) -> nn.Sequential:
+def res_blocks(
+    number: int, in_channels: int, out_channels: int, num_groups: int, activate: Activation
+) -> nn.Sequential:
     """``number`` residual blocks, of which the first changes the channels."""
     inputs = [in_channels] + [out_channels] * (number - 1)
-    return nn.Sequential(*(ResBlock(channels, out_channels, num_groups) for channels in inputs))
+    blocks = (ResBlock(channels, out_channels, num_groups, activate=activate) for channels in inputs)
+    return nn.Sequential(*blocks)
 
 
 class Encoder(nn.Module):
@@ -93,18 +106,20 @@ class Encoder(nn.Module):
         halves: Sequence[bool],
         depth: int,
         groups: int,
+        activate: Activation,
     ) -> None:
         super().__init__()
+        self.activate = activate
         entering = [widths[0], *widths[:-1]]
         self.conv_in = CausalConv3d(in_channels, widths[0], bias=False)
         self.block_res_blocks = nn.ModuleList(
-            res_blocks(depth, before, width, groups) for before, width in zip(entering, widths, strict=True)
+            res_blocks(depth, before, width, groups, activate) for before, width in zip(entering, widths, strict=True)
         )
         self.conv_blocks = nn.ModuleList(
             CausalConv3d(width, width, stride=2) if half else nn.Identity()
             for width, half in zip(widths[:-1], halves, strict=True)
         )
-        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups)
+        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
         self.norm1 = nn.GroupNorm(groups, widths[-1])
         self.conv2 = CausalConv3d(widths[-1], out_channels, 1)
 
@@ -115,7 +130,7 @@ class Encoder(nn.Module):
             if level < len(self.conv_blocks):
                 x = self.conv_blocks[level](x)
         x = self.res_blocks(x)
-        return self.conv2(F.silu(self.norm1(x)))
+        return self.conv2(self.activate(self.norm1(x)))
 
 
 class Decoder(nn.Module):
@@ -129,13 +144,15 @@ class Decoder(nn.Module):
         halves: Sequence[bool],
         depth: int,
         groups: int,
+        activate: Activation,
     ) -> None:
         super().__init__()
+        self.activate = activate
         entering = [*widths[1:], widths[-1]]
         self.conv1 = CausalConv3d(in_channels, widths[-1])
-        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups)
+        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
         self.block_res_blocks = nn.ModuleList(
-            res_blocks(depth, before, width, groups) for before, width in zip(entering, widths, strict=True)
+            res_blocks(depth, before, width, groups, activate) for before, width in zip(entering, widths, strict=True)
         )
         self.conv_blocks = nn.ModuleList(
             CausalConv3d(width, 2 * width) if half else nn.Identity()
@@ -151,7 +168,7 @@ class Decoder(nn.Module):
             if level and isinstance(self.conv_blocks[level - 1], CausalConv3d):
                 x = self.conv_blocks[level - 1](x)  # [B, 2 * C, T, H, W]
                 x = rearrange(x, "b (c two) t h w -> b c (t two) h w", two=2)
-        return self.conv_out(F.silu(self.norm1(x)))
+        return self.conv_out(self.activate(self.norm1(x)))
 
 
 @dataclass(frozen=True)
@@ -202,6 +219,7 @@ class TemporalVAE(nn.Module):
         filters: width of the outermost level; ``channel_multipliers`` has that of every level, relative to it.
         temporal_downsample: for every level but the last, whether it ends in half as many frames.
         num_groups: of group norm.
+        activation_fn: "swish" or "relu".
     """
 
     def __init__(
@@ -214,15 +232,21 @@ class TemporalVAE(nn.Module):
         channel_multipliers: Sequence[int] = (1, 2, 2, 4),
         temporal_downsample: Sequence[bool] = (False, True, True),
         num_groups: int = 32,
+        activation_fn: str = "swish",
     ) -> None:
         super().__init__()
+        if activation_fn not in ACTIVATIONS:
+            raise ValueError(
+                f"got activation_fn {activation_fn!r}; expected one of {sorted(ACTIVATIONS)}; correct vae_temporal in "
+                "the autoencoder's config.json"
+            )
         if len(temporal_downsample) != len(channel_multipliers) - 1:
             raise ValueError(
                 f"got temporal_downsample {tuple(temporal_downsample)} for channel_multipliers "
                 f"{tuple(channel_multipliers)}; expected one entry for every level but the last; change one of them"
             )
         widths = [filters * multiplier for multiplier in channel_multipliers]
-        levels = (widths, temporal_downsample, num_res_blocks, num_groups)
+        levels = (widths, temporal_downsample, num_res_blocks, num_groups, ACTIVATIONS[activation_fn])
         self.time_factor = 2 ** sum(temporal_downsample)
         self.encoder = Encoder(in_out_channels, 2 * latent_embed_dim, *levels)
         self.quant_conv = CausalConv3d(2 * latent_embed_dim, 2 * embed_dim, 1)

@@ -6,7 +6,7 @@ to text of differing length). No mask tensor is ever built, so no tensor is quad
 Behind it are three backends, chosen by name or by what the tensors allow (``choose_backend``):
 
 * ``flash``: FlashAttention-2 (Dao, 2023) of the flash-attn 2.x package;
-* ``sdpa``: torch's scaled dot product attention and, for packed tokens on CUDA, torch's own varlen attention;
+* ``sdpa``: torch's scaled dot product attention and, for packed tokens on CUDA, the kernels below it (``varlen.py``);
 * ``reference``: an explicit softmax in at least float32, a bounded number of scores at a time.
 
 Legend: R rows, L tokens of a row, N packed tokens, n samples or rows packed one after the other, H heads, D head width.
@@ -15,13 +15,13 @@ Legend: R rows, L tokens of a row, N packed tokens, n samples or rows packed one
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,11 +30,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from . import varlen
+from .packing import Call, Packing
+
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "flash", "sdpa", "reference")
 MAX_ROWS = 65_535  # kernels count rows along an axis of CUDA's grid that ends here
 MAX_SCORES = 2**22  # numbers in one tensor of the reference: 16 MB in float32
+GPUS = ("cuda", "meta")  # the planner traces on meta tensors what a recent GPU would do
 SAFE_CUDNN = 91501  # before 9.15.1 cuDNN is wrong for lengths that 128 does not divide (pytorch#169849)
 
 Lengths = tuple[Sequence[int], Sequence[int]]
@@ -45,17 +49,24 @@ class Backend:
     """What computes attention on one kind of tensors; ``choose_backend`` resolves a name to it."""
 
     name: str  # "flash", "sdpa" or "reference"
+    processors: int = 1  # of the device, which packed queries are cut into pieces for
+    deterministic: bool = False  # torch.use_deterministic_algorithms: gradients of queries without atomics
+
+    @property
+    def flash_options(self) -> dict[str, bool]:
+        """What flash-attn is called with; only since 2.4.1 it knows the option at all."""
+        return {"deterministic": True} if self.deterministic else {}
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | None = None, backend: str | Backend = "auto"
+    q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | Packing | None = None, backend: str | Backend = "auto"
 ) -> Tensor:
     """Softmax attention, ``softmax(q k^T / sqrt(D)) v``, per row or per packed sample.
 
     Args:
         q, k, v: ``[R, L, H, D]`` where every row attends within itself; with ``lengths`` packed tokens ``[N, H, D]``.
         lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and of k. A query
-            length may be 0; a key length is at least 1.
+            length may be 0; a key length is at least 1. As a ``Packing``, calls share what is copied to the device.
         backend: "auto", "flash", "sdpa" or "reference", or what ``choose_backend`` made of it. Compiled code passes the
             latter, for the choice is no part of a graph.
 
@@ -68,7 +79,7 @@ def attention(
     chosen: Backend
     chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1]) if isinstance(backend, str) else backend
     if lengths is not None:
-        return _attend_packed(chosen, q, k, v, *lengths)
+        return _attend_packed(chosen, q, k, v, lengths)
     return _attend_rows(chosen, q, k, v)
 
 
@@ -85,15 +96,17 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_
     Raises:
         ValueError: as ``attention``.
     """
-    return _choose(backend, device, dtype, head_width)
+    return _choose(backend, device, dtype, head_width, torch.are_deterministic_algorithms_enabled())
 
 
 @cache
-def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> Backend:
+def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool) -> Backend:
     check_backend(backend)
+    if backend == "flash" and device.type == "meta":
+        backend = "sdpa"  # its kernels, from torch: what they take is the same
     chosen, reason = backend, "asked for"
     if backend in ("auto", "flash"):
-        obstacle = _flash_obstacle(device, dtype, head_width)
+        obstacle = _flash_obstacle(device, dtype, head_width, deterministic)
         if backend == "flash" and obstacle:
             raise ValueError(
                 f"got attention 'flash', but {obstacle}; expected flash-attn 2.x and fp16 or bf16 tensors on a GPU of "
@@ -104,14 +117,23 @@ def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: 
         chosen, reason = "reference", obstacle
     names = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
     logger.info("attention backend: %s (%s)", names[chosen], reason)
-    return Backend(chosen)
+    if device.type != "cuda":
+        return Backend(chosen, deterministic=deterministic)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Backend(chosen, processors, deterministic)
 
 
-def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
+def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool) -> str | None:
     """Why flash-attn cannot take such tensors; None if it can."""
     if obstacle := _flash_kernels_obstacle(device, dtype, head_width):
         return obstacle
-    return None if importlib.util.find_spec("flash_attn") else "flash-attn is not installed"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    from flash_attn import flash_attn_func
+
+    if deterministic and "deterministic" not in inspect.signature(flash_attn_func).parameters:
+        return "this flash-attn has no deterministic backward (2.4.1 and later have)"
+    return None
 
 
 def _flash_kernels_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
@@ -129,12 +151,14 @@ def _flash_kernels_obstacle(device: torch.device, dtype: torch.dtype, head_width
 
 def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
     """Why torch would build whole matrices of scores for such tensors; None if it has a kernel that does not."""
-    if device.type != "cuda":
+    if device.type not in GPUS:
         return None
     if dtype == torch.float64:
         return "torch has no fused kernel for float64 on a GPU"
     if head_width * dtype.itemsize % 16:
         return f"torch's fused kernels take heads in multiples of 16 bytes, not {head_width} x {dtype}"
+    if device.type == "meta":
+        return None
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         return "torch's fused kernels take bf16 from compute capability 8.0 on"
     return None
@@ -145,22 +169,27 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _explicit(q, k, v)
     if k.shape[1] == 1:
         return _OneKey.apply(q, k, v)
-    kernel = _flash_rows if backend.name == "flash" else _sdpa_rows
+    kernel = partial(_flash_rows, backend) if backend.name == "flash" else _sdpa_rows
     if len(q) <= MAX_ROWS:
         return kernel(q, k, v)
     return torch.cat([kernel(*part) for part in zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)])
 
 
 @torch.compiler.disable  # lengths differ from batch to batch: compiled, each batch would be a graph of its own
-def _attend_packed(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, q_lengths: Sequence[int], k_lengths: Sequence[int]
-) -> Tensor:
-    lengths = tuple(q_lengths), tuple(k_lengths)
-    assert (len(q), len(k)) == (sum(lengths[0]), sum(lengths[1])), "lengths must add up to the tokens"
+def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing) -> Tensor:
+    packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
+    assert (len(q), len(k)) == (sum(packing.queries), sum(packing.keys)), "lengths must add up to the tokens"
+
     kernel = _varlen_kernel(backend, q) if q.numel() else None
-    if kernel is None or len(set(zip(*lengths, strict=True))) == 1:
-        return _by_lengths(partial(_attend_rows, backend), q, k, v, *lengths)
-    return _in_one_call(kernel, q, k, v, *lengths)
+    if kernel is None:
+        return _by_lengths(partial(_attend_rows, backend), q, k, v, packing.queries, packing.keys)
+
+    pieces = packing.pieces(q.shape[1], backend.processors)
+    k, v = pieces.repeat(k), pieces.repeat(v)
+    if pieces.are_equal:
+        rows = q.unflatten(0, (len(pieces.queries), -1))  # [P, L, H, D]
+        return _attend_rows(backend, rows, k, v).flatten(0, 1)
+    return _in_calls(kernel, q, k, v, pieces.calls(MAX_ROWS))
 
 
 def _by_lengths(
@@ -197,66 +226,47 @@ def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[tuple[
     return [(len(list(same)), q_len, k_len) for (q_len, k_len), same in pairs]
 
 
-def _in_one_call(
-    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple, k_lengths: tuple
-) -> Tensor:
-    """All samples in one call of a kernel that is told where each begins, ``MAX_ROWS`` of them at a time."""
-    q_chunks, k_chunks = (list(_chunks(one, MAX_ROWS)) for one in (q_lengths, k_lengths))
-    q_parts = q.split([sum(chunk) for chunk in q_chunks])
-    k_parts, v_parts = (z.split([sum(chunk) for chunk in k_chunks]) for z in (k, v))
+def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
+    """A kernel that takes each sample from where it begins to where it ends, some samples at a time."""
+    q_parts = q.split([sum(call.queries) for call in calls])
+    k_parts, v_parts = (z.split([sum(call.keys) for call in calls]) for z in (k, v))
     out = []
-    for *tensors, q_chunk, k_chunk in zip(q_parts, k_parts, v_parts, q_chunks, k_chunks, strict=True):
-        if sum(q_chunk):
-            edges = (_edges(chunk, q.device) for chunk in (q_chunk, k_chunk))
-            out.append(kernel(*tensors, *edges, max(q_chunk), max(k_chunk)))
+    for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
+        q_edges, k_edges = call.edges(q.device)
+        out.append(kernel(q_part, k_part, v_part, q_edges, k_edges, max(call.queries), max(call.keys)))
     return _joined(out)
 
 
-def _chunks(values: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
-    return (values[i : i + size] for i in range(0, len(values), size))
-
-
-def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each sample begins, and the end: int32 ``[n + 1]``."""
-    return torch.frombuffer(_sums(lengths), dtype=torch.int32).to(device)
-
-
-@lru_cache(maxsize=64)
-def _sums(lengths: tuple[int, ...]) -> array:
-    return array("i", accumulate(lengths, initial=0))
-
-
-def _varlen_kernel(backend: Backend, q: Tensor) -> Callable[..., Tensor] | None:
+def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     """A kernel for packed tokens ``(q, k, v, q edges, k edges, longest q, longest k)``, if there is one."""
     if backend.name == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        return flash_attn_varlen_func
-    if backend.name == "sdpa" and not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
-        return _torch_varlen()
-    return None
-
-
-@cache
-def _torch_varlen() -> Callable[..., Tensor] | None:
-    """torch's own, from 2.10 on."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return partial(flash_attn_varlen_func, **backend.flash_options)
+    if backend.name == "reference":
         return None
-    from torch.nn.attention.varlen import varlen_attn
+    if not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
+        return varlen.flash if varlen.available("_flash_attention_forward") else None
+    return varlen.efficient if q.is_cuda and varlen.available("_efficient_attention_forward") else None
 
-    return varlen_attn
 
-
-def _flash_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from flash_attn import flash_attn_func
 
-    return flash_attn_func(q, k, v)
+    return flash_attn_func(q, k, v, **backend.flash_options)
 
 
 def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # [R, H, L, D]
-    attend = _pinned_sdpa if q.is_cuda else F.scaled_dot_product_attention
+    attend = _pinned_sdpa if q.is_cuda else _traced_sdpa if q.is_meta else F.scaled_dot_product_attention
     return attend(q, k, v).transpose(1, 2)
+
+
+def _traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, torch.is_grad_enabled())[0]
 
 
 @torch.compiler.allow_in_graph  # one node: torch 2.5 cannot trace the context manager, which acts while it is lowered
@@ -266,7 +276,9 @@ def _pinned_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sdpa_backends() -> list[SDPBackend]:
-    """Those that are right and build no matrix of scores."""
+    """Those that are right, build no matrix of scores and, where asked for, add in a fixed order."""
+    if torch.are_deterministic_algorithms_enabled():
+        return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     return [*fused, SDPBackend.CUDNN_ATTENTION] if cudnn_is_safe else fused
@@ -297,6 +309,8 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if len(q) * num_queries * of_query <= MAX_SCORES:
         return _softmax(q, k, v)
     rows, queries = max(1, MAX_SCORES // (num_queries * of_query)), max(1, MAX_SCORES // of_query)
+    # The gradients of all chunks of queries are added to keys and values: not in 16 bits.
+    k, v = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (k, v))
     out = []
     for q_rows, k_rows, v_rows in zip(*(z.split(rows) for z in (q, k, v)), strict=True):
         parts = (

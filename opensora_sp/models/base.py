@@ -66,21 +66,23 @@ class ConditionedModel(Pretrained, nn.Module):
         self,
         pairs: Sequence[tuple[Callable[..., Tensor], Callable[..., Tensor]]],
         x: Tensor,
-        condition_of: Callable[[Rows], Condition],
+        condition_of: Callable[[Rows, bool], Condition],
         rows: Rows,
         drop_path: Tensor | None,
     ) -> tuple[Tensor, Condition]:
         """Run tokens ``[R, S, C]`` in spatial rows through (spatial, temporal) parts ``part(x, condition, keep)``.
 
+        ``condition_of(rows, in_frame)`` lays conditions out over rows, for spatial parts (``in_frame``) or temporal.
+
         Returns:
             ``[R, T, C]`` in temporal rows, and the condition of these.
         """
         keep = None if drop_path is None else self._branch_scales(drop_path)  # [2 * depth, B]
-        spatial, temporal = condition_of(rows), None
+        spatial, temporal = condition_of(rows, True), None
         for i, (spatial_part, temporal_part) in enumerate(pairs):
             x = self._run(spatial_part, x, spatial, keep, 2 * i)  # [R, S, C]
             x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
-            temporal = temporal or condition_of(rows)
+            temporal = temporal or condition_of(rows, False)
             x = self._run(temporal_part, x, temporal, keep, 2 * i + 1)  # [R, T, C]
             if i + 1 < len(pairs):
                 x, rows = self.switch(x, rows)  # [R, S, C], spatial rows

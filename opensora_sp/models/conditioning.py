@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .attention import check_backend
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
+from .packing import Packing
 from .points import Rowwise
 from .rows import SPATIAL, PatchGrid, Rows
 
@@ -128,7 +129,7 @@ class Condition:
     given: Tensor | None  # [B, 1 or T, 1 or T, 1] bool: True for frames that are given (timestep 0)
     dtype: torch.dtype  # that tokens are computed in
     text: Tensor  # [N, C], packed
-    lengths: tuple[Sequence[int], Sequence[int]]  # tokens held and text tokens that belong together
+    lengths: Packing  # tokens held and text tokens that belong together
     order: Tensor | None  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
     keys: Mapping[nn.Module, Tensor]  # see ``Text``
     turns: Tensor | None = None  # by which a rotary embedding turns queries and keys of self-attention
@@ -142,11 +143,13 @@ class Condition:
         text: Text,
         apart: Sequence[int] = (),
         rope: RotaryEmbedding | None = None,
+        in_frame: bool = False,
     ) -> Condition:
         """Lay the conditions of a batch out over the rows held here.
 
         ``given`` ``[B, T]`` marks given frames. There is a text for each sample, and where the frames ``apart`` have
-        one of their own, a second for each sample behind these. ``rope`` turns queries and keys in this layout.
+        one of their own, a second for each sample behind these. ``rope`` turns queries and keys, for attention
+        within a frame or over frames.
         """
         if given is not None:
             given = given[:, :, None, None] if rows.layout == SPATIAL else given[:, None, :, None]
@@ -163,10 +166,10 @@ class Condition:
             given=given,
             dtype=modulation.dtype,
             text=text.tokens,
-            lengths=(tokens, text.lengths),
+            lengths=Packing(tokens, text.lengths),
             order=order,
             keys=text.keys,
-            turns=None if rope is None else rope.turns(rows, rows.layout == SPATIAL, modulation.device),
+            turns=None if rope is None else rope.turns(rows, in_frame, modulation.device),
         )
 
     def per_token(self, table: Tensor, *, ignore_mask: bool = False) -> tuple[Tensor, ...]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from .packing import Packing
 
 if TYPE_CHECKING:
     from .rows import Rows
@@ -74,6 +76,11 @@ class Groups:
 
     lengths: Sequence[int]
     index: Tensor | None = None
+
+    @cached_property
+    def packing(self) -> Packing:
+        """What attention takes; made once, for all blocks."""
+        return Packing(self.lengths, self.lengths)
 
 
 def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:

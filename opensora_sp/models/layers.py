@@ -8,7 +8,7 @@ Legend: B samples, R rows, L tokens of a row, T frames, S patches of a frame, C 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import Backend, attention
+from .attention import Backend, Lengths, attention
+from .packing import Packing
 from .points import Attend, Point
 from .rows import Rows
 from .take import take
@@ -232,7 +233,7 @@ class CrossAttention(nn.Module):
         self,
         x: Tensor,
         text: Tensor,
-        lengths: tuple[Sequence[int], Sequence[int]],
+        lengths: Lengths | Packing,
         *,
         order: Tensor | None = None,
         keys: Tensor | None = None,

@@ -81,7 +81,7 @@ class Attend(Point):
             nothing = torch.zeros_like(q)
             q, k, v = (take(z, index) for z in (q, k, v))
         if groups.lengths:
-            out = attention(q, k, v, lengths=(groups.lengths, groups.lengths), backend=rows.grid.attention)
+            out = attention(q, k, v, lengths=groups.packing, backend=rows.grid.attention)
         else:
             out = q + k + v  # of no token; all get a gradient, as on ranks that hold tokens
         return (out if index is None else nothing.index_copy(0, index, out)).view(shape)

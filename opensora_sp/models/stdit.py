@@ -160,7 +160,7 @@ class STDiT(ConditionedModel):
         text = self._text(y, mask, drop_caption)
         given = self._given_frames(x_mask)  # [B, T]
 
-        def condition_of(rows: Rows) -> Condition:
+        def condition_of(rows: Rows, in_frame: bool) -> Condition:
             return Condition.of(rows, modulation, given, text)
 
         rows = self.shard(grid)  # spatial rows

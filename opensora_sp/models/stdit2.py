@@ -29,7 +29,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .rows import TEMPORAL, Rows
+from .rows import Rows
 
 TEMPORAL_ENTRIES = 6  # of the nine entries of a modulation, where those of the temporal attention begin
 
@@ -173,9 +173,8 @@ class STDiT2(ConditionedModel):
         text = self._text(y, mask, drop_caption)
         given = self._given_frames(x_mask)  # [B, T]
 
-        def condition_of(rows: Rows) -> Condition:
-            rope = self.rope if rows.layout == TEMPORAL else None
-            return Condition.of(rows, modulation, given, text, rope=rope)
+        def condition_of(rows: Rows, in_frame: bool) -> Condition:
+            return Condition.of(rows, modulation, given, text, rope=None if in_frame else self.rope)
 
         rows = self.shard(grid)  # spatial rows
         positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]

@@ -30,7 +30,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .rows import TEMPORAL, Rows
+from .rows import Rows
 
 DEFAULT_FPS = 24.0
 
@@ -201,10 +201,10 @@ class STDiT3(ConditionedModel):
             text = Text(torch.cat([text.tokens, null.tokens]), [*text.lengths, *null.lengths])
         given = self._given_frames(x_mask)  # [B, T]
 
-        def condition_of(rows: Rows) -> Condition:
-            rope = self.rope if rows.layout == TEMPORAL or self.config.use_spatial_rope else None
+        def condition_of(rows: Rows, in_frame: bool) -> Condition:
+            rope = None if in_frame and not self.config.use_spatial_rope else self.rope
             apart = sorted(set(mask_index or ()))
-            return Condition.of(rows, modulation, given, text, apart=apart, rope=rope)
+            return Condition.of(rows, modulation, given, text, apart=apart, rope=rope, in_frame=in_frame)
 
         rows = self.shard(grid)  # spatial rows
         tokens = self.x_embedder(self._patches(x, rows)) + self._embed_conditions(cond, cond_mask, rows)  # [R, S, C]

@@ -107,7 +107,27 @@ def exchange(
 def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """For ``torch.utils.checkpoint``: keep what exchanges return, so that recompute sends nothing again."""
     keeping, using = create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
-    return keeping, using
+    return keeping, _Once(using)
+
+
+class _Once:
+    """A context of recomputation, which uses up what was kept and so can be entered once."""
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self.context, self.is_used = context, False
+
+    def __enter__(self) -> None:
+        if self.is_used:
+            raise ValueError(
+                "got a second backward pass (retain_graph=True) through checkpointed blocks that keep what they "
+                "receive from other ranks; expected one, which uses that up; set recompute_communication=True, "
+                "switch gradient checkpointing off, or call the model again"
+            )
+        self.is_used = True
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.context.__exit__(*error)
 
 
 class _GatherRows(torch.autograd.Function):

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from opensora_sp.process_groups import host_backend
 
+from .numerics import accumulate_in_fp32
+
 
 class ImaginedGroup:
     """Stands where a process group would be if nothing is to be sent: exchanges return tensors without content."""
@@ -25,7 +27,8 @@ class SequenceMesh:
     The ranks of one replica (``sp_group``) share every batch and hold a part of its rows; ranks with equal
     ``sp_rank`` (``dp_group``) hold different batches. Without a process group there is one process, and both are None.
 
-    Creating a mesh is collective: every rank of the world does it, in the same order.
+    Creating a mesh is collective: every rank of the world does it, in the same order. As training of every kind passes
+    here, it also lets matrix products accumulate in fp32 in this process (``accumulate_in_fp32``).
 
     Raises:
         ValueError: if ``sp_size`` does not divide the number of processes, or a launcher started several processes
@@ -42,6 +45,7 @@ class SequenceMesh:
         world = dist.get_world_size() if running else 1
         rank = dist.get_rank() if running else 0
         check_sp_size(sp_size, world)
+        accumulate_in_fp32()
         self.world_size, self.rank = world, rank
         self.sp_size, self.dp_size = sp_size, world // sp_size
         self.dp_rank, self.sp_rank = divmod(rank, sp_size)

@@ -3,7 +3,7 @@
 This is the one place that knows how CUDA differs from the sum of all tensors:
 
 * the caching allocator rounds each storage up to ``BLOCK`` bytes;
-* attention runs in the fused kernel that ``scaled_dot_product_attention`` would take (``FusedAttention``);
+* attention is the operator that a GPU takes (``models/attention.py``: meta tensors stand for a GPU's);
 * kernels take workspaces, which no tensor shows: ``WORKSPACES`` has a rule for each operator with a large one;
 * cuBLAS keeps ``CUBLAS_WORKSPACE`` bytes for each thread that multiplies: one runs forward, another backward.
 
@@ -15,13 +15,12 @@ Legend: R rows, L tokens of a row, H heads, D head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import opensora_sp.parallel.collectives  # noqa: F401 (registers the operator of exchanges)
 from opensora_sp.memory import LivePeak
@@ -31,35 +30,14 @@ BLOCK = 512
 CUBLAS_WORKSPACE = 32 * 1024**2  # of compute capability 9.0; 8 MB before
 FP32 = 4
 NUM_SMS, THREADS_OF_SM, THREADS_OF_SUM = 132, 2048, 512  # of an H100 or H200, and of a block that sums
-HALF = (torch.float16, torch.bfloat16)
-
-
-class FusedAttention(TorchFunctionMode):
-    """Lets ``scaled_dot_product_attention`` of meta tensors take the kernel of a device, "cuda" or "cpu".
-
-    On meta tensors torch would take the one that builds matrices of scores.
-    """
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention or kwargs:
-            return func(*args, **(kwargs or {}))
-        q, k, v = args
-        if self.device == "cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
-        if q.dtype in HALF:
-            return aten._scaled_dot_product_flash_attention(q, k, v)[0]
-        keeps_lse = any(z.requires_grad for z in args) and torch.is_grad_enabled()
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, keeps_lse)[0]
 
 
 class AllocatorPeak(LivePeak):
     """Counts what torch's caching allocator hands out for meta tensors, as ``LivePeak`` counts tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if rule := WORKSPACES.get(func):
             self.peak = max(self.peak, self.live + rule(args, result))
@@ -74,7 +52,7 @@ def rounded(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _flash_backward(args: tuple, _: Any) -> int:
+def _flash_backward(args: tuple[Any, ...], _: Any) -> int:
     """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the products of the
     output with its gradient."""
     rows, heads, length, width = args[1].shape
@@ -84,13 +62,13 @@ def _flash_backward(args: tuple, _: Any) -> int:
     return rounded(accumulated, BLOCK) + rounded(products, BLOCK) + _copies(args[0], args[4])
 
 
-def _exchange(args: tuple, _: Any) -> int:
+def _exchange(args: tuple[Any, ...], _: Any) -> int:
     """Inside of an exchange tokens lie once more: packed by receiver, and then as they arrive."""
     tokens, _, _, sent, received = args[:5]
     return rounded(max(sum(sent), sum(received)) * tokens[:1].nbytes, BLOCK)
 
 
-def _efficient_backward(args: tuple, _: Any) -> int:
+def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
     """In fp32: blocks of threads that share queries hand their sums on through tiles of 64 columns, each with a lock;
     and the products of the output with its gradient. (In 16 bits torch takes FlashAttention.)"""
     rows, heads, length, width = args[1].shape
@@ -99,7 +77,7 @@ def _efficient_backward(args: tuple, _: Any) -> int:
     return rounded(rows * heads * tiles, BLOCK) + rounded(rows * heads * length * FP32, BLOCK)
 
 
-def _column_sums(args: tuple, summed: Tensor) -> int:
+def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     """Sums over tokens, as those of a bias's gradient.
 
     Where one block of threads would add up too many numbers, several share them, and torch keeps room
@@ -108,7 +86,8 @@ def _column_sums(args: tuple, summed: Tensor) -> int:
     terms = args[0]
     if not summed.numel() or terms.shape[-1] != summed.shape[-1] or not terms.is_contiguous():
         return 0
-    outputs, inputs, vector = summed.numel(), terms.numel() // summed.numel(), 4 if summed.shape[-1] % 4 == 0 else 1
+    outputs, inputs = summed.numel(), terms.numel() // summed.numel()
+    vector = math.gcd(summed.shape[-1], 4)
     threads = THREADS_OF_SUM // vector
     width = min(_power_of_2(outputs // vector), threads, 32)
     height = min(_power_of_2(inputs), threads, threads // width)
@@ -134,7 +113,7 @@ def _copies(*tensors: Tensor) -> int:
     return sum(rounded(tensor.nbytes, BLOCK) for tensor in tensors if not tensor.transpose(1, 2).is_contiguous())
 
 
-WORKSPACES: dict[Any, Callable[[tuple, Any], int]] = {
+WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.sum.dim_IntList: _column_sums,

@@ -17,7 +17,7 @@ from opensora_sp.memory import LivePeak
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
-from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak, FusedAttention
+from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak
 
 DEPTH = 2  # pairs of blocks traced; each further one keeps as much more as the first does
 
@@ -64,7 +64,7 @@ def trace_activations(
     live = AllocatorPeak() if device == "cuda" else LivePeak()
     inputs, at_segments = 0, []  # live bytes
     model.segment.register_forward_pre_hook(lambda *_: at_segments.append(live.live))
-    with _forks_nothing(), live, FusedAttention(device):
+    with _forks_nothing(), live:
         for stop in run_step(model, latents, ranks=ranks, training=training, device="meta"):
             inputs = live.live if stop == "inputs" else inputs
 
@@ -97,7 +97,7 @@ def run_step(model: Any, latents: tuple[int, ...], *, ranks: int, training: bool
         output = model(**inputs, output="shards" if training else "full")
     if target is not None:
         loss = rank_loss(velocity_loss(output, target), global_samples=latents[0], world_size=ranks)
-        torch.autograd.backward(loss)  # Tensor.backward would suspend FusedAttention
+        loss.backward()
     yield "pass"
 
 

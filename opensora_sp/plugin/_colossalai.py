@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from colossalai.interface.optimizer import DistributedOptim
     from colossalai.logging import get_dist_logger
     from colossalai.nn.optimizer import cast_to_distributed
+    from colossalai.utils import set_seed
     from colossalai.zero import LowLevelZeroOptimizer
 
 _bitsandbytes.setLevel(_level)
@@ -52,4 +53,5 @@ __all__ = [
     "get_accelerator",
     "get_dist_logger",
     "set_accelerator",
+    "set_seed",
 ]

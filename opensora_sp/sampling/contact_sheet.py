@@ -5,14 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from .lettering import draw_text, drawable
 
 MARGIN, LINE, CELL = 6, 18, 96
 
 
 def write_contact_sheet(path: str | Path, videos: list[tuple[str, np.ndarray]], *, num_frames: int = 8) -> None:
-    """Write a PNG with one strip per (title, frames uint8 ``[F, height, width, 3]``)."""
-    strips = [_strip(title, frames, num_frames) for title, frames in videos]
+    """Write a PNG with one strip per (title, frames uint8 ``[F, height, width, 3]``).
+
+    Of a title in letters that no font has, the number of the strip is drawn.
+    """
+    strips = [
+        _strip(drawable(title, f"video {number}"), frames, num_frames) for number, (title, frames) in enumerate(videos)
+    ]
     width = max(strip.width for strip in strips)
     sheet = Image.new("RGB", (width, sum(strip.height for strip in strips)), "white")
     top = 0
@@ -33,7 +40,7 @@ def _strip(title: str, frames: np.ndarray, num_frames: int) -> Image.Image:
     factor = CELL / height
     cell = (max(1, round(width * factor)), CELL)
     strip = Image.new("RGB", (MARGIN + len(picked) * (cell[0] + MARGIN), LINE + CELL + 2 * MARGIN), "white")
-    ImageDraw.Draw(strip).text((MARGIN, 3), title, fill="black", font=ImageFont.load_default(size=13))
+    draw_text(ImageDraw.Draw(strip), (MARGIN, 3), title, size=13)
     for i, index in enumerate(picked):
         image = Image.fromarray(frames[index]).resize(cell, Image.Resampling.BILINEAR)
         strip.paste(image, (MARGIN + i * (cell[0] + MARGIN), LINE + MARGIN))

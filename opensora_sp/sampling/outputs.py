@@ -23,6 +23,7 @@ from opensora_sp.storage.folder import sha256
 from opensora_sp.weights import weight_files
 
 from .contact_sheet import shown_frames, write_contact_sheet
+from .lettering import drawable
 from .requests import Request
 
 COMPARED = (
@@ -105,7 +106,7 @@ class Output:
 
     def __init__(self, folder: Path, request: Request, facts: dict[str, Any], total: int) -> None:
         self.path = media_path(folder, request, facts)
-        self.title, self.facts = request.prompt.text, facts
+        self.title, self.facts = drawable(request.prompt.text, f"video {request.index:03d}"), facts
         self.partial = _partial(self.path)
         self.file: FrameFile = FORMATS[self.path.suffix[1:]](self.partial, facts.get("save_fps") or request.fps)
         self.wanted = set(shown_frames(total).tolist())
@@ -129,7 +130,9 @@ class Output:
             sheet = self.path.with_suffix(".png")
             write_contact_sheet(_partial(sheet), [(self.title, np.stack(self.shown))])
             os.replace(_partial(sheet), sheet)
-        _partial(describing).write_text(json.dumps(self.facts, indent=1) + "\n")
+        text = json.dumps(self.facts, indent=1, ensure_ascii=False) + "\n"
+        # What is no character, such as a byte of a command line that is not UTF-8, becomes an escape of JSON.
+        _partial(describing).write_bytes(text.encode("utf-8", "backslashreplace"))
         os.replace(_partial(describing), describing)
         return self.path
 
@@ -196,7 +199,7 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
     if not describing.is_file():
         return None
     try:
-        there = json.loads(describing.read_text())
+        there = json.loads(describing.read_text(encoding="utf-8"))
     except ValueError:
         there = None
     if not isinstance(there, dict):
@@ -227,7 +230,7 @@ def _listed(checkpoint: Path) -> dict[tuple[str, int], str]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 40 else text[:37] + "..."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from opensora_sp.models.registry import resolve_config
 from opensora_sp.randomness import normal
 
 from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
+from .lettering import JOINERS
 
 logger = logging.getLogger(__name__)
+NAME_CHARACTERS, NAME_BYTES = 60, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +53,31 @@ class Request:
     @property
     def name(self) -> str:
         """Of its files, without suffix."""
-        slug = re.sub(r"[^a-z0-9]+", "-", self.prompt.text.lower()).strip("-")[:60]
+        slug = file_name(self.prompt.text)
         return f"{self.index:03d}-{slug}" + (f"-s{self.sample}" if self.sample else "")
 
     def noise(self, shape: tuple[int, ...], purpose: str, *counters: int, loop: int) -> Tensor:
         """Standard normal numbers, float32, on the CPU."""
         of_sample = (loop, self.sample) if self.sample else (loop,) if loop else ()
         return normal(shape, self.seed, purpose, self.place, *counters, *of_sample)
+
+
+def file_name(text: str) -> str:
+    """A text as part of a file's name: letters, digits and signs of all scripts stay.
+
+    Separators, control characters and the punctuation of ASCII become ``-``. File systems take 255 bytes, of which
+    number, ending and the name while the file is written need some.
+    """
+    plain = unicodedata.normalize("NFC", text).lower()
+    kept = "".join(one if _stays(one) else "-" for one in plain)
+    slug = re.sub("-+", "-", kept).strip("-")[:NAME_CHARACTERS]
+    return slug.encode()[:NAME_BYTES].decode(errors="ignore")
+
+
+def _stays(character: str) -> bool:
+    if character.isascii():
+        return character.isalnum()
+    return unicodedata.category(character)[0] not in "ZC" or character in JOINERS
 
 
 def requests_of(cfg: InferenceConfig, prompts: Sequence[str | PromptOptions] | None = None) -> list[Request]:

@@ -24,7 +24,7 @@ from opensora_sp.parallel import (
     parallelize,
 )
 from opensora_sp.storage import on_rank_0, verify
-from opensora_sp.watch import Watch
+from opensora_sp.watch import Watch, backend_timeout
 from opensora_sp.weights import (
     check_encoders,
     check_model_config,
@@ -95,7 +95,8 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=backend_timeout())
     del store  # the process group keeps it
     return device
 

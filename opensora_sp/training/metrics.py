@@ -100,7 +100,7 @@ class Reporter:
             bins = {f"validation/loss of bin {k + 1} of {len(losses)}": loss for k, loss in enumerate(losses)}
             self._draw(step, {"validation/loss": mean, **bins})
         for described in sorted(folder.glob("*.json")):
-            facts = json.loads(described.read_text())
+            facts = json.loads(described.read_text(encoding="utf-8"))
             _show(self._board, described.with_suffix("." + facts["format"]), facts, step)
 
     def _drop_after(self, step: int, path: Path) -> None:
@@ -209,7 +209,7 @@ def log_to(run_dir: Path, *, enabled: bool) -> None:
         LOGGER.removeHandler(handler)
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if enabled:
-        handlers.append(logging.FileHandler(run_dir / "train.log"))
+        handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         if not enabled:

@@ -25,7 +25,7 @@ from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.storage import Disk
-from opensora_sp.watch import Watch
+from opensora_sp.watch import Watch, backend_timeout
 
 from .cached import check_made_of, clips_used, made_of
 from .clips import make_dataset, make_encoders, make_plan, with_length
@@ -55,13 +55,13 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         check_kept(cfg)
         dataset = make_dataset(cfg)
     assert isinstance(dataset, VideoTextDataset)
-    launch(cfg.seed, cfg.model_dump(mode="json"))
+    launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
     with closing_process_group():
         replicas = max(1, dist.get_world_size() // cfg.sp_size)
         plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
         encoders = make_encoders(cfg, current_device())
         cache = CacheWriter(with_length(cfg, plan), Path(folder), dataset, encoders)
-        with Watch(grace_time=0):
+        with Watch(collective_timeout=cfg.collective_timeout, grace_time=0):
             cache.write(plan)
             drain_process_group()
     return cache.folder

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader
 from opensora_sp.config import TrainConfig, dump_config, split_type
 from opensora_sp.console import INTERRUPTED, tell_launcher
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
+from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.launching import told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
-from opensora_sp.watch import Watch, leave_process_group
+from opensora_sp.watch import Watch, backend_timeout, leave_process_group
 from opensora_sp.weights import check_encoders, newest_checkpoint
 
 from .batch import Batch, BatchMaker
@@ -62,15 +63,17 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     """
     traced = None if profile is None else Steps.parse(profile)
     with told_to_all_ranks():
+        if cfg.deterministic:
+            use_deterministic_kernels()
         dataset, checkpoint = preflight(cfg, resume, traced)
     from opensora_sp.plugin import current_device, launch  # ColossalAI takes seconds to import
 
-    launch(cfg.seed, cfg.model_dump(mode="json"))
+    launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
     run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
     run_dir.mkdir(parents=True, exist_ok=True)
     log_to(run_dir, enabled=is_main)
     if is_main:
-        (run_dir / "config.py").write_text(dump_config(cfg))
+        (run_dir / "config.py").write_text(dump_config(cfg), encoding="utf-8")
     limits = dict(peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=cfg.grace_time)
     with closing_process_group(), Watch(**limits) as watch:
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
@@ -361,7 +364,8 @@ class Run:
             "sync_check": self.sync_check.cost,
         }
         if dist.get_rank() == 0:
-            (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+            (run_dir / "summary.json").write_text(text, encoding="utf-8")
         logger.info("done: %d layout switches between the ranks of this replica", summary["switches"])
         if broken:
             logger.warning("%d clips could not be read and were replaced", len(broken))

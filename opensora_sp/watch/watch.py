@@ -6,7 +6,7 @@ what happens                              what the watch does
 a rank raises                             tells the error to all ranks; those say whose it is and exit
 a rank is killed                          on its own machine seen at once, by its process number; elsewhere as below
 a rank is not heard of                    after ``peer_timeout`` the others name it and exit
-a rank does not come to a collective      after ``collective_timeout`` those that wait name the collective and the rank
+a rank does not join a collective         after ``collective_timeout`` the others name the collective and the rank
 SIGTERM, Ctrl-C, or the launcher is gone  ``stop_reason`` is set, for the run to end well; after ``grace_time`` it exits
 a second Ctrl-C                           the process exits at once
 ========================================  ============================================================================
@@ -35,14 +35,17 @@ import torch.distributed as dist
 
 from opensora_sp.console import INTERRUPTED, tell_launcher
 
+from .collectives import Collective, CollectiveRecorder
 from .processes import Process, launchers, machine, this_process
-from .standing import Waiting, collectives_begun, collectives_waited_for, stands_at
+from .standing import stands_at
 
 logger = logging.getLogger(__name__)
 BEAT = 1.0  # seconds from one beat to the next
 HEARD = 5.0  # seconds in which all ranks are given to hear of a failure
 LEAVE = 3.0  # and for what the run does by itself after it
 SAME_INTERRUPT = 1.0  # seconds in which SIGINT of a terminal and of a launcher that sends it on count as one
+COLLECTIVE_TIMEOUT = 1800.0  # seconds, unless a config has another one
+BACKEND_MARGIN = 60.0  # from collective_timeout to that of the backends, so that our report comes first
 LOST = ("Connection closed", "Connection reset", "Broken pipe", "Socket", "gloo/transport", "NCCL")
 NOTHING = "-"  # what the store says where nothing was told
 
@@ -60,12 +63,13 @@ class Watch:
 
     Args:
         peer_timeout: seconds without a sign of life after which a rank is given up.
-        collective_timeout: seconds in one collective after which the ranks that did not come are given up.
+        collective_timeout: seconds after which a collective that some ranks have not joined ends the run. Groups that
+            are made inside of the block get it as their backend's timeout, with a margin; see ``backend_timeout``.
         grace_time: seconds that the run has to end after ``stop_reason`` was set; 0 if it does not look at that.
     """
 
     def __init__(
-        self, *, peer_timeout: float = 60.0, collective_timeout: float = 1800.0, grace_time: float = 300.0
+        self, *, peer_timeout: float = 60.0, collective_timeout: float = COLLECTIVE_TIMEOUT, grace_time: float = 300.0
     ) -> None:
         self.peer_timeout, self.collective_timeout, self.grace_time = peer_timeout, collective_timeout, grace_time
         self.stop_reason: str | None = None
@@ -77,7 +81,10 @@ class Watch:
         self._interrupted_at: float | None = None
         self._failure: str | None = None  # the first one, of any rank
         self._heard: dict[int, tuple[str, int]] = {}  # by rank: its last beat, and when, in beats of ours, it came
-        self._waits: dict[int, tuple[Waiting, int]] = {}  # by thread: what it waits in, and since when
+        self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
+        # What may be outstanding, with the heartbeat of ours that saw it first; what of it all ranks have launched.
+        self._pending: dict[Collective, int] = {}
+        self._joined: set[Collective] = set()
         self._ended, self._announced, self._counted = threading.Event(), False, False
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -87,6 +94,7 @@ class Watch:
         self._peers: dict[int, Process] = {}
         if self._world > 1:
             self._meet()
+            self._recorder.start()
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         if self._in_main_thread:
             self._former_handlers = {
@@ -110,6 +118,7 @@ class Watch:
             else:
                 self._tell(error)
         finally:
+            self._recorder.stop()
             if self._in_main_thread:
                 for number, handler in self._former_handlers.items():
                     signal.signal(number, handler)
@@ -263,33 +272,54 @@ class Watch:
                 raise _End(f"rank {rank} (process {process.pid}) has gone without a word: it was killed, or crashed")
 
     def _look_at_collectives(self) -> None:
-        waits = collectives_waited_for()
-        self._waits = {
-            thread: (wait, since if wait == before else self._beats)
-            for thread, wait in waits.items()
-            for before, since in [self._waits.get(thread, (wait, self._beats))]
-        }
-        for wait, since in self._waits.values():
-            if (self._beats - since) * BEAT >= self.collective_timeout:
-                time.sleep(2 * BEAT)  # so that the beats of those that wait are all of after they have come
-                if wait in collectives_waited_for().values():
-                    raise _End(self._stuck(wait))
+        """End the run if a collective was begun here long ago and some rank has not joined it since."""
+        pending = self._recorder.pending()
+        self._pending = {call: self._pending.get(call, self._beats) for call in pending}
+        self._joined.intersection_update(pending)
 
-    def _stuck(self, wait: Waiting) -> str:
-        beats = self._beats_of([rank for rank in wait.ranks if rank != self._rank])
-        absent = {
-            rank: beat
-            for rank, beat in beats.items()
-            if wait.is_for_one or beat["begun"].get(wait.group, -1) < wait.number
-        }
-        came = sorted(set(wait.ranks) - set(absent))
-        told = "; ".join(
-            f"rank {rank}, which has begun {beat['begun'].get(wait.group, 0)} and stands at {beat['at']}"
+        overdue = [call for call in pending if call not in self._joined and self._is_overdue(call)]
+        if not overdue:
+            return
+
+        # Then the heartbeats of all ranks are later than the calls that they are compared with.
+        time.sleep(2 * BEAT)
+        still_pending = self._recorder.pending()
+        for call in overdue:
+            if call in still_pending:
+                self._raise_if_stuck(call)
+
+    def _is_overdue(self, call: Collective) -> bool:
+        return (self._beats - self._pending[call]) * BEAT >= self.collective_timeout
+
+    def _raise_if_stuck(self, call: Collective) -> None:
+        beats = self._beats_of([rank for rank in call.ranks if rank != self._rank])
+        if call.peer is not None:
+            raise _End(self._stuck(call, beats))
+
+        # Where the call has returned, the backend is asynchronous: so it should have on the others.
+        counted = "returned" if call.returned else "begun"
+        joined = {rank: beat[counted].get(call.group, 0) for rank, beat in beats.items()}
+        fewest = min(joined.values(), default=call.number)
+        if fewest < call.number:
+            first = self._recorder.find(call.group, fewest + 1) or call
+            absent = {rank: beats[rank] for rank in joined if joined[rank] < first.number}
+            raise _End(self._stuck(first, absent))
+
+        if call.returned:
+            self._joined.add(call)
+        else:
+            raise _End(self._stuck(call, {}))
+
+    def _stuck(self, call: Collective, absent: dict[int, dict[str, Any]]) -> str:
+        joined = sorted(set(call.ranks) - set(absent))
+        missing = "; ".join(
+            f"rank {rank}, which has begun {beat['begun'].get(call.group, 0)} and stands at {beat['at']}"
             for rank, beat in absent.items()
         )
         return (
-            f"rank {self._rank} has waited {self.collective_timeout:g} s (collective_timeout) in {wait}: ranks {came} "
-            f"came, there did not come: {told or 'none is missing, so the network is slow or lost something'}"
+            f"rank {self._rank} has waited {self.collective_timeout:g} s (collective_timeout) in "
+            f"{call}: ranks {joined} joined, "
+            f"missing: {missing or 'none, so the network is slow or lost something'}"
         )
 
     def _ask_to_stop(self, reason: str) -> None:
@@ -321,7 +351,7 @@ class Watch:
     def _write_beat(self) -> None:
         beat = {
             "number": self._beats,
-            "begun": collectives_begun() if dist.is_initialized() else {},
+            **self._recorder.counts(),
             "at": stands_at(self._main),
             "left": self._ended.is_set(),
         }
@@ -366,6 +396,11 @@ class Watch:
             self._announced = True
             logger.error("rank %d stops: %s", self._rank, reason)
             tell_launcher(reason)
+
+
+def backend_timeout(collective_timeout: float = COLLECTIVE_TIMEOUT) -> timedelta:
+    """For ``init_process_group``: late enough that the watchdog reports before the backend aborts."""
+    return timedelta(seconds=collective_timeout + BACKEND_MARGIN)
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:

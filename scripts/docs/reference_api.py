@@ -21,6 +21,7 @@ PACKAGES = (
     "sampling",
     "storage",
     "launching",
+    "device_checks",
     "watch",
 )
 INTRODUCTION = """\

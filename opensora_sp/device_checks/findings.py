@@ -1,0 +1,94 @@
+"""What a check measures, and when that is good enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Verdict = Literal["ok", "FAIL", "skip"]
+
+# A gradient that is zero but for rounding counts as this part of the largest one, as in verify_step.
+NOISE_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where the checks run, and how large they are: a size for GPUs, and one that a CPU does in seconds."""
+
+    device: torch.device
+    num_ranks: int
+    small: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        got: the measured number; None where there is none, because of an error or a skip.
+        bound: the largest ``got`` that is right, or the smallest where ``at_least``.
+        note: what is behind the number: the worst parameter, the reason of a skip, the error.
+    """
+
+    name: str
+    got: float | None = None
+    bound: float | None = None
+    unit: str = ""
+    at_least: bool = False
+    note: str = ""
+    skipped: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.skipped:
+            return "skip"
+        if self.got is None or self.bound is None or not math.isfinite(self.got):
+            return "FAIL"
+        good = self.got >= self.bound if self.at_least else self.got <= self.bound
+        return "ok" if good else "FAIL"
+
+    @classmethod
+    def skip(cls, name: str, reason: str) -> Finding:
+        return cls(name, note=reason, skipped=True)
+
+    @classmethod
+    def of_error(cls, name: str, error: BaseException) -> Finding:
+        """The finding of a check that raised: only the first line, since messages of CUDA are pages."""
+        lines = str(error).splitlines()
+        return cls(name, note=f"{type(error).__name__}: {lines[0] if lines else ''}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; numbers that JSON lacks (NaN, infinity) become text."""
+        found = asdict(self) | {"verdict": self.verdict}
+        if self.got is not None and not math.isfinite(self.got):
+            found["got"] = str(self.got)
+        return found
+
+
+def relative_error(ours: Tensor, exact: Tensor, floor: float = 0.0) -> float:
+    """``|ours - exact| / max(|exact|, floor)`` of L2 norms, in float64 on the host."""
+    exact = exact.detach().double().cpu()
+    difference = (ours.detach().double().cpu() - exact).norm().item()
+    scale = max(exact.norm().item(), floor)
+    return difference / scale if scale else difference
+
+
+def worst_error(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error of several tensors, and whose it is. NaN is larger than any number."""
+    largest = max((one.double().norm().item() for one in exact.values()), default=0.0)
+    errors = {n: relative_error(ours[n], one, NOISE_FLOOR * largest) for n, one in exact.items()}
+    return largest_of(errors)
+
+
+def largest_of(errors: Mapping[str, float]) -> tuple[float, str]:
+    name = max(errors, key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])
+    return errors[name], name
+
+
+def failed(findings: Iterable[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict == "FAIL"]

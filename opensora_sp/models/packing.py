@@ -1,0 +1,141 @@
+"""Packed tokens: how many queries and keys belong together, and the work that kernels start for them.
+
+A ``Packing`` is made once per forward and shared by all blocks, so that no block copies anything to the device.
+
+Legend: N packed tokens, P pieces, L keys of a piece, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE = 128  # queries and keys that a block of a kernel works on at a time
+PIECE = 1024  # queries of a sample that a piece has at most
+
+
+class Packing:
+    """The numbers of queries and keys of each sample, host integers."""
+
+    def __init__(self, queries: Sequence[int], keys: Sequence[int]) -> None:
+        assert len(queries) == len(keys), (len(queries), len(keys))
+        self.queries, self.keys = tuple(queries), tuple(keys)
+        self._pieces: dict[tuple[int, int], Pieces] = {}
+
+    def pieces(self, heads: int, processors: int) -> Pieces:
+        """The queries cut into pieces, for a device of that many multiprocessors."""
+        key = heads, processors
+        if key not in self._pieces:
+            self._pieces[key] = Pieces.of(self.queries, self.keys, heads, processors)
+        return self._pieces[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a kernel for packed tokens: the queries and keys of each of its pieces."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    _edges: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def edges(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the queries and where the keys of each piece begin, and the end: int32 ``[P + 1]`` each."""
+        if device not in self._edges:
+            sums = [*accumulate(self.queries, initial=0), *accumulate(self.keys, initial=0)]
+            # Pinned, for the host would wait for a copy of pageable memory.
+            both = torch.tensor(sums, dtype=torch.int32, pin_memory=device.type == "cuda")
+            first, second = both.to(device, non_blocking=True).chunk(2)
+            self._edges[device] = first, second
+        return self._edges[device]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Queries in pieces of ``queries`` tokens, each with the ``keys`` of its sample.
+
+    Kernels start blocks of threads by piece, head and, in backward, tile of keys. A long sample with few keys would
+    leave most of a GPU idle: 300 keys and 16 heads are 48 blocks.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    samples: tuple[tuple[int, int], ...]  # (keys, pieces) of each sample
+    _calls: dict[int, list[Call]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], heads: int, processors: int) -> Pieces:
+        tiles = sum(-(-k // TILE) for q, k in zip(queries, keys, strict=True) if q)
+        wanted = -(-processors // max(1, heads * tiles))
+        q_sizes: list[int] = []
+        k_sizes: list[int] = []
+        samples: list[tuple[int, int]] = []
+        for q, k in zip(queries, keys, strict=True):
+            cut = _cut(q, k, wanted)
+            q_sizes += cut
+            k_sizes += [k] * len(cut)
+            samples.append((k, len(cut)))
+        return cls(tuple(q_sizes), tuple(k_sizes), tuple(samples))
+
+    @cached_property
+    def are_equal(self) -> bool:
+        """Whether they are rows of a tensor."""
+        return len(set(zip(self.queries, self.keys, strict=True))) == 1
+
+    def calls(self, most: int) -> list[Call]:
+        """Calls of at most so many pieces each; the same ones every time."""
+        if most not in self._calls:
+            starts = range(0, len(self.queries), most)
+            self._calls[most] = [Call(self.queries[i : i + most], self.keys[i : i + most]) for i in starts]
+        return self._calls[most]
+
+    def repeat(self, z: Tensor) -> Tensor:
+        """Keys or values ``[N, H, D]`` of the samples -> of the pieces, ``[P, L, H, D]`` if these are equal, else
+        packed. One sample is not copied: its pieces see the same memory."""
+        if len(set(self.samples)) == 1 and self.are_equal:
+            keys, pieces = self.samples[0]
+            z = z.unflatten(0, (len(self.samples), 1, keys))
+            return z.expand(-1, pieces, -1, -1, -1).flatten(0, 1)
+        if any(pieces != 1 for _, pieces in self.samples):
+            z = _Repeat.apply(z, self.samples)
+        return z.unflatten(0, (len(self.keys), -1)) if self.are_equal else z
+
+
+def _cut(queries: int, keys: int, wanted: int) -> tuple[int, ...]:
+    """The sizes of a sample's pieces, equal if that is possible with less than twice as many."""
+    if not queries:
+        return ()
+    least = max(-(-queries // PIECE), min(wanted, queries // TILE))
+    if least < 2 or keys >= queries:
+        return (queries,)
+    count = next((n for n in range(least, 2 * least) if queries % n == 0), least)
+    edges = [queries * i // count for i in range(count + 1)]
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
+class _Repeat(torch.autograd.Function):
+    """Each sample's keys once for each of its pieces. Backward sums over the pieces with one rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, samples: tuple[tuple[int, int], ...]) -> Tensor:
+        ctx.samples = samples
+        parts: list[Tensor] = []
+        for part, (_, pieces) in zip(z.split([keys for keys, _ in samples]), samples, strict=True):
+            parts += [part] * pieces
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        parts = grad.split([keys * pieces for keys, pieces in ctx.samples])
+        sums = [
+            part.unflatten(0, (pieces, keys)).sum(0) if pieces else grad.new_zeros(keys, *grad.shape[1:])
+            for part, (keys, pieces) in zip(parts, ctx.samples, strict=True)
+        ]
+        return torch.cat(sums), None

@@ -1,0 +1,54 @@
+"""Kernels for packed tokens that torch ships, with the arguments of flash-attn's ``flash_attn_varlen_func``.
+
+Operators of torch's own nested tensors, with derivatives that autograd knows but without a public name before 2.10.
+Their first arguments have stayed the same since 2.2; where a later torch changes them, ``available`` is False.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+
+ARGUMENTS = {
+    "_flash_attention_forward": (
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
+    ),
+    "_efficient_attention_forward": (
+        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p custom_mask_type "
+        "compute_log_sumexp"
+    ),
+}
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, q_edges: Tensor, k_edges: Tensor, longest_q: int, longest_k: int) -> Tensor:
+    """FlashAttention-2 in fp16 or bf16: packed ``[N, H, D]``, int32 edges ``[P + 1]`` -> ``[N, H, D]``."""
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(q, k, v, q_edges, k_edges, longest_q, longest_k, 0.0, False, False)[0]
+
+
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, q_edges: Tensor, k_edges: Tensor, longest_q: int, longest_k: int
+) -> Tensor:
+    """Memory-efficient attention, also in fp32; shapes as ``flash``."""
+    forward = torch.ops.aten._efficient_attention_forward
+    q, k, v = q[None], k[None], v[None]
+    return forward(q, k, v, None, q_edges, k_edges, longest_q, longest_k, 0.0, 0, True)[0][0]
+
+
+@cache
+def available(operator: str) -> bool:
+    """Whether this torch has the operator with the arguments that are passed here. Logs once if not."""
+    expected = ARGUMENTS[operator].split()
+    overloads = getattr(torch.ops.aten, operator, None)
+    found = [] if overloads is None else [argument.name for argument in overloads.default._schema.arguments]
+    if found[: len(expected)] != expected:
+        logger.warning("torch's %s takes %s; packed samples are grouped by their lengths instead", operator, found)
+    return found[: len(expected)] == expected
