@@ -43,6 +43,11 @@ class AllocatorPeak(LivePeak):
             self.peak = max(self.peak, self.live + rule(args, result))
         return result
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled parts are compiled under it; those of other trackers would run uncompiled."""
+        return True
+
     def size_of(self, storage: torch.UntypedStorage) -> int:
         return rounded(storage.nbytes(), BLOCK) if storage.device.type == "meta" else 0
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
+from opensora_sp.models import compile_blocks
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
+from . import fused_memory
 from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak
 
 DEPTH = 2  # pairs of blocks traced; each further one keeps as much more as the first does
@@ -48,6 +50,7 @@ def trace_activations(
     checkpointing: bool,
     training: bool,
     device: str = "cuda",
+    compiled: bool = False,
 ) -> Activations:
     """Trace the busiest of ``ranks`` at a small depth.
 
@@ -55,6 +58,7 @@ def trace_activations(
         name, config: a model's registered name and its whole configuration.
         latents: ``(B, c, frames, height, width)``.
         device: "cuda" counts what torch's allocator would hand out, "cpu" the bytes of tensors.
+        compiled: the parts between two switches are compiled by inductor.
     """
     small = dataclasses.replace(config, depth=DEPTH)
     model = _model(name, small, dtype)
@@ -62,16 +66,30 @@ def trace_activations(
     parallelize(model, SequenceMesh.imagined(ranks, ranks - 1), **dataclasses.asdict(options))
 
     live = AllocatorPeak() if device == "cuda" else LivePeak()
-    inputs, at_segments = 0, []  # live bytes
+    at_segments: list[int] = []  # live bytes
     model.segment.register_forward_pre_hook(lambda *_: at_segments.append(live.live))
     with _forks_nothing(), live:
-        for stop in run_step(model, latents, ranks=ranks, training=training, device="meta"):
-            inputs = live.live if stop == "inputs" else inputs
+        if compiled:
+            compile_blocks(model, backend=fused_memory.backend)
+            _passed(model, latents, ranks, training, live)
+            at_segments.clear()
+        peak, inputs = _passed(model, latents, ranks, training, live)
 
     # Between the temporal parts of two pairs: all that a forward pass makes once exists before the first.
     pair = at_segments[3] - at_segments[1]
-    peak = live.peak + (CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0)
+    peak += (CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0)
     return Activations(first=peak - DEPTH * pair, pair=pair, inputs=inputs)
+
+
+def _passed(
+    model: Any, latents: tuple[int, ...], ranks: int, training: bool, live: LivePeak
+) -> tuple[int, int]:
+    """Bytes at the peak of a pass, and of its inputs."""
+    before, inputs = live.live, 0
+    live.reset_peak()
+    for stop in run_step(model, latents, ranks=ranks, training=training, device="meta"):
+        inputs = live.live - before if stop == "inputs" else inputs
+    return live.peak - before, inputs
 
 
 def _model(name: str, config: Any, dtype: torch.dtype) -> Any:

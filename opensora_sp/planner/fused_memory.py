@@ -1,0 +1,192 @@
+"""What code compiled by inductor allocates, on meta tensors: blocks with ``compile="blocks"``.
+
+Dynamo and AOTAutograd run as they do for inductor, with its decompositions and its partition of forward
+and backward, so what forward keeps is exact. The graphs are not compiled, but run by ``FusedGraph``, which
+allocates what inductor's code would:
+
+* operators that call a library (products, attention, exchanges, anything complex) give a buffer, and take buffers;
+* sums and means give a buffer;
+* all that works on single elements is fused into what reads it, unless it leaves the graph, a library
+  reads it, or several readers would repeat many reads (``realize_reads_threshold`` of inductor);
+* a buffer is freed after its last reader, and a fused result takes the place of one that is read last.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+LIBRARY = {
+    *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward),
+    *(aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
+    *(aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
+}
+REDUCTIONS = {aten.sum, aten.mean, aten.var_mean, aten.var, aten.amax, aten.amin, aten.any, aten.prod}
+READS_OF_REUSED, READS = 4, 8  # inductor's realize_reads_threshold and realize_acc_reads_threshold
+
+
+def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` that allocates as inductor would and computes nothing."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+    from torch._inductor.decomposition import select_decomp_table
+
+    def partition(joint: GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        # the folding of constants takes tensors without data for such
+        with config.patch(joint_graph_constant_folding=False):
+            _recursive_joint_graph_passes(joint)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **options, compiler="inductor")
+
+    made = aot_autograd(
+        fw_compiler=FusedGraph, partition_fn=partition, decompositions=select_decomp_table()
+    )
+    return made(module, inputs)  # type: ignore[no-any-return]
+
+
+class FusedGraph:
+    """A graph of AOTAutograd, called with a list of its inputs that it empties."""
+
+    def __init__(self, module: GraphModule, _: Sequence[Any]) -> None:
+        self._boxed_call = True  # of the instance, as wrappers copy it
+        self.nodes = [node for node in module.graph.nodes if node.op != "output"]
+        (self.outputs,) = next(n for n in reversed(module.graph.nodes) if n.op == "output").args
+        self.reads: dict[Node, set[Node]] = {}  # of fused nodes: the buffers that they are computed from
+        self.buffers = self._buffers()
+        self.last = self._last_readers()
+
+    def _buffers(self) -> set[Node]:
+        """The nodes that have memory: inputs, buffers, and views of these."""
+        wanted = {_base(node) for node in self._leave()}
+        for node in self.nodes:
+            if _calls_library(node):
+                wanted |= {_base(one) for one in node.all_input_nodes}
+
+        found: set[Node] = set()
+        for node in self.nodes:
+            read: set[Node] = set()
+            for one in node.all_input_nodes:
+                read |= {one} if one in found else self.reads[one]
+            is_view = _is_view(node)
+            if node.op == "placeholder" or (is_view and node.all_input_nodes[0] in found):
+                found.add(node)
+            elif not is_view and (node in wanted or _calls_library(node) or _is_reduction(node)):
+                found.add(node)
+            elif not is_view and (len(read) > READS or (len(read) > READS_OF_REUSED and len(node.users) > 1)):
+                found.add(node)
+            self.reads[node] = read
+        return found
+
+    def _leave(self) -> list[Node]:
+        return [one for one in self.outputs if isinstance(one, Node)]
+
+    def _last_readers(self) -> dict[Node, int]:
+        last: dict[Node, int] = {}
+        for step, node in enumerate(self.nodes):
+            if node in self.buffers:
+                last |= dict.fromkeys((node, *self.reads[node]), step)
+        return last | dict.fromkeys(self._leave(), len(self.nodes))
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        values: dict[Node, Any] = {}
+        given = list(inputs)
+        inputs.clear()
+        dying: dict[int, list[Node]] = {}
+        for node, step in self.last.items():
+            dying.setdefault(step, []).append(node)
+
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        values = dict(zip(placeholders, given, strict=True))
+        del given
+        for step, node in enumerate(self.nodes):
+            if node in self.buffers and node.op != "placeholder":
+                self._replaced(node, dying.get(step, ()), values)
+                values[node] = self._value(node, values)
+            for one in dying.get(step, ()):
+                values.pop(one, None)
+        return [values[one] if isinstance(one, Node) else one for one in self.outputs]
+
+    def _replaced(self, node: Node, dying: Sequence[Node], values: dict[Node, Any]) -> None:
+        """Let go of one buffer whose place a fused result takes."""
+        size = _bytes(node)
+        if _calls_library(node) or _is_view(node) or not size:
+            return
+        for one in dying:
+            if one.op != "placeholder" and one is not node and not _is_view(one) and _bytes(one) == size:
+                values.pop(one, None)
+                return
+
+    def _value(self, node: Node, values: dict[Node, Any]) -> Any:
+        if _is_view(node) or _calls_library(node) or "val" not in node.meta:
+            take = lambda one: values[one] if one in values else _empty(one)  # noqa: E731
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), take)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        return _empty(node)
+
+
+def _empty(node: Node) -> Any:
+    found = node.meta["val"]
+    return torch.utils._pytree.tree_map(_made, found)
+
+
+def _made(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return _number(value)
+    size, stride = ([_number(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    return torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+
+
+def _number(value: Any) -> Any:
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= _number(size)
+    return count * value.dtype.itemsize
+
+
+def _packet(node: Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _is_view(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem or _packet(node) in (aten._unsafe_view, aten.reshape):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def _base(node: Node) -> Node:
+    """What a node is a view of."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_reduction(node: Node) -> bool:
+    return _packet(node) in REDUCTIONS
+
+
+def _calls_library(node: Node) -> bool:
+    if node.op != "call_function" or _is_view(node):
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    tensors = [one for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
+    tensors += [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    is_complex = any(one.dtype.is_complex for one in tensors)
+    return is_complex or _packet(node) in LIBRARY or node.target.namespace not in ("aten", "prims")
