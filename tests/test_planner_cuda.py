@@ -10,16 +10,20 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from cuda_stub import phase, requires_stub, run_on_stub
+from test_cuda_attention import cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from opensora_sp.models import compile_blocks
 from opensora_sp.models.attention import attention
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.planner.cuda_memory import AllocatorPeak
-from opensora_sp.planner.trace import run_step, trace_activations
+from opensora_sp.planner.memory import Kept, ModelSizes, sampling_peak
+from opensora_sp.planner.trace import Activations, run_step, trace_activations
 
 pytestmark = requires_stub
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -37,6 +41,7 @@ class Case:
     depth: int = 3
     dtype: torch.dtype = BF16
     training: bool = True
+    compiled: bool = False
     options: Options = field(default_factory=Options)
 
     @property
@@ -94,7 +99,11 @@ def weights_of(case: Case) -> int:
 
 
 def predicted(case: Case) -> float:
-    traced = trace_activations(
+    return traced(case).at(case.depth)
+
+
+def traced(case: Case) -> Activations:
+    return trace_activations(
         case.model,
         case.config,
         case.latents,
@@ -103,8 +112,8 @@ def predicted(case: Case) -> float:
         dtype=case.dtype,
         checkpointing=case.checkpointing,
         training=case.training,
+        compiled=case.compiled,
     )
-    return traced.at(case.depth)
 
 
 def take_step(case: Case, name: str) -> int:
@@ -116,6 +125,8 @@ def take_step(case: Case, name: str) -> int:
         model = model_class(case.model)(case.config).to(case.dtype)
     torch.cuda.empty_cache()
     model.set_grad_checkpoint(case.checkpointing)
+    if case.compiled:
+        compile_blocks(model)
     parallelize(model, RankOfMany(case.ranks), **asdict(case.options))
 
     with phase(name):
@@ -148,6 +159,44 @@ def test_peaks_are_predicted_within_five_percent() -> None:
             wrong.append(lines[-1])
     print(*lines, sep="\n")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_compiled_peaks_are_predicted_within_five_percent(checkpointing: bool) -> None:
+    case = Case((2, 4, 6, 32, 32), checkpointing=checkpointing, depth=2, compiled=True)
+    memory = run_on_stub(on_steps, {"step": case}, timeout=600, env=cache()).peak("step")
+    ratio = predicted(case) / (memory.allocated - memory.before)
+    assert 0.95 < ratio < 1.05, ratio
+    assert predicted(case) < 0.9 * predicted(replace(case, compiled=False))
+
+
+# --- what fits
+
+BOUNDS = {
+    "many rows": Case((5, 4, 15, 18, 32), depth=4),
+    "long rows": Case((1, 4, 16, 64, 64), checkpointing=False, depth=2),
+}
+ABOVE = 0.9  # of the bytes at the peak: what is well above a bound
+
+
+def on_bound(case: Case) -> bool:
+    """Whether two steps have room."""
+    try:
+        for name in ("first", "second"):
+            take_step(case, name)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_what_fits_runs_and_what_is_well_above_does_not(name: str) -> None:
+    case = BOUNDS[name]
+    sizes = ModelSizes.of(case.model, case.config)
+    kept = Kept(sizes.total * case.dtype.itemsize, 0, 0, 0)
+    peak = sampling_peak(kept, traced(case), case.depth)  # of a step without an optimizer
+    assert run_on_stub(on_bound, case, memory=peak.needed).result
+    assert not run_on_stub(on_bound, case, memory=int(ABOVE * peak.total)).result
 
 
 # --- single rules

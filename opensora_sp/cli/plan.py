@@ -99,7 +99,8 @@ def _lines(plan: Plan) -> list[str]:
         height, width = one.bucket.image_size
         batch = f"{one.bucket.batch_size} of {one.bucket.num_frames} x {height}x{width}"
         peak = one.memory.configured.total / 1e9
-        fits = " too much" if plan.memory_gb is not None and peak > plan.memory_gb else ""
+        needed = one.memory.configured.needed / 1e9
+        fits = " too much" if plan.memory_gb is not None and needed > plan.memory_gb else ""
         lines.append(
             f"{batch:>24} {one.tokens['total']:>10,} {NAMES[one.sharing.mode]:>18} {one.sharing.imbalance:>+8.1%} "
             f"{one.traffic.mean / 1e6:>10,.1f} {peak:>8.2f}{fits}"

@@ -1,14 +1,19 @@
-"""What torch takes of a GPU's memory, counted while a model runs on meta tensors, which hold no data.
+"""What torch takes of a GPU's memory, counted while a model runs on meta tensors, which hold no
+data.
 
 This is the one place that knows how CUDA differs from the sum of all tensors:
 
 * the caching allocator rounds each storage up to ``BLOCK`` bytes;
-* attention is the operator that a GPU takes (``models/attention.py``: meta tensors stand for a GPU's);
-* kernels take workspaces, which no tensor shows: ``WORKSPACES`` has a rule for each operator with a large one;
-* cuBLAS keeps ``CUBLAS_WORKSPACE`` bytes for each thread that multiplies: one runs forward, another backward.
+* attention is the operator that a GPU takes (``models/attention.py``: meta tensors stand for a
+  GPU's);
+* kernels take workspaces, which no tensor shows: ``WORKSPACES`` has a rule for each operator with
+  a large one;
+* cuBLAS keeps ``CUBLAS_WORKSPACE`` bytes for each thread that multiplies: one runs forward,
+  another backward.
 
-The rules are those of torch 2.5 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in ``flash_api.cpp``; memory-efficient
-attention: ``kernel_backward.h``). ``tests/test_planner_cuda.py`` compares them with torch's allocator.
+The rules are those of torch 2.5 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in
+``flash_api.cpp``; memory-efficient attention: ``kernel_backward.h``).
+``tests/test_planner_cuda.py`` compares them with torch's allocator.
 
 Legend: R rows, L tokens of a row, H heads, D head width.
 """
@@ -33,14 +38,25 @@ NUM_SMS, THREADS_OF_SM, THREADS_OF_SUM = 132, 2048, 512  # of an H100 or H200, a
 
 
 class AllocatorPeak(LivePeak):
-    """Counts what torch's caching allocator hands out for meta tensors, as ``LivePeak`` counts tensors."""
+    """Counts what torch's caching allocator hands out for meta tensors, as ``LivePeak`` counts
+    tensors.
+
+    ``largest`` are the bytes of the largest block: it has to lie in one piece, so that as much can
+    be free without being of use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if rule := WORKSPACES.get(func):
-            self.peak = max(self.peak, self.live + rule(args, result))
+            workspace = rule(args, result)
+            self.largest = max(self.largest, workspace)
+            self.peak = max(self.peak, self.live + workspace)
         return result
 
     @classmethod
@@ -49,7 +65,9 @@ class AllocatorPeak(LivePeak):
         return True
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
-        return rounded(storage.nbytes(), BLOCK) if storage.device.type == "meta" else 0
+        size = rounded(storage.nbytes(), BLOCK) if storage.device.type == "meta" else 0
+        self.largest = max(self.largest, size)
+        return size
 
 
 def rounded(number: int, unit: int) -> int:
@@ -58,8 +76,8 @@ def rounded(number: int, unit: int) -> int:
 
 
 def _flash_backward(args: tuple[Any, ...], _: Any) -> int:
-    """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the products of the
-    output with its gradient."""
+    """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the
+    products of the output with its gradient."""
     rows, heads, length, width = args[1].shape
     padded = rounded(length, 128)
     accumulated = rows * padded * heads * rounded(width, 32) * FP32
@@ -74,8 +92,9 @@ def _exchange(args: tuple[Any, ...], _: Any) -> int:
 
 
 def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
-    """In fp32: blocks of threads that share queries hand their sums on through tiles of 64 columns, each with a lock;
-    and the products of the output with its gradient. (In 16 bits torch takes FlashAttention.)"""
+    """In fp32: blocks of threads that share queries hand their sums on through tiles of 64
+    columns, each with a lock; and the products of the output with its gradient. (In 16 bits torch
+    takes FlashAttention.)"""
     rows, heads, length, width = args[1].shape
     queries = 64 if width <= 64 else 128
     tiles = -(-length // queries) * -(-width // 64) * (queries * 64 * FP32 + 16)
@@ -85,8 +104,8 @@ def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
 def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     """Sums over tokens, as those of a bias's gradient.
 
-    Where one block of threads would add up too many numbers, several share them, and torch keeps room
-    for the partial sums of all their threads (``setReduceConfig`` in ``Reduce.cuh``).
+    Where one block of threads would add up too many numbers, several share them, and torch keeps
+    room for the partial sums of all their threads (``setReduceConfig`` in ``Reduce.cuh``).
     """
     terms = args[0]
     if not summed.numel() or terms.shape[-1] != summed.shape[-1] or not terms.is_contiguous():
@@ -114,7 +133,8 @@ def _power_of_2(number: int) -> int:
 
 
 def _copies(*tensors: Tensor) -> int:
-    """Of gradient and output ``[R, H, L, D]``, which the kernel takes with the heads inside, without gaps."""
+    """Of gradient and output ``[R, H, L, D]``, which the kernel takes with the heads inside,
+    without gaps."""
     return sum(rounded(tensor.nbytes, BLOCK) for tensor in tensors if not tensor.transpose(1, 2).is_contiguous())
 
 

@@ -1,14 +1,17 @@
 """What code compiled by inductor allocates, on meta tensors: blocks with ``compile="blocks"``.
 
-Dynamo and AOTAutograd run as they do for inductor, with its decompositions and its partition of forward
-and backward, so what forward keeps is exact. The graphs are not compiled, but run by ``FusedGraph``, which
-allocates what inductor's code would:
+Dynamo and AOTAutograd run as they do for inductor, with its decompositions and its partition of
+forward and backward, so what forward keeps is exact. The graphs are not compiled, but run by
+``FusedGraph``, which allocates what inductor's code would:
 
-* operators that call a library (products, attention, exchanges, anything complex) give a buffer, and take buffers;
+* operators that call a library (products, attention, exchanges, anything complex) give a buffer,
+  and take buffers;
 * sums and means give a buffer;
-* all that works on single elements is fused into what reads it, unless it leaves the graph, a library
-  reads it, or several readers would repeat many reads (``realize_reads_threshold`` of inductor);
-* a buffer is freed after its last reader, and a fused result takes the place of one that is read last.
+* all that works on single elements is fused into what reads it, unless it leaves the graph, a
+  library reads it, or several readers would repeat many reads (``realize_reads_threshold`` of
+  inductor);
+* a buffer is freed after its last reader, and a fused result takes the place of one that is read
+  last.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 LIBRARY = {
@@ -36,19 +39,16 @@ def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """A backend of ``torch.compile`` that allocates as inductor would and computes nothing."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
     from torch._inductor.decomposition import select_decomp_table
 
     def partition(joint: GraphModule, joint_inputs: Any, **options: Any) -> Any:
         # the folding of constants takes tensors without data for such
-        with config.patch(joint_graph_constant_folding=False):
+        with torch._inductor.config.patch(joint_graph_constant_folding=False):  # type: ignore[attr-defined]
             _recursive_joint_graph_passes(joint)
         return min_cut_rematerialization_partition(joint, joint_inputs, **options, compiler="inductor")
 
-    made = aot_autograd(
-        fw_compiler=FusedGraph, partition_fn=partition, decompositions=select_decomp_table()
-    )
+    made = aot_autograd(fw_compiler=FusedGraph, partition_fn=partition, decompositions=select_decomp_table())
     return made(module, inputs)  # type: ignore[no-any-return]
 
 
@@ -58,7 +58,7 @@ class FusedGraph:
     def __init__(self, module: GraphModule, _: Sequence[Any]) -> None:
         self._boxed_call = True  # of the instance, as wrappers copy it
         self.nodes = [node for node in module.graph.nodes if node.op != "output"]
-        (self.outputs,) = next(n for n in reversed(module.graph.nodes) if n.op == "output").args
+        self.outputs: Any = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
         self.reads: dict[Node, set[Node]] = {}  # of fused nodes: the buffers that they are computed from
         self.buffers = self._buffers()
         self.last = self._last_readers()
@@ -75,15 +75,20 @@ class FusedGraph:
             read: set[Node] = set()
             for one in node.all_input_nodes:
                 read |= {one} if one in found else self.reads[one]
-            is_view = _is_view(node)
-            if node.op == "placeholder" or (is_view and node.all_input_nodes[0] in found):
-                found.add(node)
-            elif not is_view and (node in wanted or _calls_library(node) or _is_reduction(node)):
-                found.add(node)
-            elif not is_view and (len(read) > READS or (len(read) > READS_OF_REUSED and len(node.users) > 1)):
+            if _is_view(node):
+                has_memory = node.all_input_nodes[0] in found
+            else:
+                fuses = node.op != "placeholder" and node not in wanted and not _has_buffer(node)
+                has_memory = not fuses or self._repeats(node, read)
+            if has_memory:
                 found.add(node)
             self.reads[node] = read
         return found
+
+    @staticmethod
+    def _repeats(node: Node, read: set[Node]) -> bool:
+        """Whether inductor gives a fused result memory, for its readers would read too much."""
+        return len(read) > (READS_OF_REUSED if len(node.users) > 1 else READS)
 
     def _leave(self) -> list[Node]:
         return [one for one in self.outputs if isinstance(one, Node)]
@@ -125,16 +130,21 @@ class FusedGraph:
                 return
 
     def _value(self, node: Node, values: dict[Node, Any]) -> Any:
-        if _is_view(node) or _calls_library(node) or "val" not in node.meta:
-            take = lambda one: values[one] if one in values else _empty(one)  # noqa: E731
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), take)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-        return _empty(node)
+        if not (_is_view(node) or _calls_library(node) or "val" not in node.meta):
+            return _empty(node)
+
+        def taken(one: Node) -> Any:
+            return values[one] if one in values else _empty(one)
+
+        args: Any = torch.fx.map_arg(node.args, taken)
+        kwargs: Any = torch.fx.map_arg(node.kwargs, taken)
+        target: Any = node.target
+        return target(*args, **kwargs)
 
 
 def _empty(node: Node) -> Any:
     found = node.meta["val"]
-    return torch.utils._pytree.tree_map(_made, found)
+    return tree_map(_made, found)
 
 
 def _made(value: Any) -> Any:
@@ -177,8 +187,8 @@ def _base(node: Node) -> Node:
     return node
 
 
-def _is_reduction(node: Node) -> bool:
-    return _packet(node) in REDUCTIONS
+def _has_buffer(node: Node) -> bool:
+    return _calls_library(node) or _packet(node) in REDUCTIONS
 
 
 def _calls_library(node: Node) -> bool:

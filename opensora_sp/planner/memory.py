@@ -109,18 +109,27 @@ class Kept:
 @dataclass(frozen=True)
 class Peak:
     """Bytes at the peak, when it comes ("forward", "backward", "optimizer step"), and what is live then beside what is
-    kept: gradients (with what their reduction, or the step, needs) and activations (with the batch)."""
+    kept: gradients (with what their reduction, or the step, needs) and activations (with the batch).
+
+    ``largest`` is the largest block of an allocator, as large as what lies free in pieces can be: a GPU of ``needed``
+    bytes holds it all.
+    """
 
     total: int
     moment: str
     gradients: int
     activations: int
+    largest: int = 0
+
+    @property
+    def needed(self) -> int:
+        return self.total + self.largest
 
 
 def sampling_peak(kept: Kept, activations: Activations, depth: int) -> Peak:
     """The peak of one call of the model without gradients."""
     live = round(activations.at(depth))
-    return Peak(kept.total + live, "forward", 0, live)
+    return Peak(kept.total + live, "forward", 0, live, activations.largest)
 
 
 def training_peak(kept: Kept, sizes: ModelSizes, zero: Zero, activations: Activations) -> Peak:
@@ -146,7 +155,7 @@ def training_peak(kept: Kept, sizes: ModelSizes, zero: Zero, activations: Activa
     moments.append(("backward", bucket.taken_peak(), activations.inputs))
     moments.append(("optimizer step", bucket.kept * zero.element_size + _step(sizes, zero), activations.inputs))
     moment, gradients, live = max(moments, key=lambda one: one[1] + one[2])
-    return Peak(kept.total + gradients + live, moment, gradients, live)
+    return Peak(kept.total + gradients + live, moment, gradients, live, activations.largest)
 
 
 class Bucket:

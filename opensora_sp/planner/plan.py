@@ -83,6 +83,7 @@ class Plan:
         values = asdict(self)
         for bucket, told in zip(self.buckets, values["buckets"], strict=True):
             told["memory"]["kept"]["total"] = bucket.memory.kept.total
+            told["memory"]["configured"]["needed"] = bucket.memory.configured.needed
             found = {"traffic": bucket.traffic, **bucket.compared}
             places = {"traffic": told["traffic"], **told["compared"]}
             for name, sent in found.items():
@@ -229,6 +230,7 @@ class _Run:
                 checkpointing=checkpointing,
                 training=self.training,
                 device=self.device,
+                compiled=self.device == "cuda" and getattr(self.cfg, "compile", None) == "blocks",
             )
 
         if not self.training:
@@ -275,13 +277,13 @@ class _Run:
         return advice or [f"no other sp_size that divides {self.num_gpus} and no frame count near is more even"]
 
     def _less_memory(self, latents: tuple[int, ...], memory: Memory) -> list[str]:
-        if self.memory_gb is None or memory.configured.total <= self.memory_gb * 1e9:
+        if self.memory_gb is None or memory.configured.needed <= self.memory_gb * 1e9:
             return []
-        told = f"{memory.configured.total / 1e9:.1f} GB do not fit into {self.memory_gb:g} GB"
-        if not self.checkpointing and memory.checkpointed and memory.checkpointed.total <= self.memory_gb * 1e9:
-            return [f"{told}: grad_checkpoint=True takes {memory.checkpointed.total / 1e9:.1f} GB"]
+        told = f"{memory.configured.needed / 1e9:.1f} GB do not fit into {self.memory_gb:g} GB"
+        if not self.checkpointing and memory.checkpointed and memory.checkpointed.needed <= self.memory_gb * 1e9:
+            return [f"{told}: grad_checkpoint=True takes {memory.checkpointed.needed / 1e9:.1f} GB"]
         for ranks in (n for n in range(self.ranks + 1, self.num_gpus + 1) if self.num_gpus % n == 0):
-            total = self.memory(latents, ranks).configured.total
+            total = self.memory(latents, ranks).configured.needed
             if total <= self.memory_gb * 1e9:
                 return [f"{told}: sp_size={ranks} takes {total / 1e9:.1f} GB"]
         return [f"{told}, nor do more ranks to a batch help: take fewer frames, a smaller batch_size, or more GPUs"]

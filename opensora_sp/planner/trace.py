@@ -1,4 +1,4 @@
-"""Activations of a training step or a sampling step, traced: the real model on meta tensors, which hold no data."""
+"""Activations of a training or sampling step, traced on meta tensors, which hold no data."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ DEPTH = 2  # pairs of blocks traced; each further one keeps as much more as the 
 
 @dataclass(frozen=True)
 class Activations:
-    """Live bytes at the peak of a pass, beside weights and kept gradients: ``first + depth * pair``.
+    """Live bytes at the peak of a pass, beside weights and kept gradients, by depth.
 
-    ``inputs`` are the bytes of the batch itself, which are part of that.
+    They are ``first + depth * pair``.
+
+    ``inputs`` are the bytes of the batch itself, which are part of that; ``largest`` those
+    of the largest block.
     """
 
     first: float
     pair: float
     inputs: int
+    largest: int = 0
 
     def at(self, depth: float) -> float:
         return self.first + depth * self.pair
@@ -75,15 +79,14 @@ def trace_activations(
             at_segments.clear()
         peak, inputs = _passed(model, latents, ranks, training, live)
 
-    # Between the temporal parts of two pairs: all that a forward pass makes once exists before the first.
+    # Between the temporal parts of two pairs: all that a forward pass makes once exists before the
+    # first.
     pair = at_segments[3] - at_segments[1]
-    peak += (CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0)
-    return Activations(first=peak - DEPTH * pair, pair=pair, inputs=inputs)
+    peak += CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0
+    return Activations(first=peak - DEPTH * pair, pair=pair, inputs=inputs, largest=getattr(live, "largest", 0))
 
 
-def _passed(
-    model: Any, latents: tuple[int, ...], ranks: int, training: bool, live: LivePeak
-) -> tuple[int, int]:
+def _passed(model: Any, latents: tuple[int, ...], ranks: int, training: bool, live: LivePeak) -> tuple[int, int]:
     """Bytes at the peak of a pass, and of its inputs."""
     before, inputs = live.live, 0
     live.reset_peak()
@@ -124,8 +127,8 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]:
-    """What the runs pass. All captions are the null caption: it has as many tokens as a text can have, and the choice
-    needs no look into data."""
+    """What the runs pass. All captions are the null caption: it has as many tokens as a text can
+    have, and the choice needs no look into data."""
     config: Any = model.config
     size = latents[0]
     with torch.device(device):
