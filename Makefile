@@ -68,7 +68,7 @@ test-cuda-newest: $(CUDA_NEWEST)/.installed
 
 $(CUDA_NEWEST)/.installed: .ci/newest_requirements.txt
 	sh scripts/make_venv.sh $(CUDA_NEWEST)
-	$(CUDA_NEWEST)/bin/pip install --quiet torch==2.13.0
+	$(CUDA_NEWEST)/bin/pip install --quiet torch==2.9.1
 	$(CUDA_NEWEST)/bin/pip install --quiet --requirement .ci/newest_requirements.txt
 	$(CUDA_NEWEST)/bin/pip install --quiet --no-deps colossalai==0.5.0
 	$(CUDA_NEWEST)/bin/pip install --quiet --no-deps --editable .

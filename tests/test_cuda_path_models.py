@@ -12,14 +12,14 @@ pytestmark = requires_stub
 # Kernels and products that a forward and a backward pass launch at depth 2. With a video mask the
 # device counts the tokens inside, which the stub cannot.
 LAUNCHES = {
-    "STDiT": (103, 283),
-    "STDiT2": (288, 501),
-    "STDiT2 x_mask": (303, 581),
-    "STDiT3": (273, 572),
-    "STDiT3 x_mask": (289, 665),
+    "STDiT": (107, 287),
+    "STDiT2": (292, 505),
+    "STDiT2 x_mask": (307, 585),
+    "STDiT3": (281, 580),
+    "STDiT3 x_mask": (297, 673),
     "STDiT3 text mask": (281, 596),
-    "STDiT3 windows": (316, 595),
-    "STDiT3 full attention": (277, 572),
+    "STDiT3 windows": (324, 603),
+    "STDiT3 full attention": (285, 580),
 }
 
 # Lines at which the host waits for the device, once or more often; nowhere in other cases.

@@ -94,7 +94,12 @@ def on_convolutions(dims, dtype_name):
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_convolutions_forward_and_backward(dims, dtype):
-    convolutions = run_on_stub(on_convolutions, dims, dtype).convolutions
+    recording = run_on_stub(on_convolutions, dims, dtype)
+    convolutions = recording.convolutions
+    if (dims, dtype) == (3, "bfloat16") and 90800 <= torch.backends.cudnn.version() < 91500:
+        # torch avoids these of cuDNN, which gave wrong results, and makes products instead.
+        assert not convolutions and recording.gemms
+        return
 
     assert [conv.call for conv in convolutions] == ["forward", "backward_data", "backward_filter"]
     for conv in convolutions:

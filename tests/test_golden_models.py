@@ -135,6 +135,7 @@ def conditioned(tensors: dict[str, torch.Tensor], layout: str, T: int, S: int, w
     modulation = torch.stack([s.view(len(t), -1, width) for s in states], dim=1)
     grid = PatchGrid(num_samples=len(t), latent_size=(T, 1, S), patch_size=(1, 1, 1))
     given = ~tensors["input/x_mask"] if "input/x_mask" in tensors else None
+    lengths = [0] * len(t) if lengths is None else lengths  # the final layer attends to no text
     return Condition.of(grid.rows(layout), modulation, given, Text(text, lengths)), modulation
 
 
