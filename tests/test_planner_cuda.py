@@ -223,6 +223,14 @@ def attend(rows: int, length: int, width: int, dtype: torch.dtype, device: str) 
     attention(q, k, v).backward(torch.empty_like(q))
 
 
+def attend_packed(lengths: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: str) -> None:
+    q, k, v = (
+        torch.empty(sum(n), 8, 72, device=device, dtype=dtype, requires_grad=True)
+        for n in (lengths[0], lengths[1], lengths[1])
+    )
+    attention(q, k, v, lengths=lengths).backward(torch.empty_like(q))
+
+
 def sum_tokens(tokens: int, width: int, device: str) -> None:
     torch.empty(tokens, width, device=device, dtype=BF16).sum(0)
 
@@ -232,6 +240,10 @@ for width, length in WIDTHS:
     for dtype in (BF16, FP32):
         case = (200, length, width, dtype)
         RULES[f"attention {case}"] = lambda device, case=case: attend(*case, device)
+for lengths in (((900, 4_000, 7_000), (30, 200, 300)), ((15_000,), (300,))):
+    for dtype in (BF16, FP32):
+        packed = (lengths, dtype)
+        RULES[f"packed {packed}"] = lambda device, packed=packed: attend_packed(*packed, device)
 for tokens, width in ((2_048, 4_608), (119_250, 4_608), (14_906, 1_152), (500, 3_456), (70_000, 90), (64, 8)):
     RULES[f"sum {tokens} x {width}"] = lambda device, sizes=(tokens, width): sum_tokens(*sizes, device)
 

@@ -39,6 +39,7 @@ BACKENDS = ("auto", "flash", "sdpa", "reference")
 MAX_ROWS = 65_535  # kernels count rows along an axis of CUDA's grid that ends here
 MAX_SCORES = 2**22  # numbers in one tensor of the reference: 16 MB in float32
 GPUS = ("cuda", "meta")  # the planner traces on meta tensors what a recent GPU would do
+PROCESSORS = 132  # of such a GPU, an H100 or H200
 SAFE_CUDNN = 91501  # before 9.15.1 cuDNN is wrong for lengths that 128 does not divide (pytorch#169849)
 
 Lengths = tuple[Sequence[int], Sequence[int]]
@@ -102,7 +103,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_
 @cache
 def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool) -> Backend:
     check_backend(backend)
-    if backend == "flash" and device.type == "meta":
+    if backend in ("auto", "flash") and device.type == "meta":
         backend = "sdpa"  # its kernels, from torch: what they take is the same
     chosen, reason = backend, "asked for"
     if backend in ("auto", "flash"):
@@ -117,6 +118,8 @@ def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: 
         chosen, reason = "reference", obstacle
     names = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
     logger.info("attention backend: %s (%s)", names[chosen], reason)
+    if device.type == "meta":
+        return Backend(chosen, PROCESSORS, deterministic)
     if device.type != "cuda":
         return Backend(chosen, deterministic=deterministic)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -138,13 +141,13 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int, d
 
 def _flash_kernels_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
     """Why the kernels of FlashAttention, wherever they come from, cannot take such tensors."""
-    if device.type != "cuda":
+    if device.type not in GPUS:
         return "the tensors are not on a GPU"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{dtype} is not fp16 or bf16"
     if head_width > 256:
         return f"a head is {head_width} wide, over 256"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU's compute capability is below 8.0"
     return None
 
@@ -157,9 +160,7 @@ def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) ->
         return "torch has no fused kernel for float64 on a GPU"
     if head_width * dtype.itemsize % 16:
         return f"torch's fused kernels take heads in multiples of 16 bytes, not {head_width} x {dtype}"
-    if device.type == "meta":
-        return None
-    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         return "torch's fused kernels take bf16 from compute capability 8.0 on"
     return None
 
@@ -247,7 +248,7 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
         return None
     if not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
         return varlen.flash if varlen.available("_flash_attention_forward") else None
-    return varlen.efficient if q.is_cuda and varlen.available("_efficient_attention_forward") else None
+    return varlen.efficient if q.device.type in GPUS and varlen.available("_efficient_attention_forward") else None
 
 
 def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

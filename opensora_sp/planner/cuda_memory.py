@@ -29,12 +29,13 @@ from torch import Tensor
 
 import opensora_sp.parallel.collectives  # noqa: F401 (registers the operator of exchanges)
 from opensora_sp.memory import LivePeak
+from opensora_sp.models.attention import PROCESSORS
 
 aten = torch.ops.aten
 BLOCK = 512
 CUBLAS_WORKSPACE = 32 * 1024**2  # of compute capability 9.0; 8 MB before
 FP32 = 4
-NUM_SMS, THREADS_OF_SM, THREADS_OF_SUM = 132, 2048, 512  # of an H100 or H200, and of a block that sums
+THREADS_OF_SM, THREADS_OF_SUM = 2048, 512  # of a multiprocessor, and of a block that sums
 
 
 class AllocatorPeak(LivePeak):
@@ -85,6 +86,15 @@ def _flash_backward(args: tuple[Any, ...], _: Any) -> int:
     return rounded(accumulated, BLOCK) + rounded(products, BLOCK) + _copies(args[0], args[4])
 
 
+def _flash_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
+    """As in equal rows; packed rows share their padding."""
+    tokens, heads, width = args[1].shape
+    rows, longest = len(args[6]) - 1, args[8]
+    accumulated = (tokens + 128 * rows) * heads * rounded(width, 32) * FP32
+    products = rows * heads * rounded(longest, 128) * FP32
+    return rounded(accumulated, BLOCK) + rounded(products, BLOCK)
+
+
 def _exchange(args: tuple[Any, ...], _: Any) -> int:
     """Inside of an exchange tokens lie once more: packed by receiver, and then as they arrive."""
     tokens, _, _, sent, received = args[:5]
@@ -96,6 +106,16 @@ def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
     columns, each with a lock; and the products of the output with its gradient. (In 16 bits torch
     takes FlashAttention.)"""
     rows, heads, length, width = args[1].shape
+    return _efficient(rows, heads, length, width)
+
+
+def _efficient_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
+    _, _, heads, width = args[1].shape
+    rows, longest = len(args[6]) - 1, args[8]
+    return _efficient(rows, heads, longest, width)
+
+
+def _efficient(rows: int, heads: int, length: int, width: int) -> int:
     queries = 64 if width <= 64 else 128
     tiles = -(-length // queries) * -(-width // 64) * (queries * 64 * FP32 + 16)
     return rounded(rows * heads * tiles, BLOCK) + rounded(rows * heads * length * FP32, BLOCK)
@@ -120,7 +140,7 @@ def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     shares_inputs = inputs >= min(16 * height, 256)
     of_thread = -(-inputs // height) if shares_inputs else inputs
     columns = width if shares_inputs else width * height
-    grid, wanted = -(-(outputs // vector) // columns), NUM_SMS * (THREADS_OF_SM // (width * height))
+    grid, wanted = -(-(outputs // vector) // columns), PROCESSORS * (THREADS_OF_SM // (width * height))
     if not shares_inputs or of_thread < 256 or grid > wanted:
         return 0
     blocks = max(min(-(-wanted // grid), -(-of_thread // 16)), -(-of_thread // 256))
@@ -141,6 +161,8 @@ def _copies(*tensors: Tensor) -> int:
 WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._flash_attention_backward.default: _flash_varlen_backward,
+    aten._efficient_attention_backward.default: _efficient_varlen_backward,
     aten.sum.dim_IntList: _column_sums,
     torch.ops.opensora_sp.exchange.default: _exchange,
 }
