@@ -195,7 +195,7 @@ class Run:
             if done % cfg.log_every == 0 or saves:
                 values = self._measure(done)
                 reporter.log(done, values, self.meter.peak.tflops)
-                if advice is None and (advice := short_patience(values["step_time"] or 0.0)):
+                if advice is None and (advice := short_patience(values["step_time"] or 0.0, cfg.grace_time)):
                     logger.warning("%s", advice)
                 self.since = Since(time.perf_counter())
             reporter.step(done)
