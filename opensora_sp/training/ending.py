@@ -31,7 +31,8 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
     if checkpoint is None:
         return None
     state = json.loads((checkpoint / "state.json").read_text())
-    cfg = with_length(cfg, make_plan(cfg, dataset, state["micro_batches_per_step"]))
+    plan = make_plan(cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples"))
+    cfg = with_length(cfg, plan)
     if state["step"] < cfg.max_steps:
         return None
     key = "max_steps" if cfg.epochs is None else "epochs"

@@ -157,7 +157,8 @@ class Run:
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
         per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
-        self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg, dataset)
+        self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
+        self.dataset, self.work = dataset, Work(cfg, dataset)
         self.cfg = cfg = with_length(cfg, self.plan)
         self.broken = BrokenClips(dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
         self.clips = SharedClips(
