@@ -208,7 +208,7 @@ class Run:
                 break
             if saves:
                 self.since.start = time.perf_counter()  # a checkpoint is no part of the next step
-            self.since.start += self.validator.after(done, run_dir, reporter)
+            self.since.start += self.validator.after(done, run_dir, reporter, watch)
         self.checkpoints.wait()
         reporter.close()
         if watch is not None and stopped:
