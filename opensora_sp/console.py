@@ -43,10 +43,11 @@ def told_errors() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def tell_launcher(reason: str) -> bool:
+def tell_launcher(reason: str, *, repeat: bool = True) -> bool:
     """Give ``torchrun`` the reason why this process will fail; returns whether it is the first of its host to do so.
 
-    The last lines of torchrun are the reason that was given first. Without torchrun, every process is the first.
+    The last lines of torchrun are the reason that was given first. Without torchrun, every process is the first. With
+    ``repeat=False`` the others of a host give none, so that a reason that all ranks have stands once.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
@@ -56,7 +57,7 @@ def tell_launcher(reason: str) -> bool:
     is_first = marker is None or _claim(marker)
     # A file that cannot be written must not take the place of the reason.
     with suppress(OSError):
-        if not os.path.exists(file):
+        if (is_first or repeat) and not os.path.exists(file):
             timestamp = int(time.time()) + (not is_first)
             Path(file).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
     return is_first

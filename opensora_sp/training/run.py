@@ -92,7 +92,8 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         del run
         drain_process_group()
     if interrupted:
-        tell_launcher(f"stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from: {run_dir}")
+        reason = f"stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from: {run_dir}"
+        tell_launcher(reason, repeat=False)
         sys.exit(INTERRUPTED)
     if not finished and cfg.stopped_exit_code:
         sys.exit(cfg.stopped_exit_code)
