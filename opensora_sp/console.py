@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,38 +43,77 @@ def told_errors() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def tell_launcher(reason: str) -> bool:
+def tell_launcher(reason: str, *, repeat: bool = True) -> bool:
     """Give ``torchrun`` the reason why this process will fail; returns whether it is the first of its host to do so.
 
-    The last lines of torchrun are the reason that was given first. Without torchrun, every process is the first.
+    The last lines of torchrun are the reason that was given first. Without torchrun, every process is the first. With
+    ``repeat=False`` the others of a host give none, so that a reason that all ranks have stands once.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return True
 
-    try:
-        with _first_of_host(file).open("x") as first:
-            first.write(str(os.getpid()))
-        is_first = True
-    except FileExistsError:
-        is_first = _first_of_host(file).read_text() == str(os.getpid())
-    if not os.path.exists(file):
-        timestamp = int(time.time()) + (not is_first)
-        Path(file).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
+    marker = _marker(file)
+    is_first = marker is None or _claim(marker)
+    # A file that cannot be written must not take the place of the reason.
+    with suppress(OSError):
+        if (is_first or repeat) and not os.path.exists(file):
+            timestamp = int(time.time()) + (not is_first)
+            Path(file).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
     return is_first
 
 
-def _first_of_host(file: str) -> Path:
-    """Who has failed first: torchrun has a folder for each attempt, and in it one for each rank of the host."""
-    return Path(file).parent.parent / "first_to_fail"
+def _marker(file: str) -> Path | None:
+    """A link to the process number of the first rank of this host that fails, in torchrun's folder of the attempt.
+
+    Only torchrun makes a folder for each attempt, and in it one for each rank: elsewhere there is no marker, which
+    would outlive the run.
+    """
+    folder = Path(file).parent.parent
+    return folder / "first_to_fail" if folder.name.startswith("attempt_") else None
+
+
+def _claim(marker: Path) -> bool:
+    """Set the marker if nobody has; returns whether it is this process's. Where none can be set, each is the first."""
+    mine = str(os.getpid())
+    try:
+        if _is_stale(marker):
+            marker.unlink(missing_ok=True)
+
+        # A link, since it has its content from the moment on at which others can see it.
+        os.symlink(mine, marker)
+        return True
+    except FileExistsError:
+        return _pid_in(marker) in (mine, "")
+    except OSError:
+        return True
+
+
+def _is_stale(marker: Path) -> bool:
+    """Whether an earlier run has left the marker: its process has ended, and did so before this one began."""
+    pid = _pid_in(marker)
+    if not pid or os.path.exists(f"/proc/{pid}"):
+        return False
+    import psutil  # not needed before a run fails
+
+    return marker.lstat().st_mtime < psutil.Process().create_time()
+
+
+def _pid_in(marker: Path) -> str:
+    """The process number that a marker has; nothing if it cannot be read."""
+    try:
+        return os.readlink(marker)
+    except OSError:
+        return ""
 
 
 def _leave_after_the_first() -> None:
     """Let the first rank of this host that fails be the first to exit: torchrun then ends the others by SIGTERM, and
     its report has that failure alone."""
-    text = _first_of_host(os.environ["TORCHELASTIC_ERROR_FILE"]).read_text()
+    marker = _marker(os.environ["TORCHELASTIC_ERROR_FILE"])
+    pid = "" if marker is None else _pid_in(marker)
     deadline = time.monotonic() + PATIENCE
-    while text.isdigit() and os.path.exists(f"/proc/{text}") and time.monotonic() < deadline:
+    while pid and os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)  # for SIGTERM
 

@@ -13,7 +13,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS: fixed ones, for each stream
-ALGORITHMS = ("Ring", "Tree")  # of NCCL, whose order follows from the ranks alone; NVLS adds in the switch
+ALGORITHMS = (
+    "Ring",
+)  # of NCCL: the order follows from the ranks; trees have no reduce-scatter, NVLS adds in the switch
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": WORKSPACES, "NCCL_ALGO": ALGORITHMS}
 
 
@@ -37,7 +39,7 @@ def use_deterministic_kernels() -> None:
     if torch.cuda.is_initialized() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         raise ValueError(
             "got deterministic=True after CUDA was used; expected it before, for cuBLAS reads its setting once; set "
-            " CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
         )
 
     for name, allowed in SETTINGS.items():

@@ -24,11 +24,9 @@ LAUNCHES = {
 
 # Lines at which the host waits for the device, once or more often; nowhere in other cases.
 VIDEO_MASK = {"models/rows.py", "models/groups.py", "models/layers.py"}
-WINDOWS = {"models/groups.py"}
 WAITS = {
     "STDiT video_mask": {"models/rows.py"},
     "STDiT3 video_mask": VIDEO_MASK,
-    "STDiT3 windows": WINDOWS,
     "STDiT3 windows, all masks": VIDEO_MASK,
 }
 

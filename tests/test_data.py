@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.toy import COLOURS
 from opensora_sp.training.clips import make_dataset, make_plan, order_state
+from opensora_sp.training.ending import nothing_left
+from opensora_sp.training.preflight import check_resume
 
 SHAPE = ClipShape(4, 16, 16)
 
@@ -112,6 +115,28 @@ def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
         MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0, shape=SHAPE)
 
 
+def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path) -> None:
+    """Even one whose order would now be of fewer clips than a batch; other numbers of clips are refused."""
+    manifest = write_toy_set(tmp_path, 6)
+    lines = manifest.read_text().splitlines()
+    frames = [9, 1, 1, 1, 1, 1]
+    manifest.write_text("\n".join([f"{lines[0]},num_frames", *(f"{a},{b}" for a, b in zip(lines[1:], frames))]))
+    (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    options = ["batch_size=2", "load=None", f"outputs={tmp_path / 'run'}"]
+    cfg = load_train_config(tmp_path / "config.py", options)
+    checkpoint = tmp_path / "run" / "step_00000002"
+    checkpoint.mkdir(parents=True)
+    state = {"step": 2, "seed": cfg.seed, "batch_size": 2, "micro_batches_per_step": 2, "num_samples": 6}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    check_resume(cfg, checkpoint, make_dataset(cfg))
+    assert nothing_left(cfg, checkpoint, make_dataset(cfg)) is None
+
+    cfg = cfg.model_copy(update={"batch_size": 1})
+    (checkpoint / "state.json").write_text(json.dumps(state | {"batch_size": 1, "num_samples": 7}))
+    with pytest.raises(ValueError, match=r"got num_samples 1 \(there 7\)"):
+        check_resume(cfg, checkpoint, make_dataset(cfg))
+
+
 def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
     """With their frame interval; those of which the manifest says nothing stay."""
     manifest = write_toy_set(tmp_path, 6)
@@ -128,6 +153,11 @@ def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
     stand_ins = {plan.replacement(plan.step(0)[0], index, attempt) for index in range(4) for attempt in range(20)}
     assert stand_ins == {0, 2, 3, 5}
     assert order_state(cfg, plan, 6)["num_samples"] == 4
+
+    # Checkpoints of before clips were left out have the number of all clips: such runs keep their order.
+    old = make_plan(cfg, make_dataset(cfg), 1, num_samples=6)
+    assert old.clips.tolist() == list(range(6)) and order_state(cfg, old, 6)["num_samples"] == 6
+    assert make_plan(cfg, make_dataset(cfg), 1, num_samples=4).clips.tolist() == [0, 2, 3, 5]
 
     with pytest.raises(ValueError, match=r"got 1 clips \(5 of 6 left out, too short for 5 frames\) and batch_size 2"):
         short = cfg.model_copy(update={"dataset": cfg.dataset.model_copy(update={"frame_interval": 9})})

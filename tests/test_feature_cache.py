@@ -28,6 +28,7 @@ from opensora_sp.training.features import Encoders
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.precompute import check_kept
 from opensora_sp.training.preflight import preflight
+from opensora_sp.watch import Watch
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 STEPS = 7
@@ -220,6 +221,32 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
         check_kept(load_train_config(folder / "mixed.py", [*KEPT, "dataset.type=CachedFeatures", "dataset.path=x"]))
     with pytest.raises(ValueError, match="expected a path"):
         load_train_config(folder / "mixed.py", ["dataset.type=CachedFeatures"])
+
+
+def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
+    """The watchdog's peer_timeout, and whether it tells an error of before anything is encoded to all ranks."""
+    from opensora_sp.training import precompute as module
+
+    started = []
+
+    class Recorded(Watch):
+        def __init__(self, **limits: Any) -> None:
+            started.append(limits)
+            super().__init__(**limits)
+
+    def fail(*args: Any) -> None:
+        raise ValueError("got no plan")
+
+    module.Watch, module.make_plan = Recorded, fail
+    with pytest.raises(ValueError, match="got no plan") as raised:
+        module.precompute(load_train_config(config, [*KEPT, "peer_timeout=7"]), str(cache))
+    return started and started[0].get("peer_timeout"), getattr(raised.value, "is_logged", False)
+
+
+def test_an_error_before_anything_is_encoded_ends_all_ranks(tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    config.write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 2))) + "load = None\n")
+    assert run_ranks(1, fail_to_plan, config, tmp_path / "cache") == [(7.0, True)]
 
 
 def test_halving_the_bytes_loses_nothing() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
-from PIL import Image, ImageDraw, features
+from fontTools.ttLib import TTFont
+from PIL import Image, ImageDraw, ImageFont, features
 
 from opensora_sp.sampling import lettering
 from opensora_sp.sampling.conditioning import Prompt
@@ -61,6 +62,15 @@ def test_each_character_is_drawn_in_a_font_that_has_it_and_others_are_left_out(f
     square = black(FOX)
     assert square.sum() >= 12 * 12 and square[:, :13].sum() == square.sum()
     assert lettering.drawable("狸狸", "video 3") == lettering.drawable("🦊!", "video 3") == "video 3"
+
+
+def test_a_font_that_cannot_be_drawn_with_has_no_characters(fonts: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.ttf"
+    broken.write_bytes(fonts.read_bytes().replace(b"head", b"hexd", 1))  # a table that FreeType needs
+    assert ord(FOX) in TTFont(broken).getBestCmap()
+    with pytest.raises(OSError):
+        ImageFont.truetype(broken, 13)
+    assert not lettering._characters(str(broken)) and lettering._characters(str(fonts)) == {ord(FOX)}
 
 
 def test_a_sheet_of_a_prompt_that_no_font_has_shows_its_number(fonts: Path, tmp_path: Path) -> None:

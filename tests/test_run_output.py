@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 from runs import ROOT, TRAIN, run, write_toy_set
 
-from opensora_sp.console import told_errors
+from opensora_sp import console
+from opensora_sp.console import tell_launcher, told_errors
 from opensora_sp.training.ending import short_patience
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')
@@ -103,12 +106,59 @@ def test_a_message_that_is_in_the_log_is_not_printed_again(
     assert capsys.readouterr().err == ""
 
 
+@pytest.fixture
+def torchruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file for the reason of a failure, in the folders that torchrun makes."""
+    file = tmp_path / "attempt_0" / "1" / "error.json"
+    file.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    return file
+
+
+def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
+    torchruns: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tell_launcher("got a") and tell_launcher("got b")  # both of this process
+    assert json.loads(torchruns.read_text())["message"] == "got a"
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
+    monkeypatch.setattr(console, "PATIENCE", 0.2)
+    with pytest.raises(SystemExit, match="2"), told_errors():
+        raise ValueError("got c")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_marker_of_an_earlier_run_does_not_silence_this_one(torchruns: Path) -> None:
+    marker = torchruns.parent.parent / "first_to_fail"
+    os.symlink(str(2**22 + 1), marker)  # no process has such a number
+    assert not tell_launcher("got a")  # set while this process ran: of a rank that has left already
+    os.utime(marker, (0, 0), follow_symlinks=False)
+    assert tell_launcher("got a") and os.readlink(marker) == str(os.getpid())
+
+
+@pytest.mark.parametrize("place", ["mine", "missing/0", "attempt_0", "closed/attempt_0/0"])
+def test_an_error_file_that_is_not_of_torchrun_hides_no_error(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "first_to_fail").write_text("4194305")  # as an earlier version left it
+    (tmp_path / "closed").touch()  # a file: nothing can be written below, whoever runs this
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / place / "error.json"))
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="2"), told_errors():
+            raise ValueError("got a; expected b; do c")
+        assert "got a" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/first_to_fail"))
+
+
 def test_steps_longer_than_the_patience_of_the_launcher_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert short_patience(29.0) is None
-    assert "a step takes 45 s, and torchrun kills ranks 30 s after Ctrl-C" in (short_patience(45.0) or "")
+    assert short_patience(29.0, 300.0) is None
+    told = short_patience(45.0, 300.0) or ""
+    assert "a step takes 45 s, and torchrun kills ranks 30 s after Ctrl-C" in told and "grace_time" not in told
+    for seconds in (300.0, 400.0):
+        assert (short_patience(seconds, 300.0) or "").endswith(", and raise grace_time (now 300 s)")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert short_patience(45.0) is None
+    assert short_patience(45.0, 300.0) is None
 
 
 def test_scripts_import_nothing_slow_before_they_handle_ctrl_c() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,38 @@ def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
         wanted, *others = (load_file(folder / name / "step_00000004" / f"{part}.safetensors") for name in names)
         for other in others:
             assert all(torch.equal(tensor, other[key]) for key, tensor in wanted.items())
+
+
+def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
+    """One rank is asked to stop when the first step has agreed to go on; whether it ends early, and validations."""
+    from opensora_sp.plugin import current_device, launch
+
+    launch(0)
+    cfg = load_train_config(config)
+    dataset, _ = preflight(cfg, None)
+    Path(cfg.outputs).mkdir(exist_ok=True)
+    run, watch = Run(cfg, dataset, None, current_device()), SimpleNamespace(stop_reason=None)
+    watch.why_to_stop = lambda: "SIGTERM"
+    step, validations = run._step, []
+
+    def step_then_signal(*args: Any) -> Any:
+        outcome = step(*args)
+        if dist.get_rank() == asked_rank:
+            watch.stop_reason = "SIGTERM"
+        return outcome
+
+    run._step = step_then_signal
+    run.validator._validate = lambda folder: validations.append(folder)
+    return not run.steps(Path(cfg.outputs), None, watch), len(validations)
+
+
+def test_no_validation_is_begun_where_a_rank_is_asked_to_stop(tmp_path: Path) -> None:
+    manifest = str(write_toy_set(tmp_path / "set", 7))
+    options = f"load = None\nmax_steps = 4\nckpt_every = 4\noutputs = {str(tmp_path / 'run')!r}\n"
+    options += "validation = dict(every=1, prompts=['white'])\n"
+    (tmp_path / "train.py").write_text(TRAIN.format(manifest=manifest) + options)
+    assert run_ranks(2, asked_late, tmp_path / "train.py", 1) == [(True, 0)] * 2
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_00000002"]
 
 
 def test_heldout_losses_by_bin(trained: tuple[Path, list[float]]) -> None:

@@ -558,14 +558,14 @@ def test_nothing_is_overwritten_or_left_half_written(
 # The command and the runs.
 
 
-@pytest.mark.parametrize(("script", "runs"), [("train", "train"), ("inference", "sample")])
+@pytest.mark.parametrize(("script", "runs"), [("train", "training.train"), ("inference", "sampling.sample")])
 def test_the_scripts_pass_the_leave_to_read_pickles_on(
     script: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.py").write_text(SAMPLE if runs == "sample" else TRAIN.format(manifest="none.csv"))
+    (tmp_path / "config.py").write_text(SAMPLE if script == "inference" else TRAIN.format(manifest="none.csv"))
     started: list[Any] = []
     main = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["main"]
-    monkeypatch.setitem(main.__globals__, runs, lambda cfg, **_: started.append(cfg.allow_pickle))
+    monkeypatch.setattr(f"opensora_sp.{runs}", lambda cfg, **_: started.append(cfg.allow_pickle))
     for flag in ([], ["--allow-pickle"]):
         monkeypatch.setattr("sys.argv", [script, str(tmp_path / "config.py"), *flag])
         main()

@@ -246,7 +246,9 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
         return partial(flash_attn_varlen_func, **backend.flash_options)
     if backend.name == "reference":
         return None
-    if not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
+    # FlashAttention-2's backward takes wide heads on data-center GPUs only.
+    is_narrow = q.shape[-1] <= 192 or (q.is_cuda and torch.cuda.get_device_capability(q.device) in ((8, 0), (9, 0)))
+    if is_narrow and not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
         return varlen.flash if varlen.available("_flash_attention_forward") else None
     return varlen.efficient if q.device.type in GPUS and varlen.available("_efficient_attention_forward") else None
 

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from opensora_sp.transfer import to_device
+
 from .attention import choose_backend
 from .compile import compiled
 from .conditioning import Condition, SharedConfig, Text
@@ -107,7 +109,7 @@ class ConditionedModel(Pretrained, nn.Module):
     def _branch_scales(self, drop_path: Tensor) -> Tensor:
         """What the branches of each part and sample are multiplied by, ``[2 * depth, B]``."""
         rates = torch.linspace(0, self.config.drop_path, self.config.depth, dtype=torch.float64)
-        scales = (1 / (1 - rates)).repeat_interleave(2)[:, None].to(drop_path.device)
+        scales = to_device((1 / (1 - rates)).repeat_interleave(2)[:, None], drop_path.device)
         return torch.where(drop_path, torch.zeros_like(scales), scales)
 
     def _grid(

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from opensora_sp.transfer import to_device
+
 from .attention import check_backend
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
 from .packing import Packing
@@ -156,7 +158,7 @@ class Condition:
         tokens, order = rows.tokens_per_sample(), None
         if apart:
             frames = rows.frames(modulation.device).expand(rows.count, rows.length)
-            is_apart = torch.isin(frames, torch.tensor(apart, device=modulation.device))  # [R, L]
+            is_apart = torch.isin(frames, to_device(torch.tensor(apart), modulation.device))  # [R, L]
             order = is_apart.flatten().argsort(stable=True)
             of_apart = rows.tokens_per_sample(apart)
             tokens = [n - of for n, of in zip(tokens, of_apart, strict=True)] + of_apart

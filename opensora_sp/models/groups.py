@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from opensora_sp.transfer import to_device
+
 from .packing import Packing
 
 if TYPE_CHECKING:
@@ -33,11 +35,11 @@ class Windows:
 
     def order_on(self, device: torch.device) -> Tensor:
         """The patch at each place of the windows, int64 ``[S]``."""
-        return torch.tensor(self.order, device=device)
+        return to_device(torch.tensor(self.order), device)
 
     def place_on(self, device: torch.device) -> Tensor:
         """The place of each patch in the windows, int64 ``[S]``."""
-        return torch.tensor(self.order, device=device).argsort()
+        return to_device(torch.tensor(self.order).argsort(), device)
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from opensora_sp.transfer import to_device
+
 from .attention import Backend, Lengths, attention
 from .packing import Packing
 from .points import Attend, Point
@@ -110,7 +112,7 @@ class PositionEmbedding2D(nn.Module):
             steps = [base / size[axis] for base, size in zip(bases, sizes, strict=True)]
             step: float | Tensor = steps[0]
             if grid.mask is not None:
-                step = torch.tensor(steps, device=device)[rows.samples(device)][:, None]  # [R, 1]
+                step = to_device(torch.tensor(steps), device)[rows.samples(device)][:, None]  # [R, 1]
             halves.append(position_embedding(places / scale * step, self.width // 2))
         return torch.cat(halves, dim=-1)
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from opensora_sp.transfer import to_device
+
 TILE = 128  # queries and keys that a block of a kernel works on at a time
 PIECE = 1024  # queries of a sample that a piece has at most
 
@@ -49,9 +51,7 @@ class Call:
         """Where the queries and where the keys of each piece begin, and the end: int32 ``[P + 1]`` each."""
         if device not in self._edges:
             sums = [*accumulate(self.queries, initial=0), *accumulate(self.keys, initial=0)]
-            # Pinned, for the host would wait for a copy of pageable memory.
-            both = torch.tensor(sums, dtype=torch.int32, pin_memory=device.type == "cuda")
-            first, second = both.to(device, non_blocking=True).chunk(2)
+            first, second = to_device(torch.tensor(sums, dtype=torch.int32), device).chunk(2)
             self._edges[device] = first, second
         return self._edges[device]
 

@@ -101,11 +101,13 @@ class PatchGrid:
             entries[key] = make()
         return entries[key]
 
+    @torch.compiler.disable  # inside of a graph, what is known of a batch would be guarded
     def window_order(self, device: torch.device) -> Tensor:
         """The patch at each place of the windows, int64 ``[S]``."""
         assert self.windows is not None
         return self.once(("window order", device), partial(self.windows.order_on, device))
 
+    @torch.compiler.disable
     def window_place(self, device: torch.device) -> Tensor:
         """The place of each patch in the windows, int64 ``[S]``."""
         assert self.windows is not None

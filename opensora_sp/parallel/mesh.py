@@ -27,8 +27,8 @@ class SequenceMesh:
     The ranks of one replica (``sp_group``) share every batch and hold a part of its rows; ranks with equal
     ``sp_rank`` (``dp_group``) hold different batches. Without a process group there is one process, and both are None.
 
-    Creating a mesh is collective: every rank of the world does it, in the same order. As training of every kind passes
-    here, it also lets matrix products accumulate in fp32 in this process (``accumulate_in_fp32``).
+    Creating a mesh is collective: every rank of the world does it, in the same order. It also lets matrix products
+    accumulate in fp32 in this process (``accumulate_in_fp32``): runs, the plugin and ``parallelize`` need a mesh.
 
     Raises:
         ValueError: if ``sp_size`` does not divide the number of processes, or a launcher started several processes

@@ -98,7 +98,7 @@ def _flash_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
 def _exchange(args: tuple[Any, ...], _: Any) -> int:
     """Inside of an exchange tokens lie once more: packed by receiver, and then as they arrive."""
     tokens, _, _, sent, received = args[:5]
-    return rounded(max(sum(sent), sum(received)) * tokens[:1].nbytes, BLOCK)
+    return rounded(max(sum(sent), sum(received)) * tokens.shape[1:].numel() * tokens.element_size(), BLOCK)
 
 
 def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:

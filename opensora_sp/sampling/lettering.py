@@ -75,10 +75,11 @@ def font_files() -> list[str]:
 
 @cache
 def _characters(file: str) -> frozenset[int]:
-    """Code points that a font draws in outlines; none of a file that cannot be read."""
+    """Code points that a font draws in outlines; none of a file that cannot be read, or not be drawn with."""
     from fontTools.ttLib import TTFont
 
     try:
+        ImageFont.truetype(file, 10)  # FreeType is stricter than fontTools
         font: Any = TTFont(file, fontNumber=0, lazy=True)
         has_outlines = "glyf" in font or "CFF " in font or "CFF2" in font  # pictures of emoji have one size only
         return frozenset(font.getBestCmap() or ()) if has_outlines else frozenset()

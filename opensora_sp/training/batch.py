@@ -19,9 +19,9 @@ from opensora_sp.diffusion import DiffusionProcess, Noised, draw_frame_mask
 from opensora_sp.models import sample_numbers
 from opensora_sp.models.registry import model_class
 from opensora_sp.randomness import generator, normal, uniform
+from opensora_sp.transfer import to_device
 
 from .features import Features, Source
-from .transfer import to_device
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,15 @@ def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:
     return Encoders(vae, build_component(cfg.text_encoder, TEXT_ENCODERS).to(device), device)
 
 
-def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: int) -> BatchPlan:
-    """The sequence of micro-batches of a run."""
+def make_plan(
+    cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: int, *, num_samples: int | None = None
+) -> BatchPlan:
+    """The sequence of micro-batches of a run.
+
+    Args:
+        num_samples: how many clips the order is of in the checkpoint that the run goes on from. Where that is all of
+            them, as before clips too short were left out, they stay in the order.
+    """
     if cfg.bucket_config is None:
         return MicroBatchPlan(
             num_samples=len(dataset),
@@ -58,7 +65,7 @@ def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: in
             micro_batches_per_step=micro_batches_per_step,
             seed=cfg.seed,
             shape=ClipShape(cfg.num_frames, *cfg.size),
-            too_short=too_short(cfg, dataset),
+            too_short=() if num_samples == len(dataset) else too_short(cfg, dataset),
         )
     return BucketPlan(
         dataset.rows,

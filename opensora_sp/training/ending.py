@@ -31,7 +31,8 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
     if checkpoint is None:
         return None
     state = json.loads((checkpoint / "state.json").read_text())
-    cfg = with_length(cfg, make_plan(cfg, dataset, state["micro_batches_per_step"]))
+    plan = make_plan(cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples"))
+    cfg = with_length(cfg, plan)
     if state["step"] < cfg.max_steps:
         return None
     key = "max_steps" if cfg.epochs is None else "epochs"
@@ -69,13 +70,20 @@ def _command_of_launcher() -> list[str]:
     return parts
 
 
-def short_patience(seconds_per_step: float) -> str | None:
-    """What to do where a step takes longer than the launcher waits after Ctrl-C; None where it does not."""
+def short_patience(seconds_per_step: float, grace_time: float) -> str | None:
+    """What to do where a step takes longer than the launcher waits after Ctrl-C; None where it does not.
+
+    Args:
+        grace_time: the config's, which ends a rank that was signalled alone.
+    """
     if seconds_per_step < PATIENCE or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    is_too_short = seconds_per_step >= grace_time
+    raising = f", and raise grace_time (now {grace_time:g} s)" if is_too_short else ""
     return (
         f"a step takes {seconds_per_step:.0f} s, and torchrun kills ranks {PATIENCE:.0f} s after Ctrl-C or SIGTERM, "
         f"without a checkpoint of that step; to stop with one, send SIGINT to this rank alone: kill -INT {os.getpid()}"
+        f"{raising}"
     )
 
 

@@ -31,9 +31,9 @@ from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.parallel.layout import ExchangePlan, balanced_run, plan_delivery
 from opensora_sp.parallel.ledger import record
 from opensora_sp.parallel.waiting import communicating
+from opensora_sp.transfer import to_device
 
 from .broken import BrokenClips
-from .transfer import to_device
 
 MAX_REPLACEMENTS = 20
 

@@ -56,14 +56,14 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         dataset = make_dataset(cfg)
     assert isinstance(dataset, VideoTextDataset)
     launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
-    with closing_process_group():
+    limits = dict(peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=0.0)
+    with closing_process_group(), Watch(**limits):
         replicas = max(1, dist.get_world_size() // cfg.sp_size)
         plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
         encoders = make_encoders(cfg, current_device())
         cache = CacheWriter(with_length(cfg, plan), Path(folder), dataset, encoders)
-        with Watch(collective_timeout=cfg.collective_timeout, grace_time=0):
-            cache.write(plan)
-            drain_process_group()
+        cache.write(plan)
+        drain_process_group()
     return cache.folder
 
 

@@ -30,7 +30,10 @@ def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None)
     check_launch(cfg, world_size)
     check_freeze(cfg)
     dataset = make_dataset(cfg)
-    plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or world_size // cfg.sp_size)
+    checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
+    state = {} if checkpoint is None else json.loads((checkpoint / "state.json").read_text())
+    per_step = cfg.micro_batches_per_step or world_size // cfg.sp_size
+    plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
     cfg = with_length(cfg, plan)
     if isinstance(dataset, CachedFeatures):
         check_cache(cfg, dataset)
@@ -38,7 +41,6 @@ def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None)
     preflight_validation(cfg)
     check_shared_memory(largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     check_wandb(cfg.wandb)
-    checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     if checkpoint is not None:
         check_resume(cfg, checkpoint, dataset)
     if resume is None and newest_checkpoint(Path(cfg.outputs)) is not None:
@@ -52,15 +54,14 @@ def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None)
     elif cfg.load is not None:
         check_initial_weights(cfg)
     if traced is not None:
-        done = 0 if checkpoint is None else json.loads((checkpoint / "state.json").read_text())["step"]
-        traced.check(done, cfg.max_steps)
+        traced.check(state.get("step", 0), cfg.max_steps)
     return dataset, checkpoint
 
 
 def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
     """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
     state = json.loads((checkpoint / "state.json").read_text())
-    plan = make_plan(cfg, dataset, state["micro_batches_per_step"])
+    plan = make_plan(cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples"))
     ours = order_state(cfg, plan, len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step

@@ -92,7 +92,8 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         del run
         drain_process_group()
     if interrupted:
-        tell_launcher(f"stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from: {run_dir}")
+        reason = f"stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from: {run_dir}"
+        tell_launcher(reason, repeat=False)
         sys.exit(INTERRUPTED)
     if not finished and cfg.stopped_exit_code:
         sys.exit(cfg.stopped_exit_code)
@@ -157,7 +158,8 @@ class Run:
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
         per_step = cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
-        self.plan, self.dataset, self.work = make_plan(cfg, dataset, per_step), dataset, Work(cfg, dataset)
+        self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
+        self.dataset, self.work = dataset, Work(cfg, dataset)
         self.cfg = cfg = with_length(cfg, self.plan)
         self.broken = BrokenClips(dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
         self.clips = SharedClips(
@@ -195,7 +197,7 @@ class Run:
             if done % cfg.log_every == 0 or saves:
                 values = self._measure(done)
                 reporter.log(done, values, self.meter.peak.tflops)
-                if advice is None and (advice := short_patience(values["step_time"] or 0.0)):
+                if advice is None and (advice := short_patience(values["step_time"] or 0.0, cfg.grace_time)):
                     logger.warning("%s", advice)
                 self.since = Since(time.perf_counter())
             reporter.step(done)
@@ -207,7 +209,7 @@ class Run:
                 break
             if saves:
                 self.since.start = time.perf_counter()  # a checkpoint is no part of the next step
-            self.since.start += self.validator.after(done, run_dir, reporter)
+            self.since.start += self.validator.after(done, run_dir, reporter, watch)
         self.checkpoints.wait()
         reporter.close()
         if watch is not None and stopped:

@@ -37,6 +37,7 @@ from .features import Encoders, Features, SharedClips
 
 if TYPE_CHECKING:
     from opensora_sp.plugin import NamedShards
+    from opensora_sp.watch import Watch
 
     from .metrics import Reporter
     from .run import Run
@@ -96,10 +97,19 @@ class Validator:
             self.broken = BrokenClips(self.heldout.rows, run.mesh, max_bad_fraction=1.0)
             self.clips = SharedClips(run.mesh, run.module, self.heldout, run.plan, found, self.broken, run.device)
 
-    def after(self, step: int, run_dir: Path, reporter: Reporter) -> float:
-        """Validate if it is time to; returns the seconds that took. Collective."""
+    def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watch | None) -> float:
+        """Validate if it is time to; returns the seconds that took. Collective.
+
+        Where a rank was asked to stop since the step, the run goes straight on to the next one, its last.
+        """
         if self.validation is None or step % self.validation.every:
             return 0.0
+        asked_to_stop = watch is not None and watch.stop_reason is not None
+        stop = torch.tensor(float(asked_to_stop), device=self.run.device)
+        dist.all_reduce(stop)
+        if stop.item() and step < self.run.cfg.max_steps:
+            return 0.0
+
         since = time.perf_counter()
         folder = run_dir / "validation" / checkpoint_name(step)
         if self.validation.use_ema:
