@@ -43,11 +43,10 @@ def told_errors() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def tell_launcher(reason: str, *, repeat: bool = True) -> bool:
+def tell_launcher(reason: str) -> bool:
     """Give ``torchrun`` the reason why this process will fail; returns whether it is the first of its host to do so.
 
-    The last lines of torchrun are the reason that was given first. Without torchrun, every process is the first. With
-    ``repeat=False`` the others of a host give none, so that a reason that all ranks have stands once.
+    The last lines of torchrun are the reason that was given first. Without torchrun, every process is the first.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
@@ -57,7 +56,7 @@ def tell_launcher(reason: str, *, repeat: bool = True) -> bool:
     is_first = marker is None or _claim(marker)
     # A file that cannot be written must not take the place of the reason.
     with suppress(OSError):
-        if (is_first or repeat) and not os.path.exists(file):
+        if not os.path.exists(file):
             timestamp = int(time.time()) + (not is_first)
             Path(file).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
     return is_first
@@ -116,6 +115,13 @@ def _leave_after_the_first() -> None:
     while pid and os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)  # for SIGTERM
+
+
+def exit_interrupted(reason: str) -> NoReturn:
+    """Exit with status 130 after Ctrl-C. All ranks of a host have the same reason, and the launcher reports it once."""
+    if not tell_launcher(reason):
+        _leave_after_the_first()
+    sys.exit(INTERRUPTED)
 
 
 def interrupts_end_at_once() -> None:

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from opensora_sp.config import TrainConfig, dump_config, split_type
-from opensora_sp.console import INTERRUPTED, tell_launcher
+from opensora_sp.console import exit_interrupted
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.diffusion import rank_loss
@@ -92,9 +92,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         del run
         drain_process_group()
     if interrupted:
-        reason = f"stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from: {run_dir}"
-        tell_launcher(reason, repeat=False)
-        sys.exit(INTERRUPTED)
+        exit_interrupted(f"stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from: {run_dir}")
     if not finished and cfg.stopped_exit_code:
         sys.exit(cfg.stopped_exit_code)
     return run_dir
