@@ -35,7 +35,8 @@ import torch.distributed as dist
 
 from opensora_sp.console import INTERRUPTED, tell_launcher
 
-from .collectives import Collective, CollectiveRecorder
+from .collectives import CollectiveRecorder
+from .overdue import OverdueCollectives
 from .processes import Process, launchers, machine, this_process
 from .standing import stands_at
 
@@ -82,9 +83,13 @@ class Watch:
         self._failure: str | None = None  # the first one, of any rank
         self._heard: dict[int, tuple[str, int]] = {}  # by rank: its last beat, and when, in beats of ours, it came
         self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
-        # What may be outstanding, with the heartbeat of ours that saw it first; what of it all ranks have launched.
-        self._pending: dict[Collective, int] = {}
-        self._joined: set[Collective] = set()
+        self._overdue = OverdueCollectives(
+            self._recorder,
+            rank=self._rank,
+            timeout=collective_timeout,
+            seconds=BEAT,
+            beats_of=self._beats_of,
+        )
         self._ended, self._announced, self._counted = threading.Event(), False, False
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -243,7 +248,9 @@ class Watch:
         if self._world > 1:  # first of all: launchers send SIGTERM too where another rank has ended
             self._write_beat()
             self._listen()
-            self._look_at_collectives()
+            stuck = self._overdue.stuck(self._beats)
+            if stuck is not None:
+                raise _End(stuck)
         if self._signalled:
             self._ask_to_stop(self._signalled)
         gone = next((one for one in self._launchers if not one.is_alive), None)
@@ -270,57 +277,6 @@ class Watch:
         for rank, process in self._peers.items():
             if not process.is_alive and not self._beats_of([rank])[rank]["left"]:
                 raise _End(f"rank {rank} (process {process.pid}) has gone without a word: it was killed, or crashed")
-
-    def _look_at_collectives(self) -> None:
-        """End the run if a collective was begun here long ago and some rank has not joined it since."""
-        pending = self._recorder.pending()
-        self._pending = {call: self._pending.get(call, self._beats) for call in pending}
-        self._joined.intersection_update(pending)
-
-        overdue = [call for call in pending if call not in self._joined and self._is_overdue(call)]
-        if not overdue:
-            return
-
-        # Then the heartbeats of all ranks are later than the calls that they are compared with.
-        time.sleep(2 * BEAT)
-        still_pending = self._recorder.pending()
-        for call in overdue:
-            if call in still_pending:
-                self._raise_if_stuck(call)
-
-    def _is_overdue(self, call: Collective) -> bool:
-        return (self._beats - self._pending[call]) * BEAT >= self.collective_timeout
-
-    def _raise_if_stuck(self, call: Collective) -> None:
-        beats = self._beats_of([rank for rank in call.ranks if rank != self._rank])
-        if call.peer is not None:
-            raise _End(self._stuck(call, beats))
-
-        # Where the call has returned, the backend is asynchronous: so it should have on the others.
-        counted = "returned" if call.returned else "begun"
-        joined = {rank: beat[counted].get(call.group, 0) for rank, beat in beats.items()}
-        fewest = min(joined.values(), default=call.number)
-        if fewest < call.number:
-            first = self._recorder.find(call.group, fewest + 1) or call
-            absent = {rank: beats[rank] for rank in joined if joined[rank] < first.number}
-            raise _End(self._stuck(first, absent))
-
-        if call.returned:
-            self._joined.add(call)
-        else:
-            raise _End(self._stuck(call, {}))
-
-    def _stuck(self, call: Collective, absent: dict[int, dict[str, Any]]) -> str:
-        joined = sorted(set(call.ranks) - set(absent))
-        missing = "; ".join(
-            f"rank {rank}, which has begun {beat['begun'].get(call.group, 0)} and stands at {beat['at']}"
-            for rank, beat in absent.items()
-        )
-        return (
-            f"rank {self._rank} has waited {self.collective_timeout:g} s (collective_timeout) in "
-            f"{call}: ranks {joined} joined, "
-            f"missing: {missing or 'none, so the network is slow or lost something'}"
-        )
 
     def _ask_to_stop(self, reason: str) -> None:
         """Set ``stop_reason``, and that of the other ranks when they read it."""
