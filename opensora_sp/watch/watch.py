@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -59,8 +60,9 @@ class Watch:
     """``with Watch(...) as watch:`` around all that ranks do together, once their process group exists. Collective.
 
     An exception that leaves the block is told to all other ranks, which exit with status 1 unless they are about to
-    leave it by themselves. Where it says no more than that a peer's connection was lost, it becomes ``SystemExit(1)``
-    and the log says which rank failed. Must be left normally by all ranks or by none.
+    leave it by themselves. Where it says no more than that a peer's connection was lost, it becomes ``SystemExit``
+    with that status, 130 after Ctrl-C, and the log says which rank failed.
+    Must be left normally by all ranks or by none.
 
     Args:
         peer_timeout: seconds without a sign of life after which a rank is given up.
@@ -197,7 +199,7 @@ class Watch:
         if self._failure is not None and self._is_secondary(error):
             self._announce(self._failure)
             self._wait_until_heard()
-            raise SystemExit(1) from None
+            raise SystemExit(_exit_code(self._failure)) from None
         own = f"rank {self._rank} failed: {type(error).__name__}: {error}"
         self._failure = self._claim(own)
         is_same = self._failure.partition(":")[2] == own.partition(":")[2]  # raised by all, or by this rank alone
@@ -299,8 +301,7 @@ class Watch:
             return
         logging.shutdown()  # flushes
         sys.stdout.flush()
-        interrupted = self._signalled == "SIGINT" or (self.stop_reason or "").endswith("SIGINT")
-        os._exit(INTERRUPTED if interrupted else 1)
+        os._exit(_exit_code(reason))
 
     # The store
 
@@ -357,6 +358,12 @@ class Watch:
 def backend_timeout(collective_timeout: float = COLLECTIVE_TIMEOUT) -> timedelta:
     """For ``init_process_group``: late enough that the watchdog reports before the backend aborts."""
     return timedelta(seconds=collective_timeout + BACKEND_MARGIN)
+
+
+def _exit_code(reason: str) -> int:
+    """By what ended the run: after Ctrl-C it may still fail for another reason."""
+    interrupted = re.fullmatch(r"(rank \d+: )?SIGINT(, and no step .*)?", reason)
+    return INTERRUPTED if interrupted else 1
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
