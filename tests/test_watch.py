@@ -121,10 +121,61 @@ def interrupted() -> tuple[list[int], list[str], str]:
     return codes, lines, reason
 
 
+def joined_late() -> tuple[list[int], list[str]]:
+    """Rank 1 joins after ``collective_timeout``, just before rank 0 would report that."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=4.0):
+        dist.all_reduce(torch.ones(2))
+        time.sleep(5.7 * dist.get_rank())
+        dist.all_reduce(torch.ones(2))
+        time.sleep(8)  # until the second all_reduce, the newest of its group, is overdue as well
+    os._exit = leave
+    return codes, lines
+
+
+def interrupted_at_once() -> tuple[list[int], list[str]]:
+    """Rank 1 alone gets SIGINT, in a run that has no step to finish."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(grace_time=0):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: codes)
+    os._exit = leave
+    return codes, lines
+
+
+def interrupted_then_failed() -> tuple[list[int], list[str]]:
+    """After SIGINT, and before the run has stopped, rank 1 does not join a collective."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=2.0) as one:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: one.stop_reason)
+        if dist.get_rank() == 1:
+            wait_until(lambda: codes)
+            time.sleep(2)  # until rank 0 would have ended, too
+        dist.all_reduce(torch.ones(2))
+    os._exit = leave
+    return codes, lines
+
+
+CASES = (
+    busy_and_late,
+    no_step_in_time,
+    stuck,
+    interrupted,
+    joined_late,
+    interrupted_at_once,
+    interrupted_then_failed,
+    far_away,
+)
+
+
 def all_watches() -> list:
-    return in_worlds(
-        by_name, [(2, (name,)) for name in ("busy_and_late", "no_step_in_time", "stuck", "interrupted", "far_away")]
-    )
+    return in_worlds(by_name, [(2, (case.__name__,)) for case in CASES])
 
 
 def by_name(name: str) -> object:
@@ -162,7 +213,7 @@ def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: list) ->
 
 
 def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(found: list) -> None:
-    error, lines = found[0][4]
+    error, lines = found[0][-1]
     assert error == "1" and "rank 0 stops: ranks [1] have gone: no sign of life for 5 s" in lines[0]
 
 
@@ -171,3 +222,19 @@ def test_sigint_is_passed_on_and_a_second_signal_ends_the_process(found: list) -
     for rank, (codes, lines, reason) in enumerate(of_rank[3] for of_rank in found):
         assert codes == [130] * rank and reason == "rank 1: SIGINT"
         assert lines == ["rank 1: SIGINT; stopping after this step, with a checkpoint"]
+
+
+def test_a_rank_that_joins_late_does_not_end_the_run(found: list) -> None:
+    assert [of_rank[4] for of_rank in found] == [([], []), ([], [])]
+
+
+def test_sigint_on_one_rank_ends_all_ranks_with_130(found: list) -> None:
+    for rank, (codes, lines) in enumerate(of_rank[5] for of_rank in found):
+        assert codes == [130] and lines == [f"rank {rank} stops: rank 1: SIGINT"]
+
+
+def test_a_failure_after_sigint_is_a_failure(found: list) -> None:
+    for rank, (codes, lines) in enumerate(of_rank[6] for of_rank in found):
+        assert lines[0] == "rank 1: SIGINT; stopping after this step, with a checkpoint"
+        assert lines[1].startswith(f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) in ")
+        assert codes == [1]

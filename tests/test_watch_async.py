@@ -80,13 +80,30 @@ def watched(step: Any) -> None:
     group.asynchronous = False
 
 
+def joined_late() -> None:
+    """One rank launches a collective after ``collective_timeout``, and before that is reported."""
+    codes: list[int] = []
+    group = dist.group.WORLD
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=TIMEOUT):
+        group.asynchronous = True
+        dist.all_reduce(torch.ones(2))
+        if dist.get_rank() == LATE:
+            time.sleep(TIMEOUT + 1.7)
+        dist.all_reduce(torch.ones(2))
+        group.synchronize()
+        time.sleep(TIMEOUT + 4)  # until the second all_reduce is overdue as well
+    os._exit = leave
+    group.asynchronous = False
+
+
 def all_cases() -> dict[str, list[str]]:
     rank, store = dist.get_rank(), _get_default_store()
     shutdown_process_group()
     dist.init_process_group("asynchronous", store=dist.PrefixStore("async", store), rank=rank, world_size=RANKS)
     assert isinstance(dist.group.WORLD, AsyncGroup)
     found = {}
-    for case in (zero_step, our_exchange):
+    for case in (joined_late, zero_step, our_exchange):
         lines = told()
         case()
         found[case.__name__] = lines
@@ -118,6 +135,10 @@ def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(found: list
         assert lines[0].startswith(waited), lines
         assert re.search(r"input \[4, 3\] float32.* \(ranks 0, 1\), at .*collectives.py:\d+", lines[0]), lines
         assert "ranks [0] joined, missing: rank 1, which has begun 1 and stands at" in lines[0], lines
+
+
+def test_a_rank_that_launches_late_does_not_end_the_run(found: list[dict[str, list[str]]]) -> None:
+    assert [of_rank["joined_late"] for of_rank in found] == [[], [], []]
 
 
 def test_functions_are_replaced_while_recording_only() -> None:

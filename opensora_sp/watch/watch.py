@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -35,7 +36,8 @@ import torch.distributed as dist
 
 from opensora_sp.console import INTERRUPTED, tell_launcher
 
-from .collectives import Collective, CollectiveRecorder
+from .collectives import CollectiveRecorder
+from .overdue import OverdueCollectives
 from .processes import Process, launchers, machine, this_process
 from .standing import stands_at
 
@@ -58,8 +60,9 @@ class Watch:
     """``with Watch(...) as watch:`` around all that ranks do together, once their process group exists. Collective.
 
     An exception that leaves the block is told to all other ranks, which exit with status 1 unless they are about to
-    leave it by themselves. Where it says no more than that a peer's connection was lost, it becomes ``SystemExit(1)``
-    and the log says which rank failed. Must be left normally by all ranks or by none.
+    leave it by themselves. Where it says no more than that a peer's connection was lost, it becomes ``SystemExit``
+    with that status, 130 after Ctrl-C, and the log says which rank failed.
+    Must be left normally by all ranks or by none.
 
     Args:
         peer_timeout: seconds without a sign of life after which a rank is given up.
@@ -82,9 +85,13 @@ class Watch:
         self._failure: str | None = None  # the first one, of any rank
         self._heard: dict[int, tuple[str, int]] = {}  # by rank: its last beat, and when, in beats of ours, it came
         self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
-        # What may be outstanding, with the heartbeat of ours that saw it first; what of it all ranks have launched.
-        self._pending: dict[Collective, int] = {}
-        self._joined: set[Collective] = set()
+        self._overdue = OverdueCollectives(
+            self._recorder,
+            rank=self._rank,
+            timeout=collective_timeout,
+            seconds=BEAT,
+            beats_of=self._beats_of,
+        )
         self._ended, self._announced, self._counted = threading.Event(), False, False
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -192,7 +199,7 @@ class Watch:
         if self._failure is not None and self._is_secondary(error):
             self._announce(self._failure)
             self._wait_until_heard()
-            raise SystemExit(1) from None
+            raise SystemExit(_exit_code(self._failure)) from None
         own = f"rank {self._rank} failed: {type(error).__name__}: {error}"
         self._failure = self._claim(own)
         is_same = self._failure.partition(":")[2] == own.partition(":")[2]  # raised by all, or by this rank alone
@@ -243,7 +250,9 @@ class Watch:
         if self._world > 1:  # first of all: launchers send SIGTERM too where another rank has ended
             self._write_beat()
             self._listen()
-            self._look_at_collectives()
+            stuck = self._overdue.stuck(self._beats)
+            if stuck is not None:
+                raise _End(stuck)
         if self._signalled:
             self._ask_to_stop(self._signalled)
         gone = next((one for one in self._launchers if not one.is_alive), None)
@@ -271,57 +280,6 @@ class Watch:
             if not process.is_alive and not self._beats_of([rank])[rank]["left"]:
                 raise _End(f"rank {rank} (process {process.pid}) has gone without a word: it was killed, or crashed")
 
-    def _look_at_collectives(self) -> None:
-        """End the run if a collective was begun here long ago and some rank has not joined it since."""
-        pending = self._recorder.pending()
-        self._pending = {call: self._pending.get(call, self._beats) for call in pending}
-        self._joined.intersection_update(pending)
-
-        overdue = [call for call in pending if call not in self._joined and self._is_overdue(call)]
-        if not overdue:
-            return
-
-        # Then the heartbeats of all ranks are later than the calls that they are compared with.
-        time.sleep(2 * BEAT)
-        still_pending = self._recorder.pending()
-        for call in overdue:
-            if call in still_pending:
-                self._raise_if_stuck(call)
-
-    def _is_overdue(self, call: Collective) -> bool:
-        return (self._beats - self._pending[call]) * BEAT >= self.collective_timeout
-
-    def _raise_if_stuck(self, call: Collective) -> None:
-        beats = self._beats_of([rank for rank in call.ranks if rank != self._rank])
-        if call.peer is not None:
-            raise _End(self._stuck(call, beats))
-
-        # Where the call has returned, the backend is asynchronous: so it should have on the others.
-        counted = "returned" if call.returned else "begun"
-        joined = {rank: beat[counted].get(call.group, 0) for rank, beat in beats.items()}
-        fewest = min(joined.values(), default=call.number)
-        if fewest < call.number:
-            first = self._recorder.find(call.group, fewest + 1) or call
-            absent = {rank: beats[rank] for rank in joined if joined[rank] < first.number}
-            raise _End(self._stuck(first, absent))
-
-        if call.returned:
-            self._joined.add(call)
-        else:
-            raise _End(self._stuck(call, {}))
-
-    def _stuck(self, call: Collective, absent: dict[int, dict[str, Any]]) -> str:
-        joined = sorted(set(call.ranks) - set(absent))
-        missing = "; ".join(
-            f"rank {rank}, which has begun {beat['begun'].get(call.group, 0)} and stands at {beat['at']}"
-            for rank, beat in absent.items()
-        )
-        return (
-            f"rank {self._rank} has waited {self.collective_timeout:g} s (collective_timeout) in "
-            f"{call}: ranks {joined} joined, "
-            f"missing: {missing or 'none, so the network is slow or lost something'}"
-        )
-
     def _ask_to_stop(self, reason: str) -> None:
         """Set ``stop_reason``, and that of the other ranks when they read it."""
         if self.stop_reason is not None:
@@ -343,8 +301,7 @@ class Watch:
             return
         logging.shutdown()  # flushes
         sys.stdout.flush()
-        interrupted = self._signalled == "SIGINT" or (self.stop_reason or "").endswith("SIGINT")
-        os._exit(INTERRUPTED if interrupted else 1)
+        os._exit(_exit_code(reason))
 
     # The store
 
@@ -401,6 +358,12 @@ class Watch:
 def backend_timeout(collective_timeout: float = COLLECTIVE_TIMEOUT) -> timedelta:
     """For ``init_process_group``: late enough that the watchdog reports before the backend aborts."""
     return timedelta(seconds=collective_timeout + BACKEND_MARGIN)
+
+
+def _exit_code(reason: str) -> int:
+    """By what ended the run: after Ctrl-C it may still fail for another reason."""
+    interrupted = re.fullmatch(r"(rank \d+: )?SIGINT(, and no step .*)?", reason)
+    return INTERRUPTED if interrupted else 1
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
