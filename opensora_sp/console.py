@@ -91,7 +91,7 @@ def _claim(marker: Path) -> bool:
 def _is_stale(marker: Path) -> bool:
     """Whether an earlier run has left the marker: its process has ended, and did so before this one began."""
     pid = _pid_in(marker)
-    if not pid or os.path.exists(f"/proc/{pid}"):
+    if not pid or _is_running(pid):
         return False
     import psutil  # not needed before a run fails
 
@@ -106,13 +106,22 @@ def _pid_in(marker: Path) -> str:
         return ""
 
 
+def _is_running(pid: str) -> bool:
+    """Whether the process has not exited; a launcher that is busy may leave it as a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
 def _leave_after_the_first() -> None:
     """Let the first rank of this host that fails be the first to exit: torchrun then ends the others by SIGTERM, and
     its report has that failure alone."""
     marker = _marker(os.environ["TORCHELASTIC_ERROR_FILE"])
     pid = "" if marker is None else _pid_in(marker)
     deadline = time.monotonic() + PATIENCE
-    while pid and os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+    while pid and _is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)  # for SIGTERM
 
