@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.attention import attention
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.parallel import Options, SequenceMesh, parallelize
+from opensora_sp.parallel import Options, SequenceMesh, parallelize, shutdown_process_group
 from opensora_sp.planner.cuda_memory import AllocatorPeak
 from opensora_sp.planner.memory import Kept, ModelSizes, sampling_peak
 from opensora_sp.planner.trace import Activations, run_step, trace_activations
@@ -87,7 +87,7 @@ class RankOfMany(SequenceMesh):
     def __init__(self, ranks: int) -> None:
         vars(self).update(vars(SequenceMesh.imagined(ranks, ranks - 1)))
         if dist.is_initialized():
-            dist.destroy_process_group()
+            shutdown_process_group(drain=False)
         dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
         self.sp_group = dist.group.WORLD
 

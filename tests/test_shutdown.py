@@ -40,7 +40,8 @@ def test_the_pinned_torch_deadlocks_at_the_end_of_a_group() -> None:
     if torch.__version__.startswith("2.5."):
         done = end_groups("torch", 200, 5.0)
         assert done.returncode == 1 and "Timeout (0:00:05)!" in done.stderr, done.stdout + done.stderr
-        assert re.search(r"short_groups.py\", line \d+ in use_and_end", done.stderr)
+        # At the end of a group, or of what kept it: both drop it with the GIL held.
+        assert re.search(r"short_groups.py\", line \d+ in (use_and_end|in_worlds_of)", done.stderr)
 
 
 def test_groups_of_one_process_end() -> None:
