@@ -13,9 +13,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS: fixed ones, for each stream
-ALGORITHMS = (
-    "Ring",
-)  # of NCCL: the order follows from the ranks; trees have no reduce-scatter, NVLS adds in the switch
+
+# Of NCCL: the order follows from the ranks. Trees have no reduce-scatter, NVLS adds in the switch.
+ALGORITHMS = ("Ring",)
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": WORKSPACES, "NCCL_ALGO": ALGORITHMS}
 
 

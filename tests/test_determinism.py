@@ -39,7 +39,9 @@ def test_what_is_set_before_a_run() -> None:
     assert "CUDNN_ATTENTION" not in [one.name for one in module._sdpa_backends()]
 
 
-@pytest.mark.parametrize(("name", "value"), [("NCCL_ALGO", "NVLS"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("NCCL_ALGO", "NVLS"), ("NCCL_ALGO", "Tree"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")]
+)
 def test_an_environment_that_asks_for_something_else(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"got {name}={value} in the environment .*; expected one of .*; unset it"):
@@ -48,9 +50,10 @@ def test_an_environment_that_asks_for_something_else(name: str, value: str, monk
 
 
 def test_other_values_that_have_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_ALGO", "tree")
+    monkeypatch.setenv("NCCL_ALGO", "ring")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     use_deterministic_kernels()
-    assert os.environ["NCCL_ALGO"] == "tree"
+    assert (os.environ["NCCL_ALGO"], os.environ["CUBLAS_WORKSPACE_CONFIG"]) == ("ring", ":16:8")
 
 
 def on_attention_backward(deterministic: bool, dtype_name: str) -> None:
