@@ -43,28 +43,28 @@ UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow gold
 	encoders frame_masks masks resolutions
 
 test-default-cpu: $(VENV)/.installed
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(UNIT:%=tests/test_%.py)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(UNIT:%=tests/unit/test_%.py)
 
 test-docs: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/test_docs.py
+	GRID=all $(BIN)/python -m pytest -q tests/docs/test_docs.py
 
 test-faults: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/test_storage.py tests/test_faults.py
+	GRID=all $(BIN)/python -m pytest -q tests/distributed/test_storage.py tests/e2e/test_faults.py
 
 test-reshard: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/test_reshard.py
+	GRID=all $(BIN)/python -m pytest -q tests/distributed/test_reshard.py
 
 test-resume: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/test_resume.py
+	GRID=all $(BIN)/python -m pytest -q tests/distributed/test_resume.py
 
 test-shutdown: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/test_shutdown.py
+	GRID=all $(BIN)/python -m pytest -q tests/distributed/test_shutdown.py
 
 # The stub of CUDA under a newer CUDA build of torch, in an environment of its own; downloads some gigabytes.
 CUDA_NEWEST := .venv-cuda-newest
 
 test-cuda-newest: $(CUDA_NEWEST)/.installed
-	$(CUDA_NEWEST)/bin/python -m pytest -q tests/test_cuda_stub.py tests/test_cuda_collectives.py
+	$(CUDA_NEWEST)/bin/python -m pytest -q tests/cuda/test_cuda_stub.py tests/cuda/test_cuda_collectives.py
 
 $(CUDA_NEWEST)/.installed: .ci/newest_requirements.txt
 	sh scripts/make_venv.sh $(CUDA_NEWEST)

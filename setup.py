@@ -43,7 +43,9 @@ setup(
     extras_require={
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27"],
         "flash-attn": ["flash-attn>=2.5"],
-        "fonts": ["cvttf-notosanscjk-regular==1.0"],  # Noto Sans CJK, for the prompts on contact sheets
+        "fonts": [
+            "cvttf-notosanscjk-regular==1.0"
+        ],  # Noto Sans CJK, for the prompts on contact sheets
         "test": [
             "codespell[toml]==2.4.3",
             "hypothesis",

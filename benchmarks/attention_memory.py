@@ -39,7 +39,9 @@ def batch(tokens: int, masks: bool, device: torch.device) -> dict[str, Tensor]:
         video = torch.zeros(2, *size, dtype=torch.bool, device=device)
         video[0, : FRAMES * 4 // 5] = True
         video[1, :, : size[1] * 9 // 10, : COLUMNS * 17 // 20] = True
-        text = torch.arange(TEXT, device=device) < torch.tensor([[TEXT * 4 // 5], [TEXT // 2]], device=device)
+        text = torch.arange(TEXT, device=device) < torch.tensor(
+            [[TEXT * 4 // 5], [TEXT // 2]], device=device
+        )
         assert max(video.float().mean((1, 2, 3)).max(), text.float().mean(1).max()) <= 0.8
         inputs |= dict(video_mask=video, mask=text.long())
     return inputs
@@ -61,7 +63,10 @@ def peak_of(model: nn.Module, inputs: dict[str, Tensor], device: torch.device) -
 
 def saved_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
     """Bytes of the storages that autograd keeps for backward, weights and inputs left out."""
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *inputs.values())}
+    own = {
+        t.untyped_storage()._cdata
+        for t in (*model.parameters(), *model.buffers(), *inputs.values())
+    }
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -111,12 +116,18 @@ def masks(tokens: int, device: torch.device) -> None:
     activation = 2 * tokens * WIDTH * 4
     saved = 4 * saved_bytes(model, batch(fewer, False, device))
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    parts = {"saved for backward": saved, "gradients of weights": gradients, "a gradient of the tokens": activation}
+    parts = {
+        "saved for backward": saved,
+        "gradients of weights": gradients,
+        "a gradient of the tokens": activation,
+    }
     told = ", ".join(f"{what} {size / 1e9:.3f} GB" for what, size in parts.items())
     print(f"must exist: {told}; {saved / activation:.1f} activations are saved")
     print(f"masks / no masks: {peaks[tokens, True] / peaks[tokens, False]:.3f} (bound 1.15)")
     print(f"masks / what must exist: {peaks[tokens, True] / sum(parts.values()):.3f} (bound 1.3)")
-    print(f"growth from {fewer:,} tokens: {peaks[tokens, True] / peaks[fewer, True]:.2f} (bound 4.2)")
+    print(
+        f"growth from {fewer:,} tokens: {peaks[tokens, True] / peaks[fewer, True]:.2f} (bound 4.2)"
+    )
 
 
 def full(tokens: int, device: torch.device) -> None:
@@ -126,14 +137,20 @@ def full(tokens: int, device: torch.device) -> None:
     with torch.no_grad(), Largest() as largest:
         model(x, torch.tensor([500.0], device=device), torch.randn(1, 1, TEXT, 64, device=device))
     seconds = time.perf_counter() - start
-    print(f"full 3D attention, {tokens:,} tokens: largest tensor {largest.bytes / 1e6:.1f} MB (bound 64)")
+    print(
+        f"full 3D attention, {tokens:,} tokens: largest tensor {largest.bytes / 1e6:.1f} MB (bound 64)"
+    )
     print(f"a matrix of scores would be {tokens**2 * 4 / 1e9:.0f} GB ({seconds:.0f} s)")
 
 
 def main() -> None:
     limit_time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=MOST, help="tokens of a clip, in steps of 8,000")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=MOST, help="tokens of a clip, in steps of 8,000"
+    )
     parser.add_argument("--full", action="store_true", help="full 3D attention instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

@@ -40,14 +40,20 @@ class Case:
 
 def main() -> None:
     limit_time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int)
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--patches", type=int, default=256)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     args = parser.parse_args()
-    print(f"T={args.frames} S={args.patches} C=288, {DEPTH} pairs, fp32; MB = 1e6 bytes sent per rank and step\n")
-    print("| ranks | B | how | checkpointing | mean MB | busiest MB | of it recompute | predicted mean MB |")
+    print(
+        f"T={args.frames} S={args.patches} C=288, {DEPTH} pairs, fp32; MB = 1e6 bytes sent per rank and step\n"
+    )
+    print(
+        "| ranks | B | how | checkpointing | mean MB | busiest MB | of it recompute | predicted mean MB |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for ranks in args.ranks:
         batches = [args.batch] if args.batch else [1]
@@ -121,16 +127,24 @@ def step(case: Case, mesh: SequenceMesh) -> CommLedger:
     parallelize(model, mesh, **case.options)
     x = torch.randn(case.batch, 4, case.frames, 1, case.patches)
     with CommLedger() as ledger:
-        shard = model(x, torch.full((case.batch,), 500.0), torch.randn(case.batch, 1, 4, 8), output="shards")
-        rank_loss(velocity_loss(shard, x), global_samples=case.batch, world_size=mesh.sp_size).backward()
+        shard = model(
+            x, torch.full((case.batch,), 500.0), torch.randn(case.batch, 1, 4, 8), output="shards"
+        )
+        rank_loss(
+            velocity_loss(shard, x), global_samples=case.batch, world_size=mesh.sp_size
+        ).backward()
     return ledger
 
 
 def predicted_bytes(case: Case, ranks: int) -> float | None:
     """Bytes of the mean rank, by brute force over all tokens; None for ways that this says nothing of."""
-    token = {None: 4 * case.width, "bf16": 2 * case.width, "fp8": case.width + 4}[case.options.get("comm_dtype")]
+    token = {None: 4 * case.width, "bf16": 2 * case.width, "fp8": case.width + 4}[
+        case.options.get("comm_dtype")
+    ]
     tokens, switched = case.batch * case.frames * case.patches, moved_tokens(case, ranks)
-    if case.options.get("strategy") == "split_gather":  # all tokens to all others, before each attention
+    if (
+        case.options.get("strategy") == "split_gather"
+    ):  # all tokens to all others, before each attention
         return 2 * DEPTH * (3 if case.checkpointing else 2) * (ranks - 1) * tokens * token / ranks
     if case.options.get("strategy") == "ulysses":
         return None
@@ -141,7 +155,8 @@ def predicted_bytes(case: Case, ranks: int) -> float | None:
 def moved_tokens(case: Case, ranks: int) -> int:
     """Tokens whose holder differs between the layouts, counted one by one."""
     return sum(
-        holder(spatial, case.batch * case.frames, ranks) != holder(temporal, case.batch * case.patches, ranks)
+        holder(spatial, case.batch * case.frames, ranks)
+        != holder(temporal, case.batch * case.patches, ranks)
         for spatial, temporal in rows_of_all_tokens(case)
     )
 

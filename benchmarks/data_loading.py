@@ -21,14 +21,25 @@ from time_limit import limit_time
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from opensora_sp.data import Clip, ClipShape, Sample, VideoTextDataset, resize_and_crop, scale, toy_clip, write_video
+from opensora_sp.data import (
+    Clip,
+    ClipShape,
+    Sample,
+    VideoTextDataset,
+    resize_and_crop,
+    scale,
+    toy_clip,
+    write_video,
+)
 
 FRAMES, SIZE = 48, 480  # of a file
 
 
 def main() -> None:
     limit_time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--files", type=int, default=6)
     parser.add_argument("--clips", type=int, default=24, help="of a round")
@@ -50,19 +61,30 @@ def main() -> None:
         paths = [dataset.rows[sample.clip].path for sample in samples]
         for wanted, (clip,) in zip(map(plainly, paths[: args.files], [shape] * args.files), loader):
             assert isinstance(clip, Clip) and torch.equal(scale(clip.video), wanted)
-        ways = [lambda: (plainly(path, shape) for path in paths), lambda: (scale(clip.video) for (clip,) in loader)]
+        ways = [
+            lambda: (plainly(path, shape) for path in paths),
+            lambda: (scale(clip.video) for (clip,) in loader),
+        ]
         rounds = [[args.clips / seconds(way) for way in ways] for _ in range(args.rounds)]
     plain, loaded = (median(round[way] for round in rounds) for way in (0, 1))
     ratio = median(loaded / plain for plain, loaded in rounds)
-    print(f"{shape.num_frames} frames of {SIZE}x{SIZE} to {shape.height}x{shape.width}, {args.clips} clips a round")
-    print(f"plain loop {plain:.2f} clips/s, loader with {args.workers} workers {loaded:.2f} clips/s")
-    print(f"ratio: median {ratio:.2f} of {args.rounds} rounds: {', '.join(f'{b / a:.2f}' for a, b in rounds)}")
+    print(
+        f"{shape.num_frames} frames of {SIZE}x{SIZE} to {shape.height}x{shape.width}, {args.clips} clips a round"
+    )
+    print(
+        f"plain loop {plain:.2f} clips/s, loader with {args.workers} workers {loaded:.2f} clips/s"
+    )
+    print(
+        f"ratio: median {ratio:.2f} of {args.rounds} rounds: {', '.join(f'{b / a:.2f}' for a, b in rounds)}"
+    )
 
 
 def write_files(folder: Path, count: int) -> Path:
     for number in range(count):
         write_video(folder / f"{number}.mp4", toy_clip(0, number).draw(FRAMES, SIZE), fps=24)
-    (folder / "clips.csv").write_text("path,text\n" + "".join(f"{number}.mp4,a clip\n" for number in range(count)))
+    (folder / "clips.csv").write_text(
+        "path,text\n" + "".join(f"{number}.mp4,a clip\n" for number in range(count))
+    )
     return folder / "clips.csv"
 
 

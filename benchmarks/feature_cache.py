@@ -37,7 +37,9 @@ max_steps = {steps}
 
 def main() -> None:
     limit_time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -53,7 +55,9 @@ def main() -> None:
             encoding, losses = train(config, folder / f"encoding {number}")
             cached, same = train(config, folder / f"cached {number}", *from_cache)
             apart = max(abs(a - b) / a for a, b in zip(losses, same, strict=True))
-            print(f"{encoding:.3f} s a step encoding, {cached:.3f} s from the cache; losses {apart:.0e} apart")
+            print(
+                f"{encoding:.3f} s a step encoding, {cached:.3f} s from the cache; losses {apart:.0e} apart"
+            )
             ratios.append(encoding / cached)
     print(f"ratio: median {median(ratios):.1f} of {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
 

@@ -33,19 +33,30 @@ HEADS, TEXT, TEXT_WIDTH = 4, 120, 64
 
 def main() -> None:
     limit_time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", action="store_true", help="torch.compile per block")
-    parser.add_argument("--xl", action="store_true", help="STDiT3-XL/2 in bf16 instead: tokens/s and MFU")
-    parser.add_argument("--checkpointing", action="store_true", help="with --xl: recompute blocks in backward")
     parser.add_argument(
-        "--peak-tflops", type=float, default=989.0, help="what MFU 1 is; 989 is bf16 of an H100 or H200"
+        "--xl", action="store_true", help="STDiT3-XL/2 in bf16 instead: tokens/s and MFU"
+    )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="with --xl: recompute blocks in backward"
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=989.0,
+        help="what MFU 1 is; 989 is bf16 of an H100 or H200",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {args.device}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(
+        f"torch {torch.__version__}, {args.device}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    )
     if args.xl:
         for shape in XL_SHAPES:
             xl_step(args, *shape)
@@ -95,8 +106,14 @@ def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> None:
     step = step_of(model, lambda: model(x, t, y))
     taken = median([seconds(step, args.device) for _ in range(args.repeats + 2)][2:])
     tokens, width, text = B * T * S, model.config.hidden_size, y.shape[2]
-    of_token = 56 * (28 * width**2 + 4 * text * width) + 28 * 4 * width * (S + T) + 56 * 4 * width**2 * text / (T * S)
-    rate = 3 * tokens * of_token / taken  # backward is twice the forward; what is recomputed does not count
+    of_token = (
+        56 * (28 * width**2 + 4 * text * width)
+        + 28 * 4 * width * (S + T)
+        + 56 * 4 * width**2 * text / (T * S)
+    )
+    rate = (
+        3 * tokens * of_token / taken
+    )  # backward is twice the forward; what is recomputed does not count
     print(
         f"T={T} S={S} B={B}: {taken:.3f} s, {tokens / taken:,.0f} tokens/s, {rate / 1e12:.0f} TFLOP/s, "
         f"MFU {rate / 1e12 / args.peak_tflops:.1%}"
@@ -133,13 +150,23 @@ def naive(model: nn.Module, x: Tensor, timestep: Tensor, y: Tensor) -> Tensor:
     """The equations of STDiT3 with the parameters of ``model``, one after the other; tokens are ``[B, T * S, C]``."""
     B, _, T, H, W = (*x.shape[:3], x.shape[3] // 2, x.shape[4] // 2)
     x = rearrange(model.x_embedder.proj(x.to(model.dtype)), "b c t h w -> b t (h w) c")
-    positions = model.pos_embed(model.config.grid(B, (T, 2 * H, 2 * W)).rows("spatial"), x.device)  # [1, S, C]
+    positions = model.pos_embed(
+        model.config.grid(B, (T, 2 * H, 2 * W)).rows("spatial"), x.device
+    )  # [1, S, C]
     x = (x + positions.to(x.dtype)).flatten(1, 2)
     t = model.t_embedder(timestep) + model.fps_embedder(timestep.new_full((1,), 24.0), B)
     modulation = model.t_block(t).view(B, 6, -1)
     text = model.y_embedder(y[:, 0].to(model.dtype))
     for spatial, temporal in zip(model.spatial_blocks, model.temporal_blocks, strict=True):
-        x = naive_block(spatial, x, modulation, text, ("b (t s) c -> (b t) s c", "(b t) s c -> b (t s) c"), T, None)
+        x = naive_block(
+            spatial,
+            x,
+            modulation,
+            text,
+            ("b (t s) c -> (b t) s c", "(b t) s c -> b (t s) c"),
+            T,
+            None,
+        )
         there_and_back = ("b (t s) c -> (b s) t c", "(b s) t c -> b (t s) c")
         x = naive_block(temporal, x, modulation, text, there_and_back, T, model.rope.freqs)
     shift, scale = (model.final_layer.scale_shift_table + t[:, None]).chunk(2, dim=1)
@@ -161,7 +188,9 @@ def naive_block(
     out = block.attn.proj(rearrange(naive_attention(q, k, v), "r h l d -> r l (h d)"))
     x = x + gate * rearrange(out, patterns[1], b=len(x))
     q = rearrange(block.cross_attn.q_linear(x), "b n (h d) -> b h n d", h=HEADS)
-    k, v = rearrange(block.cross_attn.kv_linear(text), "b n (two h d) -> two b h n d", two=2, h=HEADS)
+    k, v = rearrange(
+        block.cross_attn.kv_linear(text), "b n (two h d) -> two b h n d", two=2, h=HEADS
+    )
     x = x + block.cross_attn.proj(rearrange(naive_attention(q, k, v), "b h n d -> b n (h d)"))
     hidden = F.gelu(block.mlp.fc1(block.norm2(x) * (1 + mlp_scale) + mlp_shift), approximate="tanh")
     return x + mlp_gate * block.mlp.fc2(hidden)
@@ -174,7 +203,9 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def naive_norm(norm: nn.Module, q: Tensor) -> Tensor:
     wide = q.float()
-    return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(q.dtype)
+    return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(
+        q.dtype
+    )
 
 
 def naive_rotation(q: Tensor, freqs: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 python benchmarks/one_process.py --repeats 15
 
-The same operators run (``tests/test_engine.py`` counts them); what could cost time is Python alone. Also timed, on two
+The same operators run (``tests/distributed/test_engine.py`` counts them); what could cost time is Python alone. Also timed, on two
 processes: the comparison of shapes before each forward.
 """
 
@@ -19,12 +19,14 @@ from time_limit import limit_time
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group
-from opensora_sp.parallel.same_batch import SameBatch
+from opensora_sp.parallel.debug.input_check import SameBatch
 
 
 def main() -> None:
     limit_time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -33,7 +35,9 @@ def main() -> None:
     steps = [step_of(args.device, parallelized) for parallelized in (False, True)]
     rounds = [[seconds(step) for step in steps] for _ in range(args.repeats + 1)][1:]
     ratios = [parallelized / bare for bare, parallelized in rounds]
-    print(f"parallelized / bare: median {median(ratios):.3f}, of {min(ratios):.3f} to {max(ratios):.3f}")
+    print(
+        f"parallelized / bare: median {median(ratios):.3f}, of {min(ratios):.3f} to {max(ratios):.3f}"
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -42,7 +46,9 @@ def main() -> None:
 
 def step_of(device: str, parallelized: bool) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = build_model("STDiT3", hidden_size=288, depth=4, num_heads=4, caption_channels=8, model_max_length=4)
+    model = build_model(
+        "STDiT3", hidden_size=288, depth=4, num_heads=4, caption_channels=8, model_max_length=4
+    )
     model = model.to(device)
     if parallelized:
         parallelize(model, SequenceMesh(1))
@@ -71,7 +77,9 @@ def compare_shapes(rank: int, port: int) -> None:
     inputs = dict(timestep=torch.zeros(1), y=torch.zeros(1, 1, 4, 8), mask=None)
     taken = [seconds(lambda: check(None, (x,), inputs)) for _ in range(300)]  # type: ignore[arg-type]
     if rank == 0:
-        print(f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds a forward")
+        print(
+            f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds a forward"
+        )
     shutdown_process_group()
 
 

@@ -32,17 +32,28 @@ from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of
 
-MODEL = dict(hidden_size=288, depth=4, num_heads=4, caption_channels=64, model_max_length=24, pred_sigma=False)
+MODEL = dict(
+    hidden_size=288,
+    depth=4,
+    num_heads=4,
+    caption_channels=64,
+    model_max_length=24,
+    pred_sigma=False,
+)
 WAYS = {"guidance": 4.0, "no guidance": 1.0}
 
 
 def main() -> None:
     limit_time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="sampling steps of one repeat")
     parser.add_argument("--num-frames", type=int, default=16)
-    parser.add_argument("--size", type=int, default=128, help="side of a frame in pixels; 8 pixels make a patch")
+    parser.add_argument(
+        "--size", type=int, default=128, help="side of a frame in pixels; 8 pixels make a patch"
+    )
     args = parser.parse_args()
     decoding_peaks()
     with socket.socket() as free:
@@ -119,7 +130,9 @@ def count_encodings(pipeline: Pipeline, request: list) -> None:
     for hook in hooks:
         hook.remove()
     blocks = sum(isinstance(module, CrossAttention) for module in pipeline.model.modules())
-    print(f"a loop of 6 steps: text embedded {calls['y_proj']} x, keys made {calls['kv_linear'] / blocks:g} x a block")
+    print(
+        f"a loop of 6 steps: text embedded {calls['y_proj']} x, keys made {calls['kv_linear'] / blocks:g} x a block"
+    )
 
 
 class Frames(nn.Module):
@@ -141,10 +154,15 @@ def decoding_peaks() -> None:
     for num_frames in (8, 32, 128):
         latents = torch.randn(1, 4, num_frames, 32, 32)
         with LivePeak() as memory:
-            for _ in decode(vae, [latents], num_frames=num_frames, size=size, overlap=1, mesh=SequenceMesh(1)):
+            for _ in decode(
+                vae, [latents], num_frames=num_frames, size=size, overlap=1, mesh=SequenceMesh(1)
+            ):
                 pass
         peaks[num_frames] = memory.peak / 1e6
-    print("decoding, peak of live MB:", json.dumps({f"{n} frames": round(peak, 1) for n, peak in peaks.items()}))
+    print(
+        "decoding, peak of live MB:",
+        json.dumps({f"{n} frames": round(peak, 1) for n, peak in peaks.items()}),
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,13 @@ from time_limit import limit_time
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, shutdown_process_group, unwrap
+from opensora_sp.parallel import (
+    CommLedger,
+    SequenceMesh,
+    parallelize,
+    shutdown_process_group,
+    unwrap,
+)
 
 RANKS, PATCHES, WIDTH, HEADS = 2, 256, 288, 4
 DEVICE, ADDRESSES = "eth0", ("10.87.0.1", "10.87.0.2")  # seen inside the two namespaces only
@@ -60,9 +66,13 @@ def main() -> None:
     args = parse_args()
     if args.rank is not None:
         sys.exit(work(args))
-    lacking = ["root"] * (os.geteuid() != 0) + [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    lacking = ["root"] * (os.geteuid() != 0) + [
+        tool for tool in ("ip", "tc") if not shutil.which(tool)
+    ]
     if lacking:
-        print(f"slow_link.py needs root and iproute2 to slow a link down; missing here: {', '.join(lacking)}.")
+        print(
+            f"slow_link.py needs root and iproute2 to slow a link down; missing here: {', '.join(lacking)}."
+        )
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go in any case
     with namespaces() as names:
@@ -70,12 +80,20 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=4)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[8, 4, 2], help="the limit is for the first")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds in which every case is timed once")
-    parser.add_argument("--only-limits", action="store_true", help="leave out what no limit is set for")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=[8, 4, 2], help="the limit is for the first"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="rounds in which every case is timed once"
+    )
+    parser.add_argument(
+        "--only-limits", action="store_true", help="leave out what no limit is set for"
+    )
     parser.add_argument("--no-limits", action="store_true", help="only report; never fail")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -110,11 +128,16 @@ def run_ranks(names: list[str]) -> int:
     """Run this script once in each namespace; the first exit code that is not 0 ends both."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
     workers = [
-        subprocess.Popen(["ip", "netns", "exec", name, sys.executable, *sys.argv, "--rank", str(rank)], env=environment)
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, *sys.argv, "--rank", str(rank)],
+            env=environment,
+        )
         for rank, name in enumerate(names)
     ]
     try:
-        while any(worker.poll() is None for worker in workers) and not any(worker.returncode for worker in workers):
+        while any(worker.poll() is None for worker in workers) and not any(
+            worker.returncode for worker in workers
+        ):
             time.sleep(0.1)
         return max(abs(worker.returncode or 0) for worker in workers)
     finally:
@@ -127,25 +150,37 @@ def work(args: argparse.Namespace) -> int:
     """One rank. Times are those of the slower rank, known to both, so that both decide alike."""
     limit_time()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", STORE, rank=args.rank, world_size=RANKS, timeout=timedelta(minutes=2))
+    dist.init_process_group(
+        "gloo", STORE, rank=args.rank, world_size=RANKS, timeout=timedelta(minutes=2)
+    )
     bench = Bench(args)
     bench.set_rate()
     overlaps = [
-        Case(f"switch, {n} chunks, backward", dict(overlap_chunks=n, overlap_backward=True)) for n in args.chunks
+        Case(f"switch, {n} chunks, backward", dict(overlap_chunks=n, overlap_backward=True))
+        for n in args.chunks
     ]
-    bench.say("| case | checkpointing | seconds | ratio to switch | MB sent per rank and step |\n|---|---|---|---|---|")
+    bench.say(
+        "| case | checkpointing | seconds | ratio to switch | MB sent per rank and step |\n|---|---|---|---|---|"
+    )
     seconds = bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=True)
     if not args.only_limits:
         bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=False)
     part = f"{share(seconds[PLAIN.name], seconds[FREE.name]):.0%}"
     bench.say(f"communication in these rounds: {part} of a step of plain switch with checkpointing")
     missed = 0
-    for case, base, limit in ((PLAIN, ULYSSES, SWITCH_TO_ULYSSES), (overlaps[0], PLAIN, OVERLAP_TO_SWITCH)):
+    for case, base, limit in (
+        (PLAIN, ULYSSES, SWITCH_TO_ULYSSES),
+        (overlaps[0], PLAIN, OVERLAP_TO_SWITCH),
+    ):
         ratio = seconds[case.name] / seconds[base.name]
         missed += ratio > limit
-        bench.say(f"{case.name} / {base.name}: {ratio:.2f}, limit {limit}: {'missed' if ratio > limit else 'kept'}")
+        bench.say(
+            f"{case.name} / {base.name}: {ratio:.2f}, limit {limit}: {'missed' if ratio > limit else 'kept'}"
+        )
     shutdown_process_group()
-    return int(missed > 0 and not args.no_limits and args.rank == 0)  # who reports; the others just end
+    return int(
+        missed > 0 and not args.no_limits and args.rank == 0
+    )  # who reports; the others just end
 
 
 def share(slowed: float, free: float) -> float:
@@ -166,7 +201,9 @@ class Bench:
         self.x = torch.randn(1, 4, args.frames, 1, PATCHES)
         self.inputs = self.x, torch.full((1,), 500.0), torch.randn(1, 1, 4, 8)
         self.rate = 0.0  # bit/s
-        self.say(f"{RANKS} ranks, B=1 T={args.frames} S={PATCHES} C={WIDTH}, {args.pairs} pairs, fp32")
+        self.say(
+            f"{RANKS} ranks, B=1 T={args.frames} S={PATCHES} C={WIDTH}, {args.pairs} pairs, fp32"
+        )
 
     def say(self, line: str) -> None:
         if self.rank == 0:
@@ -179,8 +216,12 @@ class Bench:
         self.rate = 8 * sent / free
         slowed, _ = self.several(PLAIN)
         if abs(share(slowed, free) - 0.5) > 0.03:
-            self.say(f"at {self.rate / 1e6:.1f} Mbit/s communication is {share(slowed, free):.0%} of a step; adjusted")
-            self.rate *= min(max((slowed - free) / free, 0.5), 3.0)  # no further, should other processes disturb
+            self.say(
+                f"at {self.rate / 1e6:.1f} Mbit/s communication is {share(slowed, free):.0%} of a step; adjusted"
+            )
+            self.rate *= min(
+                max((slowed - free) / free, 0.5), 3.0
+            )  # no further, should other processes disturb
             slowed, _ = self.several(PLAIN)
         broadcast = self.carried(lambda received, _: dist.broadcast(received[0], 0))
         self.say(
@@ -197,9 +238,16 @@ class Bench:
 
     def time_all(self, cases: list[Case], *, checkpointing: bool) -> dict[str, float]:
         """Median seconds of each case, and a table's rows. Rounds in turn: what slows the machine hits all alike."""
-        repeats = self.repeats if checkpointing else (self.repeats + 1) // 2  # no limit is set for the latter
-        rounds = [[self.step(case, checkpointing=checkpointing) for case in cases] for _ in range(repeats)]
-        timed = {case.name: median(seconds for seconds, _ in steps) for case, steps in zip(cases, zip(*rounds))}
+        repeats = (
+            self.repeats if checkpointing else (self.repeats + 1) // 2
+        )  # no limit is set for the latter
+        rounds = [
+            [self.step(case, checkpointing=checkpointing) for case in cases] for _ in range(repeats)
+        ]
+        timed = {
+            case.name: median(seconds for seconds, _ in steps)
+            for case, steps in zip(cases, zip(*rounds))
+        }
         for case, (_, sent) in zip(cases, rounds[0], strict=True):
             self.say(
                 f"| {case.name} | {'yes' if checkpointing else 'no'} | {timed[case.name]:.2f} | "

@@ -32,7 +32,11 @@ def component_class(key: str, name: str, known: Mapping[str, Any]) -> Any:
 
 def check_methods(key: str, cls: Any, protocol: type) -> None:
     """Raise ValueError if a class lacks a method of a protocol."""
-    missing = [name for name in vars(protocol) if not name.startswith("_") and not callable(getattr(cls, name, None))]
+    missing = [
+        name
+        for name in vars(protocol)
+        if not name.startswith("_") and not callable(getattr(cls, name, None))
+    ]
     if missing:
         raise ValueError(
             f"got {key}.type {cls.__name__} without {', '.join(missing)}; expected the methods of "

@@ -161,7 +161,9 @@ def truth(text: str) -> bool:
     Raises:
         argparse.ArgumentTypeError: for another word.
     """
-    words = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+    words = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+        ("false", "no", "off", "0"), False
+    )
     if text.lower() not in words:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected True or False; write one of them")
     return words[text.lower()]

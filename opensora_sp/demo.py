@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.data import BrokenClip, VideoTextDataset, is_held_out, scale, toy_clip
-from opensora_sp.data.toy import COLOURS, MARGIN
-from opensora_sp.diffusion import RectifiedFlow, velocity_loss
-from opensora_sp.parallel import SequenceMesh
-from opensora_sp.randomness import normal
-from opensora_sp.sampling.contact_sheet import write_contact_sheet
-from opensora_sp.sampling.decoding import collected
-from opensora_sp.sampling.pipeline import Pipeline
-from opensora_sp.sampling.requests import requests_of
-from opensora_sp.sampling.run import build_pipeline
-from opensora_sp.training.metrics import read_metrics, running_mean
-from opensora_sp.weights import find_weights
+from .checkpoint import find_weights
+from .config import InferenceConfig, TrainConfig
+from .data import BrokenClip, VideoTextDataset, is_held_out, scale, toy_clip
+from .data.toy import COLOURS, MARGIN
+from .diffusion import RectifiedFlow, velocity_loss
+from .parallel import SequenceMesh
+from .randomness import normal
+from .sampling.contact_sheet import write_contact_sheet
+from .sampling.decoding import collected
+from .sampling.pipeline import Pipeline
+from .sampling.requests import requests_of
+from .sampling.run import build_pipeline
+from .training.metrics import read_metrics, running_mean
 
 NUM_BINS = 4
 FLOORS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
@@ -44,7 +44,9 @@ class Finding:
     detail: str
 
 
-def check_run(run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig, heldout: str) -> list[Finding]:
+def check_run(
+    run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig, heldout: str
+) -> list[Finding]:
     """All checks of a finished demo; writes ``check.png``, the samples looked at, into the run's folder."""
     weights = find_weights(run_dir, ema=True)
     pipeline = build_pipeline(sample_cfg, weights, SequenceMesh(1), torch.device("cpu"))
@@ -58,13 +60,21 @@ def check_run(run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig
         check_loss_fell(np.array([line["loss"] for line in read_metrics(run_dir)])),
         *check_against_linear(pipeline.flow, model_predictor(pipeline, texts), train, held),
         check_backgrounds("background as captioned", straight, [background_of(p) for p in prompts]),
-        check_backgrounds("background follows swapped captions", swapped, [background_of(p) for p in swap(prompts)]),
+        check_backgrounds(
+            "background follows swapped captions",
+            swapped,
+            [background_of(p) for p in swap(prompts)],
+        ),
     ]
 
 
 def check_how_it_ran(summary: dict) -> Finding:
     """The run shared clips between two ranks and read them from mp4 files."""
-    ok = summary["sp_size"] == 2 and summary["switches"] > 0 and summary["files_read"].get(".mp4", 0) > 0
+    ok = (
+        summary["sp_size"] == 2
+        and summary["switches"] > 0
+        and summary["files_read"].get(".mp4", 0) > 0
+    )
     detail = f"sp_size {summary['sp_size']}, {summary['switches']} switches, files read {summary['files_read']}"
     return Finding("sequence-parallel, from mp4 files", ok, detail)
 
@@ -72,10 +82,14 @@ def check_how_it_ran(summary: dict) -> Finding:
 def check_loss_fell(losses: np.ndarray) -> Finding:
     """The last running mean of the training loss is below 0.6 of the first."""
     mean = running_mean(losses)
-    return Finding("training loss fell", bool(mean[-1] < 0.6 * mean[0]), f"{mean[0]:.3f} -> {mean[-1]:.3f}")
+    return Finding(
+        "training loss fell", bool(mean[-1] < 0.6 * mean[0]), f"{mean[0]:.3f} -> {mean[-1]:.3f}"
+    )
 
 
-def check_against_linear(flow: RectifiedFlow, predict: Predict, train: Tensor, held: Tensor) -> list[Finding]:
+def check_against_linear(
+    flow: RectifiedFlow, predict: Predict, train: Tensor, held: Tensor
+) -> list[Finding]:
     """Held-out loss in each timestep bin, against the best linear predictor of the velocity from ``x_t``.
 
     The linear predictor has the mean and covariance of the training latents ``[N, c, f, h, w]``; the variance that it
@@ -87,12 +101,19 @@ def check_against_linear(flow: RectifiedFlow, predict: Predict, train: Tensor, h
     linear = LinearPredictor(train)
     for number in range(NUM_BINS):
         places = (torch.arange(len(held)) + 0.5) / len(held)
-        share = (number + places[torch.randperm(len(held), generator=torch.Generator().manual_seed(number))]) / NUM_BINS
+        share = (
+            number
+            + places[torch.randperm(len(held), generator=torch.Generator().manual_seed(number))]
+        ) / NUM_BINS
         x_t = flow.add_noise(held, noise, share * flow.num_timesteps)
         ours = velocity_loss(predict(x_t, share * flow.num_timesteps), target).mean().item()
-        theirs = min(velocity_loss(linear(x_t, share, floor), target).mean().item() for floor in FLOORS)
+        theirs = min(
+            velocity_loss(linear(x_t, share, floor), target).mean().item() for floor in FLOORS
+        )
         name = f"held-out loss, t in [{number / NUM_BINS:g}, {(number + 1) / NUM_BINS:g})"
-        findings.append(Finding(name, ours < theirs, f"{ours:.4f}, best linear predictor {theirs:.4f}"))
+        findings.append(
+            Finding(name, ours < theirs, f"{ours:.4f}, best linear predictor {theirs:.4f}")
+        )
     return findings
 
 
@@ -105,7 +126,9 @@ class LinearPredictor:
     def __init__(self, data: Tensor) -> None:
         flat = data.flatten(1).double()
         self.mean = flat.mean(0)
-        _, singular, self.axes = torch.linalg.svd(flat - self.mean, full_matrices=False)  # axes [N, D]
+        _, singular, self.axes = torch.linalg.svd(
+            flat - self.mean, full_matrices=False
+        )  # axes [N, D]
         self.variances = singular.square() / len(flat)
 
     def __call__(self, x_t: Tensor, share: Tensor, floor: float) -> Tensor:
@@ -127,7 +150,9 @@ def check_backgrounds(name: str, colours: np.ndarray, wanted: Sequence[str]) -> 
     found = [names[i] for i in distances.argmin(1)]
     right = sum(f == w for f, w in zip(found, wanted, strict=True))
     wrong = [f"{w} came out {f}" for f, w in zip(found, wanted, strict=True) if f != w]
-    return Finding(name, right >= 6, f"{right} of {len(wanted)}" + (f" ({', '.join(wrong)})" if wrong else ""))
+    return Finding(
+        name, right >= 6, f"{right} of {len(wanted)}" + (f" ({', '.join(wrong)})" if wrong else "")
+    )
 
 
 def distinct_captions(count: int) -> list[str]:
@@ -153,7 +178,9 @@ def swap(prompts: Sequence[str]) -> list[str]:
     return [prompts[i ^ 1] for i in range(len(prompts))]
 
 
-def sample_backgrounds(pipeline: Pipeline, prompts: list[str], sheet: Path) -> tuple[np.ndarray, np.ndarray]:
+def sample_backgrounds(
+    pipeline: Pipeline, prompts: list[str], sheet: Path
+) -> tuple[np.ndarray, np.ndarray]:
     """Mean border colours ``[8, 3]`` of samples for the prompts and, from the same noise, for the swapped prompts."""
     shown, colours = [], []
     for texts in (prompts, swap(prompts)):
@@ -194,7 +221,9 @@ def encode_all(pipeline: Pipeline, dataset: VideoTextDataset) -> tuple[Tensor, l
     for i in range(len(dataset)):
         clip = dataset[i]
         if isinstance(clip, BrokenClip):
-            raise ValueError(f"got a clip that cannot be read: {clip.path} ({clip.reason}); make the toy set again")
+            raise ValueError(
+                f"got a clip that cannot be read: {clip.path} ({clip.reason}); make the toy set again"
+            )
         latents.append(pipeline.vae.encode(scale(clip.video)[None])[0])
         texts.append(clip.text)
     return torch.stack(latents), texts

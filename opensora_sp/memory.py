@@ -34,7 +34,9 @@ class LivePeak(TorchDispatchMode):
         """Forget the peak so far; what is live stays counted."""
         self.peak = self.live
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _allocates(func):
@@ -53,7 +55,9 @@ class LivePeak(TorchDispatchMode):
         known = address in self._bytes
         if not known and func is not torch.ops.aten.lift_fresh.default and _shares(storage, inputs):
             return  # a tensor that existed before, or a view of it; lift_fresh hands on what torch.tensor has made
-        self.live += num_bytes - self._bytes.get(address, 0)  # a known storage may have been resized
+        self.live += num_bytes - self._bytes.get(
+            address, 0
+        )  # a known storage may have been resized
         self.peak = max(self.peak, self.live)
         self._bytes[address] = num_bytes
         if not known:

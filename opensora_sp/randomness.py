@@ -21,7 +21,9 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
 
 def normal(shape: tuple[int, ...], seed: int, purpose: str, *counters: int) -> Tensor:
     """Standard normal numbers, float32, on the CPU."""
-    return torch.from_numpy(generator(seed, purpose, *counters).standard_normal(shape, dtype=np.float32))
+    return torch.from_numpy(
+        generator(seed, purpose, *counters).standard_normal(shape, dtype=np.float32)
+    )
 
 
 def uniform(seed: int, purpose: str, *counters: int) -> float:

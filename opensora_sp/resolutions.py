@@ -86,7 +86,18 @@ ASPECT_RATIOS = {
 }
 """Names (height:width) -> keys of a resolution's sizes."""
 
-FRAMES = {"1x": 51, "2x": 102, "4x": 204, "8x": 408, "16x": 816, "2s": 51, "4s": 102, "8s": 204, "16s": 408, "32s": 816}
+FRAMES = {
+    "1x": 51,
+    "2x": 102,
+    "4x": 204,
+    "8x": 408,
+    "16x": 816,
+    "2s": 51,
+    "4s": 102,
+    "8s": 204,
+    "16s": 408,
+    "32s": 816,
+}
 """Names of lengths -> frames; "2s" is two seconds at 25.5 frames per second."""
 
 
@@ -99,7 +110,9 @@ def _parsed(table: str) -> dict[str, tuple[int, int]]:
 def _all_sizes() -> dict[str, dict[str, tuple[int, int]]]:
     sizes = {name: _parsed(table) for name, table in _TABLES.items()}
     for name, factor in _SCALED.items():
-        sizes[name] = {key: (height * factor, width * factor) for key, (height, width) in sizes["256"].items()}
+        sizes[name] = {
+            key: (height * factor, width * factor) for key, (height, width) in sizes["256"].items()
+        }
     return sizes
 
 
@@ -121,7 +134,9 @@ def sizes_of(resolution: str) -> dict[str, tuple[int, int]]:
         ValueError: for a name that is not known.
     """
     if resolution not in SIZES:
-        raise ValueError(f"got resolution {resolution!r}; expected one of {list(SIZES)}; choose one of these")
+        raise ValueError(
+            f"got resolution {resolution!r}; expected one of {list(SIZES)}; choose one of these"
+        )
     return SIZES[resolution]
 
 
@@ -157,5 +172,7 @@ def named_frames(name: str | int) -> int:
     if name in FRAMES:
         return FRAMES[str(name)]
     if not str(name).isdecimal() or int(name) < 1:
-        raise ValueError(f"got num_frames {name!r}; expected a positive number or one of {list(FRAMES)}; write one")
+        raise ValueError(
+            f"got num_frames {name!r}; expected a positive number or one of {list(FRAMES)}; write one"
+        )
     return int(name)

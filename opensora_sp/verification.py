@@ -12,34 +12,51 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from opensora_sp.config import TrainConfig, split_type
-from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models import build_model
-from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import Options, SequenceMesh, Verdict, parallelize, shutdown_process_group, verify_step
-from opensora_sp.parallel.modes import choose_mode
+from .config import TrainConfig, split_type
+from .encoders import planned_latent_size
+from .models import build_model
+from .models.registry import resolve_config
+from .parallel import (
+    Options,
+    SequenceMesh,
+    Verdict,
+    parallelize,
+    shutdown_process_group,
+    verify_step,
+)
+from .parallel.strategies import choose_mode
 
 Shape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
 
 
-def verify_config(cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int) -> tuple[Shape, str, Verdict]:
+def verify_config(
+    cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int
+) -> tuple[Shape, str, Verdict]:
     """Compare in float64 on ``ranks`` processes, with ``depth`` blocks and about ``max_tokens`` tokens of a sample.
 
     Returns:
-        The shape of the batch, the way in which it was shared (a class of ``parallel/modes.py``), and the verdict.
+        The shape of the batch, the way in which it was shared (a class of ``parallel/strategies.py``), and the verdict.
 
     Raises:
         ValueError: if there are fewer than two ranks to share a batch.
     """
     if ranks < 2:
-        raise ValueError(f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks 2")
+        raise ValueError(
+            f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks 2"
+        )
     results = mp.get_context("spawn").SimpleQueue()
     with TemporaryDirectory() as folder:
-        mp.spawn(_verify_on, (ranks, f"file://{folder}/store", cfg, depth, max_tokens, results), nprocs=ranks)
+        mp.spawn(
+            _verify_on,
+            (ranks, f"file://{folder}/store", cfg, depth, max_tokens, results),
+            nprocs=ranks,
+        )
     return results.get()
 
 
-def _verify_on(rank: int, ranks: int, store: str, cfg: TrainConfig, depth: int, max_tokens: int, results: Any) -> None:
+def _verify_on(
+    rank: int, ranks: int, store: str, cfg: TrainConfig, depth: int, max_tokens: int, results: Any
+) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
     mesh, shape = SequenceMesh(ranks), small_shape(cfg, ranks, max_tokens)
@@ -55,7 +72,10 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
     """Samples and latent size: frames are kept, their size is halved until a sample has few tokens, and of the numbers
     of samples with which ranks share the batch as they will share the config's the smallest is taken, from two on."""
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
-    patch, mode = model_config(cfg).patch_size, mode_of(cfg, ranks, (cfg.batch_size, frames, height, width))
+    patch, mode = (
+        model_config(cfg).patch_size,
+        mode_of(cfg, ranks, (cfg.batch_size, frames, height, width)),
+    )
     while frames * height * width > max_tokens * math.prod(patch) and max(height, width) > 1:
         height, width = (-(-side // 2) for side in (height, width))
     height, width = (-(-side // p) * p for side, p in zip((height, width), patch[1:], strict=True))
@@ -107,9 +127,15 @@ def small_batch(model: Any, shape: Shape) -> dict[str, Any]:
         x=normal(num_samples, config.in_channels, frames, height, width),
         timestep=torch.linspace(900, 100, num_samples, dtype=double),
         y=normal(num_samples, 1, length, config.caption_channels),
-        mask=(torch.arange(length) < torch.arange(length, length - num_samples, -1)[:, None]).long(),
+        mask=(
+            torch.arange(length) < torch.arange(length, length - num_samples, -1)[:, None]
+        ).long(),
         x_mask=torch.arange(frames).expand(num_samples, -1) >= config.patch_size[0],
     )
-    sides = dict(height=8.0 * height, width=8.0 * width, ar=height / width, fps=24.0, num_frames=4.0 * frames)
-    inputs |= {name: torch.full((num_samples,), sides[name], dtype=double) for name in model.sample_inputs}
+    sides = dict(
+        height=8.0 * height, width=8.0 * width, ar=height / width, fps=24.0, num_frames=4.0 * frames
+    )
+    inputs |= {
+        name: torch.full((num_samples,), sides[name], dtype=double) for name in model.sample_inputs
+    }
     return inputs

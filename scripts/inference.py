@@ -10,7 +10,7 @@ def main() -> None:
     interrupts_end_at_once()
     log_to_terminal()
 
-    from opensora_sp.launching import told_to_all_ranks
+    from opensora_sp.runtime import told_to_all_ranks
     from opensora_sp.sampling import parse, sample
 
     with told_errors():

@@ -3,19 +3,28 @@
 torchrun --nproc_per_node 8 scripts/precompute.py configs/stdit3/train/16x256x256_sp2.py -o cache/
 """
 
-from opensora_sp.console import config_arguments, interrupts_end_at_once, log_to_terminal, told_errors
+from opensora_sp.console import (
+    config_arguments,
+    interrupts_end_at_once,
+    log_to_terminal,
+    told_errors,
+)
 
 
 def main() -> None:
     interrupts_end_at_once()
-    parser = config_arguments("Make a feature cache. Start it with torchrun; started again, it goes on.")
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the cache's folder")
+    parser = config_arguments(
+        "Make a feature cache. Start it with torchrun; started again, it goes on."
+    )
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="FOLDER", help="the cache's folder"
+    )
     args = parser.parse_args()
     log_to_terminal()
 
     from opensora_sp.config import load_train_config
-    from opensora_sp.launching import told_to_all_ranks
-    from opensora_sp.training.precompute import precompute
+    from opensora_sp.features.precompute import precompute
+    from opensora_sp.runtime import told_to_all_ranks
 
     with told_errors():
         with told_to_all_ranks():

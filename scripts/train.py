@@ -24,9 +24,13 @@ def parser() -> argparse.ArgumentParser:
         help="go on from the newest checkpoint in the run's folder, or from a given one",
     )
     parser.add_argument(
-        "--profile", metavar="STEPS", help="write a trace of a step (3) or of several (10-12) into the run's folder"
+        "--profile",
+        metavar="STEPS",
+        help="write a trace of a step (3) or of several (10-12) into the run's folder",
     )
-    parser.add_argument("--wandb", type=truth, nargs="?", const=True, metavar="True|False", help="log to W&B or not")
+    parser.add_argument(
+        "--wandb", type=truth, nargs="?", const=True, metavar="True|False", help="log to W&B or not"
+    )
     add_allow_pickle(parser)
     return parser
 
@@ -37,7 +41,7 @@ def main() -> None:
     log_to_terminal()
 
     from opensora_sp.config import load_train_config
-    from opensora_sp.launching import told_to_all_ranks
+    from opensora_sp.runtime import told_to_all_ranks
     from opensora_sp.training import train
 
     with told_errors():

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compilers in every process of every test
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = (
+    "1"  # no pool of compilers in every process of every test
+)
 
 _skipped: list[tuple[str, str]] = []
 

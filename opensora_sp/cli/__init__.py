@@ -22,11 +22,17 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a subcommand; a user's error is told in one sentence, with exit status 2."""
-    parser = argparse.ArgumentParser(prog="opensora-sp", description="Tools around training with sequence parallelism.")
+    parser = argparse.ArgumentParser(
+        prog="opensora-sp", description="Tools around training with sequence parallelism."
+    )
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         subcommands.add_parser(
-            name, help=module.HELP, description=module.HELP, parents=[module.parser()], add_help=False
+            name,
+            help=module.HELP,
+            description=module.HELP,
+            parents=[module.parser()],
+            add_help=False,
         )
     args = parser.parse_args(arguments)
     with told_errors():

@@ -12,13 +12,15 @@ HELP = "check a config and print it with all files and options put together"
 
 def parser() -> argparse.ArgumentParser:
     parser = config_arguments(HELP)
-    parser.add_argument("--explain", action="store_true", help="a value a line, each with where it comes from")
+    parser.add_argument(
+        "--explain", action="store_true", help="a value a line, each with where it comes from"
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the config as a file that can be run, or with the places where its values were set."""
-    from opensora_sp.config import dump_config, load_either, sources  # takes seconds, which --help need not
+    from opensora_sp.config import dump_config, load_either, sources
 
     log_to_terminal()
     cfg, draft = load_either(args.config, args.cfg_options)

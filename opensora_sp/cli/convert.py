@@ -10,16 +10,26 @@ from typing import Any
 
 from opensora_sp.console import add_allow_pickle, log_to_terminal
 
-HELP = "read weights in any layout, check them against their model, write config.json and safetensors"
+HELP = (
+    "read weights in any layout, check them against their model, write config.json and safetensors"
+)
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=HELP)
     parser.add_argument(
-        "source", metavar="IN", help="a file, a Hugging Face or Booster folder, a run or its checkpoint"
+        "source",
+        metavar="IN",
+        help="a file, a Hugging Face or Booster folder, a run or its checkpoint",
     )
-    parser.add_argument("target", metavar="OUT", help="the folder to write, which must not be there yet")
-    parser.add_argument("--model", metavar="NAME", help="class or preset, for weights without config.json: STDiT3-XL/2")
+    parser.add_argument(
+        "target", metavar="OUT", help="the folder to write, which must not be there yet"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="class or preset, for weights without config.json: STDiT3-XL/2",
+    )
     parser.add_argument(
         "--options",
         nargs="+",
@@ -29,9 +39,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add_allow_pickle(parser)
     parser.add_argument("--ema", action="store_true", help="take the averaged weights")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="round to this (default: as stored)")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest file, bytes or with a unit (default: 5GB)"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="round to this (default: as stored)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest file, bytes or with a unit (default: 5GB)",
     )
     conversions = parser.add_argument_group("conversions")
     conversions.add_argument(
@@ -42,23 +57,32 @@ def parser() -> argparse.ArgumentParser:
         help="STDiT: compute the position tables for latents of this size",
     )
     conversions.add_argument(
-        "--text-length", type=int, metavar="N", help="cut the null caption to N tokens, or repeat its last one"
+        "--text-length",
+        type=int,
+        metavar="N",
+        help="cut the null caption to N tokens, or repeat its last one",
     )
-    conversions.add_argument("--drop-sigma", action="store_true", help="leave out the channels of the variance")
+    conversions.add_argument(
+        "--drop-sigma", action="store_true", help="leave out the channels of the variance"
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Convert, and say what was read, changed and written."""
-    from opensora_sp.config import parse_override  # takes seconds, which --help need not
+    from opensora_sp.checkpoint import check_vacant, from_pretrained, save_pretrained
+    from opensora_sp.config import parse_override
     from opensora_sp.dtypes import DTYPES
-    from opensora_sp.weights import check_vacant, from_pretrained, save_pretrained
 
     log_to_terminal()
     check_vacant(Path(args.target))
-    options: dict[str, Any] = {".".join(keys): value for keys, value in map(parse_override, args.options)}
+    options: dict[str, Any] = {
+        ".".join(keys): value for keys, value in map(parse_override, args.options)
+    }
     if taken := sorted(options.keys() & inspect.signature(from_pretrained).parameters.keys()):
-        raise ValueError(f"got --options {taken[0]}=...; expected a setting of the model; leave it out, or see --help")
+        raise ValueError(
+            f"got --options {taken[0]}=...; expected a setting of the model; leave it out, or see --help"
+        )
     convert = []
     if args.input_size:
         options["input_size"] = tuple(args.input_size)
@@ -81,4 +105,6 @@ def run(args: argparse.Namespace) -> None:
     save_pretrained(model, args.target, max_shard_size=int(size) if size.isdigit() else size)
     numbers, name = sum(p.numel() for p in model.parameters()), type(model).__name__
     files = len(list(Path(args.target).glob("*.safetensors")))
-    sys.stdout.write(f"wrote {name}, {numbers / 1e6:.1f} M parameters, {model.dtype}, {files} files to {args.target}\n")
+    sys.stdout.write(
+        f"wrote {name}, {numbers / 1e6:.1f} M parameters, {model.dtype}, {files} files to {args.target}\n"
+    )

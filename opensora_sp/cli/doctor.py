@@ -10,9 +10,9 @@ import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from opensora_sp.device_checks import Examination
-    from opensora_sp.launching.doctor import Diagnosis
-    from opensora_sp.launching.examine import Check
+    from opensora_sp.runtime.doctor.device import Examination
+    from opensora_sp.runtime.doctor.diagnosis import Diagnosis
+    from opensora_sp.runtime.doctor.host_report import Check
 
 HELP = "look at this machine, or at all hosts of a hostfile, and say what would keep a run from starting"
 WIDTH = 110
@@ -21,11 +21,27 @@ LABEL = 18
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=HELP)
-    parser.add_argument("--hostfile", metavar="F", help="of colossalai run: one host a line, the first one with rank 0")
-    parser.add_argument("--ssh-port", type=int, default=22, metavar="N", help="as for colossalai run (default: 22)")
-    parser.add_argument("--master-port", type=int, default=29500, metavar="N", help="as for launchers (default: 29500)")
-    parser.add_argument("--no-collective", dest="collective", action="store_false", help="start no ranks")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, with what must be equal on all hosts")
+    parser.add_argument(
+        "--hostfile",
+        metavar="F",
+        help="of colossalai run: one host a line, the first one with rank 0",
+    )
+    parser.add_argument(
+        "--ssh-port", type=int, default=22, metavar="N", help="as for colossalai run (default: 22)"
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=29500,
+        metavar="N",
+        help="as for launchers (default: 29500)",
+    )
+    parser.add_argument(
+        "--no-collective", dest="collective", action="store_false", help="start no ranks"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the same as JSON, with what must be equal on all hosts"
+    )
     parser.add_argument(
         "--device",
         nargs="?",
@@ -34,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
         help="compare what this machine's GPUs compute with the CPU, in two minutes, instead of the above; with --json "
         "for an issue. cpu runs the same checks, small, without a GPU",
     )
-    parser.add_argument("--master-addr", help=argparse.SUPPRESS)  # how a doctor asks those of other hosts
+    parser.add_argument(
+        "--master-addr", help=argparse.SUPPRESS
+    )  # how a doctor asks those of other hosts
     parser.add_argument("--no-port", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -45,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         _run_device(args)
         return
 
-    from opensora_sp.launching.doctor import diagnose, diagnose_here  # takes seconds, which --help need not
+    from opensora_sp.runtime.doctor.diagnosis import diagnose, diagnose_here
 
     if args.hostfile is not None:
         found = diagnose(args.hostfile, args.master_port, args.ssh_port, collective=args.collective)
@@ -58,12 +76,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run_device(args: argparse.Namespace) -> None:
-    from opensora_sp.device_checks import examine_device, setup_for
+    from opensora_sp.runtime.doctor.device import examine_device, setup_for
 
     if args.hostfile is not None:
-        raise ValueError("got --device and --hostfile; expected one of them; run --device on each host")
+        raise ValueError(
+            "got --device and --hostfile; expected one of them; run --device on each host"
+        )
     found = examine_device(setup_for(args.device))
-    sys.stdout.write((json.dumps(found.to_dict(), indent=1) if args.json else device_table(found)) + "\n")
+    sys.stdout.write(
+        (json.dumps(found.to_dict(), indent=1) if args.json else device_table(found)) + "\n"
+    )
     if not found.ok:
         sys.exit(1)
 
@@ -90,13 +112,21 @@ def table(diagnosis: Diagnosis) -> str:
     """A line for each check, longer ones wrapped, with what to do below those that are not good."""
     lines: list[str] = []
     for report in diagnosis.reports:
-        lines += [f"host {report.host}", *(line for check in report.checks for line in _lines(check)), ""]
+        lines += [
+            f"host {report.host}",
+            *(line for check in report.checks for line in _lines(check)),
+            "",
+        ]
     if diagnosis.together is not None:
         lines += ["together", *_lines(diagnosis.together), ""]
     checks = [check for report in diagnosis.reports for check in report.checks]
     checks += [] if diagnosis.together is None else [diagnosis.together]
-    failed, warned = (sum(check.status == status for check in checks) for status in ("FAIL", "warn"))
-    verdict = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
+    failed, warned = (
+        sum(check.status == status for check in checks) for status in ("FAIL", "warn")
+    )
+    verdict = (
+        f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
+    )
     return "\n".join([*lines, verdict + (f", {warned} with a warning" if warned else "")])
 
 
@@ -104,9 +134,15 @@ def _lines(check: Check) -> list[str]:
     width = min(WIDTH, max(60, shutil.get_terminal_size((WIDTH, 24)).columns))
     margin = " " * (7 + LABEL + 1)
     first = f"  {check.status:5}{check.name:{LABEL}} "
-    lines = textwrap.wrap(check.found, width, initial_indent=first, subsequent_indent=margin, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        check.found, width, initial_indent=first, subsequent_indent=margin, break_on_hyphens=False
+    )
     if check.advice:
         lines += textwrap.wrap(
-            check.advice, width, initial_indent=margin + "-> ", subsequent_indent=margin + "   ", break_on_hyphens=False
+            check.advice,
+            width,
+            initial_indent=margin + "-> ",
+            subsequent_indent=margin + "   ",
+            break_on_hyphens=False,
         )
     return lines or [first]

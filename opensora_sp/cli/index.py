@@ -14,13 +14,21 @@ TOLD = 20  # broken files named
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=HELP)
     parser.add_argument("folder", type=Path, help="searched with its subfolders")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="manifest to write: .csv, .jsonl or .parquet")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="manifest to write: .csv, .jsonl or .parquet",
+    )
     parser.add_argument(
         "--captions",
         metavar="FILE",
         help="manifest with path,text; by default, and for files that it lacks, clip.txt is the caption of clip.mp4",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="files looked at at a time (default: one a core)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="files looked at at a time (default: one a core)"
+    )
     return parser
 
 
@@ -33,7 +41,9 @@ def run(args: argparse.Namespace) -> None:
 
     check_ending(args.output)
     if args.workers is not None and args.workers < 1:
-        raise ValueError(f"got --workers {args.workers}; expected at least 1; change it or leave it out")
+        raise ValueError(
+            f"got --workers {args.workers}; expected at least 1; change it or leave it out"
+        )
     _check_writable(args.output)
     captions = read_captions(args.captions) if args.captions else None
     files = find_files(args.folder)
@@ -48,7 +58,10 @@ def run(args: argparse.Namespace) -> None:
             f"got {len(files)} files in {str(args.folder)!r}, none of which can be read; expected videos or images; "
             "check them"
         )
-    near = [entry._replace(path=Path(_relative(entry.path, args.output.parent))) for entry in found.entries]
+    near = [
+        entry._replace(path=Path(_relative(entry.path, args.output.parent)))
+        for entry in found.entries
+    ]
     write_manifest(args.output, near)
     sys.stdout.write(
         f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a caption; "
@@ -60,11 +73,19 @@ def _check_writable(file: Path) -> None:
     """Raise ValueError if the manifest could not be written, before hours of looking at files."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        problem = "is a folder" if file.is_dir() else "" if os.access(file.parent, os.W_OK) else "cannot be written"
+        problem = (
+            "is a folder"
+            if file.is_dir()
+            else ""
+            if os.access(file.parent, os.W_OK)
+            else "cannot be written"
+        )
     except OSError as error:
         problem = f"cannot be written ({error})"
     if problem:
-        raise ValueError(f"got --output {str(file)!r}, which {problem}; expected a file to write; choose another name")
+        raise ValueError(
+            f"got --output {str(file)!r}, which {problem}; expected a file to write; choose another name"
+        )
 
 
 def _relative(path: Path, folder: Path) -> str:

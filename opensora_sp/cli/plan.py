@@ -43,15 +43,31 @@ NAMES = {
 
 def parser() -> argparse.ArgumentParser:
     parser = config_arguments(HELP)
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="processes of the run, one for each GPU")
-    parser.add_argument("--gpus-per-node", type=int, metavar="M", help="to say whether a batch is shared across nodes")
-    parser.add_argument("--memory-gb", type=float, metavar="G", help="of one GPU, 1e9 bytes, to say what does not fit")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        required=True,
+        metavar="N",
+        help="processes of the run, one for each GPU",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="M",
+        help="to say whether a batch is shared across nodes",
+    )
+    parser.add_argument(
+        "--memory-gb",
+        type=float,
+        metavar="G",
+        help="of one GPU, 1e9 bytes, to say what does not fit",
+    )
     parser.add_argument("--json", action="store_true", help="all numbers, in bytes, as JSON")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    from opensora_sp.config import load_either  # takes seconds, which --help need not
+    from opensora_sp.config import load_either
     from opensora_sp.planner import plan
 
     cfg, _ = load_either(args.config, args.cfg_options)
@@ -80,7 +96,9 @@ def table(plan: Plan) -> str:
         f"{plan.num_gpus} GPUs = dp_size {plan.dp_size} x sp_size {plan.sp_size}"
     ]
     if plan.spans_nodes is not None:
-        where = "spans nodes: its exchanges use the network" if plan.spans_nodes else "lies on one node"
+        where = (
+            "spans nodes: its exchanges use the network" if plan.spans_nodes else "lies on one node"
+        )
         lines.append(f"a group of {plan.sp_size} ranks {where}")
     if len(plan.buckets) > 1:
         return "\n".join([*lines, "", *_lines(plan)])
@@ -91,9 +109,7 @@ def table(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> list[str]:
     """A line for each bucket; sizes are those at 16:9."""
-    head = (
-        f"{'batch of frames x size':>24} {'tokens':>10} {'shared by':>18} {'busiest':>8} {'MB sent':>10} {'GB peak':>8}"
-    )
+    head = f"{'batch of frames x size':>24} {'tokens':>10} {'shared by':>18} {'busiest':>8} {'MB sent':>10} {'GB peak':>8}"
     lines = [head]
     for one in plan.buckets:
         height, width = one.bucket.image_size
@@ -123,14 +139,19 @@ def _bucket(plan: Plan, bucket: BucketPlan) -> list[str]:
     lines += _told("strategy", f"{NAMES[bucket.sharing.mode]}: {bucket.sharing.why}")
     for what, sizes in bucket.sharing.units.items():
         lines += _told("rows", f"{what}: {_held(sizes)}")
-    lines += _told("balance", f"the busiest rank computes {bucket.sharing.imbalance:.1%} more than the mean")
+    lines += _told(
+        "balance", f"the busiest rank computes {bucket.sharing.imbalance:.1%} more than the mean"
+    )
     for warning in bucket.sharing.idle:
         lines += _told("warning", warning)
     share = bucket.tokens_changing_rank / tokens["total"]
     moved = f"{bucket.tokens_changing_rank:,} tokens ({share:.1%}) change rank at each switch"
     lines += _told("moved", INSTEAD_OF_TOKENS.get(bucket.sharing.mode, moved))
     return (
-        lines + _sent(plan, bucket) + _memory(plan, bucket) + [line for a in bucket.advice for line in _told("try", a)]
+        lines
+        + _sent(plan, bucket)
+        + _memory(plan, bucket)
+        + [line for a in bucket.advice for line in _told("try", a)]
     )
 
 
@@ -138,10 +159,16 @@ def _sent(plan: Plan, bucket: BucketPlan) -> list[str]:
     """Mean over the ranks by phase, and mean and busiest of the whole step."""
     per = "step" if plan.purpose == "training" else "call of the model"
     times = f" of {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    rows: Cells = [(f"MB per {per}{times}", ("forward", "recompute", "backward", "mean", "busiest"))]
-    others = {f"with {name!r}": sent for name, sent in bucket.compared.items() if sent != bucket.traffic}
+    rows: Cells = [
+        (f"MB per {per}{times}", ("forward", "recompute", "backward", "mean", "busiest"))
+    ]
+    others = {
+        f"with {name!r}": sent for name, sent in bucket.compared.items() if sent != bucket.traffic
+    }
     for name, sent in {"as configured": bucket.traffic, **others}.items():
-        phases = [sum(phase) / len(phase) for phase in (sent.forward, sent.recompute, sent.backward)]
+        phases = [
+            sum(phase) / len(phase) for phase in (sent.forward, sent.recompute, sent.backward)
+        ]
         numbers = [one * plan.micro_batches / 1e6 for one in (*phases, sent.mean, sent.busiest)]
         rows.append((name, tuple(f"{number:,.2f}" for number in numbers)))
     return _columns("sent", rows, width=11)
@@ -149,7 +176,9 @@ def _sent(plan: Plan, bucket: BucketPlan) -> list[str]:
 
 def _memory(plan: Plan, bucket: BucketPlan) -> list[str]:
     memory, kept = bucket.memory, bucket.memory.kept
-    rows: Cells = [("GB on a rank", ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at"))]
+    rows: Cells = [
+        ("GB on a rank", ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at"))
+    ]
     states = (kept.weights, kept.masters + kept.moments, kept.ema)
     peaks = {"checkpointing": memory.checkpointed, "no checkpointing": memory.plain}
     if memory.checkpointed is None:
@@ -158,7 +187,9 @@ def _memory(plan: Plan, bucket: BucketPlan) -> list[str]:
         if peak is not None:
             asked = " *" if len(peaks) > 1 and peak is memory.configured else ""
             numbers = (peak.total, *states, peak.gradients, peak.activations)
-            rows.append((name + asked, (*(f"{number / 1e9:.3f}" for number in numbers), _AT[peak.moment])))
+            rows.append(
+                (name + asked, (*(f"{number / 1e9:.3f}" for number in numbers), _AT[peak.moment]))
+            )
     note = "* as configured. " if memory.checkpointed is not None else ""
     note += "On top come the VAE, the text encoder, and what the allocator loses."
     return _columns("memory", rows, width=9) + _told("", note)
@@ -168,7 +199,10 @@ _AT = {"forward": "forward", "backward": "backward", "optimizer step": "step"}
 
 
 def _columns(label: str, rows: Cells, width: int) -> list[str]:
-    widths = [max(width, 1 + max(map(len, column))) for column in zip(*(cells for _, cells in rows), strict=True)]
+    widths = [
+        max(width, 1 + max(map(len, column)))
+        for column in zip(*(cells for _, cells in rows), strict=True)
+    ]
     lines = []
     for place, (name, cells) in enumerate(rows):
         numbers = "".join(f"{cell:>{column}}" for cell, column in zip(cells, widths, strict=True))
@@ -178,7 +212,11 @@ def _columns(label: str, rows: Cells, width: int) -> list[str]:
 
 def _told(label: str, text: str) -> list[str]:
     return textwrap.wrap(
-        text, COLUMNS, initial_indent=f"  {label:{MARGIN - 2}}", subsequent_indent=" " * MARGIN, break_long_words=False
+        text,
+        COLUMNS,
+        initial_indent=f"  {label:{MARGIN - 2}}",
+        subsequent_indent=" " * MARGIN,
+        break_long_words=False,
     )
 
 
@@ -186,4 +224,6 @@ def _held(sizes: list[int]) -> str:
     counted = Counter(sizes)
     if len(counted) == 1:
         return f"{sizes[0]:,} on every rank" if len(sizes) > 1 else f"{sizes[0]:,}"
-    return ", ".join(f"{size:,} on {number} rank{'s' * (number > 1)}" for size, number in sorted(counted.items()))
+    return ", ".join(
+        f"{size:,} on {number} rank{'s' * (number > 1)}" for size, number in sorted(counted.items())
+    )

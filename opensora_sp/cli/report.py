@@ -11,16 +11,26 @@ HELP = "draw loss, speed and memory of training runs, also of one that is still 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=HELP)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run; several share one page")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FOLDER", help="where to write (default: the first run's folder)"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folder of a run; several share one page",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write (default: the first run's folder)",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the report and say where it is."""
-    from opensora_sp.training.report import report  # takes seconds, which --help need not
+    from opensora_sp.training.report import report
 
     for path in report(args.runs, args.runs[0] if args.output is None else args.output):
         sys.stdout.write(f"{path}\n")

@@ -20,7 +20,9 @@ SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 def split_type(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """``dict(type=name, **options)`` -> (name, options)."""
     if not isinstance(value.get("type"), str):
-        raise ValueError(f"got {key} without the name of a type; expected {key}=dict(type='...', ...); add type")
+        raise ValueError(
+            f"got {key} without the name of a type; expected {key}=dict(type='...', ...); add type"
+        )
     return value["type"], {k: v for k, v in value.items() if k != "type"}
 
 
@@ -44,11 +46,18 @@ def check_options(key: str, name: str, options: dict[str, Any], cls: Any) -> Non
     parameters = inspect.signature(cls).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    unknown = [] if takes_any else [option for option in options if option not in [p.name for p in named]]
-    missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in options]
+    unknown = (
+        [] if takes_any else [option for option in options if option not in [p.name for p in named]]
+    )
+    missing = [
+        p.name for p in named if p.default is inspect.Parameter.empty and p.name not in options
+    ]
     together(
         *(_unknown(f"{key}.{option}", option, [p.name for p in named]) for option in unknown),
-        *(f"got {key} of type {name!r} without {option!r}; expected a value; set {key}.{option}" for option in missing),
+        *(
+            f"got {key} of type {name!r} without {option!r}; expected a value; set {key}.{option}"
+            for option in missing
+        ),
     )
 
 
@@ -56,21 +65,29 @@ def check_values(key: str, options: dict[str, Any], cls: type) -> dict[str, Any]
     """The options converted to the types that the class annotates its arguments with."""
     try:
         hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)  # type: ignore[misc]
-    except NameError:  # a class of the user's, annotated with names that only a type checker imports
+    except (
+        NameError
+    ):  # a class of the user's, annotated with names that only a type checker imports
         hints = {}
     checked, found = dict(options), []
     for option, value in options.items():
         try:
-            checked[option] = TypeAdapter(hints[option]).validate_python(value) if option in hints else value
+            checked[option] = (
+                TypeAdapter(hints[option]).validate_python(value) if option in hints else value
+            )
         except ValidationError as error:
-            found.append(f"got {key}.{option} = {value!r}; {error.errors()[0]['msg']}; change {key}.{option}")
+            found.append(
+                f"got {key}.{option} = {value!r}; {error.errors()[0]['msg']}; change {key}.{option}"
+            )
     together(*found)
     return checked
 
 
 def check_keys(key: str, options: dict[str, Any], known: list[str]) -> None:
     """Raise ValueError for options that are none of the known ones."""
-    together(*(_unknown(f"{key}.{option}", option, known) for option in options if option not in known))
+    together(
+        *(_unknown(f"{key}.{option}", option, known) for option in options if option not in known)
+    )
 
 
 def build_component(value: dict[str, Any], known: dict[str, Any]) -> Any:

@@ -19,7 +19,9 @@ def dotted(key: Key) -> str:
 class Draft:
     """Nested values, and ``origins``: key -> place. What lies below a key is from there too, unless it has its own."""
 
-    def __init__(self, values: dict[str, Any] | None = None, origins: dict[Key, str] | None = None) -> None:
+    def __init__(
+        self, values: dict[str, Any] | None = None, origins: dict[Key, str] | None = None
+    ) -> None:
         self.values = values or {}
         self.origins = origins or {}
         self.notes: list[str] = []  # what became of keys of Open-Sora

@@ -35,7 +35,9 @@ def read_config(path: str | Path) -> Draft:
         ValueError: if a file is missing, cannot be run, or contradicts those that it is based on.
     """
     if not Path(path).is_file():
-        raise ValueError(f"got config {str(path)!r}, which is not a file; expected a .py config; see configs/")
+        raise ValueError(
+            f"got config {str(path)!r}, which is not a file; expected a .py config; see configs/"
+        )
     draft = _read(str(path), within=())
     draft.values = {
         key: value
@@ -73,7 +75,9 @@ def _parsed(path: str) -> ast.Module:
 
 def _bases(path: str, tree: ast.Module) -> list[str]:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == BASE for one in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(one, ast.Name) and one.id == BASE for one in node.targets
+        ):
             try:
                 named = ast.literal_eval(node.value)
             except ValueError as error:
@@ -82,7 +86,10 @@ def _bases(path: str, tree: ast.Module) -> list[str]:
                     f"[{path}:{node.lineno}]"
                 ) from error
             folder = str(Path(path).parent)
-            listed = [_FOLDER.sub(lambda _: str(Path(path).parent.absolute()), one) for one in _as_list(named)]
+            listed = [
+                _FOLDER.sub(lambda _: str(Path(path).parent.absolute()), one)
+                for one in _as_list(named)
+            ]
             found = [normpath(Path(folder, one)) for one in listed]
             for base in found:
                 if not Path(base).is_file():
@@ -101,7 +108,11 @@ def _values(path: str, tree: ast.Module) -> dict[str, Any]:
         # Told that imports are not lazy, mmengine does not guess it from where the modules imported lie.
         return Config.fromfile(path, lazy_import=False).to_dict()
     except Exception as error:  # whatever the file's own code, or mmengine reading it, may raise
-        ours = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == abspath(path)]
+        ours = [
+            one
+            for one in traceback.extract_tb(error.__traceback__)
+            if one.filename == abspath(path)
+        ]
         raise _unreadable(path, error, ours[-1].lineno if ours else None) from error
 
 
@@ -129,7 +140,9 @@ def _joined(path: str, bases: list[Draft]) -> Draft:
 
 def _replaced(inherited: Draft, draft: Draft) -> Iterator[str]:
     """A message for each inherited dict that something else has taken the place of."""
-    above: set[Key] = {key[:length] for key, _ in leaves(inherited.values) for length in range(1, len(key))}
+    above: set[Key] = {
+        key[:length] for key, _ in leaves(inherited.values) for length in range(1, len(key))
+    }
     for key in sorted(above):
         if key in draft and not isinstance(draft.get(key), dict):
             name = dotted(key)

@@ -41,7 +41,9 @@ def together(*checks: Callable[[], object] | str) -> None:
         raise ConfigError(dict.fromkeys(found))
 
 
-def explain(error: ValidationError, schema: type[BaseModel], place: str, draft: Draft | None = None) -> str:
+def explain(
+    error: ValidationError, schema: type[BaseModel], place: str, draft: Draft | None = None
+) -> str:
     """Every finding on a line of its own, with the places where ``draft`` says that its keys were set."""
     lines = []
     for finding in error.errors():
@@ -59,7 +61,9 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
         advice = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
         return [f"got the unknown key {key!r}; expected a known one; {advice}"]
     if finding["type"] == "missing":
-        return [f"got no {key!r}; expected a value; set it in the config or with --cfg-options {key}=..."]
+        return [
+            f"got no {key!r}; expected a value; set it in the config or with --cfg-options {key}=..."
+        ]
     if finding["type"] == "value_error":
         return messages_of(finding["ctx"]["error"])
     shown = json.dumps(finding["input"], default=repr)
@@ -71,13 +75,21 @@ def _places(draft: Draft, loc: Key, message: str) -> str:
     got = message.partition("; ")[0]
     inside = [key for key in draft.origins if key[: len(loc)] == loc and len(key) > len(loc)]
     below = [key for key in inside if len(key) == len(loc) + 1]
-    named = {key: draft.origins[key] for key in below if re.search(rf"(?<!\w){re.escape(str(key[-1]))}(?!\w)", got)}
+    named = {
+        key: draft.origins[key]
+        for key in below
+        if re.search(rf"(?<!\w){re.escape(str(key[-1]))}(?!\w)", got)
+    }
     if not named and loc:
         origin = draft.origin(loc) or next((draft.origins[key] for key in inside), None)
         named = {loc: origin} if origin else {}
     if len(named) < 2:
         return "".join(f" [{origin}]" for origin in named.values())
-    return " [" + ", ".join(f"{'.'.join(map(str, key))}: {origin}" for key, origin in named.items()) + "]"
+    return (
+        " ["
+        + ", ".join(f"{'.'.join(map(str, key))}: {origin}" for key, origin in named.items())
+        + "]"
+    )
 
 
 def _known_keys(schema: type[BaseModel], path: Key) -> list[str]:

@@ -12,7 +12,9 @@ from opensora_sp.models.registry import resolve_config
 from .components import split_type
 
 
-def latent_size(vae: dict[str, Any], num_frames: int, height: int, width: int) -> tuple[int, int, int] | None:
+def latent_size(
+    vae: dict[str, Any], num_frames: int, height: int, width: int
+) -> tuple[int, int, int] | None:
     """Frames, height and width of the latents of a clip; None if only the autoencoder itself could say."""
     cls = component_class("vae", vae["type"], LATENT_ENCODERS)
     if vae["type"] not in LATENT_ENCODERS and not hasattr(cls, "planned_latent_size"):
@@ -30,7 +32,9 @@ def check_latents(vae: dict[str, Any], num_frames: int, height: int, width: int)
         )
 
 
-def check_input_size(vae: dict[str, Any], model: dict[str, Any], num_frames: int, height: int, width: int) -> None:
+def check_input_size(
+    vae: dict[str, Any], model: dict[str, Any], num_frames: int, height: int, width: int
+) -> None:
     """Raise ValueError if the model has positions for latents of another size than those of the clips."""
     name, options = split_type("model", model)
     wanted = getattr(resolve_config(name, **options), "input_size", None)

@@ -26,7 +26,9 @@ def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
 
 def _check_precision(precision: str) -> None:
     if precision == "fp16" and not torch.cuda.is_available():
-        raise ValueError("got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision")
+        raise ValueError(
+            "got precision 'fp16' without CUDA; expected 'fp32' or 'bf16' on CPU; change precision"
+        )
     if precision != "bf16" or not torch.cuda.is_available():
         return
     device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -38,7 +40,11 @@ def _check_precision(precision: str) -> None:
 
 
 def _check_optimizer(cfg: TrainConfig | InferenceConfig) -> None:
-    if isinstance(cfg, TrainConfig) and cfg.optimizer.type == "HybridAdam" and not torch.cuda.is_available():
+    if (
+        isinstance(cfg, TrainConfig)
+        and cfg.optimizer.type == "HybridAdam"
+        and not torch.cuda.is_available()
+    ):
         raise ValueError(
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
             "build; change optimizer.type"

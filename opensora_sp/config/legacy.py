@@ -17,21 +17,84 @@ DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "Variab
 HALVED = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2")  # autoencoders that take a dtype
 
 KEPT = (
-    *("num_frames", "image_size", "resolution", "aspect_ratio", "sp_size", "seed", "model", "vae", "text_encoder"),
-    *("scheduler", "dataset", "bucket_config", "batch_size", "num_workers", "grad_checkpoint", "grad_clip", "epochs"),
-    *("warmup_steps", "ema_decay", "log_every", "ckpt_every", "outputs", "wandb", "load", "mask_ratios"),
-    *("fps", "save_fps", "prompt_path", "loop", "condition_frame_length", "condition_frame_edit", "reference_path"),
-    *("mask_strategy", "aes", "flow", "camera_motion", "dataset.frame_interval", "model.type", "model.qk_norm"),
-    *("model.qk_norm_legacy", "model.input_sq_size", "model.space_scale", "model.time_scale", "vae.type"),
-    *("vae.from_pretrained", "vae.subfolder", "vae.micro_batch_size", "vae.micro_frame_size", "text_encoder.type"),
-    *("text_encoder.from_pretrained", "scheduler.type", "scheduler.num_sampling_steps", "scheduler.cfg_scale"),
+    *(
+        "num_frames",
+        "image_size",
+        "resolution",
+        "aspect_ratio",
+        "sp_size",
+        "seed",
+        "model",
+        "vae",
+        "text_encoder",
+    ),
+    *(
+        "scheduler",
+        "dataset",
+        "bucket_config",
+        "batch_size",
+        "num_workers",
+        "grad_checkpoint",
+        "grad_clip",
+        "epochs",
+    ),
+    *(
+        "warmup_steps",
+        "ema_decay",
+        "log_every",
+        "ckpt_every",
+        "outputs",
+        "wandb",
+        "load",
+        "mask_ratios",
+    ),
+    *(
+        "fps",
+        "save_fps",
+        "prompt_path",
+        "loop",
+        "condition_frame_length",
+        "condition_frame_edit",
+        "reference_path",
+    ),
+    *(
+        "mask_strategy",
+        "aes",
+        "flow",
+        "camera_motion",
+        "dataset.frame_interval",
+        "model.type",
+        "model.qk_norm",
+    ),
+    *(
+        "model.qk_norm_legacy",
+        "model.input_sq_size",
+        "model.space_scale",
+        "model.time_scale",
+        "vae.type",
+    ),
+    *(
+        "vae.from_pretrained",
+        "vae.subfolder",
+        "vae.micro_batch_size",
+        "vae.micro_frame_size",
+        "text_encoder.type",
+    ),
+    *(
+        "text_encoder.from_pretrained",
+        "scheduler.type",
+        "scheduler.num_sampling_steps",
+        "scheduler.cfg_scale",
+    ),
     *("scheduler.cfg_channel", "scheduler.timestep_respacing", "scheduler.use_timestep_transform"),
     *("scheduler.use_discrete_timesteps", "scheduler.sample_method"),
 )
 """Keys of public configs that mean the same here."""
 
 AUTOENCODER = "take a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
-OTHER_MODEL = "take an STDiT model, or parallelize a model of your own by a plan (docs/own_model.md)"
+OTHER_MODEL = (
+    "take an STDiT model, or parallelize a model of your own by a plan (docs/own_model.md)"
+)
 FAMILIES = {
     "DiT": OTHER_MODEL,
     "Latte": OTHER_MODEL,
@@ -73,7 +136,9 @@ class Rule:
 
 
 def _is_bucketed(draft: Draft) -> bool:
-    return bool(draft.get(("bucket_config",))) and str(draft.get(("dataset", "type"))).startswith("Variable")
+    return bool(draft.get(("bucket_config",))) and str(draft.get(("dataset", "type"))).startswith(
+        "Variable"
+    )
 
 
 def _vae_precision(value: Any, draft: Draft) -> dict[str, Any]:
@@ -110,7 +175,11 @@ def _masks(value: Any, draft: Draft) -> Any:
     if isinstance(value, (list, tuple)):
         return dict(zip(names, value, strict=False)) if len(value) == len(names) else value
     old = {f"mask_{where}": f"quarter_{where}" for where in ("head", "tail", "head_tail")}
-    return {old.get(name, name): ratio for name, ratio in value.items()} if isinstance(value, dict) else value
+    return (
+        {old.get(name, name): ratio for name, ratio in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _one_by_one(value: Any, draft: Draft) -> Any:

@@ -35,12 +35,20 @@ def _settings(tree: ast.Module) -> Iterator[tuple[Key, ast.expr | None, int]]:
             continue
         todo += ast.iter_child_nodes(node)
         if isinstance(node, ast.Assign):
-            yield from ((key, node.value, node.lineno) for target in node.targets for key in _keys(target))
+            yield from (
+                (key, node.value, node.lineno) for target in node.targets for key in _keys(target)
+            )
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
             yield from ((key, node.value, node.lineno) for key in _keys(node.target))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "update"
+        ):
             for key in _keys(node.func.value):
-                yield from (((*key, kw.arg), kw.value, kw.value.lineno) for kw in node.keywords if kw.arg)
+                yield from (
+                    ((*key, kw.arg), kw.value, kw.value.lineno) for kw in node.keywords if kw.arg
+                )
 
 
 def _keys(target: ast.expr) -> list[Key]:
@@ -60,8 +68,14 @@ def _inside(key: Key, value: ast.expr | None, line: int) -> Iterator[tuple[Key, 
     """A key and, where its value is a dict written out, the keys inside: (key, line, takes the place of another)."""
     entries: list[tuple[object, ast.expr]] | None = None
     if isinstance(value, ast.Dict):
-        entries = [(one.value, inner) for one, inner in zip(value.keys, value.values) if isinstance(one, ast.Constant)]
-    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict":
+        entries = [
+            (one.value, inner)
+            for one, inner in zip(value.keys, value.values)
+            if isinstance(one, ast.Constant)
+        ]
+    elif (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict"
+    ):
         entries = [(keyword.arg, keyword.value) for keyword in value.keywords if keyword.arg]
     yield key, line, entries is None or any(part == DELETE for part, _ in entries)
     for part, inner in entries or []:

@@ -46,7 +46,9 @@ def load_inference_config(
     return _checked(InferenceConfig, load_draft(path, overrides, values, run="sample"), path)
 
 
-def load_either(path: str | Path, overrides: list[str] | None = None) -> tuple[TrainConfig | InferenceConfig, Draft]:
+def load_either(
+    path: str | Path, overrides: list[str] | None = None
+) -> tuple[TrainConfig | InferenceConfig, Draft]:
     """A training config, which has clips, or else a sampling config; and where its values come from."""
     draft = read_config(path)
     trains = any((key,) in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
@@ -56,7 +58,11 @@ def load_either(path: str | Path, overrides: list[str] | None = None) -> tuple[T
 
 
 def load_draft(
-    path: str | Path, overrides: list[str] | None = None, values: dict[str, Any] | None = None, *, run: Run
+    path: str | Path,
+    overrides: list[str] | None = None,
+    values: dict[str, Any] | None = None,
+    *,
+    run: Run,
 ) -> Draft:
     """What a file and the command line say, in our keys, not checked yet; logs what became of others."""
     draft = read_config(path)
@@ -68,13 +74,18 @@ def load_draft(
                 if (key,) in draft:
                     draft.pop((key,))
         together(
-            *(partial(draft.set, tuple(key.split(".")), value, _flag(key)) for key, value in (values or {}).items())
+            *(
+                partial(draft.set, tuple(key.split(".")), value, _flag(key))
+                for key, value in (values or {}).items()
+            )
         )
         check_family(draft)
         translate(draft, run)
     except ValueError as error:
         raise ValueError(f"in {place}:\n  {error}") from None
-    draft.values = {key: value for key, value in draft.values.items() if value != {}}  # says nothing
+    draft.values = {
+        key: value for key, value in draft.values.items() if value != {}
+    }  # says nothing
     for note in draft.notes:
         logger.info("%s", note)
     return draft
@@ -98,7 +109,9 @@ def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
     """Key, value and where it comes from: a file and its line, an option, other keys, or the default."""
     for key, value in leaves(config.model_dump()):
         name, said = dotted(key), key in draft
-        made = [f"from {one}, {draft.origin((one,))}" for one in FROM.get(name, ()) if (one,) in draft]
+        made = [
+            f"from {one}, {draft.origin((one,))}" for one in FROM.get(name, ()) if (one,) in draft
+        ]
         if said and value is None and draft.get(key) is not None:
             yield name, value, f"used up for image_size, {draft.origin(key)}"
         elif said and not (made and draft.get(key) is None):

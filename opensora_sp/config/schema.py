@@ -9,13 +9,20 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from opensora_sp.checkpoint import check_conversions
 from opensora_sp.data.buckets import Buckets
 from opensora_sp.diffusion import check_mask_ratios
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.weights import check_conversions
 
-from .components import SCHEDULERS, build_component, check_component, check_keys, check_values, split_type
+from .components import (
+    SCHEDULERS,
+    build_component,
+    check_component,
+    check_keys,
+    check_values,
+    split_type,
+)
 from .findings import together
 from .geometry import check_input_size, check_latents, check_text_length, latent_size
 from .sections import (
@@ -31,7 +38,15 @@ from .sections import (
     frame_size,
 )
 
-__all__ = ["SCHEDULERS", "Common", "InferenceConfig", "PromptOptions", "TrainConfig", "Validation", "check_values"]
+__all__ = [
+    "SCHEDULERS",
+    "Common",
+    "InferenceConfig",
+    "PromptOptions",
+    "TrainConfig",
+    "Validation",
+    "check_values",
+]
 
 
 class Common(Strict):
@@ -44,22 +59,44 @@ class Common(Strict):
 
     num_frames: Frames = Field(description="Frames of a clip, 1 for images, or a name such as 2s.")
     resolution: str | int | None = Field(
-        None, description="HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with `aspect_ratio`."
+        None,
+        description="HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with `aspect_ratio`.",
     )
-    aspect_ratio: str | None = Field(None, description="HEIGHT:WIDTH such as 9:16, with a named `resolution`.")
-    image_size: tuple[int, int] | None = Field(None, description="(height, width) in pixels, instead of `resolution`.")
-    sp_size: int = Field(1, ge=1, description="Processes that share each batch; over 1 turns sequence parallelism on.")
-    sequence_parallel: SequenceParallel = Field(SequenceParallel(), description="How they share it.")
+    aspect_ratio: str | None = Field(
+        None, description="HEIGHT:WIDTH such as 9:16, with a named `resolution`."
+    )
+    image_size: tuple[int, int] | None = Field(
+        None, description="(height, width) in pixels, instead of `resolution`."
+    )
+    sp_size: int = Field(
+        1,
+        ge=1,
+        description="Processes that share each batch; over 1 turns sequence parallelism on.",
+    )
+    sequence_parallel: SequenceParallel = Field(
+        SequenceParallel(), description="How they share it."
+    )
     seed: int = Field(42, ge=0, description="Of all random draws.")
-    model: dict[str, Any] = Field(description="dict(type=..., ...): a model or preset, and its options.")
-    compile: Literal["blocks"] | None = Field(None, description="'blocks' lets torch.compile compile the blocks.")
-    vae: dict[str, Any] = Field(description="dict(type=..., ...): the video autoencoder, and its options.")
-    text_encoder: dict[str, Any] = Field(description="dict(type=..., ...): the text encoder, and its options.")
+    model: dict[str, Any] = Field(
+        description="dict(type=..., ...): a model or preset, and its options."
+    )
+    compile: Literal["blocks"] | None = Field(
+        None, description="'blocks' lets torch.compile compile the blocks."
+    )
+    vae: dict[str, Any] = Field(
+        description="dict(type=..., ...): the video autoencoder, and its options."
+    )
+    text_encoder: dict[str, Any] = Field(
+        description="dict(type=..., ...): the text encoder, and its options."
+    )
     scheduler: dict[str, Any] = Field(
-        default_factory=lambda: {"type": "rflow"}, description="dict(type=..., ...): the diffusion process."
+        default_factory=lambda: {"type": "rflow"},
+        description="dict(type=..., ...): the diffusion process.",
     )
     allow_pickle: bool = Field(False, description="Also read pickled weights, which can run code.")
-    convert: tuple[str, ...] = Field((), description="Conversions of the weights to begin with; see docs/weights.md.")
+    convert: tuple[str, ...] = Field(
+        (), description="Conversions of the weights to begin with; see docs/weights.md."
+    )
 
     @model_validator(mode="after")
     def _values_fit(self) -> Common:
@@ -85,7 +122,9 @@ class Common(Strict):
             self.resolution = self.aspect_ratio = None
         assert self.image_size is not None
         if min(self.image_size) < 1:
-            raise ValueError(f"got a frame size of {self.image_size}; expected positive numbers; change it")
+            raise ValueError(
+                f"got a frame size of {self.image_size}; expected positive numbers; change it"
+            )
 
     def _one_latent_size(self) -> None:
         """A model whose positions are made for one latent size gets that of the clips, unless it is said."""
@@ -110,7 +149,9 @@ class Common(Strict):
     def _scheduler_fits_model(self) -> None:
         name, options = split_type("model", self.model)
         model = resolve_config(name, **options)
-        build_component(self.scheduler, SCHEDULERS).check_channels(model.in_channels, model.out_channels)
+        build_component(self.scheduler, SCHEDULERS).check_channels(
+            model.in_channels, model.out_channels
+        )
 
     @field_validator("vae")
     @classmethod
@@ -160,59 +201,96 @@ class TrainConfig(Common):
     ``batch_size`` are then those of its largest clips, at 16:9, for whoever asks for one size.
     """
 
-    precision: Precision = Field("bf16", description="What the model computes in; fp64 cannot be trained in.")
-    zero_stage: Literal[1, 2] = Field(2, description="ZeRO: 1 shards optimizer states, 2 gradients as well.")
+    precision: Precision = Field(
+        "bf16", description="What the model computes in; fp64 cannot be trained in."
+    )
+    zero_stage: Literal[1, 2] = Field(
+        2, description="ZeRO: 1 shards optimizer states, 2 gradients as well."
+    )
     overlap_communication: bool = Field(
         True,
         description="Reduce gradients on a separate CUDA stream during backward; on a CPU, after it.",
     )
     dataset: Dataset = Field(description="The clips.")
     bucket_config: dict[str, dict[int, Any]] | None = Field(
-        None, description="{resolution: {frames: (keep probability, batch size)}}; see docs/data.md."
+        None,
+        description="{resolution: {frames: (keep probability, batch size)}}; see docs/data.md.",
     )
     batch_size: int = Field(1, ge=1, description="Clips of a micro-batch.")
     micro_batches_per_step: int | None = Field(
-        None, ge=1, description="Micro-batches of an optimizer step, over all replicas; None: one for each replica."
+        None,
+        ge=1,
+        description="Micro-batches of an optimizer step, over all replicas; None: one for each replica.",
     )
-    num_workers: int = Field(0, ge=0, description="Processes that load clips, for each rank; 0 loads in the rank.")
-    max_steps: int = Field(0, ge=0, description="Optimizer steps of the run; 0 where `epochs` says how many.")
+    num_workers: int = Field(
+        0, ge=0, description="Processes that load clips, for each rank; 0 loads in the rank."
+    )
+    max_steps: int = Field(
+        0, ge=0, description="Optimizer steps of the run; 0 where `epochs` says how many."
+    )
     epochs: int | None = Field(
-        None, ge=1, description="Length of the run in passes over the clips, of as many steps as the first."
+        None,
+        ge=1,
+        description="Length of the run in passes over the clips, of as many steps as the first.",
     )
     warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises from 0.")
-    lr_schedule: Literal["constant", "cosine"] = Field("constant", description="After warm-up; cosine goes down to 0.")
+    lr_schedule: Literal["constant", "cosine"] = Field(
+        "constant", description="After warm-up; cosine goes down to 0."
+    )
     optimizer: Optimizer = Field(Optimizer(), description="How weights are changed.")
     freeze: tuple[str, ...] = Field(
         (),
         description="Parameters that stay as they are, by patterns such as `y_embedder.*`; `!pattern` takes some out "
         "again.",
     )
-    grad_clip: float = Field(0.0, ge=0, description="Largest norm of the gradients; 0 leaves them alone.")
+    grad_clip: float = Field(
+        0.0, ge=0, description="Largest norm of the gradients; 0 leaves them alone."
+    )
     grad_checkpoint: bool = Field(False, description="Recompute in backward, to save memory.")
     deterministic: bool = Field(
-        False, description="Sum in a fixed order on CUDA, so that the same step gives the same bits; slower."
+        False,
+        description="Sum in a fixed order on CUDA, so that the same step gives the same bits; slower.",
     )
-    ema_decay: float = Field(0.999, ge=0, lt=1, description="Decay of the averaged weights, per step.")
+    ema_decay: float = Field(
+        0.999, ge=0, lt=1, description="Decay of the averaged weights, per step."
+    )
     log_every: int = Field(1, ge=1, description="Steps from one line of the log to the next.")
-    ckpt_every: int = Field(1000, ge=1, description="Steps from one checkpoint to the next; the last step has one too.")
-    keep_last: int | None = Field(None, ge=1, description="Keep this many of the newest checkpoints; None all.")
-    keep_every: int | None = Field(None, ge=1, description="Also keep checkpoints of steps that this divides.")
+    ckpt_every: int = Field(
+        1000, ge=1, description="Steps from one checkpoint to the next; the last step has one too."
+    )
+    keep_last: int | None = Field(
+        None, ge=1, description="Keep this many of the newest checkpoints; None all."
+    )
+    keep_every: int | None = Field(
+        None, ge=1, description="Also keep checkpoints of steps that this divides."
+    )
     async_save: bool = Field(False, description="Write checkpoints in the background.")
     outputs: str = Field("outputs", description="The run's folder.")
-    load: str | None = Field(None, description="Weights to begin with: a run, a checkpoint, a folder, a file.")
-    mask_ratios: dict[str, float] | None = Field(
-        None, description="How often which frames of a clip are given to the model; see docs/data.md."
+    load: str | None = Field(
+        None, description="Weights to begin with: a run, a checkpoint, a folder, a file."
     )
-    validation: Validation | None = Field(None, description="What is looked at while training; None is off.")
+    mask_ratios: dict[str, float] | None = Field(
+        None,
+        description="How often which frames of a clip are given to the model; see docs/data.md.",
+    )
+    validation: Validation | None = Field(
+        None, description="What is looked at while training; None is off."
+    )
     wandb: bool = Field(False, description="Also log to Weights & Biases.")
     peak_tflops: float | None = Field(
-        None, gt=0, description="What one device can do at best, in TFLOP/s, for the MFU; None: as known of the device."
+        None,
+        gt=0,
+        description="What one device can do at best, in TFLOP/s, for the MFU; None: as known of the device.",
     )
     max_bad_steps: int = Field(
-        10, ge=1, description="Steps without a finite loss and gradient are left out; so many in a row end the run."
+        10,
+        ge=1,
+        description="Steps without a finite loss and gradient are left out; so many in a row end the run.",
     )
     check_sync_every: int = Field(
-        0, ge=0, description="Steps from one comparison of weights and batches between the ranks to the next; 0 never."
+        0,
+        ge=0,
+        description="Steps from one comparison of weights and batches between the ranks to the next; 0 never.",
     )
     peer_timeout: float = Field(
         60.0, ge=5, description="Seconds without a word from another rank after which a rank ends."
@@ -224,9 +302,13 @@ class TrainConfig(Common):
         "process groups time out 60 s later.",
     )
     grace_time: float = Field(
-        300.0, gt=0, description="Seconds that a run which was asked to stop has for its last step and checkpoint."
+        300.0,
+        gt=0,
+        description="Seconds that a run which was asked to stop has for its last step and checkpoint.",
     )
-    stopped_exit_code: Literal[0, 143] = Field(0, description="What a run returns that SIGTERM has stopped.")
+    stopped_exit_code: Literal[0, 143] = Field(
+        0, description="What a run returns that SIGTERM has stopped."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -235,9 +317,15 @@ class TrainConfig(Common):
             return values
         largest = Buckets.of(values["bucket_config"]).largest
         _, *size = largest.shape_at(9 / 16)
-        sizes = {"num_frames": largest.num_frames, "image_size": tuple(size), "batch_size": largest.batch_size}
+        sizes = {
+            "num_frames": largest.num_frames,
+            "image_size": tuple(size),
+            "batch_size": largest.batch_size,
+        }
         given = {key: values.get(key) for key in (*sizes, "resolution", "aspect_ratio")}
-        beside = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        beside = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+        }
         together(
             *(
                 f"got {key} {value!r} beside bucket_config; expected sizes in one place; remove {key}, or set "
@@ -259,13 +347,16 @@ class TrainConfig(Common):
     def _clips(self) -> list[tuple[int, int, int]]:
         if self.bucket_config is None:
             return super()._clips()
-        return [one.shape_at(9 / 16) for one in Buckets.of(self.bucket_config).entries if one.batch_size]
+        return [
+            one.shape_at(9 / 16) for one in Buckets.of(self.bucket_config).entries if one.batch_size
+        ]
 
     def _one_length(self) -> None:
         if (self.max_steps == 0) == (self.epochs is None):
             raise ValueError(
                 f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them to say how long "
-                "the run is; " + ("set max_steps" if self.epochs is None else "set max_steps=0, or epochs=None")
+                "the run is; "
+                + ("set max_steps" if self.epochs is None else "set max_steps=0, or epochs=None")
             )
 
     def _buckets_fit(self) -> None:
@@ -277,7 +368,9 @@ class TrainConfig(Common):
                 "expected 'VariableVideoText' with buckets, 'VideoText' without; change one of them"
             )
         name, options = split_type("model", self.model)
-        if self.bucket_config is not None and hasattr(resolve_config(name, **options), "input_size"):
+        if self.bucket_config is not None and hasattr(
+            resolve_config(name, **options), "input_size"
+        ):
             raise ValueError(
                 f"got bucket_config for the model {name!r}, whose positions are made for one input_size; expected a "
                 "model for any size; take STDiT2 or STDiT3"
@@ -292,7 +385,9 @@ class TrainConfig(Common):
 
     def _training_precision(self) -> None:
         if self.precision == "fp64":
-            raise ValueError("got precision 'fp64'; expected 'fp32', 'bf16' or 'fp16' for training; choose one")
+            raise ValueError(
+                "got precision 'fp64'; expected 'fp32', 'bf16' or 'fp16' for training; choose one"
+            )
 
 
 class InferenceConfig(Common):
@@ -307,27 +402,53 @@ class InferenceConfig(Common):
     """
 
     sp_size: int | None = Field(  # type: ignore[assignment]
-        None, ge=1, description="Processes that share each batch; None chooses by an estimate of the time."
+        None,
+        ge=1,
+        description="Processes that share each batch; None chooses by an estimate of the time.",
     )
     precision: Precision = Field("bf16", description="What the model computes in.")
     fps: float = Field(24.0, gt=0, description="Frames per second, which the model is told too.")
-    save_fps: float | None = Field(None, gt=0, description="Frames per second of the files, where not `fps`.")
+    save_fps: float | None = Field(
+        None, gt=0, description="Frames per second of the files, where not `fps`."
+    )
     batch_size: int = Field(1, ge=1, description="Videos of a batch, at most.")
-    ckpt: str | None = Field(None, description="Weights: a run, a checkpoint, a Hugging Face folder, a file.")
+    ckpt: str | None = Field(
+        None, description="Weights: a run, a checkpoint, a Hugging Face folder, a file."
+    )
     use_ema: bool = Field(True, description="Of a checkpoint, the averaged weights.")
-    prompts: Prompts = Field(default_factory=list, description="Texts, or dicts of a prompt's options.")
-    prompt_path: str | None = Field(None, description=".txt or .csv file of prompts, where `prompts` has none.")
-    aes: float | None = Field(None, description="Aesthetic score that is added to prompts, as the release was trained.")
+    prompts: Prompts = Field(
+        default_factory=list, description="Texts, or dicts of a prompt's options."
+    )
+    prompt_path: str | None = Field(
+        None, description=".txt or .csv file of prompts, where `prompts` has none."
+    )
+    aes: float | None = Field(
+        None, description="Aesthetic score that is added to prompts, as the release was trained."
+    )
     flow: float | None = Field(None, description="Motion score that is added to prompts.")
-    camera_motion: str | None = Field(None, description="Motion of the camera that is added to prompts.")
+    camera_motion: str | None = Field(
+        None, description="Motion of the camera that is added to prompts."
+    )
     num_samples: int = Field(1, ge=1, description="Videos of each prompt.")
-    skip_existing: bool = Field(False, description="Leave out videos that are there already, of the same request.")
+    skip_existing: bool = Field(
+        False, description="Leave out videos that are there already, of the same request."
+    )
     format: Literal["mp4", "gif"] = Field("mp4", description="Kind of file.")
-    negative_prompt: str | None = Field(None, description="What guidance moves away from, instead of no caption.")
-    reference_path: str | None = Field(None, description="Images and videos that are given, separated by `;`.")
-    mask_strategy: str | None = Field(None, description="Where their frames go; see docs/sampling.md.")
-    loop: int = Field(1, ge=1, description="Parts of a video, each going on from the end of the one before.")
-    condition_frame_length: int = Field(5, ge=1, description="Latent frames that a part takes from the one before.")
+    negative_prompt: str | None = Field(
+        None, description="What guidance moves away from, instead of no caption."
+    )
+    reference_path: str | None = Field(
+        None, description="Images and videos that are given, separated by `;`."
+    )
+    mask_strategy: str | None = Field(
+        None, description="Where their frames go; see docs/sampling.md."
+    )
+    loop: int = Field(
+        1, ge=1, description="Parts of a video, each going on from the end of the one before."
+    )
+    condition_frame_length: int = Field(
+        5, ge=1, description="Latent frames that a part takes from the one before."
+    )
     condition_frame_edit: float = Field(
         0.0, ge=0, le=1, description="Share of the schedule in which these are generated anew."
     )

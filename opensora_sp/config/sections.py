@@ -29,33 +29,51 @@ class Dataset(Strict):
     """
 
     type: Literal["VideoText", "VariableVideoText", "CachedFeatures"] = Field(
-        "VideoText", description="Clips of one shape, of those of `bucket_config`, or either from a feature cache."
+        "VideoText",
+        description="Clips of one shape, of those of `bucket_config`, or either from a feature cache.",
     )
     manifest: str | None = Field(
-        None, description="CSV, JSONL or Parquet file with the columns path,text; with a cache, the one it is made of."
+        None,
+        description="CSV, JSONL or Parquet file with the columns path,text; with a cache, the one it is made of.",
     )
-    path: str | None = Field(None, description="The folder that scripts/precompute.py made, for CachedFeatures.")
+    path: str | None = Field(
+        None, description="The folder that scripts/precompute.py made, for CachedFeatures."
+    )
     frame_interval: int = Field(1, ge=1, description="Take every n-th frame of a file.")
     transform: Literal["resize_center_crop", "resize_random_crop"] = Field(
-        "resize_center_crop", description="How frames are brought to size: resized to cover it, then cut."
+        "resize_center_crop",
+        description="How frames are brought to size: resized to cover it, then cut.",
     )
-    clip_start: Literal["middle", "random"] = Field("middle", description="Where in a file its frames are taken.")
-    time_limit: float = Field(60.0, gt=0, description="Seconds after which a file counts as broken.")
-    cache: bool = Field(False, description="Keep decoded clips in memory; for small sets, with nothing random.")
+    clip_start: Literal["middle", "random"] = Field(
+        "middle", description="Where in a file its frames are taken."
+    )
+    time_limit: float = Field(
+        60.0, gt=0, description="Seconds after which a file counts as broken."
+    )
+    cache: bool = Field(
+        False, description="Keep decoded clips in memory; for small sets, with nothing random."
+    )
     max_bad_fraction: float = Field(
-        0.2, ge=0, le=1, description="A run stops when more than this share of the clips it read are broken."
+        0.2,
+        ge=0,
+        le=1,
+        description="A run stops when more than this share of the clips it read are broken.",
     )
 
     @model_validator(mode="after")
     def _has_its_source(self) -> Dataset:
-        wanted, other = ("path", "manifest") if self.type == "CachedFeatures" else ("manifest", "path")
+        wanted, other = (
+            ("path", "manifest") if self.type == "CachedFeatures" else ("manifest", "path")
+        )
         if getattr(self, wanted) is None or (other == "path" and self.path is not None):
             raise ValueError(
                 f"got dataset.type {self.type!r} with manifest {self.manifest!r} and path {self.path!r}; expected a "
                 f"{wanted}; set dataset.{wanted}, and path for 'CachedFeatures' alone"
             )
         if self.type == "CachedFeatures" and self.cache:
-            raise ValueError("got dataset.cache with 'CachedFeatures'; expected one of them; remove dataset.cache")
+            raise ValueError(
+                "got dataset.cache with 'CachedFeatures'; expected one of them; remove dataset.cache"
+            )
         return self
 
 
@@ -66,9 +84,13 @@ class Optimizer(Strict):
         "AdamW", description="torch's AdamW, or ColossalAI's fused Adam (CUDA only)."
     )
     lr: float = Field(1e-4, gt=0, description="Learning rate after warm-up.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the means of gradients and their squares.")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.999), description="Decay of the means of gradients and their squares."
+    )
     eps: float = Field(1e-8, gt=0, description="Added to the root of the mean square.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, in units of the learning rate.")
+    weight_decay: float = Field(
+        0.0, ge=0, description="Decoupled weight decay, in units of the learning rate."
+    )
 
 
 class SequenceParallel(Strict):
@@ -78,16 +100,24 @@ class SequenceParallel(Strict):
         "switch", description="What travels: rows at each change of layout, heads, or all tokens."
     )
     placement: Literal["stream", "branch"] = Field(
-        "stream", description="Switch the tokens themselves, or only what enters and leaves temporal attention."
+        "stream",
+        description="Switch the tokens themselves, or only what enters and leaves temporal attention.",
     )
-    comm_dtype: Literal["bf16", "fp8"] | None = Field(None, description="Send tokens in fewer bits; None as they are.")
-    overlap_chunks: int = Field(1, ge=1, description="Pieces in which a switch overlaps with computing; 1 is off.")
-    overlap_backward: bool = Field(False, description="Recompute while gradients travel (with `grad_checkpoint`).")
+    comm_dtype: Literal["bf16", "fp8"] | None = Field(
+        None, description="Send tokens in fewer bits; None as they are."
+    )
+    overlap_chunks: int = Field(
+        1, ge=1, description="Pieces in which a switch overlaps with computing; 1 is off."
+    )
+    overlap_backward: bool = Field(
+        False, description="Recompute while gradients travel (with `grad_checkpoint`)."
+    )
     recompute_communication: bool = Field(
         False, description="Let recomputation send again: less memory, more communication."
     )
     verify: bool = Field(
-        False, description="Compare output and gradients of the first batch with those of one rank alone."
+        False,
+        description="Compare output and gradients of the first batch with those of one rank alone.",
     )
 
     @model_validator(mode="after")
@@ -99,17 +129,31 @@ class SequenceParallel(Strict):
 class PromptOptions(Strict):
     """A prompt, and what it says for itself; the rest is as in the config. The columns of a prompt file."""
 
-    prompt: str = Field(description="The text; `|0| ... |2| ...` changes it from a loop on, `{...}` gives references.")
-    negative_prompt: str | None = Field(None, description="What guidance moves away from, instead of no caption.")
+    prompt: str = Field(
+        description="The text; `|0| ... |2| ...` changes it from a loop on, `{...}` gives references."
+    )
+    negative_prompt: str | None = Field(
+        None, description="What guidance moves away from, instead of no caption."
+    )
     num_frames: Frames | None = Field(None, description="Frames, or a name such as 2s.")
-    resolution: str | None = Field(None, description="HEIGHTxWIDTH in pixels, or a name such as 240p.")
-    aspect_ratio: str | None = Field(None, description="HEIGHT:WIDTH such as 9:16, with a named resolution.")
+    resolution: str | None = Field(
+        None, description="HEIGHTxWIDTH in pixels, or a name such as 240p."
+    )
+    aspect_ratio: str | None = Field(
+        None, description="HEIGHT:WIDTH such as 9:16, with a named resolution."
+    )
     height: int | None = Field(None, ge=1, description="Pixels.")
     width: int | None = Field(None, ge=1, description="Pixels.")
     fps: float | None = Field(None, gt=0, description="Frames per second.")
-    seed: int | None = Field(None, ge=0, description="Of its noise; then the same wherever the prompt stands.")
-    reference_path: str | None = Field(None, description="Images and videos that are given, separated by `;`.")
-    mask_strategy: str | None = Field(None, description="Where their frames go; see docs/sampling.md.")
+    seed: int | None = Field(
+        None, ge=0, description="Of its noise; then the same wherever the prompt stands."
+    )
+    reference_path: str | None = Field(
+        None, description="Images and videos that are given, separated by `;`."
+    )
+    mask_strategy: str | None = Field(
+        None, description="Where their frames go; see docs/sampling.md."
+    )
 
     @model_validator(mode="after")
     def _one_size(self) -> PromptOptions:
@@ -137,7 +181,11 @@ class PromptOptions(Strict):
 
 
 def _prompts(value: Any) -> Any:
-    return [{"prompt": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+    return (
+        [{"prompt": one} if isinstance(one, str) else one for one in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 Prompts = Annotated[list[PromptOptions], BeforeValidator(_prompts)]
@@ -149,8 +197,12 @@ class Validation(Strict):
     ``manifest`` in ``bins`` of timesteps. Left out are what the training config says and the scheduler's defaults."""
 
     every: int = Field(ge=1, description="Optimizer steps from one look to the next.")
-    prompts: Prompts = Field(default_factory=list, description="Texts to sample, or dicts of a prompt's options.")
-    negative_prompt: str | None = Field(None, description="What guidance moves away from, instead of no caption.")
+    prompts: Prompts = Field(
+        default_factory=list, description="Texts to sample, or dicts of a prompt's options."
+    )
+    negative_prompt: str | None = Field(
+        None, description="What guidance moves away from, instead of no caption."
+    )
     num_samples: int = Field(1, ge=1, description="Videos of each prompt.")
     num_sampling_steps: int | None = Field(None, ge=1, description="Steps from noise to video.")
     cfg_scale: float | None = Field(None, description="Guidance; 1 turns it off.")

@@ -33,7 +33,11 @@ def check_family(draft: Draft) -> None:
     for family, advice in FAMILIES.items():
         if not name.startswith(family):
             continue
-        kind = "autoencoders are not trained" if advice is AUTOENCODER else f"{family} is not supported"
+        kind = (
+            "autoencoders are not trained"
+            if advice is AUTOENCODER
+            else f"{family} is not supported"
+        )
         origin = draft.origin(("model", "type"))
         raise ValueError(
             f"got model.type = {name!r} ({kind} here); expected one of {list(PRESETS)}; {advice} [{origin}]"
@@ -73,7 +77,9 @@ def _apply(rule: Rule, draft: Draft) -> None:
     for key, more in also.items():
         draft.set(tuple(key.split(".")), more, f"{origin} (as Open-Sora does with {rule.old})")
     if new != old and not _may_move(rule, new, origin, draft):
-        draft.notes.append(f"{origin}: {rule.old} = {value!r} gives way to {rule.new} [{draft.origin(new)}]")
+        draft.notes.append(
+            f"{origin}: {rule.old} = {value!r} gives way to {rule.new} [{draft.origin(new)}]"
+        )
         return
     if new in draft:
         draft.pop(new)
@@ -140,7 +146,11 @@ def _note(rule: Rule, value: Any, changed: Any, also: dict[str, Any], origin: st
 def _spread(draft: Draft) -> None:
     """Lists of references and mask strategies, an entry for each prompt, go into the prompts."""
     for name in ("reference_path", "mask_strategy"):
-        listed = (draft.get((name,)) or {}).get("by prompt") if isinstance(draft.get((name,)), dict) else None
+        listed = (
+            (draft.get((name,)) or {}).get("by prompt")
+            if isinstance(draft.get((name,)), dict)
+            else None
+        )
         if listed is None:
             continue
         origin = draft.origin((name,)) or ""
@@ -152,7 +162,10 @@ def _spread(draft: Draft) -> None:
                 f"= [dict(prompt=..., {name}=...), ...] [{origin}]"
             )
         said = [one if isinstance(one, dict) else {"prompt": one} for one in prompts]
-        merged = [{**one, **({name: entry} if entry else {})} for one, entry in zip(said, listed, strict=True)]
+        merged = [
+            {**one, **({name: entry} if entry else {})}
+            for one, entry in zip(said, listed, strict=True)
+        ]
         draft.values["prompts"] = merged
 
 
@@ -160,7 +173,13 @@ def markdown() -> str:
     """The table of the docs."""
     lines = ["| key of Open-Sora | run | here | |", "|---|---|---|---|"]
     for rule in RULES:
-        if rule.new == rule.old and rule.value is None and rule.also is None and not rule.refused and not rule.note:
+        if (
+            rule.new == rule.old
+            and rule.value is None
+            and rule.also is None
+            and not rule.refused
+            and not rule.note
+        ):
             continue
         run = {"train": "training", "sample": "sampling", None: "both"}[rule.run]
         lines.append(f"| `{rule.old}` | {run} | {_told(rule)} | {rule.note} |")
@@ -174,5 +193,7 @@ def _told(rule: Rule) -> str:
     if isinstance(rule.value, Mapping):
         new += ": " + ", ".join(f"`{old!r}` is `{value!r}`" for old, value in rule.value.items())
     if isinstance(rule.refused, Mapping):
-        new += "; " + "; ".join(f"`{value!r}` is refused: {instead}" for value, instead in rule.refused.items())
+        new += "; " + "; ".join(
+            f"`{value!r}` is refused: {instead}" for value, instead in rule.refused.items()
+        )
     return new

@@ -27,7 +27,9 @@ Batch = tuple[ClipShape, tuple[int, ...], float]
 Cost = Callable[[ClipShape, int], float]
 """Estimated work of a micro-batch: ``cost(shape, clips)``."""
 CLIPS_AT_A_TIME = 1 << 16
-SAME_BUCKET = 5  # replacements looked for in a clip's own bucket, before any file that is long enough will do
+SAME_BUCKET = (
+    5  # replacements looked for in a clip's own bucket, before any file that is long enough will do
+)
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,23 @@ class BucketPlan:
         seed: int,
         cost: Cost,
     ) -> None:
-        self.buckets, self.micro_batches_per_step = Buckets.of(bucket_config), micro_batches_per_step
+        self.buckets, self.micro_batches_per_step = (
+            Buckets.of(bucket_config),
+            micro_batches_per_step,
+        )
         self.frame_interval, self.seed, self.cost = frame_interval, seed, cost
-        self.num_frames, self.height, self.width = (rows.column(name) for name in ("num_frames", "height", "width"))
+        self.num_frames, self.height, self.width = (
+            rows.column(name) for name in ("num_frames", "height", "width")
+        )
         sizes, of_clip = np.unique(np.stack([self.height, self.width]), axis=1, return_inverse=True)
         self.sizes, self.size_of_clip = sizes.T, of_clip.reshape(-1)  # [U, 2], [N]
         self.epoch = lru_cache(maxsize=2)(self._epoch)
         self._starts = [0]  # first step of each epoch looked at, and of the next one
         if not self.epoch(0).steps:
             raise ValueError(
-                f"got no clip for any bucket in epoch 0 of {str(rows.file)!r}:\n" + "\n".join(self.describe()) + "\n"
+                f"got no clip for any bucket in epoch 0 of {str(rows.file)!r}:\n"
+                + "\n".join(self.describe())
+                + "\n"
                 "expected at least one; change bucket_config, or add longer or larger clips"
             )
 
@@ -85,7 +94,9 @@ class BucketPlan:
     def fingerprint(self) -> str:
         """What the sequence depends on beside the seed, to be compared on resume."""
         told = repr((self.frame_interval, self.buckets.entries)).encode()
-        columns = b"".join(column.tobytes() for column in (self.num_frames, self.height, self.width))
+        columns = b"".join(
+            column.tobytes() for column in (self.num_frames, self.height, self.width)
+        )
         return f"{zlib.crc32(told + columns):08x}"
 
     @property
@@ -96,7 +107,9 @@ class BucketPlan:
         epoch = self.epoch_of(step)
         first = step * self.micro_batches_per_step
         batches = epoch.steps[step - self._starts[epoch.number]]
-        return [MicroBatch(first + place, epoch.number, *batch) for place, batch in enumerate(batches)]
+        return [
+            MicroBatch(first + place, epoch.number, *batch) for place, batch in enumerate(batches)
+        ]
 
     def epoch_of(self, step: int) -> Epoch:
         while self._starts[-1] <= step:
@@ -124,7 +137,9 @@ class BucketPlan:
         lines = [f"{'bucket':>14} {'clips':>9} {'batch size':>11} {'batches':>8} {'shapes':>7}"]
         for number, (clips, batches, shapes) in epoch.table.items():
             entry = self.buckets.entries[number]
-            lines.append(f"{entry.name:>14} {clips:>9,} {entry.batch_size:>11} {batches:>8,} {shapes:>7}")
+            lines.append(
+                f"{entry.name:>14} {clips:>9,} {entry.batch_size:>11} {batches:>8,} {shapes:>7}"
+            )
         for reason, why in DROPPED.items():
             if count := int((epoch.found == reason).sum()):
                 lines.append(f"{'dropped':>14} {count:>9,}  {why}")
@@ -148,7 +163,9 @@ class BucketPlan:
             for shape, ids in by_shape.items():
                 members[shape] = np.concatenate([members.get(shape, ids[:0]), ids])
                 shuffled = rng.permutation(ids).tolist()
-                parts = [shuffled[i : i + entry.batch_size] for i in range(0, len(ids), entry.batch_size)]
+                parts = [
+                    shuffled[i : i + entry.batch_size] for i in range(0, len(ids), entry.batch_size)
+                ]
                 batches += [(shape, tuple(part), self.cost(shape, len(part))) for part in parts]
             table[place] = len(clips), len(batches) - before, len(by_shape)
         return Epoch(number, found, self._steps(batches, rng), members, table)
@@ -157,7 +174,10 @@ class BucketPlan:
         """The entries of all clips, some at a time: the numbers drawn for millions would fill gigabytes."""
         rng, parts = generator(self.seed, "bucket", epoch), []
         for first in range(0, len(self.num_frames), CLIPS_AT_A_TIME):
-            known = [column[first : first + CLIPS_AT_A_TIME] for column in (self.num_frames, self.height, self.width)]
+            known = [
+                column[first : first + CLIPS_AT_A_TIME]
+                for column in (self.num_frames, self.height, self.width)
+            ]
             draws = rng.random((len(known[0]), len(self.buckets.entries), 2))
             parts.append(self.buckets.assign(*known, interval=self.frame_interval, draws=draws))
         return np.concatenate(parts)

@@ -45,7 +45,10 @@ class BucketEntry(NamedTuple):
 
     def shape_at(self, aspect_ratio: float) -> ClipShape:
         """What clips of a height over width are cut to."""
-        return ClipShape(self.num_frames, *SIZES[self.resolution][closest_aspect(self.resolution, aspect_ratio, 1.0)])
+        return ClipShape(
+            self.num_frames,
+            *SIZES[self.resolution][closest_aspect(self.resolution, aspect_ratio, 1.0)],
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ class Buckets:
             for num_frames in sorted(config[resolution], reverse=True)
         ]
         if not any(entry.batch_size for entry in entries):
-            raise ValueError("got a bucket_config that keeps no clip; expected a keep probability over 0; raise one")
+            raise ValueError(
+                "got a bucket_config that keeps no clip; expected a keep probability over 0; raise one"
+            )
         return cls(tuple(entries))
 
     @property
@@ -90,7 +95,13 @@ class Buckets:
         return max(kept, key=lambda entry: entry.num_frames * num_pixels(entry.resolution))
 
     def assign(
-        self, num_frames: np.ndarray, height: np.ndarray, width: np.ndarray, *, interval: int, draws: np.ndarray
+        self,
+        num_frames: np.ndarray,
+        height: np.ndarray,
+        width: np.ndarray,
+        *,
+        interval: int,
+        draws: np.ndarray,
     ) -> np.ndarray:
         """The entry of each of N clips, or why it has none.
 
@@ -110,8 +121,16 @@ class Buckets:
             found[here & (found == SMALL)] = SHORT
             for number in range(first, last):
                 entry, drawn = self.entries[number], draws[:, number]
-                tries = here & (num_frames == 1 if entry.num_frames == 1 else num_frames > entry.num_frames * interval)
-                taken = tries if entry.keep_frames is None else tries & (drawn[:, 0] <= entry.keep_frames)
+                tries = here & (
+                    num_frames == 1
+                    if entry.num_frames == 1
+                    else num_frames > entry.num_frames * interval
+                )
+                taken = (
+                    tries
+                    if entry.keep_frames is None
+                    else tries & (drawn[:, 0] <= entry.keep_frames)
+                )
                 found[tries] = CHANCE
                 kept = drawn[:, 0 if entry.keep_frames is None else 1] < entry.keep
                 found[taken & kept] = number
@@ -122,7 +141,10 @@ class Buckets:
         """Runs of entries of one resolution."""
         first = 0
         for number in range(1, len(self.entries) + 1):
-            if number == len(self.entries) or self.entries[number].resolution != self.entries[first].resolution:
+            if (
+                number == len(self.entries)
+                or self.entries[number].resolution != self.entries[first].resolution
+            ):
                 yield first, number
                 first = number
 
@@ -130,7 +152,9 @@ class Buckets:
 def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
     where = f"bucket_config[{resolution!r}][{num_frames!r}]"
     if not isinstance(num_frames, int) or num_frames < 1:
-        raise ValueError(f"got {where}; expected a positive number of frames; write for example {{51: (1.0, 4)}}")
+        raise ValueError(
+            f"got {where}; expected a positive number of frames; write for example {{51: (1.0, 4)}}"
+        )
     usage = "write (probability, batch size), or ((probability, probability of these frames), batch size)"
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"got {where} = {value!r}; expected a pair; {usage}")
@@ -138,7 +162,9 @@ def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
     probabilities = list(value[0]) if is_pair else [value[0]]
     for probability in probabilities:
         if not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
-            raise ValueError(f"got {where} = {value!r}; expected probabilities from 0 to 1; {usage}")
+            raise ValueError(
+                f"got {where} = {value!r}; expected probabilities from 0 to 1; {usage}"
+            )
     keep, keep_frames = probabilities if is_pair else (*probabilities, None)
     if keep_frames is not None and num_frames == 1:
         raise ValueError(
@@ -146,4 +172,6 @@ def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
         )
     if keep and not (isinstance(value[1], int) and value[1] >= 1):
         raise ValueError(f"got {where} = {value!r}; expected a batch size of at least 1; {usage}")
-    return BucketEntry(resolution, num_frames, float(keep), keep_frames, int(value[1] or 0) if keep else 0)
+    return BucketEntry(
+        resolution, num_frames, float(keep), keep_frames, int(value[1] or 0) if keep else 0
+    )

@@ -1,4 +1,4 @@
-"""Latents of clips and features of captions, made ahead (``training/precompute.py``), as a dataset.
+"""Latents of clips and features of captions, made ahead (``features/precompute.py``), as a dataset.
 
     cache/
       index.json                what they were made of, where those of each clip lie, and which clips are broken
@@ -66,24 +66,33 @@ class Shard:
             with safe_open(path, "pt") as file:
                 told = json.loads(file.metadata()["clips"])
                 names = [name for name in file.keys() if name.startswith("text/")]
-                texts = {int(name.split("/")[1]): file.get_slice(name).get_shape()[0] for name in names}
+                texts = {
+                    int(name.split("/")[1]): file.get_slice(name).get_shape()[0] for name in names
+                }
         except (SafetensorError, OSError, TypeError, KeyError) as error:
             raise ValueError(
                 f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature cache; remove it "
                 "and run scripts/precompute.py again"
             ) from None
         fps = {(clip, parse_shape(shape)): rate for clip, shape, rate in told["fps"]}
-        broken = {(clip, parse_shape(shape)): (file, why) for clip, shape, file, why in told["broken"]}
+        broken = {
+            (clip, parse_shape(shape)): (file, why) for clip, shape, file, why in told["broken"]
+        }
         return cls(path, fps, texts, broken)
 
 
 def shard_bytes(
-    latents: dict[Key, Tensor], fps: dict[Key, float], texts: dict[int, Tensor], broken: dict[Key, tuple[str, str]]
+    latents: dict[Key, Tensor],
+    fps: dict[Key, float],
+    texts: dict[int, Tensor],
+    broken: dict[Key, tuple[str, str]],
 ) -> bytes:
     """A shard's file."""
     from safetensors.torch import save
 
-    tensors = {f"latents/{clip}/{shape_name(shape)}": narrowed(z) for (clip, shape), z in latents.items()}
+    tensors = {
+        f"latents/{clip}/{shape_name(shape)}": narrowed(z) for (clip, shape), z in latents.items()
+    }
     tensors |= {f"text/{clip}": narrowed(features) for clip, features in texts.items()}
     told = {
         "fps": [[clip, shape_name(shape), rate] for (clip, shape), rate in fps.items()],
@@ -101,7 +110,10 @@ def narrowed(x: Tensor) -> Tensor:
 
 
 def index_of(
-    made_of: dict[str, Any], source: dict[str, int], sizes: dict[ClipShape, tuple[int, int, int]], shards: list[Shard]
+    made_of: dict[str, Any],
+    source: dict[str, int],
+    sizes: dict[ClipShape, tuple[int, int, int]],
+    shards: list[Shard],
 ) -> dict[str, Any]:
     """What ``index.json`` holds.
 
@@ -111,8 +123,16 @@ def index_of(
         sizes: of the latents of each shape.
         shards: all there are; of a clip that several hold the last one counts.
     """
-    at = {key: (number, rate) for number, shard in enumerate(shards) for key, rate in shard.fps.items()}
-    texts = {clip: (number, tokens) for number, shard in enumerate(shards) for clip, tokens in shard.texts.items()}
+    at = {
+        key: (number, rate)
+        for number, shard in enumerate(shards)
+        for key, rate in shard.fps.items()
+    }
+    texts = {
+        clip: (number, tokens)
+        for number, shard in enumerate(shards)
+        for clip, tokens in shard.texts.items()
+    }
     broken = {key: why for shard in shards for key, why in shard.broken.items() if key not in at}
     latents = {}
     for shape, size in sizes.items():
@@ -135,7 +155,9 @@ def index_of(
             "shards": [texts[clip][0] for clip in sorted(texts)],
             "tokens": [texts[clip][1] for clip in sorted(texts)],
         },
-        "broken": [[clip, shape_name(shape), *why] for (clip, shape), why in sorted(broken.items())],
+        "broken": [
+            [clip, shape_name(shape), *why] for (clip, shape), why in sorted(broken.items())
+        ],
     }
 
 
@@ -180,17 +202,23 @@ class CachedFeatures(Dataset):
             parse_shape(name): tuple(held["size"]) for name, held in self.index["latents"].items()
         }
         self._held = {  # by shape: clips in order, their shards, their rates
-            parse_shape(name): tuple(np.array(held[column]) for column in ("clips", "shards", "fps"))
+            parse_shape(name): tuple(
+                np.array(held[column]) for column in ("clips", "shards", "fps")
+            )
             for name, held in self.index["latents"].items()
         }
         texts = self.index["texts"]
-        self._texts = tuple(np.array(texts[column], dtype=np.int64) for column in ("clips", "shards"))
+        self._texts = tuple(
+            np.array(texts[column], dtype=np.int64) for column in ("clips", "shards")
+        )
         self._text_lengths: dict[int, int]
         if "tokens" in texts:
             self._text_lengths = dict(zip(texts["clips"], texts["tokens"], strict=True))
         else:  # an index that was written before it held them
             shards = [Shard.read(self.folder / name) for name in self.index["shards"]]
-            self._text_lengths = {clip: tokens for shard in shards for clip, tokens in shard.texts.items()}
+            self._text_lengths = {
+                clip: tokens for shard in shards for clip, tokens in shard.texts.items()
+            }
         self.broken: dict[ClipShape, dict[int, BrokenClip]] = {}
         for clip, shape, file, why in self.index["broken"]:
             self.broken.setdefault(parse_shape(shape), {})[clip] = BrokenClip(file, why)
@@ -218,7 +246,9 @@ class CachedFeatures(Dataset):
         latents = self._read(shards[place], name, slice(first, stop))
         text = None
         if first == 0:
-            text = self._read(self._texts[1][_find(self._texts[0], sample.clip)], f"text/{sample.clip}")
+            text = self._read(
+                self._texts[1][_find(self._texts[0], sample.clip)], f"text/{sample.clip}"
+            )
         return CachedClip(latents, text, float(rates[place]))
 
     def _read(self, shard: int, name: str, frames: slice | None = None) -> Tensor:

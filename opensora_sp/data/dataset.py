@@ -104,7 +104,9 @@ class VideoTextDataset(Dataset):
 
     def __getitem__(self, sample: int | Sample) -> Clip | BrokenClip:
         if not isinstance(sample, Sample):
-            assert self.shape is not None, "a dataset without a shape is asked for samples, not indices"
+            assert self.shape is not None, (
+                "a dataset without a shape is asked for samples, not indices"
+            )
             sample = Sample(sample, 0, self.shape)
         if self._cached is None:
             return self._read(sample)

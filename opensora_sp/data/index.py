@@ -32,16 +32,24 @@ def find_files(folder: Path) -> list[Path]:
         ValueError: if the folder does not exist or holds none.
     """
     if not folder.is_dir():
-        raise ValueError(f"got folder {str(folder)!r}, which does not exist; expected videos or images; check the path")
+        raise ValueError(
+            f"got folder {str(folder)!r}, which does not exist; expected videos or images; check the path"
+        )
     known, found, seen = {*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}, list[Path](), set[str]()
     for root, folders, names in os.walk(folder, followlinks=True):
         place = os.path.realpath(root)
-        if place in seen:  # a link that leads back to where it stands, or the second of two to one place
+        if (
+            place in seen
+        ):  # a link that leads back to where it stands, or the second of two to one place
             folders.clear()
             continue
         seen.add(place)
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(root, n) for n in names if Path(n).suffix.lower() in known and not n.startswith(".")]
+        found += [
+            Path(root, n)
+            for n in names
+            if Path(n).suffix.lower() in known and not n.startswith(".")
+        ]
     if not found:
         raise ValueError(
             f"got folder {str(folder)!r} without videos and images; expected files named {', '.join(sorted(known))}; "
@@ -96,7 +104,11 @@ def index_files(
 def sidecar_caption(path: Path) -> str:
     """The text beside a file: ``clip.txt`` for ``clip.mp4``, on one line; empty where there is none."""
     text = path.with_suffix(".txt")
-    return " ".join(text.read_text(encoding="utf-8", errors="replace").split()) if text.is_file() else ""
+    return (
+        " ".join(text.read_text(encoding="utf-8", errors="replace").split())
+        if text.is_file()
+        else ""
+    )
 
 
 def _probed(files: list[Path], workers: int) -> Iterator[Entry | BrokenClip]:
@@ -112,4 +124,6 @@ def _probe(path: Path) -> Entry | BrokenClip:
         found = probe(path)
     except UNREADABLE as error:
         return BrokenClip(str(path), f"{type(error).__name__}: {error}")
-    return Entry(path, "", found.num_frames, found.height, found.width, found.fps, found.height / found.width)
+    return Entry(
+        path, "", found.num_frames, found.height, found.width, found.fps, found.height / found.width
+    )

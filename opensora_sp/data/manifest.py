@@ -53,7 +53,9 @@ class Manifest(Sequence[Entry]):
                 f"add {' and '.join(missing)} to its {'first line' if self.file.suffix == '.csv' else 'lines'}"
             )
         if not columns["path"]:
-            raise ValueError(f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it")
+            raise ValueError(
+                f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
+            )
         without = [place for place, one in enumerate(columns["path"]) if one is None or one == ""]
         if without:
             raise ValueError(
@@ -63,7 +65,9 @@ class Manifest(Sequence[Entry]):
         self.paths = [str(one) for one in columns["path"]]
         self.texts = [str(one or "") for one in columns["text"]]
         self.numbers = {
-            name: _as_numbers(self.file, name, columns[name], len(self.paths)) for name in NUMBERS if name in columns
+            name: _as_numbers(self.file, name, columns[name], len(self.paths))
+            for name in NUMBERS
+            if name in columns
         }
 
     def __len__(self) -> int:
@@ -114,18 +118,24 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
             writer.writeheader()
             writer.writerows(rows)
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+        )
     else:
         import pyarrow
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.table({name: [row[name] for row in rows] for name in Entry._fields}), path)
+        parquet.write_table(
+            pyarrow.table({name: [row[name] for row in rows] for name in Entry._fields}), path
+        )
 
 
 def check_ending(path: Path) -> None:
     """Raise ValueError unless a manifest's name says in which form it is."""
     if path.suffix not in (".csv", ".jsonl", ".parquet"):
-        raise ValueError(f"got manifest {str(path)!r}; expected a .csv, .jsonl or .parquet file; rename it")
+        raise ValueError(
+            f"got manifest {str(path)!r}; expected a .csv, .jsonl or .parquet file; rename it"
+        )
 
 
 def _read_columns(path: Path) -> dict[str, list[Any]]:
@@ -169,7 +179,9 @@ def _parsed(path: Path, line: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         row = error
     if not isinstance(row, dict):
-        raise ValueError(f"got the line {line.strip()[:80]!r} in {str(path)!r}; expected a JSON object; correct it")
+        raise ValueError(
+            f"got the line {line.strip()[:80]!r} in {str(path)!r}; expected a JSON object; correct it"
+        )
     return row
 
 

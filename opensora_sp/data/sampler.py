@@ -96,7 +96,10 @@ class MicroBatchPlan:
 
     def step(self, step: int) -> list[MicroBatch]:
         first = step * self.micro_batches_per_step
-        return [self._micro_batch(number) for number in range(first, first + self.micro_batches_per_step)]
+        return [
+            self._micro_batch(number)
+            for number in range(first, first + self.micro_batches_per_step)
+        ]
 
     def _micro_batch(self, number: int) -> MicroBatch:
         epoch, position = divmod(number, self.micro_batches_per_epoch)
@@ -143,7 +146,9 @@ def deal(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:
     return [[places[replica] for places in turns] for replica in range(num_replicas)]
 
 
-def share(micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int) -> list[MicroBatch | None]:
+def share(
+    micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int
+) -> list[MicroBatch | None]:
     """What one replica does in a step, round by round; None where it has no micro-batch left."""
     places = deal([one.cost for one in micro_batches], num_replicas)[replica]
     return [None if place is None else micro_batches[place] for place in places]

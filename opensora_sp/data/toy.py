@@ -48,7 +48,9 @@ class ToyClip:
             dx, dy = (d * moved for d in DIRECTIONS[self.direction])
             outside = self._distance(x - self.start[0] - dx, y - self.start[1] - dy)
             cover = np.clip(0.5 - outside * size, 0, 1)[..., None]
-            colour, background = (np.array(COLOURS[c], dtype=np.float64) for c in (self.colour, self.background))
+            colour, background = (
+                np.array(COLOURS[c], dtype=np.float64) for c in (self.colour, self.background)
+            )
             frames.append(np.rint(cover * colour + (1 - cover) * background))
         return np.stack(frames).astype(np.uint8)
 

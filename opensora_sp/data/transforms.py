@@ -10,7 +10,9 @@ from torch import Tensor
 TRANSFORMS = ("resize_center_crop", "resize_random_crop")
 
 
-def resize_and_crop(frames: np.ndarray, size: tuple[int, int], place: tuple[float, float] | None = None) -> Tensor:
+def resize_and_crop(
+    frames: np.ndarray, size: tuple[int, int], place: tuple[float, float] | None = None
+) -> Tensor:
     """Resize so that the frame covers ``size``, then crop to it; all frames of a clip alike.
 
     Resizing is bilinear with antialiasing, in uint8: several times faster than in float, and equal but for rounding.
@@ -33,7 +35,9 @@ def resize_and_crop(frames: np.ndarray, size: tuple[int, int], place: tuple[floa
         if place is None:
             top, left = (room // 2 for room in spare)
         else:
-            top, left = (min(room, int(share * (room + 1))) for room, share in zip(spare, place, strict=True))
+            top, left = (
+                min(room, int(share * (room + 1))) for room, share in zip(spare, place, strict=True)
+            )
         clip = clip[:, :, top : top + size[0], left : left + size[1]]
     return clip.transpose(0, 1).contiguous()
 
@@ -50,4 +54,6 @@ def to_clip(frames: np.ndarray, size: tuple[int, int]) -> Tensor:
 
 def to_frames(clip: Tensor) -> np.ndarray:
     """``[3, F, height, width]`` in [-1, 1] -> uint8 frames."""
-    return ((clip.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
+    return (
+        ((clip.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
+    )

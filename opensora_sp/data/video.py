@@ -22,13 +22,30 @@ IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 UNREADABLE = (OSError, ValueError, IndexError, av.error.FFmpegError)
 """What reading a broken file may raise."""
-SHOWN_ONCE = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg", "prores")  # codecs whose every packet shows one frame
-REORDERED = 17  # more packets than H.264 and HEVC allow between the orders of decoding and of showing
-READ_AHEAD = 24  # frames decoded for nothing from the start of a file, rather than looking for a key frame
+SHOWN_ONCE = (
+    "h264",
+    "hevc",
+    "vp9",
+    "av1",
+    "mpeg4",
+    "mjpeg",
+    "prores",
+)  # codecs whose every packet shows one frame
+REORDERED = (
+    17  # more packets than H.264 and HEVC allow between the orders of decoding and of showing
+)
+READ_AHEAD = (
+    24  # frames decoded for nothing from the start of a file, rather than looking for a key frame
+)
 
 
 def read_video(
-    path: str | Path, *, num_frames: int, interval: int = 1, start: int | None = None, time_limit: float | None = None
+    path: str | Path,
+    *,
+    num_frames: int,
+    interval: int = 1,
+    start: int | None = None,
+    time_limit: float | None = None,
 ) -> tuple[np.ndarray, float]:
     """Decode ``num_frames`` frames, every ``interval``-th, of a video, or the one frame of an image.
 
@@ -65,8 +82,12 @@ def read_video(
     if len(frames) < num_frames:
         available = count_frames(path)
         if available >= start + span:
-            raise ValueError(f"{num_frames - len(frames)} of its frames {start} to {last} cannot be decoded")
-        raise ValueError(f"got {available} frames; expected at least {start + span}; use longer clips or fewer frames")
+            raise ValueError(
+                f"{num_frames - len(frames)} of its frames {start} to {last} cannot be decoded"
+            )
+        raise ValueError(
+            f"got {available} frames; expected at least {start + span}; use longer clips or fewer frames"
+        )
     return np.stack(frames), rate
 
 
@@ -108,7 +129,9 @@ def _opened(path: str | Path, time_limit: float | None = None) -> Iterator[tuple
     """A file and its first video stream, decoded by this thread alone: workers are what works in parallel here."""
     with av.open(str(path), timeout=time_limit) as container:
         stream = next(iter(container.streams.video), None)
-        if stream is None or stream.codec_context is None:  # sound alone, or a codec that FFmpeg was built without
+        if (
+            stream is None or stream.codec_context is None
+        ):  # sound alone, or a codec that FFmpeg was built without
             raise ValueError("it holds no video that can be decoded")
         stream.thread_type = "NONE"
         stream.codec_context.thread_count = 1
@@ -129,13 +152,21 @@ def _frames_from(container: Any, stream: Any, start: int, last: int) -> Iterator
         packets = islice(_shown_packets(container, stream), last + 1 + REORDERED)
         times = [(packet.pts, packet.is_keyframe) for packet in packets]
         container.seek(0)
-        if len({pts for pts, _ in times}) == len(times) and all(pts is not None for pts, _ in times):
+        if len({pts for pts, _ in times}) == len(times) and all(
+            pts is not None for pts, _ in times
+        ):
             times.sort()
             if start < len(times):
-                key = max((pts for pts, is_key in times[: start + 1] if is_key), default=times[0][0])
+                key = max(
+                    (pts for pts, is_key in times[: start + 1] if is_key), default=times[0][0]
+                )
                 container.seek(key, stream=stream)
                 numbers = {pts: number for number, (pts, _) in enumerate(times)}
-                frames = ((numbers[frame.pts], frame) for frame in container.decode(stream) if frame.pts in numbers)
+                frames = (
+                    (numbers[frame.pts], frame)
+                    for frame in container.decode(stream)
+                    if frame.pts in numbers
+                )
                 first = next(frames, None)
                 if first is not None and first[0] <= start:
                     yield first
@@ -179,6 +210,10 @@ def write_video(path: str | Path, frames: np.ndarray, *, fps: float) -> None:
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.options = {"crf": "12", "preset": "veryfast", "threads": "1"}
         for frame in frames[:, :height, :width]:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+            container.mux(
+                stream.encode(
+                    av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+                )
+            )
         container.mux(stream.encode())
     os.replace(partial, path)

@@ -20,7 +20,10 @@ STRATEGIES = (
     *("quarter_random", "quarter_head", "quarter_tail", "quarter_head_tail"),
     *("image_random", "image_head", "image_tail", "image_head_tail"),
 )
-ALIASES = {"intepolate": "interpolate", "no": "identity"}  # as released; the second after the prefix of 1.1
+ALIASES = {
+    "intepolate": "interpolate",
+    "no": "identity",
+}  # as released; the second after the prefix of 1.1
 PREFIX = "mask_"  # of all names in Open-Sora 1.1
 
 
@@ -43,7 +46,9 @@ def strategy_named(name: str) -> str:
     if plain not in STRATEGIES:
         close = difflib.get_close_matches(plain, STRATEGIES, n=1)
         advice = f"did you mean {close[0]!r}?" if close else "take one of these"
-        raise ValueError(f"got the mask strategy {name!r} in mask_ratios; expected one of {list(STRATEGIES)}; {advice}")
+        raise ValueError(
+            f"got the mask strategy {name!r} in mask_ratios; expected one of {list(STRATEGIES)}; {advice}"
+        )
     return plain
 
 
@@ -62,7 +67,9 @@ def check_mask_ratios(ratios: Mapping[str, float]) -> dict[str, float]:
                 "ratios up"
             )
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-            raise ValueError(f"got mask_ratios[{name!r}] = {ratio!r}; expected a number from 0 to 1; change it")
+            raise ValueError(
+                f"got mask_ratios[{name!r}] = {ratio!r}; expected a number from 0 to 1; change it"
+            )
         checked[strategy] = float(ratio)
     if (total := math.fsum(checked.values())) > 1 + 1e-6:
         raise ValueError(

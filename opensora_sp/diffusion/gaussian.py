@@ -75,7 +75,9 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
                 f"{size}; take fewer"
             )
         stride = (size - 1) / (count - 1) if count > 1 else 1.0
-        places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)  # summed, as elsewhere
+        places = itertools.accumulate(
+            itertools.repeat(stride, count - 1), initial=0.0
+        )  # summed, as elsewhere
         kept += [start + round(place) for place in places]
         start += size
     return kept
@@ -107,7 +109,9 @@ class Steps:
     per_noise: Tensor
     mean_of_start: Tensor  # posterior mean of x_{t-1}: mean_of_start * x_0 + mean_of_x * x_t
     mean_of_x: Tensor
-    log_smallest: Tensor  # log of the posterior variance; at the first step, where that is 0, of the second
+    log_smallest: (
+        Tensor  # log of the posterior variance; at the first step, where that is 0, of the second
+    )
     log_largest: Tensor  # log beta
     log_fixed: Tensor  # log beta, but at the first step as in log_smallest
     is_first: Tensor  # 1 at step 0, else 0
@@ -146,7 +150,9 @@ class Steps:
         return Steps(*chosen.view(len(tables), -1, *[1] * (like.ndim - 1)))
 
 
-def gaussian_kl(mean: Tensor, log_variance: Tensor, other_mean: Tensor, other_log_variance: Tensor) -> Tensor:
+def gaussian_kl(
+    mean: Tensor, log_variance: Tensor, other_mean: Tensor, other_log_variance: Tensor
+) -> Tensor:
     """KL divergence of one diagonal Gaussian from another, elementwise, in nats."""
     ratio = log_variance - other_log_variance
     distance = (mean - other_mean).square() * torch.exp(-other_log_variance)

@@ -97,7 +97,9 @@ class IDDPM:
                     f"got {name} {getattr(self, name)!r}; expected one of {list(known)}; choose one of these"
                 )
         if self.cfg_channel is not None and self.cfg_channel < 1:
-            raise ValueError(f"got cfg_channel {self.cfg_channel}; expected at least 1, or None; change it")
+            raise ValueError(
+                f"got cfg_channel {self.cfg_channel}; expected at least 1, or None; change it"
+            )
         wanted, found = self.num_sampling_steps, len(self.timestep_map)
         if self.timestep_respacing and wanted not in (0, found):
             raise ValueError(
@@ -110,7 +112,9 @@ class IDDPM:
     @cached_property
     def timestep_map(self) -> Tensor:
         """Which of the ``diffusion_steps`` each step is, int64 ``[N]``."""
-        spacing = self.timestep_respacing or (str(self.num_sampling_steps) if self.num_sampling_steps else "")
+        spacing = self.timestep_respacing or (
+            str(self.num_sampling_steps) if self.num_sampling_steps else ""
+        )
         return torch.tensor(respaced_steps(self.diffusion_steps, spacing))
 
     @cached_property
@@ -127,14 +131,18 @@ class IDDPM:
                 f"of the latent; expected {2 * in_channels}; set model.pred_sigma=True, or scheduler.learn_sigma=False"
             )
 
-    def geometry(self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int) -> Geometry:
+    def geometry(
+        self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int
+    ) -> Geometry:
         """Size of the samples; this process does not depend on it."""
         return Geometry(height, width, torch.full_like(height, latent_frames))
 
     def timesteps_from(self, uniform: Tensor, geometry: Geometry | None = None) -> Tensor:
         """Training timesteps, int64 ``[B]``, from uniform numbers in [0, 1) ``[B]``."""
         count = len(self.timestep_map)
-        return (uniform * count).long().clamp(max=count - 1)  # a float32 just below 1 may have been rounded up to it
+        return (
+            (uniform * count).long().clamp(max=count - 1)
+        )  # a float32 just below 1 may have been rounded up to it
 
     def network_time(self, t: Tensor) -> Tensor:
         """Which of the ``diffusion_steps`` the network is told at t, int64 ``[B]``."""
@@ -145,12 +153,16 @@ class IDDPM:
         step = self.steps.at(t, x_start)
         return step.signal * x_start + step.noise * noise
 
-    def noisy_input(self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
+    def noisy_input(
+        self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None
+    ) -> Tensor:
         """What the network sees: ``x_t``; given frames (``x_mask`` False) are noised by the first step alone."""
         x_t = self.add_noise(x_start, noise, t)
         if x_mask is None:
             return x_t
-        return torch.where(by_frame(x_mask), x_t, self.add_noise(x_start, noise, torch.zeros_like(t)))
+        return torch.where(
+            by_frame(x_mask), x_t, self.add_noise(x_start, noise, torch.zeros_like(t))
+        )
 
     def target(self, x_start: Tensor, noise: Tensor) -> Tensor:
         """What the network learns to predict in its first channels."""
@@ -170,7 +182,10 @@ class IDDPM:
         masks = dict(x_mask=noised.x_mask, video_mask=noised.video_mask)
         here = Positions.of(prediction, noised.target, noised.x_start, noised.x_t, **masks)
         target, x_start, x_t = here.wholes
-        first, rest = here.predicted[..., : target.shape[-1]], here.predicted[..., target.shape[-1] :]
+        first, rest = (
+            here.predicted[..., : target.shape[-1]],
+            here.predicted[..., target.shape[-1] :],
+        )
         step = self.steps.at(noised.t[here.sample], x_t)
         terms = {}
         if not self.use_kl:
@@ -185,7 +200,9 @@ class IDDPM:
             terms["vb"] = bound
         return terms
 
-    def _bound(self, step: Steps, first: Tensor, rest: Tensor, x_start: Tensor, x_t: Tensor) -> Tensor:
+    def _bound(
+        self, step: Steps, first: Tensor, rest: Tensor, x_start: Tensor, x_t: Tensor
+    ) -> Tensor:
         """The step's term of the variational bound, in bits, elementwise over channels-last positions."""
         ours = self._step_back(step, first, rest, x_t, clip=False)
         true_mean = step.mean_of_start * x_start + step.mean_of_x * x_t
@@ -193,12 +210,18 @@ class IDDPM:
         nll = discretised_nll(x_start, ours.mean, ours.log_variance)
         return torch.where(step.is_first.bool(), nll, kl) * BITS
 
-    def step_back(self, predicted: Tensor, x_t: Tensor, t: Tensor, *, clip: bool = False) -> StepBack:
+    def step_back(
+        self, predicted: Tensor, x_t: Tensor, t: Tensor, *, clip: bool = False
+    ) -> StepBack:
         """What a prediction ``[B, C_out, F, h, w]`` says about the step back from ``x_t`` at t int64 ``[B]``."""
         channels = x_t.shape[1]
-        return self._step_back(self.steps.at(t, x_t), predicted[:, :channels], predicted[:, channels:], x_t, clip=clip)
+        return self._step_back(
+            self.steps.at(t, x_t), predicted[:, :channels], predicted[:, channels:], x_t, clip=clip
+        )
 
-    def _step_back(self, step: Steps, first: Tensor, rest: Tensor, x_t: Tensor, *, clip: bool) -> StepBack:
+    def _step_back(
+        self, step: Steps, first: Tensor, rest: Tensor, x_t: Tensor, *, clip: bool
+    ) -> StepBack:
         x_start = first if self.predict_xstart else step.per_x * x_t - step.per_noise * first
         if clip:
             x_start = x_start.clamp(-1, 1)
@@ -206,27 +229,44 @@ class IDDPM:
             share = (rest + 1) / 2
             log_variance = share * step.log_largest + (1 - share) * step.log_smallest
         else:
-            log_variance = (step.log_smallest if self.sigma_small else step.log_fixed).expand_as(x_t)
+            log_variance = (step.log_smallest if self.sigma_small else step.log_fixed).expand_as(
+                x_t
+            )
         return StepBack(x_start, step.mean_of_start * x_start + step.mean_of_x * x_t, log_variance)
 
     def ancestral_step(self, predicted: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """A draw of ``x_{t-1}``, with ``noise`` shaped like it; the first step adds none."""
         back = self.step_back(predicted, x_t, t, clip=self.clip_denoised)
-        return back.mean + (1 - self.steps.at(t, x_t).is_first) * torch.exp(0.5 * back.log_variance) * noise
+        return (
+            back.mean
+            + (1 - self.steps.at(t, x_t).is_first) * torch.exp(0.5 * back.log_variance) * noise
+        )
 
-    def ddim_step(self, predicted: Tensor, x_t: Tensor, t: Tensor, noise: Tensor | None = None) -> Tensor:
+    def ddim_step(
+        self, predicted: Tensor, x_t: Tensor, t: Tensor, noise: Tensor | None = None
+    ) -> Tensor:
         """``x_{t-1}`` after Song et al., 2020; ``noise`` shaped like it is needed for ``ddim_eta`` above 0."""
         step = self.steps.at(t, x_t)
         x_start = self.step_back(predicted, x_t, t, clip=self.clip_denoised).x_start
-        direction = (step.per_x * x_t - x_start) / step.per_noise  # the noise that x_start leaves in x_t
+        direction = (
+            step.per_x * x_t - x_start
+        ) / step.per_noise  # the noise that x_start leaves in x_t
         before = step.alpha_bar_before
-        spread = ((1 - before) / (1 - step.alpha_bar)).sqrt() * (1 - step.alpha_bar / before).sqrt() * self.ddim_eta
+        spread = (
+            ((1 - before) / (1 - step.alpha_bar)).sqrt()
+            * (1 - step.alpha_bar / before).sqrt()
+            * self.ddim_eta
+        )
         x = before.sqrt() * x_start + (1 - before - spread.square()).sqrt() * direction
         return x if noise is None else x + (1 - step.is_first) * spread * noise
 
-    def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any) -> Prediction:
+    def guide(
+        self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
+    ) -> Prediction:
         """The guided prediction of a model, with the variance of its captioned half; see ``guided``."""
-        return guided(model, self.cfg_scale, drop_caption=drop_caption, channels=self.cfg_channel, **inputs)
+        return guided(
+            model, self.cfg_scale, drop_caption=drop_caption, channels=self.cfg_channel, **inputs
+        )
 
     def sample(
         self,
@@ -254,8 +294,12 @@ class IDDPM:
         Raises:
             ValueError: without ``draw_noise`` where it is needed.
         """
-        if draw_noise is None and (frame_levels is not None or self.sampler == "ancestral" or self.ddim_eta):
-            raise ValueError("got no draw_noise; expected noise for the steps of this sampler; pass it, or use DDIM")
+        if draw_noise is None and (
+            frame_levels is not None or self.sampler == "ancestral" or self.ddim_eta
+        ):
+            raise ValueError(
+                "got no draw_noise; expected noise for the steps of this sampler; pass it, or use DDIM"
+            )
         count, draws = len(self.timestep_map), 0
 
         def draw() -> Tensor:
@@ -276,7 +320,11 @@ class IDDPM:
                 moved = self.ancestral_step(predicted, z, t, draw())
             else:
                 moved = self.ddim_step(predicted, z, t, draw() if self.ddim_eta else None)
-            z = moved if starts_at is None else torch.where(by_frame(starts_at >= index), moved, given)
+            z = (
+                moved
+                if starts_at is None
+                else torch.where(by_frame(starts_at >= index), moved, given)
+            )
             if on_step is not None:
                 on_step()
         return z

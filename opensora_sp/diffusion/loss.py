@@ -86,7 +86,9 @@ def _counting(x_mask: Tensor | None, video_mask: Tensor | None) -> Tensor | None
 def _cut_whole(output: Tensor, wholes: tuple[Tensor, ...], counting: Tensor | None) -> _Cuts:
     predicted, *cuts = (z.movedim(1, -1) for z in (output, *wholes))  # [B, F, h, w, channels]
     sample = torch.arange(len(output), device=output.device)
-    counted = None if counting is None else counting.view(*counting.shape, *[1] * (4 - counting.ndim))
+    counted = (
+        None if counting is None else counting.view(*counting.shape, *[1] * (4 - counting.ndim))
+    )
     counted = None if counted is None else counted.expand(predicted.shape[:-1])
     return predicted, tuple(cuts), sample, counted
 
@@ -95,13 +97,20 @@ def _cut_shard(shard: Any, wholes: tuple[Tensor, ...], counting: Tensor | None) 
     layout, device = shard.layout, wholes[0].device
     of_patch = (layout.grid.patch_volume, -1)
     predicted = shard.tensor.unflatten(-1, of_patch)  # [R, L, V, C_out]
-    cuts = tuple(layout.slice(z).unflatten(-1, (of_patch[0], z.shape[1])) for z in wholes)  # [R, L, V, c]
-    counted = layout.inside(device) if counting is None else layout.slice(counting)  # [R, L, V]; False in padding
+    cuts = tuple(
+        layout.slice(z).unflatten(-1, (of_patch[0], z.shape[1])) for z in wholes
+    )  # [R, L, V, c]
+    counted = (
+        layout.inside(device) if counting is None else layout.slice(counting)
+    )  # [R, L, V]; False in padding
     return predicted, cuts, layout.samples(device), counted
 
 
 def velocity_loss(
-    prediction: Tensor | Any, target: Tensor, x_mask: Tensor | None = None, video_mask: Tensor | None = None
+    prediction: Tensor | Any,
+    target: Tensor,
+    x_mask: Tensor | None = None,
+    video_mask: Tensor | None = None,
 ) -> Tensor:
     """Squared error of each sample: the sum over what is held here, over the count of the whole sample.
 

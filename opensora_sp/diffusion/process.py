@@ -37,13 +37,24 @@ class Noised:
     x_start: Tensor  # [B, c, F, h, w]
     t: Tensor  # [B], timesteps of the process
     x_mask: Tensor | None  # bool [B, F], False for frames that are given
-    video_mask: Tensor | None = None  # bool [B, F, h, w], False outside of a clip that is smaller than the batch
+    video_mask: Tensor | None = (
+        None  # bool [B, F, h, w], False outside of a clip that is smaller than the batch
+    )
 
     @classmethod
-    def of(cls, process: DiffusionProcess, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None) -> Noised:
+    def of(
+        cls,
+        process: DiffusionProcess,
+        x_start: Tensor,
+        noise: Tensor,
+        t: Tensor,
+        x_mask: Tensor | None,
+    ) -> Noised:
         """Noise a batch ``[B, c, F, h, w]`` up to t ``[B]``; frames with ``x_mask`` False are given."""
         x_t = process.noisy_input(x_start, noise, t, x_mask)
-        return cls(x_t=x_t, target=process.target(x_start, noise), x_start=x_start, t=t, x_mask=x_mask)
+        return cls(
+            x_t=x_t, target=process.target(x_start, noise), x_start=x_start, t=t, x_mask=x_mask
+        )
 
 
 class DiffusionProcess(Protocol):
@@ -56,7 +67,9 @@ class DiffusionProcess(Protocol):
     def check_channels(self, in_channels: int, out_channels: int) -> None:
         """Raise ValueError if a model of these channels does not predict what the process needs."""
 
-    def geometry(self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int) -> Geometry:
+    def geometry(
+        self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int
+    ) -> Geometry:
         """What ``timesteps_from`` and ``sample`` want to know of samples of this size in pixels, each ``[B]``."""
 
     def timesteps_from(self, uniform: Tensor, geometry: Geometry | None = None) -> Tensor:
@@ -65,7 +78,9 @@ class DiffusionProcess(Protocol):
     def network_time(self, t: Tensor) -> Tensor:
         """The timestep ``[B]`` that the network is told at t."""
 
-    def noisy_input(self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
+    def noisy_input(
+        self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None
+    ) -> Tensor:
         """What the network sees, ``[B, c, F, h, w]``."""
 
     def target(self, x_start: Tensor, noise: Tensor) -> Tensor:
@@ -76,7 +91,9 @@ class DiffusionProcess(Protocol):
 
     cfg_scale: float
 
-    def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any) -> Prediction:
+    def guide(
+        self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
+    ) -> Prediction:
         """The guided prediction of a model; ``drop_caption`` and ``inputs`` are for the doubled batch."""
 
     def sample(

@@ -48,7 +48,9 @@ class RectifiedFlow:
     def __post_init__(self) -> None:
         for name in ("num_timesteps", "num_sampling_steps", "transform_scale", "scale"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"got {name} {getattr(self, name)}; expected a positive number; change it")
+                raise ValueError(
+                    f"got {name} {getattr(self, name)}; expected a positive number; change it"
+                )
         if self.sample_method not in ("uniform", "logit-normal"):
             raise ValueError(
                 f"got sample_method {self.sample_method!r}; expected 'uniform' or 'logit-normal'; choose one of them"
@@ -57,7 +59,9 @@ class RectifiedFlow:
     def check_channels(self, in_channels: int, out_channels: int) -> None:
         """Any model will do: output channels beyond those of the latent are ignored."""
 
-    def geometry(self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int) -> Geometry:
+    def geometry(
+        self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int
+    ) -> Geometry:
         """Pixel size ``[B]`` and the frames that this transform counts."""
         frames = video_frames if self.legacy_frame_count else latent_frames
         return Geometry(height, width, torch.full_like(height, frames))
@@ -68,7 +72,9 @@ class RectifiedFlow:
             uniform = torch.sigmoid(self.loc + self.scale * torch.special.ndtri(uniform))
         t = uniform * self.num_timesteps
         if self.use_discrete_timesteps:
-            t = t.floor().clamp(max=self.num_timesteps - 1)  # a float32 just below 1 may have been rounded up to it
+            t = t.floor().clamp(
+                max=self.num_timesteps - 1
+            )  # a float32 just below 1 may have been rounded up to it
         return self._transform(t, geometry)
 
     def network_time(self, t: Tensor) -> Tensor:
@@ -81,7 +87,9 @@ class RectifiedFlow:
         signal = per_sample(1 - t.to(wide) / self.num_timesteps, x_start)
         return (signal * x_start + (1 - signal) * noise).to(x_start.dtype)
 
-    def noisy_input(self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
+    def noisy_input(
+        self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None
+    ) -> Tensor:
         """What the network sees: ``x_t``, and ``x_start`` itself in frames that are given (``x_mask`` False)."""
         x_t = self.add_noise(x_start, noise, t)
         if x_mask is None:
@@ -97,11 +105,15 @@ class RectifiedFlow:
         """Squared error of the velocity, ``[B]``; see ``velocity_loss``."""
         return velocity_loss(prediction, noised.target, noised.x_mask, noised.video_mask)
 
-    def guide(self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any) -> Prediction:
+    def guide(
+        self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
+    ) -> Prediction:
         """The guided velocity of a model; see ``guided``."""
         return guided(model, self.cfg_scale, drop_caption=drop_caption, **inputs)
 
-    def sampling_timesteps(self, num_samples: int, geometry: Geometry | None = None, **options: Any) -> list[Tensor]:
+    def sampling_timesteps(
+        self, num_samples: int, geometry: Geometry | None = None, **options: Any
+    ) -> list[Tensor]:
         """The n timesteps visited, each ``[B]``, from N down; ``options`` are the dtype and device of the latents."""
         n = self.num_sampling_steps
         steps = [(1 - i / n) * self.num_timesteps for i in range(n)]
@@ -130,7 +142,9 @@ class RectifiedFlow:
             draw_noise: ``draw_noise(step)`` shaped like z, needed with ``frame_levels``.
             on_step: called after each step.
         """
-        wide = torch.promote_types(z.dtype, torch.float32)  # a timestep rounded to bf16 is another timestep
+        wide = torch.promote_types(
+            z.dtype, torch.float32
+        )  # a timestep rounded to bf16 is another timestep
         timesteps = self.sampling_timesteps(len(z), geometry, dtype=wide, device=z.device)
         started = None if frame_levels is None else frame_levels == 1
         for i, t in enumerate(timesteps):
@@ -138,7 +152,9 @@ class RectifiedFlow:
             if frame_levels is not None:
                 assert started is not None
                 if draw_noise is None:
-                    raise ValueError("got frame_levels without draw_noise; expected noise for each step; pass it")
+                    raise ValueError(
+                        "got frame_levels without draw_noise; expected noise for each step; pass it"
+                    )
                 active = frame_levels * self.num_timesteps >= t[:, None]  # [B, F]
                 given, noised = z, self.add_noise(z, draw_noise(i), t)
                 z = torch.where(by_frame(active & ~started), noised, given)

@@ -17,7 +17,9 @@ LATENT_ENCODERS: dict[str, Any] = {
 TEXT_ENCODERS: dict[str, Any] = {"HashedBagOfWords": HashedBagOfWords, "t5": T5TextEncoder}
 
 
-def planned_latent_size(vae: dict[str, Any], num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+def planned_latent_size(
+    vae: dict[str, Any], num_frames: int, height: int, width: int
+) -> tuple[int, int, int]:
     """The size (frames, height, width) of the latents that a config's ``vae`` would make; no weights are loaded."""
     options = {key: value for key, value in vae.items() if key != "type"}
     encoder = component_class("vae", vae["type"], LATENT_ENCODERS)

@@ -86,11 +86,16 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
     Raises:
         ValueError: if the clip falls into another number of parts than its latents.
     """
-    step, latent_step = getattr(vae, "chunk_frames", None), getattr(vae, "chunk_latent_frames", None)
+    step, latent_step = (
+        getattr(vae, "chunk_frames", None),
+        getattr(vae, "chunk_latent_frames", None),
+    )
     if step is None or latent_step is None:
         return [Piece(slice(0, num_frames), slice(0, latent_frames))]
     frames = [slice(i, min(i + step, num_frames)) for i in range(0, num_frames, step)]
-    latents = [slice(i, min(i + latent_step, latent_frames)) for i in range(0, latent_frames, latent_step)]
+    latents = [
+        slice(i, min(i + latent_step, latent_frames)) for i in range(0, latent_frames, latent_step)
+    ]
     if len(frames) != len(latents):
         raise ValueError(
             f"got {num_frames} frames and {latent_frames} latent frames, which are {len(frames)} and {len(latents)} "

@@ -42,14 +42,23 @@ class FrozenEncoder(nn.Module):
         home = [
             (module, name, tensor)
             for module in self.modules()
-            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for name, tensor in [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]
         ]
-        moved = {id(tensor): tensor.detach().to(self.device) for _, _, tensor in home}  # a shared one once
+        moved = {
+            id(tensor): tensor.detach().to(self.device) for _, _, tensor in home
+        }  # a shared one once
         try:
             for module, name, tensor in home:
                 there = moved[id(tensor)]
                 is_parameter = isinstance(tensor, nn.Parameter)
-                setattr(module, name, nn.Parameter(there, requires_grad=False) if is_parameter else there)
+                setattr(
+                    module,
+                    name,
+                    nn.Parameter(there, requires_grad=False) if is_parameter else there,
+                )
             yield
         finally:
             for module, name, tensor in home:
@@ -75,7 +84,9 @@ def load_pretrained(cls: Any, source: str, key: str, **options: Any) -> Any:
             source, local_files_only=local_files_only, output_loading_info=True, **options
         )
         if found["missing_keys"]:
-            raise ValueError(f"{len(found['missing_keys'])} tensors are missing, {found['missing_keys'][0]} is one")
+            raise ValueError(
+                f"{len(found['missing_keys'])} tensors are missing, {found['missing_keys'][0]} is one"
+            )
     return model
 
 
@@ -169,7 +180,9 @@ def _hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # whatever the HTTP library of the day raises, also where the hub is switched off
+    except (
+        Exception
+    ):  # whatever the HTTP library of the day raises, also where the hub is switched off
         return False
     return True
 

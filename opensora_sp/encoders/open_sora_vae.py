@@ -39,13 +39,20 @@ IMAGE_VAE = dict(  # of Stable Diffusion, the usual one
     latent_channels=4,
     norm_num_groups=32,
 )
-OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # names of older diffusers
+OLD_ATTENTION = {
+    "query": "to_q",
+    "key": "to_k",
+    "value": "to_v",
+    "proj_attn": "to_out.0",
+}  # names of older diffusers
 
 
 class ChunkVAE(nn.Module):
     """What one chunk goes through; names of tensors are those of the released weights."""
 
-    def __init__(self, image_vae: Any, temporal_vae: TemporalVAE, *, micro_batch_size: int | None) -> None:
+    def __init__(
+        self, image_vae: Any, temporal_vae: TemporalVAE, *, micro_batch_size: int | None
+    ) -> None:
         super().__init__()
         channels = image_vae.config.latent_channels
         self.register_buffer("scale", torch.ones(1, channels, 1, 1, 1))
@@ -55,7 +62,9 @@ class ChunkVAE(nn.Module):
         )
         self.temporal_vae = temporal_vae
 
-    def encode(self, video: Tensor, spatial_noise: Tensor | None, temporal_noise: Tensor | None) -> Tensor:
+    def encode(
+        self, video: Tensor, spatial_noise: Tensor | None, temporal_noise: Tensor | None
+    ) -> Tensor:
         posterior = self.temporal_vae.encode(self.spatial_vae.encode(video, spatial_noise))
         return (posterior.sample(temporal_noise).to(self.scale.dtype) - self.shift) / self.scale
 
@@ -90,7 +99,9 @@ class OpenSoraVAE(FrozenEncoder):
     ) -> None:
         super().__init__(offload=offload)
         if micro_frame_size is not None and micro_frame_size < 1:
-            raise ValueError(f"got micro_frame_size {micro_frame_size}; expected >= 1; change vae.micro_frame_size")
+            raise ValueError(
+                f"got micro_frame_size {micro_frame_size}; expected >= 1; change vae.micro_frame_size"
+            )
         described = json.loads(find_file(from_pretrained, "config.json", "vae").read_text())
         with torch.device("meta"):  # the weights come from the file
             image_vae, temporal_vae = build_parts(described, from_pretrained)
@@ -101,7 +112,9 @@ class OpenSoraVAE(FrozenEncoder):
         self.chunk_vae.temporal_vae.to(self.dtype)
         self.channels = self.chunk_vae.spatial_vae.channels
         self.chunk_frames = micro_frame_size
-        self.chunk_latent_frames = None if micro_frame_size is None else -(-micro_frame_size // TIME_FACTOR)
+        self.chunk_latent_frames = (
+            None if micro_frame_size is None else -(-micro_frame_size // TIME_FACTOR)
+        )
         self.requires_grad_(False).eval()
 
     @property
@@ -114,7 +127,11 @@ class OpenSoraVAE(FrozenEncoder):
 
     @torch.no_grad()
     def encode(
-        self, video: Tensor, *, spatial_noise: Tensor | None = None, temporal_noise: Tensor | None = None
+        self,
+        video: Tensor,
+        *,
+        spatial_noise: Tensor | None = None,
+        temporal_noise: Tensor | None = None,
     ) -> Tensor:
         """``[B, 3, F, height, width]`` in [-1, 1] -> ``[B, c, f, h, w]``.
 
@@ -126,9 +143,14 @@ class OpenSoraVAE(FrozenEncoder):
         latent_frames = self.latent_size(*video.shape[2:])[0]
         parts = []
         with self.on_device():
-            for piece in independent_pieces(self, num_frames=video.shape[2], latent_frames=latent_frames):
+            for piece in independent_pieces(
+                self, num_frames=video.shape[2], latent_frames=latent_frames
+            ):
                 frames = video[:, :, piece.frames].to(self.device, self.dtype)
-                noise = self._part(spatial_noise, piece.frames), self._part(temporal_noise, piece.latents)
+                noise = (
+                    self._part(spatial_noise, piece.frames),
+                    self._part(temporal_noise, piece.latents),
+                )
                 parts.append(self.chunk_vae.encode(frames, *noise).float())
         return torch.cat(parts, dim=2)
 
@@ -142,7 +164,9 @@ class OpenSoraVAE(FrozenEncoder):
         check_latent_frames(latents, num_frames, _latent_frames(num_frames, self.chunk_frames))
         parts = []
         with self.on_device():
-            for piece in independent_pieces(self, num_frames=num_frames, latent_frames=latents.shape[2]):
+            for piece in independent_pieces(
+                self, num_frames=num_frames, latent_frames=latents.shape[2]
+            ):
                 z = latents[:, :, piece.latents].to(self.device, self.scale.dtype)
                 length = piece.frames.stop - piece.frames.start
                 parts.append(self.chunk_vae.decode(z, num_frames=length).float())
@@ -156,7 +180,13 @@ class OpenSoraVAE(FrozenEncoder):
 
     @classmethod
     def planned_latent_size(
-        cls, num_frames: int, height: int, width: int, *, micro_frame_size: int | None = 17, **_: Any
+        cls,
+        num_frames: int,
+        height: int,
+        width: int,
+        *,
+        micro_frame_size: int | None = 17,
+        **_: Any,
     ) -> tuple[int, int, int]:
         """``latent_size`` without weights."""
         return latent_size_of(num_frames, height, width, micro_frame_size=micro_frame_size)
@@ -207,7 +237,9 @@ def build_parts(described: dict[str, Any], source: str) -> tuple[Any, TemporalVA
         image_config = next((config for config in found if config is not None), None)
     image_vae = AutoencoderKL.from_config(image_config or IMAGE_VAE)
     options.pop("from_pretrained", None)
-    if options.pop("type", None) == "VAE_Temporal":  # the class, whose default differs from the released preset
+    if (
+        options.pop("type", None) == "VAE_Temporal"
+    ):  # the class, whose default differs from the released preset
         options.setdefault("temporal_downsample", (True, True, False))
     try:
         temporal_vae = TemporalVAE(**options)
@@ -232,12 +264,18 @@ def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
         ValueError: if they are not.
     """
     state = read_tensors(source, "model.safetensors", "vae")
-    state = {re.sub(r"(?<=attentions\.0\.)(\w+)", _attention_name, name): t for name, t in state.items()}
+    state = {
+        re.sub(r"(?<=attentions\.0\.)(\w+)", _attention_name, name): t for name, t in state.items()
+    }
     wanted = {name: tensor.shape for name, tensor in chunk_vae.state_dict().items()}
     for name in ("scale", "shift"):
         if name in state:
             one_for_all = state[name].ndim == 0
-            state[name] = (state[name].expand(wanted[name]) if one_for_all else state[name]).float().contiguous()
+            state[name] = (
+                (state[name].expand(wanted[name]) if one_for_all else state[name])
+                .float()
+                .contiguous()
+            )
     differences = [f"missing {name}" for name in wanted if name not in state]
     differences += [f"unexpected {name}" for name in state if name not in wanted]
     differences += [

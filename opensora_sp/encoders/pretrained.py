@@ -33,7 +33,9 @@ class FrameAutoencoder(nn.Module):
     def __init__(self, module: Any, *, scaling_factor: float, micro_batch_size: int | None) -> None:
         super().__init__()
         if micro_batch_size is not None and micro_batch_size < 1:
-            raise ValueError(f"got micro_batch_size {micro_batch_size}; expected >= 1; change vae.micro_batch_size")
+            raise ValueError(
+                f"got micro_batch_size {micro_batch_size}; expected >= 1; change vae.micro_batch_size"
+            )
         self.module = module
         self.scaling_factor = scaling_factor
         self.micro_batch_size = micro_batch_size
@@ -47,13 +49,22 @@ class FrameAutoencoder(nn.Module):
         parts = []
         for places in self._micro_batches(frames):
             posterior = self.module.encode(frames[places]).latent_dist
-            parts.append(posterior.mean if noises is None else posterior.mean + posterior.std * noises[places])
-        return rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=video.shape[0]) * self.scaling_factor
+            parts.append(
+                posterior.mean
+                if noises is None
+                else posterior.mean + posterior.std * noises[places]
+            )
+        return (
+            rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=video.shape[0])
+            * self.scaling_factor
+        )
 
     def decode(self, latents: Tensor) -> Tensor:
         """``[B, c, F, h, w]`` -> ``[B, 3, F, height, width]``."""
         frames = rearrange(latents, "b c f h w -> (b f) c h w") / self.scaling_factor
-        parts = [self.module.decode(frames[places]).sample for places in self._micro_batches(frames)]
+        parts = [
+            self.module.decode(frames[places]).sample for places in self._micro_batches(frames)
+        ]
         return rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=latents.shape[0])
 
     def _micro_batches(self, frames: Tensor) -> list[slice]:
@@ -93,9 +104,13 @@ class ImageVAE(FrozenEncoder):
         super().__init__(offload=offload)
         from diffusers import AutoencoderKL
 
-        vae = load_pretrained(AutoencoderKL, from_pretrained, "vae", subfolder=subfolder, torch_dtype=DTYPES[dtype])
+        vae = load_pretrained(
+            AutoencoderKL, from_pretrained, "vae", subfolder=subfolder, torch_dtype=DTYPES[dtype]
+        )
         scaling_factor = scaling_factor or vae.config.scaling_factor
-        self.frames = FrameAutoencoder(vae, scaling_factor=scaling_factor, micro_batch_size=micro_batch_size)
+        self.frames = FrameAutoencoder(
+            vae, scaling_factor=scaling_factor, micro_batch_size=micro_batch_size
+        )
         self.dtype, self.round_down = DTYPES[dtype], round_down
         self.channels, self.micro_batch_size = self.frames.channels, micro_batch_size
         self.scale = 1 / scaling_factor
@@ -113,7 +128,9 @@ class ImageVAE(FrozenEncoder):
             return self.frames.decode(latents.to(self.device, self.dtype)).float()
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        return frame_latent_size(num_frames, height, width, self.frames.factor, round_down=self.round_down)
+        return frame_latent_size(
+            num_frames, height, width, self.frames.factor, round_down=self.round_down
+        )
 
     @classmethod
     def planned_latent_size(
@@ -181,7 +198,9 @@ class T5TextEncoder(FrozenEncoder):
         from transformers import AutoTokenizer, T5EncoderModel
 
         self.tokenizer = load_pretrained(AutoTokenizer, from_pretrained, "text_encoder")
-        self.t5 = load_pretrained(T5EncoderModel, from_pretrained, "text_encoder", torch_dtype=DTYPES[dtype])
+        self.t5 = load_pretrained(
+            T5EncoderModel, from_pretrained, "text_encoder", torch_dtype=DTYPES[dtype]
+        )
         self.width: int = self.t5.config.d_model
         self.max_length, self.clean_captions = max_length, clean_captions
         self._said_that_captions_are_cut = False
@@ -192,7 +211,11 @@ class T5TextEncoder(FrozenEncoder):
         texts = [self._cleaned(text) for text in texts]
         self._say_once_if_cut(texts)
         tokens = self.tokenizer(
-            texts, max_length=self.max_length, padding="max_length", truncation=True, return_tensors="pt"
+            texts,
+            max_length=self.max_length,
+            padding="max_length",
+            truncation=True,
+            return_tensors="pt",
         )
         ids, mask = tokens.input_ids.to(self.device), tokens.attention_mask.to(self.device)
         with self.on_device():
@@ -231,5 +254,7 @@ def clean_caption(text: str) -> str:
     from diffusers.pipelines.deepfloyd_if import IFPipeline
 
     for _ in range(2):
-        text = IFPipeline._clean_caption(IFPipeline, text)  # of the instance it reads a class attribute only
+        text = IFPipeline._clean_caption(
+            IFPipeline, text
+        )  # of the instance it reads a class attribute only
     return text

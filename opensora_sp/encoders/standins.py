@@ -24,7 +24,9 @@ class PatchPoolVAE(nn.Module):
         super().__init__()
         self.pool = tuple(pool)
         if len(self.pool) != 3 or min(self.pool) < 1:
-            raise ValueError(f"got pool {self.pool}; expected (frames, height, width) >= 1; change vae.pool")
+            raise ValueError(
+                f"got pool {self.pool}; expected (frames, height, width) >= 1; change vae.pool"
+            )
         self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
 
     def encode(self, video: Tensor) -> Tensor:
@@ -34,7 +36,9 @@ class PatchPoolVAE(nn.Module):
 
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
         factors = tuple(float(p) for p in self.pool)
-        video = F.interpolate(latents.float(), scale_factor=factors, mode="trilinear", align_corners=False)
+        video = F.interpolate(
+            latents.float(), scale_factor=factors, mode="trilinear", align_corners=False
+        )
         return video[:, :, :num_frames]
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
@@ -70,4 +74,6 @@ class HashedBagOfWords(nn.Module):
 
     def _vector(self, token: str) -> Tensor:
         seed = int.from_bytes(hashlib.sha256(token.encode()).digest()[:8], "little")
-        return torch.from_numpy(np.random.Generator(np.random.Philox(seed)).standard_normal(self.width)).float()
+        return torch.from_numpy(
+            np.random.Generator(np.random.Philox(seed)).standard_normal(self.width)
+        ).float()

@@ -91,7 +91,9 @@ def res_blocks(
 ) -> nn.Sequential:
     """``number`` residual blocks, of which the first changes the channels."""
     inputs = [in_channels] + [out_channels] * (number - 1)
-    blocks = (ResBlock(channels, out_channels, num_groups, activate=activate) for channels in inputs)
+    blocks = (
+        ResBlock(channels, out_channels, num_groups, activate=activate) for channels in inputs
+    )
     return nn.Sequential(*blocks)
 
 
@@ -113,7 +115,8 @@ class Encoder(nn.Module):
         entering = [widths[0], *widths[:-1]]
         self.conv_in = CausalConv3d(in_channels, widths[0], bias=False)
         self.block_res_blocks = nn.ModuleList(
-            res_blocks(depth, before, width, groups, activate) for before, width in zip(entering, widths, strict=True)
+            res_blocks(depth, before, width, groups, activate)
+            for before, width in zip(entering, widths, strict=True)
         )
         self.conv_blocks = nn.ModuleList(
             CausalConv3d(width, width, stride=2) if half else nn.Identity()
@@ -152,7 +155,8 @@ class Decoder(nn.Module):
         self.conv1 = CausalConv3d(in_channels, widths[-1])
         self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
         self.block_res_blocks = nn.ModuleList(
-            res_blocks(depth, before, width, groups, activate) for before, width in zip(entering, widths, strict=True)
+            res_blocks(depth, before, width, groups, activate)
+            for before, width in zip(entering, widths, strict=True)
         )
         self.conv_blocks = nn.ModuleList(
             CausalConv3d(width, 2 * width) if half else nn.Identity()
@@ -246,7 +250,13 @@ class TemporalVAE(nn.Module):
                 f"{tuple(channel_multipliers)}; expected one entry for every level but the last; change one of them"
             )
         widths = [filters * multiplier for multiplier in channel_multipliers]
-        levels = (widths, temporal_downsample, num_res_blocks, num_groups, ACTIVATIONS[activation_fn])
+        levels = (
+            widths,
+            temporal_downsample,
+            num_res_blocks,
+            num_groups,
+            ACTIVATIONS[activation_fn],
+        )
         self.time_factor = 2 ** sum(temporal_downsample)
         self.encoder = Encoder(in_out_channels, 2 * latent_embed_dim, *levels)
         self.quant_conv = CausalConv3d(2 * latent_embed_dim, 2 * embed_dim, 1)

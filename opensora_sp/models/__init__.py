@@ -2,12 +2,12 @@
 
 from .compile import compile_blocks
 from .conditioning import Text, sample_numbers
-from .points import Attend, Gather, Point, Rowwise, Segment, Shard, Switch
+from .hook_points import Attend, Gather, Point, Rowwise, Segment, Shard, Switch
 from .registry import build_model
-from .rows import PatchGrid, Rows
 from .stdit import STDiT, STDiTConfig
 from .stdit2 import STDiT2, STDiT2Config
 from .stdit3 import STDiT3, STDiT3Config
+from .token_layout import PatchGrid, Rows
 
 __all__ = [
     "Attend",

@@ -40,7 +40,9 @@ MAX_ROWS = 65_535  # kernels count rows along an axis of CUDA's grid that ends h
 MAX_SCORES = 2**22  # numbers in one tensor of the reference: 16 MB in float32
 GPUS = ("cuda", "meta")  # the planner traces on meta tensors what a recent GPU would do
 PROCESSORS = 132  # of such a GPU, an H100 or H200
-SAFE_CUDNN = 91501  # before 9.15.1 cuDNN is wrong for lengths that 128 does not divide (pytorch#169849)
+SAFE_CUDNN = (
+    91501  # before 9.15.1 cuDNN is wrong for lengths that 128 does not divide (pytorch#169849)
+)
 
 Lengths = tuple[Sequence[int], Sequence[int]]
 
@@ -51,7 +53,9 @@ class Backend:
 
     name: str  # "flash", "sdpa" or "reference"
     processors: int = 1  # of the device, which packed queries are cut into pieces for
-    deterministic: bool = False  # torch.use_deterministic_algorithms: gradients of queries without atomics
+    deterministic: bool = (
+        False  # torch.use_deterministic_algorithms: gradients of queries without atomics
+    )
 
     @property
     def flash_options(self) -> dict[str, bool]:
@@ -60,7 +64,12 @@ class Backend:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths | Packing | None = None, backend: str | Backend = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lengths: Lengths | Packing | None = None,
+    backend: str | Backend = "auto",
 ) -> Tensor:
     """Softmax attention, ``softmax(q k^T / sqrt(D)) v``, per row or per packed sample.
 
@@ -78,7 +87,11 @@ def attention(
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
     chosen: Backend
-    chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1]) if isinstance(backend, str) else backend
+    chosen = (
+        choose_backend(backend, q.device, q.dtype, q.shape[-1])
+        if isinstance(backend, str)
+        else backend
+    )
     if lengths is not None:
         return _attend_packed(chosen, q, k, v, lengths)
     return _attend_rows(chosen, q, k, v)
@@ -87,11 +100,15 @@ def attention(
 def check_backend(backend: str) -> None:
     """Raise ValueError for a name that is none of ``BACKENDS``."""
     if backend not in BACKENDS:
-        raise ValueError(f"got attention {backend!r}; expected one of {BACKENDS}; choose one of these")
+        raise ValueError(
+            f"got attention {backend!r}; expected one of {BACKENDS}; choose one of these"
+        )
 
 
 @torch.compiler.disable  # asks for packages and devices, and logs: models resolve it before their blocks
-def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> Backend:
+def choose_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, head_width: int
+) -> Backend:
     """What ``backend`` stands for, for this kind of tensor. Logs the reason, once for each kind.
 
     Raises:
@@ -101,7 +118,9 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_
 
 
 @cache
-def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool) -> Backend:
+def _choose(
+    backend: str, device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool
+) -> Backend:
     check_backend(backend)
     if backend in ("auto", "flash") and device.type == "meta":
         backend = "sdpa"  # its kernels, from torch: what they take is the same
@@ -126,7 +145,9 @@ def _choose(backend: str, device: torch.device, dtype: torch.dtype, head_width: 
     return Backend(chosen, processors, deterministic)
 
 
-def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool) -> str | None:
+def _flash_obstacle(
+    device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool
+) -> str | None:
     """Why flash-attn cannot take such tensors; None if it can."""
     if obstacle := _flash_kernels_obstacle(device, dtype, head_width):
         return obstacle
@@ -139,7 +160,9 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_width: int, d
     return None
 
 
-def _flash_kernels_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
+def _flash_kernels_obstacle(
+    device: torch.device, dtype: torch.dtype, head_width: int
+) -> str | None:
     """Why the kernels of FlashAttention, wherever they come from, cannot take such tensors."""
     if device.type not in GPUS:
         return "the tensors are not on a GPU"
@@ -159,27 +182,41 @@ def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) ->
     if dtype == torch.float64:
         return "torch has no fused kernel for float64 on a GPU"
     if head_width * dtype.itemsize % 16:
-        return f"torch's fused kernels take heads in multiples of 16 bytes, not {head_width} x {dtype}"
-    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        return (
+            f"torch's fused kernels take heads in multiples of 16 bytes, not {head_width} x {dtype}"
+        )
+    if (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         return "torch's fused kernels take bf16 from compute capability 8.0 on"
     return None
 
 
 def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if backend.name == "reference" or not q.numel():  # kernels refuse what ranks without tokens hold
+    if (
+        backend.name == "reference" or not q.numel()
+    ):  # kernels refuse what ranks without tokens hold
         return _explicit(q, k, v)
     if k.shape[1] == 1:
         return _OneKey.apply(q, k, v)
     kernel = partial(_flash_rows, backend) if backend.name == "flash" else _sdpa_rows
     if len(q) <= MAX_ROWS:
         return kernel(q, k, v)
-    return torch.cat([kernel(*part) for part in zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)])
+    return torch.cat(
+        [kernel(*part) for part in zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)]
+    )
 
 
 @torch.compiler.disable  # lengths differ from batch to batch: compiled, each batch would be a graph of its own
-def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing) -> Tensor:
+def _attend_packed(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing
+) -> Tensor:
     packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
-    assert (len(q), len(k)) == (sum(packing.queries), sum(packing.keys)), "lengths must add up to the tokens"
+    assert (len(q), len(k)) == (sum(packing.queries), sum(packing.keys)), (
+        "lengths must add up to the tokens"
+    )
 
     kernel = _varlen_kernel(backend, q) if q.numel() else None
     if kernel is None:
@@ -194,7 +231,12 @@ def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: L
 
 
 def _by_lengths(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_lengths: tuple
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lengths: tuple[int, ...],
+    k_lengths: tuple,
 ) -> Tensor:
     """Samples of equal lengths share a call, wherever they lie."""
     runs = _runs(q_lengths, k_lengths)
@@ -234,7 +276,9 @@ def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: lis
     out = []
     for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
         q_edges, k_edges = call.edges(q.device)
-        out.append(kernel(q_part, k_part, v_part, q_edges, k_edges, max(call.queries), max(call.keys)))
+        out.append(
+            kernel(q_part, k_part, v_part, q_edges, k_edges, max(call.queries), max(call.keys))
+        )
     return _joined(out)
 
 
@@ -247,10 +291,16 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     if backend.name == "reference":
         return None
     # FlashAttention-2's backward takes wide heads on data-center GPUs only.
-    is_narrow = q.shape[-1] <= 192 or (q.is_cuda and torch.cuda.get_device_capability(q.device) in ((8, 0), (9, 0)))
+    is_narrow = q.shape[-1] <= 192 or (
+        q.is_cuda and torch.cuda.get_device_capability(q.device) in ((8, 0), (9, 0))
+    )
     if is_narrow and not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
         return varlen.flash if varlen.available("_flash_attention_forward") else None
-    return varlen.efficient if q.device.type in GPUS and varlen.available("_efficient_attention_forward") else None
+    return (
+        varlen.efficient
+        if q.device.type in GPUS and varlen.available("_efficient_attention_forward")
+        else None
+    )
 
 
 def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -261,7 +311,9 @@ def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # [R, H, L, D]
-    attend = _pinned_sdpa if q.is_cuda else _traced_sdpa if q.is_meta else F.scaled_dot_product_attention
+    attend = (
+        _pinned_sdpa if q.is_cuda else _traced_sdpa if q.is_meta else F.scaled_dot_product_attention
+    )
     return attend(q, k, v).transpose(1, 2)
 
 
@@ -269,7 +321,9 @@ def _traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
     if q.dtype in (torch.float16, torch.bfloat16):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, torch.is_grad_enabled())[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, torch.is_grad_enabled()
+    )[0]
 
 
 @torch.compiler.allow_in_graph  # one node: torch 2.5 cannot trace the context manager, which acts while it is lowered
@@ -317,7 +371,9 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = []
     for q_rows, k_rows, v_rows in zip(*(z.split(rows) for z in (q, k, v)), strict=True):
         parts = (
-            checkpoint(_softmax, part, k_rows, v_rows, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                _softmax, part, k_rows, v_rows, use_reentrant=False, preserve_rng_state=False
+            )
             for part in q_rows.split(queries, dim=1)
         )
         out.append(torch.cat(list(parts), dim=1))

@@ -21,11 +21,11 @@ from opensora_sp.transfer import to_device
 from .attention import choose_backend
 from .compile import compiled
 from .conditioning import Condition, SharedConfig, Text
-from .groups import VideoMask
+from .hook_points import Gather, Segment, Shard, Switch
 from .layers import CaptionEmbedder, CrossAttention, PatchEmbed3D
-from .points import Gather, Segment, Shard, Switch
 from .pretrained import Pretrained
-from .rows import PatchGrid, Rows
+from .token_groups import VideoMask
+from .token_layout import PatchGrid, Rows
 
 
 class ConditionedModel(Pretrained, nn.Module):
@@ -36,7 +36,9 @@ class ConditionedModel(Pretrained, nn.Module):
 
     Config: ClassVar[type[SharedConfig]]
     sharding_points: ClassVar[dict[str, str]]  # where sequence parallelism attaches itself
-    sample_inputs: ClassVar[tuple[str, ...]] = ()  # numbers of a sample that forward takes, ``[B]`` each, by name
+    sample_inputs: ClassVar[
+        tuple[str, ...]
+    ] = ()  # numbers of a sample that forward takes, ``[B]`` each, by name
     config: SharedConfig
     x_embedder: PatchEmbed3D
     y_embedder: CaptionEmbedder
@@ -56,7 +58,9 @@ class ConditionedModel(Pretrained, nn.Module):
     def dtype(self) -> torch.dtype:
         return self.x_embedder.proj.weight.dtype
 
-    def encode_text(self, y: Tensor, mask: Tensor | None = None, drop_caption: Tensor | None = None) -> Text:
+    def encode_text(
+        self, y: Tensor, mask: Tensor | None = None, drop_caption: Tensor | None = None
+    ) -> Text:
         """Captions, with the keys and values of every block, for any number of calls: sampling asks the model about the
         same text at every step. Pass the result as ``y``, without ``mask`` and ``drop_caption``, which are as there."""
         self._check_text(len(y), y, mask, drop_caption)
@@ -92,7 +96,12 @@ class ConditionedModel(Pretrained, nn.Module):
         return x, temporal
 
     def _run(
-        self, part: Callable[..., Tensor], x: Tensor, condition: Condition, keep: Tensor | None, index: int
+        self,
+        part: Callable[..., Tensor],
+        x: Tensor,
+        condition: Condition,
+        keep: Tensor | None,
+        index: int,
     ) -> Tensor:
         if self.compile_backend is not None:
             part = compiled(part, self.compile_backend)
@@ -134,8 +143,12 @@ class ConditionedModel(Pretrained, nn.Module):
             )
         frames, lines, columns = x.shape[2:]
         config, size = self.config, (frames, lines, columns)
-        backend = choose_backend(config.attention, x.device, self.dtype, config.hidden_size // config.num_heads)
-        return config.grid(len(x), size, mask=mask, scale=scale if mask else scale[0], attention=backend)
+        backend = choose_backend(
+            config.attention, x.device, self.dtype, config.hidden_size // config.num_heads
+        )
+        return config.grid(
+            len(x), size, mask=mask, scale=scale if mask else scale[0], attention=backend
+        )
 
     def _patches(self, x: Tensor, rows: Rows) -> Tensor:
         """The patches of the rows held, ``[R, L, V * c]``; whatever lies outside of its clip is zero."""
@@ -149,7 +162,11 @@ class ConditionedModel(Pretrained, nn.Module):
 
     def _times(self, timestep: Tensor, x_mask: Tensor | None) -> Tensor:
         """Each sample's timestep and, where frames may be given, the 0 that these see: ``[B, m]``."""
-        return timestep[:, None] if x_mask is None else torch.stack([timestep, torch.zeros_like(timestep)], dim=1)
+        return (
+            timestep[:, None]
+            if x_mask is None
+            else torch.stack([timestep, torch.zeros_like(timestep)], dim=1)
+        )
 
     def _given_frames(self, x_mask: Tensor | None) -> Tensor | None:
         """``[B, frames]``, False for given frames -> ``[B, T]``, True for given frames of patches."""
@@ -168,7 +185,9 @@ class ConditionedModel(Pretrained, nn.Module):
     def _text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
         return y if isinstance(y, Text) else Text(*self._embed_text(y, mask, drop))
 
-    def _embed_text(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
+    def _embed_text(
+        self, y: Tensor, mask: Tensor | None, drop: Tensor | None
+    ) -> tuple[Tensor, list[int]]:
         """Text ``[N, C]``, packed, and each sample's number of tokens."""
         packed, lengths = self.y_embedder.pack(y, mask, drop)  # [N, Cy]
         return self.y_embedder(packed.to(self.dtype)), lengths
@@ -204,7 +223,9 @@ class ConditionedModel(Pretrained, nn.Module):
                     f"got {name} of shape {tuple(tensor.shape)}; expected {list(shape)}; pass one entry per sample"
                 )
             if tensor is not None and name != "timestep" and tensor.dtype != torch.bool:
-                raise ValueError(f"got {name} of {tensor.dtype}; expected torch.bool; pass {name}.bool()")
+                raise ValueError(
+                    f"got {name} of {tensor.dtype}; expected torch.bool; pass {name}.bool()"
+                )
         caption = y.tokens if isinstance(y, Text) else y
         for name, tensor in dict(timestep=timestep, y=caption, x_mask=x_mask).items():
             _check_device(name, tensor, x)
@@ -220,7 +241,9 @@ class ConditionedModel(Pretrained, nn.Module):
                 "pass such a mask, or None if no clip is padded"
             )
 
-    def _check_caption(self, n: int, y: Tensor | Text, mask: Tensor | None, drop_caption: Tensor | None) -> None:
+    def _check_caption(
+        self, n: int, y: Tensor | Text, mask: Tensor | None, drop_caption: Tensor | None
+    ) -> None:
         if not isinstance(y, Text):
             self._check_text(n, y, mask, drop_caption)
         elif len(y.lengths) != n or mask is not None or drop_caption is not None:
@@ -229,9 +252,16 @@ class ConditionedModel(Pretrained, nn.Module):
                 "expected one caption per sample and neither; pass both to encode_text"
             )
 
-    def _check_text(self, n: int, y: Tensor, mask: Tensor | None, drop_caption: Tensor | None) -> None:
+    def _check_text(
+        self, n: int, y: Tensor, mask: Tensor | None, drop_caption: Tensor | None
+    ) -> None:
         config = self.config
-        if y.ndim != 4 or y.shape[0] != n or y.shape[1] != 1 or y.shape[3] != config.caption_channels:
+        if (
+            y.ndim != 4
+            or y.shape[0] != n
+            or y.shape[1] != 1
+            or y.shape[3] != config.caption_channels
+        ):
             raise ValueError(
                 f"got y of shape {tuple(y.shape)}; expected [{n}, 1, L, {config.caption_channels}]; "
                 "check the text encoder and caption_channels"

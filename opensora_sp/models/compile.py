@@ -37,27 +37,39 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
     Raises:
         ValueError: if the model has no blocks that are known here.
     """
-    if "compile_backend" not in vars(model):  # hasattr is true of wrappers (peft's), where setting it does nothing
+    if "compile_backend" not in vars(
+        model
+    ):  # hasattr is true of wrappers (peft's), where setting it does nothing
         raise ValueError(
             f"got a model of class {type(model).__name__}; expected an STDiT model; call torch.compile on the blocks "
             "of other models, and pass the model that a wrapper holds"
         )
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    limit = (
+        "recompile_limit"
+        if hasattr(torch._dynamo.config, "recompile_limit")
+        else "cache_size_limit"
+    )
     setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), MAX_GRAPHS))
     cast(Any, model).compile_backend = backend
     logger.info("blocks are compiled with %s", backend)
     return model
 
 
-def compiled(part: Callable[..., Tensor], backend: str | Callable[..., Any]) -> Callable[..., Tensor]:
+def compiled(
+    part: Callable[..., Tensor], backend: str | Callable[..., Any]
+) -> Callable[..., Tensor]:
     """``part(x, condition, keep)`` of a model, compiled."""
     return partial(_call, part, backend)
 
 
-def _call(part: Callable[..., Tensor], backend: Any, x: Tensor, condition: Condition, keep: Tensor | None) -> Tensor:
+def _call(
+    part: Callable[..., Tensor], backend: Any, x: Tensor, condition: Condition, keep: Tensor | None
+) -> Tensor:
     for tokens in (condition.text, *condition.keys.values()):
         torch._dynamo.maybe_mark_dynamic(tokens, 0)
-    if isinstance(part, MethodType):  # in two, for a graph made for a bound method is that block's alone
+    if isinstance(
+        part, MethodType
+    ):  # in two, for a graph made for a bound method is that block's alone
         return _compiled(backend)(part.__func__, part.__self__, x, condition, keep)
     return _compiled(backend)(part, x, condition, keep)
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from opensora_sp.transfer import to_device
 
 from .attention import check_backend
+from .hook_points import Rowwise
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
 from .packing import Packing
-from .points import Rowwise
-from .rows import SPATIAL, PatchGrid, Rows
+from .token_layout import SPATIAL, PatchGrid, Rows
 
 IMAGE_FPS = 120.0
 GATE = 2  # a branch has three entries in a modulation: shift, scale, gate
@@ -59,11 +59,22 @@ class SharedConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
-        counts = ("in_channels", "hidden_size", "depth", "num_heads", "caption_channels", "model_max_length")
+        counts = (
+            "in_channels",
+            "hidden_size",
+            "depth",
+            "num_heads",
+            "caption_channels",
+            "model_max_length",
+        )
         self._check_positive(*counts, "mlp_ratio")
         if len(self.patch_size) != 3 or min(self.patch_size) < 1:
-            raise ValueError(f"got patch_size {self.patch_size}; expected (frames, height, width) >= 1; change it")
-        if self.hidden_size % self.num_heads or (self.rotary and self.hidden_size // self.num_heads % 2):
+            raise ValueError(
+                f"got patch_size {self.patch_size}; expected (frames, height, width) >= 1; change it"
+            )
+        if self.hidden_size % self.num_heads or (
+            self.rotary and self.hidden_size // self.num_heads % 2
+        ):
             what = "an even hidden_size / num_heads (rotary embedding turns pairs of channels)"
             raise ValueError(
                 f"got hidden_size {self.hidden_size} and num_heads {self.num_heads}; expected "
@@ -77,7 +88,9 @@ class SharedConfig:
         check_backend(self.attention)
         for name in ("class_dropout_prob", "drop_path"):
             if not 0 <= (rate := getattr(self, name)) < 1:
-                raise ValueError(f"got {name} {rate}; expected a rate in [0, 1); choose a smaller one")
+                raise ValueError(
+                    f"got {name} {rate}; expected a rate in [0, 1); choose a smaller one"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments by name, as ``transformers`` and ``peft`` ask a model's ``config`` for them."""
@@ -86,7 +99,9 @@ class SharedConfig:
     def _check_positive(self, *names: str) -> None:
         for name in names:
             if not getattr(self, name) > 0:
-                raise ValueError(f"got {name} {getattr(self, name)}; expected a positive number; change it")
+                raise ValueError(
+                    f"got {name} {getattr(self, name)}; expected a positive number; change it"
+                )
 
     @property
     def out_channels(self) -> int:
@@ -99,7 +114,9 @@ class SharedConfig:
 
     def grid(self, num_samples: int, latent_size: tuple[int, int, int], **more: Any) -> PatchGrid:
         """The patches of a batch of such latents, as the model sees them."""
-        return PatchGrid(num_samples, latent_size, self.patch_size, self.window, self.full_attention, **more)
+        return PatchGrid(
+            num_samples, latent_size, self.patch_size, self.window, self.full_attention, **more
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +136,9 @@ class Text:
         tokens alone, and text is not sent."""
         dtype = str(self.tokens.dtype).removeprefix("torch.")
         keys = f", keys of {len(self.keys)} blocks" if self.keys else ""
-        return f"Text of {len(self.lengths)} captions, {self.tokens.shape[1]} channels {dtype}{keys}"
+        return (
+            f"Text of {len(self.lengths)} captions, {self.tokens.shape[1]} channels {dtype}{keys}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +151,13 @@ class Condition:
     dtype: torch.dtype  # that tokens are computed in
     text: Tensor  # [N, C], packed
     lengths: Packing  # tokens held and text tokens that belong together
-    order: Tensor | None  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
+    order: (
+        Tensor | None
+    )  # [R * L] int64: the tokens as ``lengths`` counts them, where they do not lie so
     keys: Mapping[nn.Module, Tensor]  # see ``Text``
-    turns: Tensor | None = None  # by which a rotary embedding turns queries and keys of self-attention
+    turns: Tensor | None = (
+        None  # by which a rotary embedding turns queries and keys of self-attention
+    )
 
     @classmethod
     def of(
@@ -158,7 +181,9 @@ class Condition:
         tokens, order = rows.tokens_per_sample(), None
         if apart:
             frames = rows.frames(modulation.device).expand(rows.count, rows.length)
-            is_apart = torch.isin(frames, to_device(torch.tensor(apart), modulation.device))  # [R, L]
+            is_apart = torch.isin(
+                frames, to_device(torch.tensor(apart), modulation.device)
+            )  # [R, L]
             order = is_apart.flatten().argsort(stable=True)
             of_apart = rows.tokens_per_sample(apart)
             tokens = [n - of for n, of in zip(tokens, of_apart, strict=True)] + of_apart
@@ -183,7 +208,9 @@ class Condition:
         states = table[:, :, None, None].unbind(1)  # m of [B, 1, 1, k, C]
         chosen = states[0]
         if self.given is not None and not ignore_mask:
-            chosen = torch.where(self.given[..., None], states[1], chosen)  # [B, 1 or T, 1 or T, k, C]
+            chosen = torch.where(
+                self.given[..., None], states[1], chosen
+            )  # [B, 1 or T, 1 or T, k, C]
         return self.rows.spread(chosen.to(self.dtype)).unbind(-2)
 
     def entries(
@@ -207,7 +234,12 @@ def sample_numbers(
 
     Sizes are pixels and frames of the video, ``ar`` is height / width; images have 120 frames per second, as released.
     """
-    known = dict(height=height, width=width, ar=height / width, num_frames=torch.full_like(height, num_frames))
+    known = dict(
+        height=height,
+        width=width,
+        ar=height / width,
+        num_frames=torch.full_like(height, num_frames),
+    )
     known["fps"] = fps if num_frames > 1 else torch.full_like(fps, IMAGE_FPS)
     return {name: known[name] for name in names}
 
@@ -233,7 +265,12 @@ class ModulatedBlock(nn.Module):
     the timestep (adaLN). The modulation starts with three entries of the attention and three of the MLP."""
 
     def __init__(
-        self, config: SharedConfig, *, qk_norm: bool, rope: RotaryEmbedding | None = None, in_frame: bool = False
+        self,
+        config: SharedConfig,
+        *,
+        qk_norm: bool,
+        rope: RotaryEmbedding | None = None,
+        in_frame: bool = False,
     ) -> None:
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
@@ -281,7 +318,9 @@ class FinalLayer(nn.Module):
     @classmethod
     def of(cls, config: SharedConfig) -> FinalLayer:
         patch_volume = math.prod(config.patch_size)
-        return cls(config.hidden_size, patch_volume * config.out_channels, legacy=config.legacy_final_layer)
+        return cls(
+            config.hidden_size, patch_volume * config.out_channels, legacy=config.legacy_final_layer
+        )
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Rows ``[R, L, C]`` and timestep embeddings ``[B, m, C]`` -> ``[R, L, V * C_out]``."""
@@ -292,4 +331,6 @@ class FinalLayer(nn.Module):
         timed_x = modulate(self.norm_final(x), *timed)  # what frames with the sample's timestep see
         twice = modulate(self.norm_final(timed_x), *condition.per_token(table))
         given = condition.rows.spread(condition.given)  # [b, 1 or n, 1 or L, 1]
-        return self.linear(torch.where(given, _by_sample(twice, given), _by_sample(timed_x, given)).flatten(0, 1))
+        return self.linear(
+            torch.where(given, _by_sample(twice, given), _by_sample(timed_x, given)).flatten(0, 1)
+        )

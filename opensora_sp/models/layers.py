@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from opensora_sp.transfer import to_device
 
 from .attention import Backend, Lengths, attention
+from .hook_points import Attend, Point
 from .packing import Packing
-from .points import Attend, Point
-from .rows import Rows
 from .take import take
+from .token_layout import Rows
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -74,7 +74,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # which writes no tensor of squares
+        length = torch.linalg.vector_norm(
+            wide, dim=-1, keepdim=True
+        )  # which writes no tensor of squares
         wide = wide * torch.rsqrt(length.square() / x.shape[-1] + self.eps)
         return self.weight * wide.to(x.dtype)
 
@@ -105,14 +107,18 @@ class PositionEmbedding2D(nn.Module):
         grid, scale = rows.grid, rows.scale(device)
         patches = rows.patches(device)  # [1, S] or [R, 1]
         columns = grid.shape[2]
-        sizes = [grid.shape[1:]] if grid.mask is None else grid.mask.frame_sizes()  # of all samples, or of each
+        sizes = (
+            [grid.shape[1:]] if grid.mask is None else grid.mask.frame_sizes()
+        )  # of all samples, or of each
         bases = [round((height * width) ** 0.5) for height, width in sizes]
         halves = []
         for axis, places in ((1, patches % columns), (0, patches // columns)):
             steps = [base / size[axis] for base, size in zip(bases, sizes, strict=True)]
             step: float | Tensor = steps[0]
             if grid.mask is not None:
-                step = to_device(torch.tensor(steps), device)[rows.samples(device)][:, None]  # [R, 1]
+                step = to_device(torch.tensor(steps), device)[rows.samples(device)][
+                    :, None
+                ]  # [R, 1]
             halves.append(position_embedding(places / scale * step, self.width // 2))
         return torch.cat(halves, dim=-1)
 
@@ -126,7 +132,9 @@ class RotaryEmbedding(nn.Module):
         self.freqs = nn.Parameter(self._frequencies(), requires_grad=False)
 
     def _frequencies(self, device: torch.device | None = None) -> Tensor:
-        return 1.0 / 10000 ** (torch.arange(0, self.head_width, 2, device=device).float() / self.head_width)
+        return 1.0 / 10000 ** (
+            torch.arange(0, self.head_width, 2, device=device).float() / self.head_width
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         """Casting a model leaves the frequencies in float32: rounded ones would turn long rows by wrong angles."""
@@ -136,10 +144,14 @@ class RotaryEmbedding(nn.Module):
         self.freqs.data = self._frequencies(device) if exact.is_meta else exact.to(device)
         return self
 
-    def forward(self, q: Tensor, rows: Rows, *, in_frame: bool = False, turns: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, rows: Rows, *, in_frame: bool = False, turns: Tensor | None = None
+    ) -> Tensor:
         """Turn the queries or keys ``[R, L, H, D]`` of these rows by their positions, for attention within a frame or
         over frames; by ``turns`` where these have been computed ahead."""
-        turns = self.turns(rows, in_frame, q.device) if turns is None else turns  # [1 or R, 1 or L, 1, D/2]
+        turns = (
+            self.turns(rows, in_frame, q.device) if turns is None else turns
+        )  # [1 or R, 1 or L, 1, D/2]
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
         pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
         return torch.view_as_real(pairs * turns).flatten(-2).to(q.dtype)
@@ -168,7 +180,9 @@ class RotaryEmbedding3D(RotaryEmbedding):
     @torch.compiler.disable  # made once for all blocks: no part of a block's graph
     def turns(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         key = ("turns", rows.layout, rows.start, rows.stop, in_frame)
-        return rows.grid.once(key, lambda: super(RotaryEmbedding3D, self).turns(rows, in_frame, device))
+        return rows.grid.once(
+            key, lambda: super(RotaryEmbedding3D, self).turns(rows, in_frame, device)
+        )
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, L, D/2]``."""
@@ -177,9 +191,13 @@ class RotaryEmbedding3D(RotaryEmbedding):
         if in_frame:
             frame = torch.zeros_like(frame)
         elif rows.grid.kernel is not None:
-            line, column = (z % k if k > 0 else z for z, k in zip((line, column), rows.grid.kernel, strict=True))
+            line, column = (
+                z % k if k > 0 else z for z, k in zip((line, column), rows.grid.kernel, strict=True)
+            )
         scale = rows.scale(device)
-        axes = torch.broadcast_tensors(frame.to(scale), line / scale, column / scale)  # [1 or R, L] each
+        axes = torch.broadcast_tensors(
+            frame.to(scale), line / scale, column / scale
+        )  # [1 or R, L] each
         return torch.cat([sinusoid(axis, self.freqs) for axis in axes], dim=-1)
 
 
@@ -207,11 +225,15 @@ class SelfAttention(Point):
         self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
         self.attend = Attend()
-        self.rotate = [rope] if rope is not None else []  # in a list: the model owns the parameter, not its blocks
+        self.rotate = (
+            [rope] if rope is not None else []
+        )  # in a list: the model owns the parameter, not its blocks
 
     def local(self, x: Tensor, rows: Rows, turns: Tensor | None = None) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``; ``turns`` are those of the rows, where they have been computed ahead."""
-        q, k, v = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
+        q, k, v = rearrange(
+            self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads
+        )
         if not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.rotate:
@@ -273,7 +295,9 @@ class TimestepEmbedder(nn.Module):
 
     def __init__(self, width: int, num_frequencies: int = 256) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(num_frequencies, width), nn.SiLU(), nn.Linear(width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(num_frequencies, width), nn.SiLU(), nn.Linear(width, width)
+        )
         self.num_frequencies = num_frequencies
 
     def forward(self, t: Tensor) -> Tensor:
@@ -288,7 +312,9 @@ class SizeEmbedder(TimestepEmbedder):
         """``[n]`` or ``[n, k]`` with n dividing ``num_samples`` (tiled) -> ``[num_samples, k * C]``."""
         s = s[:, None] if s.ndim == 1 else s
         if num_samples % s.shape[0]:
-            raise ValueError(f"got sizes for {s.shape[0]} samples; expected {num_samples}; pass one row per sample")
+            raise ValueError(
+                f"got sizes for {s.shape[0]} samples; expected {num_samples}; pass one row per sample"
+            )
         return super().forward(s.repeat(num_samples // s.shape[0], 1)).flatten(1)
 
 

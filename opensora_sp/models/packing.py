@@ -92,7 +92,9 @@ class Pieces:
         """Calls of at most so many pieces each; the same ones every time."""
         if most not in self._calls:
             starts = range(0, len(self.queries), most)
-            self._calls[most] = [Call(self.queries[i : i + most], self.keys[i : i + most]) for i in starts]
+            self._calls[most] = [
+                Call(self.queries[i : i + most], self.keys[i : i + most]) for i in starts
+            ]
         return self._calls[most]
 
     def repeat(self, z: Tensor) -> Tensor:
@@ -135,7 +137,9 @@ class _Repeat(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         parts = grad.split([keys * pieces for keys, pieces in ctx.samples])
         sums = [
-            part.unflatten(0, (pieces, keys)).sum(0) if pieces else grad.new_zeros(keys, *grad.shape[1:])
+            part.unflatten(0, (pieces, keys)).sum(0)
+            if pieces
+            else grad.new_zeros(keys, *grad.shape[1:])
             for part, (keys, pieces) in zip(parts, ctx.samples, strict=True)
         ]
         return torch.cat(sums), None

@@ -1,4 +1,4 @@
-"""Reading a model from disk and writing it, as methods. The work is done in ``opensora_sp.weights``."""
+"""Reading a model from disk and writing it, as methods. The work is done in ``opensora_sp.checkpoint``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Model = TypeVar("Model", bound="Pretrained")
 
 
 class Pretrained:
-    """What a model offers that can be read from disk. Imports ``opensora_sp.weights`` when called, not before."""
+    """What a model offers that can be read from disk. Imports ``opensora_sp.checkpoint`` when called, not before."""
 
     @classmethod
     def from_pretrained(
@@ -28,7 +28,7 @@ class Pretrained:
         **config: Any,
     ) -> Model:
         """Build a model of this class from weights in any layout; see ``opensora_sp.weights.from_pretrained``."""
-        from opensora_sp.weights import from_pretrained
+        from opensora_sp.checkpoint import from_pretrained
 
         return from_pretrained(  # type: ignore[return-value]
             path,
@@ -43,7 +43,7 @@ class Pretrained:
 
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write ``config.json`` and safetensors into a new folder; see ``opensora_sp.weights.save_pretrained``."""
-        from opensora_sp.weights import save_pretrained
+        from opensora_sp.checkpoint import save_pretrained
 
         save_pretrained(self, path, max_shard_size=max_shard_size)  # type: ignore[arg-type]
 

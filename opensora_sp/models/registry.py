@@ -34,7 +34,9 @@ def model_class(name: str) -> type[ConditionedModel]:
     """The class behind a class name or preset."""
     known = {**CLASSES, **{preset: cls for preset, (cls, _) in PRESETS.items()}}
     if name not in known:
-        raise ValueError(f"got model {name!r}; expected one of {list(known)}; {_nearest(name, list(known))}")
+        raise ValueError(
+            f"got model {name!r}; expected one of {list(known)}; {_nearest(name, list(known))}"
+        )
     return known[name]
 
 
@@ -44,7 +46,9 @@ def resolve_config(name: str, **config: Any) -> Any:
     keys = [field.name for field in dataclasses.fields(cls.Config)]
     for key in config:
         if key not in keys:
-            raise ValueError(f"got {key!r} for model {name}; expected one of {keys}; {_nearest(key, keys)}")
+            raise ValueError(
+                f"got {key!r} for model {name}; expected one of {keys}; {_nearest(key, keys)}"
+            )
     preset = PRESETS[name][1] if name in PRESETS else {}
     return cls.Config(**{**preset, **config})
 

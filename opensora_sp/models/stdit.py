@@ -28,7 +28,7 @@ from .layers import (
     frame_position_embedding,
     position_embedding,
 )
-from .rows import Rows
+from .token_layout import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,9 @@ class STDiTConfig(SharedConfig):
         object.__setattr__(self, "input_size", tuple(self.input_size))
         self._check_positive("space_scale", "time_scale")
         sizes = self.input_size
-        if len(sizes) != 3 or any(n < 1 or n % patch for n, patch in zip(sizes, self.patch_size, strict=True)):
+        if len(sizes) != 3 or any(
+            n < 1 or n % patch for n, patch in zip(sizes, self.patch_size, strict=True)
+        ):
             raise ValueError(
                 f"got input_size {sizes} and patch_size {self.patch_size}; expected (frames, height, width) of latents "
                 "in whole patches; round input_size, or take STDiT2 or STDiT3, which pad"
@@ -73,7 +75,12 @@ class STDiTBlock(ModulatedBlock):
         return self.attend(x, condition, keep)
 
     def temporal(
-        self, x: Tensor, condition: Condition, keep: Tensor | None = None, *, positions: Tensor | None = None
+        self,
+        x: Tensor,
+        condition: Condition,
+        keep: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``positions`` ``[1, T, C]`` of the frames, for attention."""
         table = self.scale_shift_table[GATE : GATE + 1]
@@ -114,7 +121,9 @@ class STDiT(ConditionedModel):
         self.y_embedder = CaptionEmbedder(config.caption_channels, width, config.model_max_length)
         self.blocks = nn.ModuleList(STDiTBlock(config) for _ in range(config.depth))
         self.final_layer = FinalLayer.of(config)
-        starts_at_zero = [m for block in self.blocks for m in (block.attn_temp.proj, block.cross_attn.proj)]
+        starts_at_zero = [
+            m for block in self.blocks for m in (block.attn_temp.proj, block.cross_attn.proj)
+        ]
         self._initialize(
             embedders=(self.t_embedder, self.t_block, self.y_embedder),
             zero=[self.final_layer.linear, *starts_at_zero],  # so it starts as an image model
@@ -164,21 +173,34 @@ class STDiT(ConditionedModel):
             return Condition.of(rows, modulation, given, text)
 
         rows = self.shard(grid)  # spatial rows
-        x = self.x_embedder(self._patches(x, rows)) + self.pos_embed[0, rows.patches(x.device)]  # [R, S, C]
+        x = (
+            self.x_embedder(self._patches(x, rows)) + self.pos_embed[0, rows.patches(x.device)]
+        )  # [R, S, C]
         pairs = [(block.spatial, block.temporal) for block in self.blocks]
-        pairs[0] = (self.blocks[0].spatial, partial(self.blocks[0].temporal, positions=self.pos_embed_temporal))
-        x, condition = self.run_pairs(pairs, x, condition_of, rows, drop_path)  # [R, T, C], temporal rows
+        pairs[0] = (
+            self.blocks[0].spatial,
+            partial(self.blocks[0].temporal, positions=self.pos_embed_temporal),
+        )
+        x, condition = self.run_pairs(
+            pairs, x, condition_of, rows, drop_path
+        )  # [R, T, C], temporal rows
         x = self.final_layer(x, t, condition)  # [R, T, V * C_out]
         return self._leave(x, condition.rows)  # [B, C_out, frames, height, width]
 
     def position_tables(self) -> dict[str, Tensor]:
         """The tables of a frame's patches, ``[1, S, C]``, and of the frames, ``[1, T, C]``, by buffer name."""
         sizes = zip(self.config.input_size, self.config.patch_size, strict=True)
-        _, rows, columns = ((torch.arange(n // patch) / self.config.space_scale).double() for n, patch in sizes)
-        frames = torch.arange(self.config.input_size[0] // self.config.patch_size[0], dtype=torch.float64)
+        _, rows, columns = (
+            (torch.arange(n // patch) / self.config.space_scale).double() for n, patch in sizes
+        )
+        frames = torch.arange(
+            self.config.input_size[0] // self.config.patch_size[0], dtype=torch.float64
+        )
         tables = {
             "pos_embed": frame_position_embedding(rows, columns, self.config.hidden_size),
-            "pos_embed_temporal": position_embedding(frames / self.config.time_scale, self.config.hidden_size),
+            "pos_embed_temporal": position_embedding(
+                frames / self.config.time_scale, self.config.hidden_size
+            ),
         }
         return {name: table.float()[None] for name, table in tables.items()}
 

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from .base import ConditionedModel
-from .conditioning import Condition, FinalLayer, ModulatedBlock, SharedConfig, Text, add_gated, modulate
+from .conditioning import (
+    Condition,
+    FinalLayer,
+    ModulatedBlock,
+    SharedConfig,
+    Text,
+    add_gated,
+    modulate,
+)
 from .layers import (
     CaptionEmbedder,
     PatchEmbed3D,
@@ -29,9 +37,11 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .rows import Rows
+from .token_layout import Rows
 
-TEMPORAL_ENTRIES = 6  # of the nine entries of a modulation, where those of the temporal attention begin
+TEMPORAL_ENTRIES = (
+    6  # of the nine entries of a modulation, where those of the temporal attention begin
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +73,9 @@ class STDiT2Block(ModulatedBlock):
         super().__init__(config, qk_norm=config.qk_norm)
         width, heads = config.hidden_size, config.num_heads
         self.norm_temp = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.attn_temp = SelfAttention(width, heads, qk_norm=config.qk_norm, rope=rope, norm_last=config.qk_norm_legacy)
+        self.attn_temp = SelfAttention(
+            width, heads, qk_norm=config.qk_norm, rope=rope, norm_last=config.qk_norm_legacy
+        )
         self.scale_shift_table_temporal = nn.Parameter(torch.randn(3, width) / width**0.5)
 
     def spatial(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
@@ -74,7 +86,9 @@ class STDiT2Block(ModulatedBlock):
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``; ``keep`` as above."""
         own = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(own, TEMPORAL_ENTRIES, keep)
-        attended = self.attn_temp(modulate(self.norm_temp(x), shift, scale), condition.rows, condition.turns)
+        attended = self.attn_temp(
+            modulate(self.norm_temp(x), shift, scale), condition.rows, condition.turns
+        )
         x = add_gated(x, gate, attended)
         return self.finish(x, condition, keep)
 
@@ -115,7 +129,9 @@ class STDiT2(ConditionedModel):
         self.ar_embedder = SizeEmbedder(width // 3)
         self.fl_embedder = SizeEmbedder(width)
         self.fps_embedder = SizeEmbedder(width)
-        starts_at_zero = [m for block in self.blocks for m in (block.attn_temp.proj, block.cross_attn.proj)]
+        starts_at_zero = [
+            m for block in self.blocks for m in (block.attn_temp.proj, block.cross_attn.proj)
+        ]
         self._initialize(
             embedders=(self.t_embedder, self.t_block, self.t_block_temp, self.y_embedder),
             zero=[self.final_layer.linear, *starts_at_zero],  # so it starts as an image model
@@ -165,10 +181,14 @@ class STDiT2(ConditionedModel):
             ``[B, C_out, frames, height, width]`` in float32 (float64 when the model is float64).
         """
         self._check(x, timestep, y, mask, x_mask, drop_caption, drop_path, video_mask)
-        size, motion = self._embed_sizes(len(x), num_frames, height, width, ar, fps)  # [B, 1, C] each
+        size, motion = self._embed_sizes(
+            len(x), num_frames, height, width, ar, fps
+        )  # [B, 1, C] each
         grid = self._grid(x, video_mask, height, width, trained_at=self.config.input_sq_size)
         t = self.t_embedder(self._times(timestep, x_mask))  # [B, m, C]
-        modulation = torch.cat([self.t_block(t + size), self.t_block_temp(t + motion)], dim=-1)  # [B, m, 9 * C]
+        modulation = torch.cat(
+            [self.t_block(t + size), self.t_block_temp(t + motion)], dim=-1
+        )  # [B, m, 9 * C]
         modulation = modulation.unflatten(-1, (9, -1))  # [B, m, 9, C]
         text = self._text(y, mask, drop_caption)
         given = self._given_frames(x_mask)  # [B, T]
@@ -180,8 +200,12 @@ class STDiT2(ConditionedModel):
         positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]
         x = self.x_embedder(self._patches(x, rows)) + positions  # [R, S, C]
         pairs = [(block.spatial, block.temporal) for block in self.blocks]
-        x, condition = self.run_pairs(pairs, x, condition_of, rows, drop_path)  # [R, T, C], temporal rows
-        final_t = torch.cat([t[:, :1], t[:, 1:] + size], dim=1)  # [B, m, C]: sizes reach given frames only, as released
+        x, condition = self.run_pairs(
+            pairs, x, condition_of, rows, drop_path
+        )  # [R, T, C], temporal rows
+        final_t = torch.cat(
+            [t[:, :1], t[:, 1:] + size], dim=1
+        )  # [B, m, C]: sizes reach given frames only, as released
         x = self.final_layer(x, final_t, condition)  # [R, T, V * C_out]
         return self._leave(x, condition.rows)  # [B, C_out, frames, height, width]
 
@@ -202,6 +226,8 @@ class STDiT2(ConditionedModel):
                 f"sample for each of {list(given)}, which STDiT2 is conditioned on; pass them"
             )
         pixels = torch.stack([height, width], dim=1)  # [B, 2]
-        size = torch.cat([self.csize_embedder(pixels, num_samples), self.ar_embedder(ar, num_samples)], dim=1)
+        size = torch.cat(
+            [self.csize_embedder(pixels, num_samples), self.ar_embedder(ar, num_samples)], dim=1
+        )
         motion = self.fl_embedder(num_frames, num_samples) + self.fps_embedder(fps, num_samples)
         return size[:, None], motion[:, None]

@@ -30,7 +30,7 @@ from .layers import (
     SizeEmbedder,
     TimestepEmbedder,
 )
-from .rows import Rows
+from .token_layout import Rows
 
 DEFAULT_FPS = 24.0
 
@@ -69,7 +69,12 @@ class STDiT3Config(SharedConfig):
         return None if self.kernel_size is None else self.kernel_size[:2]
 
     def _check_windows(self, kernel: tuple[int, int, int]) -> None:
-        if len(kernel) != 3 or kernel[2] != -1 or any(k != -1 and k < 1 for k in kernel) or self.full_attention:
+        if (
+            len(kernel) != 3
+            or kernel[2] != -1
+            or any(k != -1 and k < 1 for k in kernel)
+            or self.full_attention
+        ):
             raise ValueError(
                 f"got kernel_size {kernel} and full_attention {self.full_attention}; expected (height, width, -1) in "
                 "patches, windows through all frames, and no full attention; write for example (8, 8, -1)"
@@ -84,7 +89,9 @@ class STDiT3Config(SharedConfig):
 class STDiT3Block(ModulatedBlock):
     """Self-attention over a row, cross-attention to text, MLP; the first and last modulated by the timestep (adaLN)."""
 
-    def __init__(self, config: STDiT3Config, rope: RotaryEmbedding | None = None, *, in_frame: bool = False) -> None:
+    def __init__(
+        self, config: STDiT3Config, rope: RotaryEmbedding | None = None, *, in_frame: bool = False
+    ) -> None:
         super().__init__(config, qk_norm=config.qk_norm, rope=rope, in_frame=in_frame)
 
     def forward(self, x: Tensor, condition: Condition, keep: Tensor | None = None) -> Tensor:
@@ -127,10 +134,16 @@ class STDiT3(ConditionedModel):
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         self.y_embedder = CaptionEmbedder(config.caption_channels, width, config.model_max_length)
         in_frame = self.rope if config.use_spatial_rope else None
-        self.spatial_blocks = nn.ModuleList(STDiT3Block(config, in_frame, in_frame=True) for _ in range(config.depth))
-        self.temporal_blocks = nn.ModuleList(STDiT3Block(config, rope=self.rope) for _ in range(config.depth))
+        self.spatial_blocks = nn.ModuleList(
+            STDiT3Block(config, in_frame, in_frame=True) for _ in range(config.depth)
+        )
+        self.temporal_blocks = nn.ModuleList(
+            STDiT3Block(config, rope=self.rope) for _ in range(config.depth)
+        )
         self.final_layer = FinalLayer.of(config)
-        starts_at_zero = [m for b in self.temporal_blocks for m in (b.attn.proj, b.cross_attn.proj, b.mlp.fc2)]
+        starts_at_zero = [
+            m for b in self.temporal_blocks for m in (b.attn.proj, b.cross_attn.proj, b.mlp.fc2)
+        ]
         self._initialize(
             embedders=(self.t_embedder, self.fps_embedder, self.t_block, self.y_embedder),
             zero=[self.final_layer.linear, *starts_at_zero],  # so it starts as an image model
@@ -204,24 +217,36 @@ class STDiT3(ConditionedModel):
         def condition_of(rows: Rows, in_frame: bool) -> Condition:
             rope = None if in_frame and not self.config.use_spatial_rope else self.rope
             apart = sorted(set(mask_index or ()))
-            return Condition.of(rows, modulation, given, text, apart=apart, rope=rope, in_frame=in_frame)
+            return Condition.of(
+                rows, modulation, given, text, apart=apart, rope=rope, in_frame=in_frame
+            )
 
         rows = self.shard(grid)  # spatial rows
-        tokens = self.x_embedder(self._patches(x, rows)) + self._embed_conditions(cond, cond_mask, rows)  # [R, S, C]
+        tokens = self.x_embedder(self._patches(x, rows)) + self._embed_conditions(
+            cond, cond_mask, rows
+        )  # [R, S, C]
         x = tokens + self.pos_embed(rows, x.device).to(self.dtype)
         pairs = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
-        x, condition = self.run_pairs(pairs, x, condition_of, rows, drop_path)  # [R, T, C], temporal rows
+        x, condition = self.run_pairs(
+            pairs, x, condition_of, rows, drop_path
+        )  # [R, T, C], temporal rows
         x = self.final_layer(x, t, condition)  # [R, T, V * C_out]
         return self._leave(x, condition.rows)  # [B, C_out, frames, height, width]
 
     def _embedders_of_conditions(self) -> list[PatchEmbed3D]:
         return [self.x_embedder_cond, self.x_embedder_cond_mask] if self.config.use_cond else []
 
-    def _embed_conditions(self, cond: Tensor | None, cond_mask: Tensor | None, rows: Rows) -> Tensor | float:
+    def _embed_conditions(
+        self, cond: Tensor | None, cond_mask: Tensor | None, rows: Rows
+    ) -> Tensor | float:
         """What conditioning frames add to the tokens, ``[R, S, C]`` or, without any, ``[C]`` zeros or nothing."""
         embedders = self._embedders_of_conditions()
-        if cond is None or cond_mask is None:  # zeros that depend on all parameters, so that these get a gradient
-            return sum((0 * (p.proj.weight.flatten(1).sum(1) + p.proj.bias) for p in embedders), start=0.0)
+        if (
+            cond is None or cond_mask is None
+        ):  # zeros that depend on all parameters, so that these get a gradient
+            return sum(
+                (0 * (p.proj.weight.flatten(1).sum(1) + p.proj.bias) for p in embedders), start=0.0
+            )
         parts = zip(embedders, (cond, cond_mask), strict=True)
         return sum((embed(self._patches(z, rows)) for embed, z in parts), start=0.0)
 
@@ -234,28 +259,49 @@ class STDiT3(ConditionedModel):
         mask_index: Sequence[int] | None,
         y_null: Tensor | Text | None,
     ) -> None:
-        config, given = self.config, [cond is not None, cond_mask is not None, mask_index is not None]
+        config, given = (
+            self.config,
+            [cond is not None, cond_mask is not None, mask_index is not None],
+        )
         if any(given) and not (all(given) and config.use_cond):
             raise ValueError(
                 f"got cond, cond_mask, mask_index (passed: {given}) and use_cond {config.use_cond}; expected all, for "
                 "a model with use_cond=True, or none; pass all three, or leave them out"
             )
-        for name, tensor, like in (("cond", cond, x), ("cond_mask", cond_mask, x), ("y_null", y_null, y)):
-            if isinstance(tensor, Tensor) and isinstance(like, Tensor) and tensor.shape != like.shape:
+        for name, tensor, like in (
+            ("cond", cond, x),
+            ("cond_mask", cond_mask, x),
+            ("y_null", y_null, y),
+        ):
+            if (
+                isinstance(tensor, Tensor)
+                and isinstance(like, Tensor)
+                and tensor.shape != like.shape
+            ):
                 raise ValueError(
                     f"got {name} of shape {tuple(tensor.shape)}; expected {list(like.shape)}; give it the batch's size"
                 )
         frames = -(-x.shape[2] // config.patch_size[0])
-        if mask_index and (y_null is None or config.skip_y_embedder or not set(mask_index) <= set(range(frames))):
+        if mask_index and (
+            y_null is None or config.skip_y_embedder or not set(mask_index) <= set(range(frames))
+        ):
             raise ValueError(
                 f"got mask_index {list(mask_index)}, y_null {'missing' if y_null is None else 'passed'} and "
                 f"skip_y_embedder {config.skip_y_embedder}; expected frames of 0 to {frames - 1}, the text that they "
                 "see as y_null, and text to be embedded; correct these"
             )
-        if mask_index and y_null is not None and not (isinstance(y, Tensor) and isinstance(y_null, Tensor)):
-            self._check_caption(len(x), y_null, None, None)  # encoded text has no shape to compare with
+        if (
+            mask_index
+            and y_null is not None
+            and not (isinstance(y, Tensor) and isinstance(y_null, Tensor))
+        ):
+            self._check_caption(
+                len(x), y_null, None, None
+            )  # encoded text has no shape to compare with
 
-    def _embed_text(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
+    def _embed_text(
+        self, y: Tensor, mask: Tensor | None, drop: Tensor | None
+    ) -> tuple[Tensor, list[int]]:
         if self.config.skip_y_embedder:
             assert mask is not None
             packed, lengths = y.flatten(0, 1), mask.tolist()
@@ -267,7 +313,9 @@ class STDiT3(ConditionedModel):
             return packed.to(self.dtype), lengths
         return super()._embed_text(y, mask, drop)
 
-    def _check_text(self, n: int, y: Tensor, mask: Tensor | None, drop_caption: Tensor | None) -> None:
+    def _check_text(
+        self, n: int, y: Tensor, mask: Tensor | None, drop_caption: Tensor | None
+    ) -> None:
         if not self.config.skip_y_embedder:
             super()._check_text(n, y, mask, drop_caption)
         elif mask is None or drop_caption is not None:

@@ -28,14 +28,28 @@ ARGUMENTS = {
 }
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, q_edges: Tensor, k_edges: Tensor, longest_q: int, longest_k: int) -> Tensor:
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_edges: Tensor,
+    k_edges: Tensor,
+    longest_q: int,
+    longest_k: int,
+) -> Tensor:
     """FlashAttention-2 in fp16 or bf16: packed ``[N, H, D]``, int32 edges ``[P + 1]`` -> ``[N, H, D]``."""
     forward = torch.ops.aten._flash_attention_forward
     return forward(q, k, v, q_edges, k_edges, longest_q, longest_k, 0.0, False, False)[0]
 
 
 def efficient(
-    q: Tensor, k: Tensor, v: Tensor, q_edges: Tensor, k_edges: Tensor, longest_q: int, longest_k: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_edges: Tensor,
+    k_edges: Tensor,
+    longest_q: int,
+    longest_k: int,
 ) -> Tensor:
     """Memory-efficient attention, also in fp32; shapes as ``flash``."""
     forward = torch.ops.aten._efficient_attention_forward
@@ -48,7 +62,15 @@ def available(operator: str) -> bool:
     """Whether this torch has the operator with the arguments that are passed here. Logs once if not."""
     expected = ARGUMENTS[operator].split()
     overloads = getattr(torch.ops.aten, operator, None)
-    found = [] if overloads is None else [argument.name for argument in overloads.default._schema.arguments]
+    found = (
+        []
+        if overloads is None
+        else [argument.name for argument in overloads.default._schema.arguments]
+    )
     if found[: len(expected)] != expected:
-        logger.warning("torch's %s takes %s; packed samples are grouped by their lengths instead", operator, found)
+        logger.warning(
+            "torch's %s takes %s; packed samples are grouped by their lengths instead",
+            operator,
+            found,
+        )
     return found[: len(expected)] == expected

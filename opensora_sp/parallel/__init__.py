@@ -1,13 +1,13 @@
 """Sequence parallelism in plain torch: the mesh, the arithmetic of layouts, and what is hung on a model."""
 
-from .ledger import CommLedger
+from .debug.comm_counter import CommLedger
+from .debug.comm_timing import CommTimer
+from .debug.parity import Verdict, verify_step
 from .mesh import SequenceMesh, check_sp_size
-from .modes import Options
-from .plan import ShardPlan, register_plan
+from .parallelize import Shard, held_rows, parallelize, unwrap
+from .shard_plan import ShardPlan, register_plan
 from .shutdown import closing_process_group, drain_process_group, shutdown_process_group
-from .verify import Verdict, verify_step
-from .waiting import CommTimer
-from .wrap import Shard, held_rows, parallelize, unwrap
+from .strategies import Options
 
 __all__ = [
     "CommLedger",

@@ -52,14 +52,18 @@ def differences(seen: Mapping[int, Entries]) -> list[str]:
         for rank, entries in seen.items():
             values.setdefault(entries.get(name, ABSENT), []).append(rank)
         if len(values) > 1:
-            found.append(f"{name} is " + ", ".join(f"{v} on {_ranks(r)}" for v, r in values.items()))
+            found.append(
+                f"{name} is " + ", ".join(f"{v} on {_ranks(r)}" for v, r in values.items())
+            )
     return found
 
 
 def first_of(found: Sequence[str]) -> str:
     """The first difference, and how many there are beside it."""
     others = len(found) - 1
-    return found[0] + (f" (and {others} more {'entries' if others > 1 else 'entry'})" if others else "")
+    return found[0] + (
+        f" (and {others} more {'entries' if others > 1 else 'entry'})" if others else ""
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -80,7 +84,9 @@ def describe(value: Any) -> str:
     if isinstance(form := getattr(value, "shared_form", None), str):
         return form
     if is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__} {' '.join(describe(one) for one in fields_of(value).values())}"
+        return (
+            f"{type(value).__name__} {' '.join(describe(one) for one in fields_of(value).values())}"
+        )
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
@@ -115,13 +121,17 @@ class ModelForm:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._tables: list[dict[str, Any]] = []  # of each module its parameters, which may be replaced
+        self._tables: list[
+            dict[str, Any]
+        ] = []  # of each module its parameters, which may be replaced
         self._flags: list[tuple[bool, torch.dtype]] | None = None
         self._digest = ""
 
     def digest(self) -> str:
         if self._flags is None or self._read_flags() != self._flags:
-            self._tables = [module._parameters for module in self.model.modules() if module._parameters]
+            self._tables = [
+                module._parameters for module in self.model.modules() if module._parameters
+            ]
             self._flags = self._read_flags()
             self._digest = digest(describe_model(self.model))
         return self._digest

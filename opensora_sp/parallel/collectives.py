@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from .debug.comm_counter import record
+from .debug.comm_timing import communicating
 from .layout import ExchangePlan
-from .ledger import record
 from .mesh import ImaginedGroup
 from .typed import once_differentiable, uncompiled
-from .waiting import communicating
 
 
 def all_to_all(
@@ -39,7 +39,9 @@ def all_to_all(
     if isinstance(group, ImaginedGroup):
         return out, cast(dist.Work, group)
     elsewhere = sum(send) - send[dist.get_rank(group)]
-    record(kind, backward=backward, elements=elsewhere * x[:1].numel(), element_size=x.element_size())
+    record(
+        kind, backward=backward, elements=elsewhere * x[:1].numel(), element_size=x.element_size()
+    )
     x = x.contiguous()
     if async_op:
         return out, dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
@@ -48,32 +50,50 @@ def all_to_all(
     return out, None
 
 
-_SCHEMA = (
-    "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, bool reverse) -> Tensor"
-)
+_SCHEMA = "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, bool reverse) -> Tensor"
 
 
 def _exchange_now(
-    tokens: Tensor, pack: Tensor, place: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
+    tokens: Tensor,
+    pack: Tensor,
+    place: Tensor,
+    send: list[int],
+    recv: list[int],
+    group: str,
+    kind: str,
+    reverse: bool,
 ) -> Tensor:
     """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in place.
 
     In reverse each step is undone, the last one first: what was read by index is written by index.
     """
-    process_group = dist.distributed_c10d._resolve_process_group(group)  # operators take no group objects
+    process_group = dist.distributed_c10d._resolve_process_group(
+        group
+    )  # operators take no group objects
     if reverse:
         send, recv, pack, place = recv, send, place, pack
-    arrived, _ = all_to_all(tokens.index_select(0, pack), send, recv, process_group, kind=kind, backward=reverse)
+    arrived, _ = all_to_all(
+        tokens.index_select(0, pack), send, recv, process_group, kind=kind, backward=reverse
+    )
     return torch.empty_like(arrived).index_copy_(0, place, arrived)
 
 
 def _exchange_fake(
-    tokens: Tensor, pack: Tensor, place: Tensor, send: list[int], recv: list[int], group: str, kind: str, reverse: bool
+    tokens: Tensor,
+    pack: Tensor,
+    place: Tensor,
+    send: list[int],
+    recv: list[int],
+    group: str,
+    kind: str,
+    reverse: bool,
 ) -> Tensor:
     return tokens.new_empty((pack if reverse else place).shape[0], tokens.shape[1])
 
 
-_exchange = torch.library.custom_op("opensora_sp::exchange", _exchange_now, mutates_args=(), schema=_SCHEMA)
+_exchange = torch.library.custom_op(
+    "opensora_sp::exchange", _exchange_now, mutates_args=(), schema=_SCHEMA
+)
 _exchange.register_fake(_exchange_fake)
 
 
@@ -85,7 +105,9 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
     pack, place = ctx.saved_tensors
-    back = _exchange(grad.contiguous(), pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, not ctx.reverse)
+    back = _exchange(
+        grad.contiguous(), pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, not ctx.reverse
+    )
     return back, *[None] * 7
 
 
@@ -93,14 +115,21 @@ _exchange.register_autograd(_exchange_back, setup_context=_remember)
 
 
 def exchange(
-    tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str = "switch", reverse: bool = False
+    tokens: Tensor,
+    plan: ExchangePlan,
+    group: dist.ProcessGroup,
+    *,
+    kind: str = "switch",
+    reverse: bool = False,
 ) -> Tensor:
     """Exchange entries ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by this rank's plan.
 
     ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
     """
     splits = plan.send_splits, plan.recv_splits
-    exchanged: Tensor = _exchange(tokens, plan.pack, plan.place, *splits, group.group_name, kind, reverse)
+    exchanged: Tensor = _exchange(
+        tokens, plan.pack, plan.place, *splits, group.group_name, kind, reverse
+    )
     return exchanged
 
 
@@ -134,7 +163,9 @@ class _GatherRows(torch.autograd.Function):
     """Forward gives every rank all rows; backward gives every row's holder the sum of all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup, kind: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup, kind: str
+    ) -> Tensor:
         ctx.sizes, ctx.group, ctx.kind, ctx.rows = sizes, group, kind, len(x)
         num_ranks = len(sizes)
         copies = x.repeat(num_ranks, *[1] * (x.ndim - 1))
@@ -144,12 +175,16 @@ class _GatherRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         num_ranks = len(ctx.sizes)
-        parts, _ = all_to_all(grad, ctx.sizes, [ctx.rows] * num_ranks, ctx.group, kind=ctx.kind, backward=True)
+        parts, _ = all_to_all(
+            grad, ctx.sizes, [ctx.rows] * num_ranks, ctx.group, kind=ctx.kind, backward=True
+        )
         return parts.unflatten(0, (num_ranks, ctx.rows)).sum(0), None, None, None
 
 
 @uncompiled  # as an autograd function it would be traced, and what is sent with it
-def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup, *, kind: str = "gather") -> Tensor:
+def gather_rows(
+    x: Tensor, sizes: list[int], group: dist.ProcessGroup, *, kind: str = "gather"
+) -> Tensor:
     """All ranks' rows ``[sum(sizes), ...]`` from the rows ``[sizes[rank], ...]`` of each.
 
     A loss computed on the result by every rank counts once per rank; averaged over the group that is the loss itself.

@@ -58,7 +58,10 @@ def balanced_run(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 def run_sizes(num_rows: int, num_ranks: int) -> list[int]:
     """Rows held by each rank."""
-    return [stop - start for start, stop in (balanced_run(num_rows, num_ranks, r) for r in range(num_ranks))]
+    return [
+        stop - start
+        for start, stop in (balanced_run(num_rows, num_ranks, r) for r in range(num_ranks))
+    ]
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ def plan_exchange(
     Raises:
         ValueError: if a layout does not name every axis once.
     """
-    return _cached_plan(tuple(sizes.items()), left, entered, num_ranks, rank, device, chunk, num_chunks, windows)
+    return _cached_plan(
+        tuple(sizes.items()), left, entered, num_ranks, rank, device, chunk, num_chunks, windows
+    )
 
 
 def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -> ExchangePlan:
@@ -166,16 +171,24 @@ def _cached_plan(
 ) -> ExchangePlan:
     # a plan made while sampling serves training as well, one made while tracing with fake tensors is real
     with torch.inference_mode(False), unset_fake_temporarily():
-        left_layout, entered_layout = (_Layout(dict(sizes), text, windows) for text in (left, entered))
+        left_layout, entered_layout = (
+            _Layout(dict(sizes), text, windows) for text in (left, entered)
+        )
         left_runs, entered_runs = left_layout.runs(num_ranks), entered_layout.runs(num_ranks)
-        chunks = [left_layout.chunk(run, c, num_chunks) for run in left_runs for c in range(num_chunks)]
+        chunks = [
+            left_layout.chunk(run, c, num_chunks) for run in left_runs for c in range(num_chunks)
+        ]
         held = torch.arange(*chunks[rank * num_chunks + chunk])
-        receiver = _piece(left_layout.positions_in(entered_layout, held), [stop for _, stop in entered_runs])
+        receiver = _piece(
+            left_layout.positions_in(entered_layout, held), [stop for _, stop in entered_runs]
+        )
         wanted = torch.arange(*entered_runs[rank])
         source = entered_layout.positions_in(left_layout, wanted)
         piece = _piece(source, [stop for _, stop in chunks])
         mine = (piece % num_chunks == chunk).nonzero().flatten()
-        order = torch.argsort(source[mine])  # senders hold ascending runs and pack in their own order
+        order = torch.argsort(
+            source[mine]
+        )  # senders hold ascending runs and pack in their own order
         return ExchangePlan(
             pack=torch.argsort(receiver, stable=True).to(device),
             place=mine[order].to(device),
@@ -216,7 +229,9 @@ class _Layout:
         """Entries held by each rank: up to the last unit that ends within its share."""
         shares = torch.tensor([self.total * rank // num_ranks for rank in range(num_ranks)])
         coordinates = self._coordinates(shares)
-        starts = self._positions({a: c if a in self.units else c * 0 for a, c in coordinates.items()}).tolist()
+        starts = self._positions(
+            {a: c if a in self.units else c * 0 for a, c in coordinates.items()}
+        ).tolist()
         return tuple(zip(starts, [*starts[1:], self.total], strict=True))
 
     @property
@@ -233,7 +248,10 @@ class _Layout:
             elif axis == "p":
                 number = number + coordinates["p"]
             else:
-                number = number * (len(self.window_sizes) if axis == "w" else self.sizes[axis]) + coordinates[axis]
+                number = (
+                    number * (len(self.window_sizes) if axis == "w" else self.sizes[axis])
+                    + coordinates[axis]
+                )
         return number
 
     def chunk(self, run: tuple[int, int], chunk: int, num_chunks: int) -> tuple[int, int]:

@@ -51,7 +51,9 @@ class SequenceMesh:
         self.dp_rank, self.sp_rank = divmod(rank, sp_size)
         replicas = [list(range(first, first + sp_size)) for first in range(0, world, sp_size)]
         self.sp_group = _my_group(replicas, rank, world)
-        self.dp_group = _my_group([list(peers) for peers in zip(*replicas, strict=True)], rank, world)
+        self.dp_group = _my_group(
+            [list(peers) for peers in zip(*replicas, strict=True)], rank, world
+        )
         self.host_group = self.sp_group  # the same ranks, for tensors on the CPU
         if self.sp_group is not None and "gloo" not in dist.get_backend_config(self.sp_group):
             self.host_group = _my_group(replicas, rank, world, backend=host_backend())
@@ -84,12 +86,16 @@ def check_sp_size(sp_size: int, world_size: int) -> None:
         )
 
 
-def _my_group(groups: list[list[int]], rank: int, world: int, backend: str | None = None) -> dist.ProcessGroup | None:
+def _my_group(
+    groups: list[list[int]], rank: int, world: int, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """Create all groups (every rank must) and return the one of this rank."""
     if not dist.is_initialized():
         return None
     if len(groups[0]) == world and backend is None:
         return dist.group.WORLD
     made = [dist.new_group(ranks, backend=backend) for ranks in groups]
-    own: dist.ProcessGroup = next(group for ranks, group in zip(groups, made, strict=True) if rank in ranks)
+    own: dist.ProcessGroup = next(
+        group for ranks, group in zip(groups, made, strict=True) if rank in ranks
+    )
     return own

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_to_all
+from .debug.comm_timing import communicating
 from .layout import ExchangePlan
 from .typed import once_differentiable
-from .waiting import communicating
 
 KIND = "switch"
 
@@ -29,12 +29,18 @@ class Flight:
     """One switch under way: a chunk of this rank's tokens at a time."""
 
     def __init__(
-        self, plan: Callable[[int, int], ExchangePlan], group: dist.ProcessGroup, *, overlap_backward: bool
+        self,
+        plan: Callable[[int, int], ExchangePlan],
+        group: dist.ProcessGroup,
+        *,
+        overlap_backward: bool,
     ) -> None:
         self._plan, self._group, self._overlap_backward = plan, group, overlap_backward
         self._plans: list[ExchangePlan] = []
         self._sent: set[int] = set()
-        self._under_way: dict[int, tuple[Tensor, Tensor, dist.Work]] = {}  # what is sent, what arrives
+        self._under_way: dict[
+            int, tuple[Tensor, Tensor, dist.Work]
+        ] = {}  # what is sent, what arrives
         self._tickets: list[Tensor] = []
 
     def launch(self, chunks: Iterable[Tensor], num_chunks: int) -> Flight:
@@ -55,7 +61,13 @@ class Flight:
         if chunk not in self._sent:
             self._sent.add(chunk)
             plan = self._plans[chunk]
-            self._start(chunk, tokens.index_select(0, plan.pack), plan.send_splits, plan.recv_splits, backward=False)
+            self._start(
+                chunk,
+                tokens.index_select(0, plan.pack),
+                plan.send_splits,
+                plan.recv_splits,
+                backward=False,
+            )
 
     def receive(self) -> Tensor:
         parts = [self._wait(chunk, backward=False) for chunk in range(len(self._plans))]
@@ -65,8 +77,16 @@ class Flight:
         return landed
 
     def send_back(self, grad: Tensor) -> None:
-        for chunk, plan in reversed(list(enumerate(self._plans))):  # the last chunk's gradient is used first
-            self._start(chunk, grad.index_select(0, plan.place), plan.recv_splits, plan.send_splits, backward=True)
+        for chunk, plan in reversed(
+            list(enumerate(self._plans))
+        ):  # the last chunk's gradient is used first
+            self._start(
+                chunk,
+                grad.index_select(0, plan.place),
+                plan.recv_splits,
+                plan.send_splits,
+                backward=True,
+            )
             if not self._overlap_backward:
                 _, arriving, work = self._under_way[chunk]
                 _wait_for(work, arriving, backward=True)
@@ -75,8 +95,12 @@ class Flight:
         part = self._wait(chunk, backward=True)
         return torch.empty_like(part).index_copy_(0, self._plans[chunk].pack, part)
 
-    def _start(self, chunk: int, packed: Tensor, send: list[int], recv: list[int], *, backward: bool) -> None:
-        arriving, work = all_to_all(packed, send, recv, self._group, kind=KIND, backward=backward, async_op=True)
+    def _start(
+        self, chunk: int, packed: Tensor, send: list[int], recv: list[int], *, backward: bool
+    ) -> None:
+        arriving, work = all_to_all(
+            packed, send, recv, self._group, kind=KIND, backward=backward, async_op=True
+        )
         assert work is not None
         self._under_way[chunk] = packed, arriving, work
 
@@ -104,7 +128,9 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor, None, None]:
-        _ = ctx.saved_tensors  # under checkpointing this recomputes the block, while its gradient travels
+        _ = (
+            ctx.saved_tensors
+        )  # under checkpointing this recomputes the block, while its gradient travels
         return ctx.flight.receive_back(ctx.chunk), None, None
 
 

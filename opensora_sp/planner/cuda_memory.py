@@ -13,7 +13,7 @@ This is the one place that knows how CUDA differs from the sum of all tensors:
 
 The rules are those of torch 2.5 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in
 ``flash_api.cpp``; memory-efficient attention: ``kernel_backward.h``).
-``tests/test_planner_cuda.py`` compares them with torch's allocator.
+``tests/cuda/test_planner_cuda.py`` compares them with torch's allocator.
 
 Legend: R rows, L tokens of a row, H heads, D head width.
 """
@@ -51,7 +51,11 @@ class AllocatorPeak(LivePeak):
         self.largest = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if rule := WORKSPACES.get(func):
@@ -98,7 +102,9 @@ def _flash_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
 def _exchange(args: tuple[Any, ...], _: Any) -> int:
     """Inside of an exchange tokens lie once more: packed by receiver, and then as they arrive."""
     tokens, _, _, sent, received = args[:5]
-    return rounded(max(sum(sent), sum(received)) * tokens.shape[1:].numel() * tokens.element_size(), BLOCK)
+    return rounded(
+        max(sum(sent), sum(received)) * tokens.shape[1:].numel() * tokens.element_size(), BLOCK
+    )
 
 
 def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
@@ -140,7 +146,10 @@ def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     shares_inputs = inputs >= min(16 * height, 256)
     of_thread = -(-inputs // height) if shares_inputs else inputs
     columns = width if shares_inputs else width * height
-    grid, wanted = -(-(outputs // vector) // columns), PROCESSORS * (THREADS_OF_SM // (width * height))
+    grid, wanted = (
+        -(-(outputs // vector) // columns),
+        PROCESSORS * (THREADS_OF_SM // (width * height)),
+    )
     if not shares_inputs or of_thread < 256 or grid > wanted:
         return 0
     blocks = max(min(-(-wanted // grid), -(-of_thread // 16)), -(-of_thread // 256))
@@ -155,7 +164,11 @@ def _power_of_2(number: int) -> int:
 def _copies(*tensors: Tensor) -> int:
     """Of gradient and output ``[R, H, L, D]``, which the kernel takes with the heads inside,
     without gaps."""
-    return sum(rounded(tensor.nbytes, BLOCK) for tensor in tensors if not tensor.transpose(1, 2).is_contiguous())
+    return sum(
+        rounded(tensor.nbytes, BLOCK)
+        for tensor in tensors
+        if not tensor.transpose(1, 2).is_contiguous()
+    )
 
 
 WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {

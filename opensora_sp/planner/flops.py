@@ -17,7 +17,13 @@ from opensora_sp.models.layers import CrossAttention, PatchEmbed3D
 
 from .sharing import Shape, attention_work
 
-TOKENS = ("x_embedder", "blocks", "spatial_blocks", "temporal_blocks", "final_layer")  # see all tokens of a clip
+TOKENS = (
+    "x_embedder",
+    "blocks",
+    "spatial_blocks",
+    "temporal_blocks",
+    "final_layer",
+)  # see all tokens of a clip
 TEXT_ONLY = "kv_linear"  # of a block's layers, the one that sees the text instead
 STEP = 3  # forward, and backward twice as much: gradients of what goes in and of the weights
 
@@ -54,7 +60,9 @@ class ModelFlops:
         num_samples, _, frames, height, width = latents
         shape = Shape.of(self.config, num_samples, (frames, height, width))
         alone = self.per_token * shape.tokens + self.config.depth * attention_work(shape)
-        return text_tokens * (self.per_text_token + self.per_pair * shape.tokens / num_samples) + alone
+        return (
+            text_tokens * (self.per_text_token + self.per_pair * shape.tokens / num_samples) + alone
+        )
 
     def step(self, latents: tuple[int, ...], text_tokens: float) -> float:
         """Of forward and backward, what checkpointing recomputes not counted."""

@@ -29,9 +29,21 @@ aten = torch.ops.aten
 LIBRARY = {
     *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward),
     *(aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
-    *(aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
+    *(
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_efficient_attention_backward,
+    ),
 }
-REDUCTIONS = {aten.sum, aten.mean, aten.var_mean, aten.var, aten.amax, aten.amin, aten.any, aten.prod}
+REDUCTIONS = {
+    aten.sum,
+    aten.mean,
+    aten.var_mean,
+    aten.var,
+    aten.amax,
+    aten.amin,
+    aten.any,
+    aten.prod,
+}
 READS_OF_REUSED, READS = 4, 8  # inductor's realize_reads_threshold and realize_acc_reads_threshold
 
 
@@ -46,9 +58,13 @@ def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         # the folding of constants takes tensors without data for such
         with torch._inductor.config.patch(joint_graph_constant_folding=False):  # type: ignore[attr-defined]
             _recursive_joint_graph_passes(joint)
-        return min_cut_rematerialization_partition(joint, joint_inputs, **options, compiler="inductor")
+        return min_cut_rematerialization_partition(
+            joint, joint_inputs, **options, compiler="inductor"
+        )
 
-    made = aot_autograd(fw_compiler=FusedGraph, partition_fn=partition, decompositions=select_decomp_table())
+    made = aot_autograd(
+        fw_compiler=FusedGraph, partition_fn=partition, decompositions=select_decomp_table()
+    )
     return made(module, inputs)  # type: ignore[no-any-return]
 
 
@@ -58,8 +74,12 @@ class FusedGraph:
     def __init__(self, module: GraphModule, _: Sequence[Any]) -> None:
         self._boxed_call = True  # of the instance, as wrappers copy it
         self.nodes = [node for node in module.graph.nodes if node.op != "output"]
-        self.outputs: Any = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
-        self.reads: dict[Node, set[Node]] = {}  # of fused nodes: the buffers that they are computed from
+        self.outputs: Any = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[
+            0
+        ]
+        self.reads: dict[
+            Node, set[Node]
+        ] = {}  # of fused nodes: the buffers that they are computed from
         self.buffers = self._buffers()
         self.last = self._last_readers()
 
@@ -125,7 +145,12 @@ class FusedGraph:
         if _calls_library(node) or _is_view(node) or not size:
             return
         for one in dying:
-            if one.op != "placeholder" and one is not node and not _is_view(one) and _bytes(one) == size:
+            if (
+                one.op != "placeholder"
+                and one is not node
+                and not _is_view(one)
+                and _bytes(one) == size
+            ):
                 values.pop(one, None)
                 return
 
@@ -155,7 +180,11 @@ def _made(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+    return (
+        value.node.hint
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        else value
+    )
 
 
 def _bytes(node: Node) -> int:
@@ -197,6 +226,8 @@ def _calls_library(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     tensors = [one for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
-    tensors += [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    tensors += [
+        n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)
+    ]
     is_complex = any(one.dtype.is_complex for one in tensors)
     return is_complex or _packet(node) in LIBRARY or node.target.namespace not in ("aten", "prims")

@@ -67,7 +67,9 @@ class ModelSizes:
             elif block:
                 pairs[int(block[1])].append(parameter.numel())
             else:
-                (final if parameter_name.startswith("final_layer") else rest).append(parameter.numel())
+                (final if parameter_name.startswith("final_layer") else rest).append(
+                    parameter.numel()
+                )
         return cls(tuple(final), tuple(map(tuple, pairs)), tuple(rest), frozen)
 
     @property
@@ -92,7 +94,8 @@ class Kept:
     def training(cls, sizes: ModelSizes, zero: Zero) -> Kept:
         parts = sum(zero.part(n) for n in sizes.trainable)
         return cls(
-            weights=parts * zero.world * zero.element_size + sizes.frozen * (zero.element_size + FP32),
+            weights=parts * zero.world * zero.element_size
+            + sizes.frozen * (zero.element_size + FP32),
             masters=FP32 * parts,
             moments=2 * FP32 * parts + FP32 * len(sizes.trainable),
             ema=FP32 * parts,
@@ -154,7 +157,9 @@ def training_peak(kept: Kept, sizes: ModelSizes, zero: Zero, activations: Activa
         bucket.add(numel)
     bucket.reduce()
     moments.append(("backward", bucket.taken_peak(), activations.inputs))
-    moments.append(("optimizer step", bucket.kept * zero.element_size + _step(sizes, zero), activations.inputs))
+    moments.append(
+        ("optimizer step", bucket.kept * zero.element_size + _step(sizes, zero), activations.inputs)
+    )
     moment, gradients, live = max(moments, key=lambda one: one[1] + one[2])
     return Peak(kept.total + gradients + live, moment, gradients, live, activations.largest)
 
@@ -175,7 +180,9 @@ class Bucket:
 
     def reduce(self, arriving: int = 0) -> None:
         """Average over the ranks what waits, and keep what the stage keeps."""
-        received = self._left(self.waiting) if self.zero.stage == 2 else 0  # stage 1 reduces the flat copy in place
+        received = (
+            self._left(self.waiting) if self.zero.stage == 2 else 0
+        )  # stage 1 reduces the flat copy in place
         self.peak = max(self.peak, self.kept + 2 * self.waiting + received + arriving)
         if not self.zero.accumulates:
             self.kept += self._left(self.waiting)
@@ -196,6 +203,8 @@ def _step(sizes: ModelSizes, zero: Zero) -> int:
     casts = zero.element_size != FP32
     copies = FP32 * sum(parts) if casts else 0
     temporaries = 0 if zero.fused else FP32 * (sum(parts) if zero.foreach else 2 * max(parts))
-    gathered = min(sum(parts), BUCKET) * zero.element_size * (casts + 1 + zero.world)  # cast, flat, from all ranks
+    gathered = (
+        min(sum(parts), BUCKET) * zero.element_size * (casts + 1 + zero.world)
+    )  # cast, flat, from all ranks
     whole = max(sizes.trainable) * zero.element_size
     return max(copies + temporaries, gathered + whole)

@@ -96,7 +96,10 @@ def buckets_of(cfg: TrainConfig | InferenceConfig) -> list[Bucket]:
     if isinstance(cfg, TrainConfig) and cfg.bucket_config is not None:
         kept = [entry for entry in Buckets.of(cfg.bucket_config).entries if entry.batch_size]
         shapes = [(entry, entry.shape_at(9 / 16)) for entry in kept]
-        return [Bucket(entry.batch_size, shape.num_frames, (shape.height, shape.width)) for entry, shape in shapes]
+        return [
+            Bucket(entry.batch_size, shape.num_frames, (shape.height, shape.width))
+            for entry, shape in shapes
+        ]
     return [Bucket(cfg.batch_size, cfg.num_frames, cfg.size)]
 
 
@@ -132,7 +135,9 @@ def plan(
         precision=cfg.precision,
         grad_checkpoint=run.checkpointing,
         micro_batches=run.micro_batches,
-        spans_nodes=None if gpus_per_node is None else spans_nodes(num_gpus, run.ranks, gpus_per_node),
+        spans_nodes=None
+        if gpus_per_node is None
+        else spans_nodes(num_gpus, run.ranks, gpus_per_node),
         memory_gb=memory_gb,
         buckets=[run.plan(bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
@@ -147,7 +152,13 @@ def spans_nodes(num_gpus: int, sp_size: int, gpus_per_node: int) -> bool:
 class _Run:
     """A config on a number of GPUs; plans its buckets."""
 
-    def __init__(self, cfg: TrainConfig | InferenceConfig, num_gpus: int, memory_gb: float | None, device: str) -> None:
+    def __init__(
+        self,
+        cfg: TrainConfig | InferenceConfig,
+        num_gpus: int,
+        memory_gb: float | None,
+        device: str,
+    ) -> None:
         self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
         self.ranks = cfg.sp_size or num_gpus  # a sampling config without sp_size takes all
         check_sp_size(self.ranks, num_gpus)
@@ -156,7 +167,9 @@ class _Run:
         self.config = resolve_config(self.name, **options)
         self.dtype = DTYPES[cfg.precision]
         self.training = isinstance(cfg, TrainConfig)
-        self.guides = not self.training and build_component(cfg.scheduler, SCHEDULERS).cfg_scale != 1
+        self.guides = (
+            not self.training and build_component(cfg.scheduler, SCHEDULERS).cfg_scale != 1
+        )
         self.checkpointing, self.micro_batches = False, 1
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
@@ -173,7 +186,11 @@ class _Run:
         switches = sharing.mode in ("SwitchRows", "BranchSwitch")
         others = {} if brief else {strategy: Options(strategy=strategy) for strategy in COMPARED}
         memory = self.memory(latents, self.ranks, brief=brief)
-        advice = [] if brief else [*self._better_balance(bucket, sharing), *self._less_memory(latents, memory)]
+        advice = (
+            []
+            if brief
+            else [*self._better_balance(bucket, sharing), *self._less_memory(latents, memory)]
+        )
         return BucketPlan(
             bucket=bucket,
             tokens={
@@ -212,7 +229,9 @@ class _Run:
         if self.training:
             return found
         volume = self.config.patch_size[0] * self.config.patch_size[1] * self.config.patch_size[2]
-        token_bytes = volume * self.config.out_channels * max(4, self.dtype.itemsize)  # outputs are fp32 or wider
+        token_bytes = (
+            volume * self.config.out_channels * max(4, self.dtype.itemsize)
+        )  # outputs are fp32 or wider
         gathered = output_gather(shape, shape.mode(options, self.ranks), self.ranks, token_bytes)
         return replace(found, forward=[a + b for a, b in zip(found.forward, gathered, strict=True)])
 
@@ -260,42 +279,72 @@ class _Run:
             return []
         shape, enough = self.shape(bucket), max(UNEVEN, sharing.imbalance / 2)
         advice = []
-        for ranks in (n for n in range(2, self.num_gpus + 1) if self.num_gpus % n == 0 and n != self.ranks):
+        for ranks in (
+            n for n in range(2, self.num_gpus + 1) if self.num_gpus % n == 0 and n != self.ranks
+        ):
             found = share(shape, self.options, ranks).imbalance
             if found <= enough:
-                advice.append(f"sp_size={ranks} has an imbalance of {found:.1%} instead of {sharing.imbalance:.1%}")
+                advice.append(
+                    f"sp_size={ranks} has an imbalance of {found:.1%} instead of {sharing.imbalance:.1%}"
+                )
         for step in (-1, 1):
-            for num_frames in range(bucket.num_frames + step, bucket.num_frames + step * (FRAMES_AROUND + 1), step):
-                other = self.shape(replace(bucket, num_frames=num_frames)) if num_frames > 0 else shape
+            for num_frames in range(
+                bucket.num_frames + step, bucket.num_frames + step * (FRAMES_AROUND + 1), step
+            ):
+                other = (
+                    self.shape(replace(bucket, num_frames=num_frames)) if num_frames > 0 else shape
+                )
                 if other.frames in (0, shape.frames):
                     continue
                 found = share(other, self.options, self.ranks).imbalance
                 if found <= enough:
-                    also = " (with model.input_size to match)" if hasattr(self.config, "input_size") else ""
-                    advice.append(f"num_frames={num_frames} has {found:.1%} instead of {sharing.imbalance:.1%}{also}")
+                    also = (
+                        " (with model.input_size to match)"
+                        if hasattr(self.config, "input_size")
+                        else ""
+                    )
+                    advice.append(
+                        f"num_frames={num_frames} has {found:.1%} instead of {sharing.imbalance:.1%}{also}"
+                    )
                     break
-        return advice or [f"no other sp_size that divides {self.num_gpus} and no frame count near is more even"]
+        return advice or [
+            f"no other sp_size that divides {self.num_gpus} and no frame count near is more even"
+        ]
 
     def _less_memory(self, latents: tuple[int, ...], memory: Memory) -> list[str]:
         if self.memory_gb is None or memory.configured.needed <= self.memory_gb * 1e9:
             return []
         told = f"{memory.configured.needed / 1e9:.1f} GB do not fit into {self.memory_gb:g} GB"
-        if not self.checkpointing and memory.checkpointed and memory.checkpointed.needed <= self.memory_gb * 1e9:
+        if (
+            not self.checkpointing
+            and memory.checkpointed
+            and memory.checkpointed.needed <= self.memory_gb * 1e9
+        ):
             return [f"{told}: grad_checkpoint=True takes {memory.checkpointed.needed / 1e9:.1f} GB"]
-        for ranks in (n for n in range(self.ranks + 1, self.num_gpus + 1) if self.num_gpus % n == 0):
+        for ranks in (
+            n for n in range(self.ranks + 1, self.num_gpus + 1) if self.num_gpus % n == 0
+        ):
             total = self.memory(latents, ranks).configured.needed
             if total <= self.memory_gb * 1e9:
                 return [f"{told}: sp_size={ranks} takes {total / 1e9:.1f} GB"]
-        return [f"{told}, nor do more ranks to a batch help: take fewer frames, a smaller batch_size, or more GPUs"]
+        return [
+            f"{told}, nor do more ranks to a batch help: take fewer frames, a smaller batch_size, or more GPUs"
+        ]
 
 
 def _check_numbers(num_gpus: int, gpus_per_node: int | None, memory_gb: float | None) -> None:
     if num_gpus < 1:
-        raise ValueError(f"got --gpus {num_gpus}; expected at least 1; pass the number of processes of the run")
-    if gpus_per_node is not None and (gpus_per_node < 1 or (num_gpus > gpus_per_node and num_gpus % gpus_per_node)):
+        raise ValueError(
+            f"got --gpus {num_gpus}; expected at least 1; pass the number of processes of the run"
+        )
+    if gpus_per_node is not None and (
+        gpus_per_node < 1 or (num_gpus > gpus_per_node and num_gpus % gpus_per_node)
+    ):
         raise ValueError(
             f"got --gpus-per-node {gpus_per_node} with --gpus {num_gpus}; expected nodes that are all full; pass a "
             "divisor of the number of GPUs"
         )
     if memory_gb is not None and not memory_gb > 0:
-        raise ValueError(f"got --memory-gb {memory_gb:g}; expected a positive number; pass the memory of one GPU in GB")
+        raise ValueError(
+            f"got --memory-gb {memory_gb:g}; expected a positive number; pass the memory of one GPU in GB"
+        )

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from opensora_sp.models.conditioning import SharedConfig
 from opensora_sp.parallel import Options
-from opensora_sp.parallel.cost import attention_flops, block_flops, few_frames_costs
+from opensora_sp.parallel.cost_model import attention_flops, block_flops, few_frames_costs
 from opensora_sp.parallel.layout import (
     SPATIAL_ROWS,
     TEMPORAL_ROWS,
@@ -21,7 +21,7 @@ from opensora_sp.parallel.layout import (
     runs,
     unit_runs,
 )
-from opensora_sp.parallel.modes import (
+from opensora_sp.parallel.strategies import (
     BranchSwitch,
     SplitBoth,
     SplitClips,
@@ -102,11 +102,16 @@ class Shape:
 
     def units(self, layout: str, ranks: int) -> list[int]:
         """Units of a layout that each rank holds."""
-        return [last - first for first, last in unit_runs(self.axes(layout), layout, ranks, self.windows)]
+        return [
+            last - first
+            for first, last in unit_runs(self.axes(layout), layout, ranks, self.windows)
+        ]
 
     def entries(self, layout: str, ranks: int) -> list[int]:
         """Tokens, or heads of tokens, that each rank holds in a layout."""
-        return [stop - start for start, stop in runs(self.axes(layout), layout, ranks, self.windows)]
+        return [
+            stop - start for start, stop in runs(self.axes(layout), layout, ranks, self.windows)
+        ]
 
     def layouts(self, mode: Mode) -> Layouts:
         """Where tokens lie in a spatial and in a temporal block of a mode, and by what its attentions are dealt out."""
@@ -134,7 +139,11 @@ class Layouts:
 
     def all(self) -> list[str]:
         """Each layout once, those of the attention first."""
-        return [layout for layout in dict.fromkeys((*self.attention, *self.tokens)) if layout != EVERYTHING]
+        return [
+            layout
+            for layout in dict.fromkeys((*self.attention, *self.tokens))
+            if layout != EVERYTHING
+        ]
 
 
 @dataclass(frozen=True)
@@ -185,10 +194,15 @@ def attention_work(shape: Shape) -> float:
 def _work(shape: Shape, layouts: Layouts, ranks: int) -> list[float]:
     """FLOPs of a spatial and a temporal block on each rank."""
     work = [0.0] * ranks
-    for tokens, attention, is_temporal in zip(layouts.tokens, layouts.attention, (False, True), strict=True):
+    for tokens, attention, is_temporal in zip(
+        layouts.tokens, layouts.attention, (False, True), strict=True
+    ):
         held = shape.entries(tokens, ranks)
         attended = _attention(shape, attention, is_temporal, ranks)
-        work = [one + block_flops(n, shape.width) + a for one, n, a in zip(work, held, attended, strict=True)]
+        work = [
+            one + block_flops(n, shape.width) + a
+            for one, n, a in zip(work, held, attended, strict=True)
+        ]
     return work
 
 
@@ -208,8 +222,13 @@ def _attention(shape: Shape, layout: str, is_temporal: bool, ranks: int) -> list
         units = shape.units(layout, ranks)
         return [B * of_sample * n / sum(units) for n in units]
     heads = shape.heads if "h" in layout.split() else 1
-    of_units = [attention_flops(1, length, C // heads) for length in lengths for _ in range(heads)] * B
-    return [sum(of_units[first:last]) for first, last in unit_runs(shape.axes(layout), layout, ranks, shape.windows)]
+    of_units = [
+        attention_flops(1, length, C // heads) for length in lengths for _ in range(heads)
+    ] * B
+    return [
+        sum(of_units[first:last])
+        for first, last in unit_runs(shape.axes(layout), layout, ranks, shape.windows)
+    ]
 
 
 def _why(mode: Mode, shape: Shape, options: Options, ranks: int) -> str:
@@ -237,7 +256,11 @@ def _why(mode: Mode, shape: Shape, options: Options, ranks: int) -> str:
     costs_of = few_frames_costs(B, T, shape.patches, shape.width, H, ranks)
     rows, heads = (costs_of[way] / 1e9 for way in ("units", "heads"))
     costs = f"{rows:.3g} GFLOP-equivalents a spatial block by whole frames, {heads:.3g} by frames x heads"
-    way = "frames x heads share spatial attention" if mode is SplitHeads else "whole frames go to some ranks"
+    way = (
+        "frames x heads share spatial attention"
+        if mode is SplitHeads
+        else "whole frames go to some ranks"
+    )
     return f"B*T={B * T} frames are fewer than {ranks} ranks: {way}, the cheaper way ({costs})"
 
 

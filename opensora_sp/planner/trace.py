@@ -83,10 +83,14 @@ def trace_activations(
     # first.
     pair = at_segments[3] - at_segments[1]
     peak += CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0
-    return Activations(first=peak - DEPTH * pair, pair=pair, inputs=inputs, largest=getattr(live, "largest", 0))
+    return Activations(
+        first=peak - DEPTH * pair, pair=pair, inputs=inputs, largest=getattr(live, "largest", 0)
+    )
 
 
-def _passed(model: Any, latents: tuple[int, ...], ranks: int, training: bool, live: LivePeak) -> tuple[int, int]:
+def _passed(
+    model: Any, latents: tuple[int, ...], ranks: int, training: bool, live: LivePeak
+) -> tuple[int, int]:
     """Bytes at the peak of a pass, and of its inputs."""
     before, inputs = live.live, 0
     live.reset_peak()
@@ -100,7 +104,9 @@ def _model(name: str, config: Any, dtype: torch.dtype) -> Any:
         return model_class(name)(config).to(dtype)
 
 
-def run_step(model: Any, latents: tuple[int, ...], *, ranks: int, training: bool, device: str) -> Iterator[str]:
+def run_step(
+    model: Any, latents: tuple[int, ...], *, ranks: int, training: bool, device: str
+) -> Iterator[str]:
     """One pass of a model as the runs make it, gradients of parameters dropped as they come.
 
     Stops after "inputs" exist and after the "pass", for whoever looks at memory.

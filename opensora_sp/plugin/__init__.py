@@ -4,4 +4,10 @@ from .launch import current_device, launch
 from .optimizer import NamedShards, SequenceZeroOptimizer
 from .plugin import SequenceParallelPlugin
 
-__all__ = ["NamedShards", "SequenceParallelPlugin", "SequenceZeroOptimizer", "current_device", "launch"]
+__all__ = [
+    "NamedShards",
+    "SequenceParallelPlugin",
+    "SequenceZeroOptimizer",
+    "current_device",
+    "launch",
+]

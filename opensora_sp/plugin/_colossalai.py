@@ -2,7 +2,7 @@
 
 ColossalAI 0.5.0 warns at import about extras that are absent (apex, tensornvme) and so do packages it imports; none
 of these are needed here. Any other warning passes. Everything of ColossalAI that the plugin relies on is imported here,
-and tests/test_colossalai.py knows what is used of it, so that a move upstream shows up in one place.
+and tests/unit/test_colossalai.py knows what is used of it, so that a move upstream shows up in one place.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ _pool = os.environ.get("TORCH_WARM_POOL")
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message="Please install (the latest tensornvme|apex from source)")
+    warnings.filterwarnings(
+        "ignore", message="Please install (the latest tensornvme|apex from source)"
+    )
     import colossalai
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
     from colossalai.booster import Booster
     from colossalai.booster.plugin import LowLevelZeroPlugin
-    from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO, LowLevelZeroModel
+    from colossalai.booster.plugin.low_level_zero_plugin import (
+        LowLevelZeroCheckpointIO,
+        LowLevelZeroModel,
+    )
     from colossalai.interface import ModelWrapper, OptimizerWrapper
     from colossalai.interface.optimizer import DistributedOptim
     from colossalai.logging import get_dist_logger

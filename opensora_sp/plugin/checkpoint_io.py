@@ -19,10 +19,19 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from opensora_sp.storage import Disk, Part, SaveJob, Saver, Spec, TensorFile, on_rank_0
-from opensora_sp.storage.folder import inside, sha256, to_json
-from opensora_sp.weights import check_names, open_weights
-from opensora_sp.weights.read import Stored
+from opensora_sp.checkpoint import (
+    Disk,
+    Part,
+    SaveJob,
+    Saver,
+    Spec,
+    TensorFile,
+    check_names,
+    on_rank_0,
+    open_weights,
+)
+from opensora_sp.checkpoint.folder import inside, sha256, to_json
+from opensora_sp.checkpoint.reader import Stored
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
 from .optimizer import NamedShards, SequenceZeroOptimizer
@@ -55,7 +64,12 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         self.wait()
 
     def save_unsharded_model(
-        self, model: ModelWrapper, checkpoint: str, gather_dtensor: bool, use_safetensors: bool, use_async: bool = False
+        self,
+        model: ModelWrapper,
+        checkpoint: str,
+        gather_dtensor: bool,
+        use_safetensors: bool,
+        use_async: bool = False,
     ) -> None:
         self._say_safetensors(use_safetensors)
         path = _named_safely(checkpoint)
@@ -74,14 +88,22 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         self._say_safetensors(use_safetensors)
         stem = f"model.{prefix}" if prefix else "model"
         files = _split(_model_parts(model), stem, max_shard_size)
-        self._save(_Files(Path(checkpoint_path), _Index(f"{stem}.safetensors", files)), files, use_async)
+        self._save(
+            _Files(Path(checkpoint_path), _Index(f"{stem}.safetensors", files)), files, use_async
+        )
 
     def save_unsharded_optimizer(
-        self, optimizer: SequenceZeroOptimizer, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
+        self,
+        optimizer: SequenceZeroOptimizer,
+        checkpoint: str,
+        gather_dtensor: bool = True,
+        use_async: bool = False,
     ) -> None:
         shards, path = _shards_of(optimizer), _named_safely(checkpoint)
         metadata = {key: json.dumps(value) for key, value in _about(optimizer).items()}
-        self._save(_Files(path.parent, metadata=metadata), {path.name: shards.state_parts()}, use_async)
+        self._save(
+            _Files(path.parent, metadata=metadata), {path.name: shards.state_parts()}, use_async
+        )
 
     def save_sharded_optimizer(
         self,
@@ -103,7 +125,12 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         self._load_model(model, Path(checkpoint), [Path(checkpoint)], strict)
 
     def load_sharded_model(
-        self, model: ModelWrapper, checkpoint_index_file: Path, strict: bool = False, *args: Any, **kwargs: Any
+        self,
+        model: ModelWrapper,
+        checkpoint_index_file: Path,
+        strict: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         index = Path(checkpoint_index_file)
         self._load_model(model, index, _checked_files(index)[0], strict)
@@ -124,7 +151,11 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         _load_optimizer(_shards_of(optimizer), path, [path], about)
 
     def load_sharded_optimizer(
-        self, optimizer: SequenceZeroOptimizer, index_file_path: str, prefix: str | None = None, **kwargs: Any
+        self,
+        optimizer: SequenceZeroOptimizer,
+        index_file_path: str,
+        prefix: str | None = None,
+        **kwargs: Any,
     ) -> None:
         self.wait()
         files, metadata = _checked_files(Path(index_file_path))
@@ -170,10 +201,14 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
     def _say_safetensors(self, use_safetensors: bool) -> None:
         if not use_safetensors and not self._warned and dist.get_rank() == 0:
             self._warned = True
-            warnings.warn("weights are saved in safetensors: this plugin pickles nothing", stacklevel=4)
+            warnings.warn(
+                "weights are saved in safetensors: this plugin pickles nothing", stacklevel=4
+            )
 
     @torch.no_grad()
-    def _load_model(self, model: ModelWrapper, source: Path, files: list[Path], strict: bool) -> None:
+    def _load_model(
+        self, model: ModelWrapper, source: Path, files: list[Path], strict: bool
+    ) -> None:
         self.wait()
         if isinstance(model, LowLevelZeroModel):
             model._force_wait_all_gather()
@@ -191,29 +226,42 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
 
 def _opened(files: list[Path], *, allow_pickle: bool = False) -> dict[str, Stored]:
     """The tensors of all files by name, none of them read yet."""
-    return {n: t for path in files for n, t in open_weights(path, allow_pickle=allow_pickle).tensors.items()}
+    return {
+        n: t
+        for path in files
+        for n, t in open_weights(path, allow_pickle=allow_pickle).tensors.items()
+    }
 
 
 class _Index:
     """``<name>.index.json`` in the Hugging Face layout, with the SHA-256 of each file besides."""
 
     def __init__(
-        self, name: str, files: Mapping[str, Mapping[str, Part]], metadata: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        files: Mapping[str, Mapping[str, Part]],
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = f"{name}.index.json"
         self.metadata = dict(metadata or {})
-        self.metadata["total_size"] = sum(part.spec.num_bytes for parts in files.values() for part in parts.values())
+        self.metadata["total_size"] = sum(
+            part.spec.num_bytes for parts in files.values() for part in parts.values()
+        )
         self.weight_map = {name: file for file, parts in files.items() for name in parts}
 
     def text(self, entries: Mapping[str, dict[str, Any]]) -> bytes:
         digests = {name: entry["sha256"] for name, entry in entries.items()}
-        return to_json({"metadata": {**self.metadata, "sha256": digests}, "weight_map": self.weight_map})
+        return to_json(
+            {"metadata": {**self.metadata, "sha256": digests}, "weight_map": self.weight_map}
+        )
 
 
 class _Files:
     """Files under partial names, which become the right ones when all of them are whole; the index comes last."""
 
-    def __init__(self, folder: Path, index: _Index | None = None, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, index: _Index | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
         self.folder, self.index, self.metadata, self.disk = folder, index, metadata, Disk()
 
     def begin(self) -> None:
@@ -281,7 +329,10 @@ def _split(parts: dict[str, Part], stem: str, megabytes: int) -> dict[str, dict[
             size = 0
         groups[-1][name] = part
         size += part.spec.num_bytes
-    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+    return {
+        f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": group
+        for i, group in enumerate(groups)
+    }
 
 
 def _checked_files(index: Path) -> tuple[list[Path], dict[str, Any]]:
@@ -306,7 +357,9 @@ def _about(optimizer: SequenceZeroOptimizer) -> dict[str, Any]:
     return {GROUPS: optimizer.shards.groups(), LOSS_SCALE: optimizer.loss_scale_state()}
 
 
-def _load_optimizer(shards: NamedShards, source: Path, files: list[Path], about: dict[str, Any]) -> None:
+def _load_optimizer(
+    shards: NamedShards, source: Path, files: list[Path], about: dict[str, Any]
+) -> None:
     """Check names, shapes and groups; then replace the state of every parameter and what the groups say."""
     groups = about.get(GROUPS, [])
     shards.check_groups(groups, source)

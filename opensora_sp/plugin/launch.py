@@ -11,13 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.launching import meet
+from opensora_sp.runtime import meet
 
 from ._colossalai import get_accelerator, get_dist_logger, set_seed
 from .accelerator import use_cpu_if_nothing_else
 
 
-def launch(seed: int, settings: Mapping[str, Any] | None = None, *, timeout: timedelta | None = None) -> None:
+def launch(
+    seed: int, settings: Mapping[str, Any] | None = None, *, timeout: timedelta | None = None
+) -> None:
     """Initialise the process group (NCCL on CUDA, gloo on CPU) from the launcher's environment, quietly.
 
     Args:
@@ -36,7 +38,13 @@ def launch(seed: int, settings: Mapping[str, Any] | None = None, *, timeout: tim
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            alone = dict(
+                RANK="0",
+                LOCAL_RANK="0",
+                WORLD_SIZE="1",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
             os.environ.update(alone)
         store = meet(settings)
         _launch(seed, timeout)

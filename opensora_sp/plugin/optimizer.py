@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opensora_sp.parallel.waiting import communicating
-from opensora_sp.storage import Part, Spec
+from opensora_sp.checkpoint import Part, Spec
+from opensora_sp.parallel.debug.comm_timing import communicating
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator
 
@@ -72,7 +72,9 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         super()._reduce_grad(partition_grad)
-        if self._overlap_communication:  # ColossalAI lets the host wait next; seen from the computing stream:
+        if (
+            self._overlap_communication
+        ):  # ColossalAI lets the host wait next; seen from the computing stream:
             with communicating("zero", self._device(), backward=True):
                 for store in self.pg_to_bucket_store.values():
                     torch.cuda.current_stream().wait_stream(store.comm_stream)
@@ -114,7 +116,10 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             self.step()
         except _NotFiniteError:
             self._current_grad_norm = norm
-            for group, masters in self._master_param_groups_of_current_rank.items():  # as ``step`` ends
+            for (
+                group,
+                masters,
+            ) in self._master_param_groups_of_current_rank.items():  # as ``step`` ends
                 self.optim.param_groups[group]["params"] = masters
                 for master in masters:
                     master.grad = None
@@ -130,7 +135,11 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         return norm
 
     def clip_grad_by_norm(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        **kwargs: Any,
     ) -> Tensor:
         """Clip the gradients that the next ``step`` takes to a global norm; returns the norm before.
 
@@ -144,11 +153,20 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                 f"got norm_type {norm_type}; expected 2, the norm that is summed over shards; leave it out"
             )
         stores = list(self.pg_to_grad_store.values())
-        shards = [[s.get_working_grads_by_group_id(g) for s in stores] for g in range(self.num_param_groups)]
-        norms = [self._compute_grad_norm(s.torch_pg, grads) for own in shards for s, grads in zip(stores, own)]
+        shards = [
+            [s.get_working_grads_by_group_id(g) for s in stores]
+            for g in range(self.num_param_groups)
+        ]
+        norms = [
+            self._compute_grad_norm(s.torch_pg, grads)
+            for own in shards
+            for s, grads in zip(stores, own)
+        ]
         norm = torch.tensor(norms, dtype=torch.float64).square().sum().sqrt() / self._loss_scale()
         if error_if_nonfinite and not norm.isfinite():
-            raise ValueError(f"got a gradient norm of {norm.item()}; expected a finite one; skip this step")
+            raise ValueError(
+                f"got a gradient norm of {norm.item()}; expected a finite one; skip this step"
+            )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
         for grad in (grad for own in shards for grads in own for grad in grads):
             grad.mul_(factor)
@@ -174,14 +192,21 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
         if scaler is None:
             return None
-        return {"scale": scaler.scale.item(), "growth": scaler._growth_step, "hysteresis": scaler._hysteresis_step}
+        return {
+            "scale": scaler.scale.item(),
+            "growth": scaler._growth_step,
+            "hysteresis": scaler._hysteresis_step,
+        }
 
     def set_loss_scale_state(self, state: dict[str, float] | None) -> None:
         """Go on with a saved loss scale, where there is one and the precision is fp16."""
         scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
         if scaler is not None and state is not None:
             scaler._scale.fill_(state["scale"])
-            scaler._growth_step, scaler._hysteresis_step = int(state["growth"]), int(state["hysteresis"])
+            scaler._growth_step, scaler._hysteresis_step = (
+                int(state["growth"]),
+                int(state["hysteresis"]),
+            )
 
     def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
         if self._witness is not None and not math.isfinite(total_norm):
@@ -206,7 +231,10 @@ class NamedShards:
 
     def states(self) -> dict[str, dict[str, Tensor | int]]:
         """The wrapped optimizer's state per parameter name, shards and scalars alike; empty before the first step."""
-        return {name: dict(self.optimizer.optim.state.get(master, {})) for name, master in self.masters.items()}
+        return {
+            name: dict(self.optimizer.optim.state.get(master, {}))
+            for name, master in self.masters.items()
+        }
 
     def whole(self, name: str, shard: Tensor) -> Tensor:
         """The whole tensor, on every rank and its device. Collective."""
@@ -262,7 +290,9 @@ class NamedShards:
         for key, shape in found.items():
             name = key.partition("/")[2]
             if name not in self.working or shape not in ((), tuple(self.working[name].shape)):
-                wanted = list(self.working[name].shape) if name in self.working else "no such parameter"
+                wanted = (
+                    list(self.working[name].shape) if name in self.working else "no such parameter"
+                )
                 raise ValueError(
                     f"got optimizer state of another model in {source}: {key} is {list(shape)}; expected {wanted}; "
                     "change the checkpoint or the model"
@@ -288,7 +318,9 @@ class NamedShards:
                 return self.cut(name, value)
             return value.clone() if value.is_floating_point() else int(value)
 
-        self.optimizer.optim.state[self.masters[name]] = {key: own(value) for key, value in state.items()}
+        self.optimizer.optim.state[self.masters[name]] = {
+            key: own(value) for key, value in state.items()
+        }
 
 
 def _json_values(group: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,9 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         on_cuda = get_accelerator().name == "cuda"
         _check_arguments(stage, precision, on_cuda, overlap_communication, options)
         self.sequence_parallel = dict(sequence_parallel or {})
-        Options(**{key: value for key, value in self.sequence_parallel.items() if key != "verify"})  # checks itself
+        Options(
+            **{key: value for key, value in self.sequence_parallel.items() if key != "verify"}
+        )  # checks itself
         self.mesh = SequenceMesh(sp_size)
         self.allow_pickle = allow_pickle
         name = type(self).__name__
@@ -87,7 +89,9 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             precision=precision,
             max_norm=max_norm,
             cast_inputs=cast_inputs,
-            overlap_communication=on_cuda if overlap_communication is None else overlap_communication,
+            overlap_communication=on_cuda
+            if overlap_communication is None
+            else overlap_communication,
             initial_scale=initial_scale,
             **options,
         )
@@ -126,11 +130,15 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         lr_scheduler: Any = None,
     ) -> Boosted:
         """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
-        check_same_model(model, current_device())  # before anything that one rank alone would refuse
+        check_same_model(
+            model, current_device()
+        )  # before anything that one rank alone would refuse
         own = None if isinstance(optimizer, OptimizerWrapper) else optimizer
         if own is not None:
             self._leave_trainable(model, own)  # first: what it refuses leaves the model as it was
-        if not isinstance(model, ModelWrapper) and (self.mesh.sp_size > 1 or hasattr(model, "sharding_points")):
+        if not isinstance(model, ModelWrapper) and (
+            self.mesh.sp_size > 1 or hasattr(model, "sharding_points")
+        ):
             parallelize(_without_peft(model), self.mesh, **self.sequence_parallel)
         if own is not None:
             # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made here.
@@ -143,7 +151,10 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
                 use_fp8=self.use_fp8,
             )
             optimizer = SequenceZeroOptimizer(
-                own, **self.zero_optim_kwargs, verbose=self.verbose, backward_context=model._hook_context
+                own,
+                **self.zero_optim_kwargs,
+                verbose=self.verbose,
+                backward_context=model._hook_context,
             )
             model.update_master_params = MethodType(optimizer.update_master_params, model)  # type: ignore[assignment]
             self._restore_exact(optimizer, exact)
@@ -159,9 +170,13 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
                 f"got optimizer {type(optimizer).__name__}, which ColossalAI replaces by a distributed one; "
                 "expected an elementwise optimizer such as torch.optim.AdamW; choose another optimizer"
             )
-        if self.lora_enabled:  # as super().configure does, which must not see a model that is wrapped already
+        if (
+            self.lora_enabled
+        ):  # as super().configure does, which must not see a model that is wrapped already
             self.add_lora_params_to_optimizer(model, optimizer)
-        groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+        groups = [
+            [p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups
+        ]
         if not groups[0]:  # ColossalAI takes its dtype from the first parameter, frozen or not
             raise ValueError(
                 f"got an optimizer whose first of {len(groups)} parameter groups holds no trainable parameter; "
@@ -173,7 +188,9 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     def get_checkpoint_io(self) -> NamedCheckpointIO:
         return NamedCheckpointIO(allow_pickle=self.allow_pickle)
 
-    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
+    def no_sync(
+        self, model: nn.Module, optimizer: OptimizerWrapper
+    ) -> AbstractContextManager[None]:
         """Micro-batches whose gradients are summed before they are sent, and no step is taken; stage 1 only.
 
         Raises:
@@ -199,7 +216,9 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
                 exact[id(p)] = p.detach().flatten()[rank * size : (rank + 1) * size].float().clone()
         return exact
 
-    def _restore_exact(self, optimizer: SequenceZeroOptimizer, exact: dict[int, torch.Tensor]) -> None:
+    def _restore_exact(
+        self, optimizer: SequenceZeroOptimizer, exact: dict[int, torch.Tensor]
+    ) -> None:
         # ColossalAI copies fp32 masters from weights already rounded to the working dtype.
         masters = optimizer.get_working_to_master_map()
         for key, part in exact.items():
@@ -268,14 +287,24 @@ def _seed_worker(worker: int) -> None:
     random.seed(seed)
 
 
-def _check_arguments(stage: int, precision: str, on_cuda: bool, overlap: bool | None, options: dict[str, Any]) -> None:
+def _check_arguments(
+    stage: int, precision: str, on_cuda: bool, overlap: bool | None, options: dict[str, Any]
+) -> None:
     if stage not in (1, 2):
         raise ValueError(f"got ZeRO stage {stage}; expected 1 or 2; choose one of these")
     if precision not in ("fp32", "bf16", "fp16"):
-        raise ValueError(f"got precision {precision!r}; expected 'fp32', 'bf16' or 'fp16'; choose one of these")
+        raise ValueError(
+            f"got precision {precision!r}; expected 'fp32', 'bf16' or 'fp16'; choose one of these"
+        )
     if precision == "fp16" and not on_cuda:
-        raise ValueError("got precision 'fp16' on CPU; expected 'fp32' or 'bf16' there; fp16 training needs CUDA")
+        raise ValueError(
+            "got precision 'fp16' on CPU; expected 'fp32' or 'bf16' there; fp16 training needs CUDA"
+        )
     if overlap and not on_cuda:
-        raise ValueError("got overlap_communication=True on CPU; expected CUDA streams; leave it out")
+        raise ValueError(
+            "got overlap_communication=True on CPU; expected CUDA streams; leave it out"
+        )
     if options.get("extra_dp_size", 1) != 1:
-        raise ValueError("got extra_dp_size; expected none: ZeRO shards over the whole dp x sp world; leave it out")
+        raise ValueError(
+            "got extra_dp_size; expected none: ZeRO shards over the whole dp x sp world; leave it out"
+        )

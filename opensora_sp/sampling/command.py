@@ -21,7 +21,10 @@ OPTIONS = {  # what they override in the config, and what they are
     "seed": ("N", "of the noise"),
     "num_samples": ("N", "videos for each prompt"),
     "reference_path": ("FILES", "images and videos that are given, separated by ;"),
-    "mask_strategy": ("TEXT", "where their frames go: loop,reference,its frame,frame of the video,length,edit;..."),
+    "mask_strategy": (
+        "TEXT",
+        "where their frames go: loop,reference,its frame,frame of the video,length,edit;...",
+    ),
     "loop": ("N", "parts of the video, each going on from the end of the one before"),
     "sp_size": ("N", "processes that share a batch; by default the fastest by an estimate"),
     "scheduler.num_sampling_steps": ("N", "steps from noise to video"),
@@ -36,7 +39,9 @@ def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
         ValueError: for anything that is missing, unknown or does not fit.
     """
     args = vars(parser().parse_args(argv))
-    values = {key: args[key] for key in (*OPTIONS, "format", "skip_existing") if args[key] is not None}
+    values = {
+        key: args[key] for key in (*OPTIONS, "format", "skip_existing") if args[key] is not None
+    }
     if args["allow_pickle"]:
         values["allow_pickle"] = True
     prompts = [{"prompt": text} for text in args["prompt"]]
@@ -49,15 +54,28 @@ def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``scripts/inference.py``."""
-    parser = config_arguments("Sample videos or images: a file, a contact sheet and a JSON for each.")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
-    parser.add_argument("--prompts", metavar="FILE", help=".txt with a prompt a line, or .csv with a column 'prompt'")
+    parser = config_arguments(
+        "Sample videos or images: a file, a contact sheet and a JSON for each."
+    )
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help=".txt with a prompt a line, or .csv with a column 'prompt'",
+    )
     for key, (metavar, description) in OPTIONS.items():
         flag = "--" + key.removeprefix("scheduler.").replace("_", "-")
         parser.add_argument(flag, dest=key, metavar=metavar, help=description)
-    parser.add_argument("--gif", dest="format", action="store_const", const="gif", help="write GIF instead of mp4")
     parser.add_argument(
-        "--skip-existing", action="store_const", const=True, help="leave out videos that are there already"
+        "--gif", dest="format", action="store_const", const="gif", help="write GIF instead of mp4"
+    )
+    parser.add_argument(
+        "--skip-existing",
+        action="store_const",
+        const=True,
+        help="leave out videos that are there already",
     )
     add_allow_pickle(parser)
     return parser

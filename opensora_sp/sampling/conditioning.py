@@ -53,9 +53,16 @@ def _parse_insertion(part: str, text: str) -> Insertion:
     try:
         if len(numbers) > len(names):
             raise ValueError
-        values = {name: int(number) if name != "edit" else float(number) for name, number in zip(names, numbers)}
+        values = {
+            name: int(number) if name != "edit" else float(number)
+            for name, number in zip(names, numbers)
+        }
         insertion = Insertion(**values)  # type: ignore[arg-type]
-        if min(insertion.loop, insertion.reference) < 0 or insertion.length < 1 or not 0 <= insertion.edit <= 1:
+        if (
+            min(insertion.loop, insertion.reference) < 0
+            or insertion.length < 1
+            or not 0 <= insertion.edit <= 1
+        ):
             raise ValueError
     except ValueError:
         raise ValueError(
@@ -66,7 +73,12 @@ def _parse_insertion(part: str, text: str) -> Insertion:
 
 
 def insert_references(
-    latent: Tensor, references: Sequence[Tensor], insertions: Sequence[Insertion], *, loop: int, align: int | None
+    latent: Tensor,
+    references: Sequence[Tensor],
+    insertions: Sequence[Insertion],
+    *,
+    loop: int,
+    align: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Put frames of references into a video's latent.
 
@@ -89,7 +101,9 @@ def insert_references(
             continue
         _check_reference(insertion, len(references))
         reference = references[insertion.reference]
-        source = _first_frame(insertion.reference_start, reference.shape[1], align, insertion, "reference")
+        source = _first_frame(
+            insertion.reference_start, reference.shape[1], align, insertion, "reference"
+        )
         target = _first_frame(insertion.start, latent.shape[1], align, insertion, "video")
         length = min(insertion.length, reference.shape[1] - source, latent.shape[1] - target)
         latent[:, target : target + length] = reference[:, source : source + length]
@@ -97,7 +111,9 @@ def insert_references(
     return latent, mask
 
 
-def check_insertions(insertions: Sequence[Insertion], references: Sequence[int], *, frames: int, loops: int) -> None:
+def check_insertions(
+    insertions: Sequence[Insertion], references: Sequence[int], *, frames: int, loops: int
+) -> None:
     """Raise ValueError for what ``insert_references`` would, and for loops that there are not, from counts alone.
 
     Args:
@@ -113,7 +129,9 @@ def check_insertions(insertions: Sequence[Insertion], references: Sequence[int],
             )
         known = [*references, *([frames] if insertion.loop else [])]
         _check_reference(insertion, len(known))
-        _first_frame(insertion.reference_start, known[insertion.reference], None, insertion, "reference")
+        _first_frame(
+            insertion.reference_start, known[insertion.reference], None, insertion, "reference"
+        )
         _first_frame(insertion.start, frames, None, insertion, "video")
 
 
@@ -125,7 +143,9 @@ def _check_reference(insertion: Insertion, count: int) -> None:
         )
 
 
-def _first_frame(start: int, frames: int, align: int | None, insertion: Insertion, what: str) -> int:
+def _first_frame(
+    start: int, frames: int, align: int | None, insertion: Insertion, what: str
+) -> int:
     first = start + frames if start < 0 else start
     if not 0 <= first < frames:
         raise ValueError(
@@ -151,7 +171,11 @@ def prompt_of_loop(prompt: str, loop: int) -> str:
     if not prompt.startswith("|"):
         return prompt
     numbers, texts = prompt[1:].split("|")[0::2], prompt[1:].split("|")[1::2]
-    if len(numbers) != len(texts) or not all(re.fullmatch(r"\s*\d+\s*", n) for n in numbers) or int(numbers[0]) != 0:
+    if (
+        len(numbers) != len(texts)
+        or not all(re.fullmatch(r"\s*\d+\s*", n) for n in numbers)
+        or int(numbers[0]) != 0
+    ):
         raise ValueError(
             f"got prompt {prompt!r}; expected '|0|first|2|from loop 2 on', numbers and texts in turn from 0 on; "
             "correct it, or start it with another sign than |"
@@ -166,11 +190,15 @@ class Prompt:
 
     text: str
     reference_path: str | None = None  # files, separated by ;
-    mask_strategy: str | None = None  # by default the first frame of the first file, if there is one
+    mask_strategy: str | None = (
+        None  # by default the first frame of the first file, if there is one
+    )
 
     @property
     def references(self) -> list[Path]:
-        return [Path(part.strip()) for part in (self.reference_path or "").split(";") if part.strip()]
+        return [
+            Path(part.strip()) for part in (self.reference_path or "").split(";") if part.strip()
+        ]
 
     @property
     def insertions(self) -> list[Insertion]:
@@ -178,7 +206,9 @@ class Prompt:
         return parse_mask_strategy(default if self.mask_strategy is None else self.mask_strategy)
 
 
-def parse_prompt(text: str, reference_path: str | None = None, mask_strategy: str | None = None) -> Prompt:
+def parse_prompt(
+    text: str, reference_path: str | None = None, mask_strategy: str | None = None
+) -> Prompt:
     """``'a cat{"reference_path": "cat.png", "mask_strategy": "0"}'`` -> its parts, the notation of Open-Sora 1.2.
 
     Args:
@@ -192,12 +222,17 @@ def parse_prompt(text: str, reference_path: str | None = None, mask_strategy: st
     if brace:
         try:
             said = json.loads(brace + rest)
-            if set(said) - {"reference_path", "mask_strategy"} or not all(isinstance(v, str) for v in said.values()):
+            if set(said) - {"reference_path", "mask_strategy"} or not all(
+                isinstance(v, str) for v in said.values()
+            ):
                 raise ValueError
         except ValueError:
             raise ValueError(
                 f"got prompt {text!r}; expected text, then at most a JSON object with the texts reference_path and "
                 "mask_strategy; correct what stands in braces"
             ) from None
-    prompt = Prompt(caption.strip(), **{**dict(reference_path=reference_path, mask_strategy=mask_strategy), **said})
+    prompt = Prompt(
+        caption.strip(),
+        **{**dict(reference_path=reference_path, mask_strategy=mask_strategy), **said},
+    )
     return prompt

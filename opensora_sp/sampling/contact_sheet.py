@@ -12,13 +12,16 @@ from .lettering import draw_text, drawable
 MARGIN, LINE, CELL = 6, 18, 96
 
 
-def write_contact_sheet(path: str | Path, videos: list[tuple[str, np.ndarray]], *, num_frames: int = 8) -> None:
+def write_contact_sheet(
+    path: str | Path, videos: list[tuple[str, np.ndarray]], *, num_frames: int = 8
+) -> None:
     """Write a PNG with one strip per (title, frames uint8 ``[F, height, width, 3]``).
 
     Of a title in letters that no font has, the number of the strip is drawn.
     """
     strips = [
-        _strip(drawable(title, f"video {number}"), frames, num_frames) for number, (title, frames) in enumerate(videos)
+        _strip(drawable(title, f"video {number}"), frames, num_frames)
+        for number, (title, frames) in enumerate(videos)
     ]
     width = max(strip.width for strip in strips)
     sheet = Image.new("RGB", (width, sum(strip.height for strip in strips)), "white")
@@ -39,7 +42,9 @@ def _strip(title: str, frames: np.ndarray, num_frames: int) -> Image.Image:
     height, width = frames.shape[1:3]
     factor = CELL / height
     cell = (max(1, round(width * factor)), CELL)
-    strip = Image.new("RGB", (MARGIN + len(picked) * (cell[0] + MARGIN), LINE + CELL + 2 * MARGIN), "white")
+    strip = Image.new(
+        "RGB", (MARGIN + len(picked) * (cell[0] + MARGIN), LINE + CELL + 2 * MARGIN), "white"
+    )
     draw_text(ImageDraw.Draw(strip), (MARGIN, 3), title, size=13)
     for i, index in enumerate(picked):
         image = Image.fromarray(frames[index]).resize(cell, Image.Resampling.BILINEAR)

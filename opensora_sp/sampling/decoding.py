@@ -59,9 +59,13 @@ def decode(
         overlap: latent frames that a loop shares with the one before; their frames are left out.
     """
     count, _, latent_frames = parts[0].shape[:3]
-    pieces = grouped(independent_pieces(vae, num_frames=num_frames, latent_frames=latent_frames), vae)
+    pieces = grouped(
+        independent_pieces(vae, num_frames=num_frames, latent_frames=latent_frames), vae
+    )
     shared = frames_of(vae, overlap, num_frames, size) if len(parts) > 1 else 0
-    units = [one for part in range(len(parts)) for one in _units(part, pieces, shared if part else 0)]
+    units = [
+        one for part in range(len(parts)) for one in _units(part, pieces, shared if part else 0)
+    ]
     for turn in turns(units, count, mesh.sp_size):
         frames = None
         if mesh.sp_rank < len(turn):
@@ -75,7 +79,9 @@ def collected(frames: Frames, count: int) -> list[np.ndarray]:
     pieces: list[list[np.ndarray]] = [[] for _ in range(count)]
     for place, piece in frames:
         pieces[place].append(piece)
-    return [np.concatenate(of_one) if of_one else np.empty((0, 0, 0, 3), np.uint8) for of_one in pieces]
+    return [
+        np.concatenate(of_one) if of_one else np.empty((0, 0, 0, 3), np.uint8) for of_one in pieces
+    ]
 
 
 def writer_of(video: int, mesh: SequenceMesh) -> int:
@@ -89,7 +95,10 @@ def grouped(pieces: Sequence[Piece], vae: Any) -> list[Piece]:
     many = (getattr(vae, "micro_batch_size", 1) or len(pieces)) if alone else 1
     runs = [pieces[i : i + many] for i in range(0, len(pieces), many)]
     return [
-        Piece(slice(run[0].frames.start, run[-1].frames.stop), slice(run[0].latents.start, run[-1].latents.stop))
+        Piece(
+            slice(run[0].frames.start, run[-1].frames.stop),
+            slice(run[0].latents.start, run[-1].latents.stop),
+        )
         for run in runs
     ]
 
@@ -125,7 +134,9 @@ def _units(part: int, pieces: Sequence[Piece], shared: int) -> Iterator[Unit]:
 def _decode_one(vae: Any, latents: Tensor, unit: Unit, size: tuple[int, int]) -> np.ndarray:
     """uint8 ``[F, height, width, 3]`` of one unit of latents ``[c, f, h, w]``."""
     count = unit.piece.frames.stop - unit.piece.frames.start
-    video = vae.decode(latents[None, :, unit.piece.latents].float(), num_frames=count)[0]  # [3, F, height, width]
+    video = vae.decode(latents[None, :, unit.piece.latents].float(), num_frames=count)[
+        0
+    ]  # [3, F, height, width]
     return to_frames(video[:, unit.skipped :, : size[0], : size[1]])
 
 
@@ -137,8 +148,14 @@ def _to_writers(turn: Sequence[Unit], mine: np.ndarray | None, mesh: SequenceMes
         writer = writer_of(unit.video, mesh)
         if mesh.sp_rank == rank != writer:
             assert mine is not None and group is not None
-            target, tensor = dist.get_global_rank(group, writer), torch.from_numpy(np.ascontiguousarray(mine))
-            under_way += [dist.isend(shape, target, group, tag=0), dist.isend(tensor, target, group, tag=1)]
+            target, tensor = (
+                dist.get_global_rank(group, writer),
+                torch.from_numpy(np.ascontiguousarray(mine)),
+            )
+            under_way += [
+                dist.isend(shape, target, group, tag=0),
+                dist.isend(tensor, target, group, tag=1),
+            ]
         elif mesh.sp_rank == writer != rank:
             assert group is not None
             source = dist.get_global_rank(group, rank)

@@ -24,7 +24,11 @@ IGNORED = (*JOINERS, "\ufe0e", "\ufe0f")
 
 def drawable(text: str, otherwise: str) -> str:
     """The characters of ``text`` that some font has; ``otherwise`` where no letter, digit or symbol is left."""
-    kept = "".join(c if not c.isspace() else " " for c in text if c.isspace() or c in IGNORED or font_of(c) is not None)
+    kept = "".join(
+        c if not c.isspace() else " "
+        for c in text
+        if c.isspace() or c in IGNORED or font_of(c) is not None
+    )
     kept = " ".join(kept.split())
     return kept if any(unicodedata.category(c)[0] in "LNS" for c in kept) else otherwise
 
@@ -43,7 +47,9 @@ def runs(text: str) -> list[tuple[str, str]]:
     """(font, characters) from left to right; spaces and joiners go with what is before them."""
     fonts: list[str] = []
     for character in text:
-        goes_along = fonts and (character.isspace() or character in IGNORED or unicodedata.combining(character))
+        goes_along = fonts and (
+            character.isspace() or character in IGNORED or unicodedata.combining(character)
+        )
         fonts.append(fonts[-1] if goes_along else font_of(character) or font_files()[0])
     pairs = itertools.groupby(zip(fonts, text), key=lambda pair: pair[0])
     return [(font, "".join(character for _, character in run)) for font, run in pairs]
@@ -67,9 +73,13 @@ def font_files() -> list[str]:
     for name in FONT_PACKAGES:
         found = importlib.util.find_spec(name)
         if found is not None and found.origin is not None:
-            first += sorted(str(path) for path in Path(found.origin).parent.iterdir() if path.suffix in SUFFIXES)
+            first += sorted(
+                str(path) for path in Path(found.origin).parent.iterdir() if path.suffix in SUFFIXES
+            )
     of_system = sorted(str(path) for path in font_manager.findSystemFonts())
-    plain = [path for path in of_system if "bold" not in path.lower() and "italic" not in path.lower()]
+    plain = [
+        path for path in of_system if "bold" not in path.lower() and "italic" not in path.lower()
+    ]
     return list(dict.fromkeys([*first, *plain, *of_system]))
 
 
@@ -81,7 +91,9 @@ def _characters(file: str) -> frozenset[int]:
     try:
         ImageFont.truetype(file, 10)  # FreeType is stricter than fontTools
         font: Any = TTFont(file, fontNumber=0, lazy=True)
-        has_outlines = "glyf" in font or "CFF " in font or "CFF2" in font  # pictures of emoji have one size only
+        has_outlines = (
+            "glyf" in font or "CFF " in font or "CFF2" in font
+        )  # pictures of emoji have one size only
         return frozenset(font.getBestCmap() or ()) if has_outlines else frozenset()
     except Exception:  # whatever is wrong with a file of the system
         return frozenset()

@@ -18,17 +18,35 @@ import av
 import numpy as np
 from PIL import Image
 
+from opensora_sp.checkpoint import weight_files
+from opensora_sp.checkpoint.folder import sha256
 from opensora_sp.config import InferenceConfig
-from opensora_sp.storage.folder import sha256
-from opensora_sp.weights import weight_files
 
 from .contact_sheet import shown_frames, write_contact_sheet
 from .lettering import drawable
 from .requests import Request
 
 COMPARED = (
-    *("prompt", "negative_prompt", "seed", "place", "sample", "num_frames", "image_size", "fps", "reference_path"),
-    *("mask_strategy", "loop", "condition_frame_length", "condition_frame_edit", "save_fps", "format", "config"),
+    *(
+        "prompt",
+        "negative_prompt",
+        "seed",
+        "place",
+        "sample",
+        "num_frames",
+        "image_size",
+        "fps",
+        "reference_path",
+    ),
+    *(
+        "mask_strategy",
+        "loop",
+        "condition_frame_length",
+        "condition_frame_edit",
+        "save_fps",
+        "format",
+        "config",
+    ),
     "checkpoint_sha256",
 )
 
@@ -51,7 +69,9 @@ class Mp4:
     def add(self, frames: np.ndarray) -> None:
         height, width = (side // 2 * 2 for side in frames.shape[1:3])  # yuv420p halves both
         if self.stream is None:
-            self.stream = self.container.add_stream("libx264", rate=Fraction(self.fps).limit_denominator(1000))
+            self.stream = self.container.add_stream(
+                "libx264", rate=Fraction(self.fps).limit_denominator(1000)
+            )
             self.stream.height, self.stream.width, self.stream.pix_fmt = height, width, "yuv420p"
             self.stream.options = {"crf": "12", "preset": "veryfast", "threads": "1"}
         for frame in frames[:, :height, :width]:
@@ -77,7 +97,13 @@ class Gif:
     def close(self) -> None:
         if self.images:
             first, *rest = self.images
-            first.save(self.path, save_all=True, append_images=rest, duration=round(1000 / self.fps), loop=0)
+            first.save(
+                self.path,
+                save_all=True,
+                append_images=rest,
+                duration=round(1000 / self.fps),
+                loop=0,
+            )
 
 
 class Png:
@@ -108,7 +134,9 @@ class Output:
         self.path = media_path(folder, request, facts)
         self.title, self.facts = drawable(request.prompt.text, f"video {request.index:03d}"), facts
         self.partial = _partial(self.path)
-        self.file: FrameFile = FORMATS[self.path.suffix[1:]](self.partial, facts.get("save_fps") or request.fps)
+        self.file: FrameFile = FORMATS[self.path.suffix[1:]](
+            self.partial, facts.get("save_fps") or request.fps
+        )
         self.wanted = set(shown_frames(total).tolist())
         self.shown: list[np.ndarray] = []
         self.count, self.closed = 0, False
@@ -123,7 +151,11 @@ class Output:
         """Give the files their names; returns the video's path."""
         self._close()
         describing = self.path.with_suffix(".json")
-        for suffix in (".json", ".mp4", ".gif"):  # of a former request: nothing stands beside what does not describe it
+        for suffix in (
+            ".json",
+            ".mp4",
+            ".gif",
+        ):  # of a former request: nothing stands beside what does not describe it
             self.path.with_suffix(suffix).unlink(missing_ok=True)
         os.replace(self.partial, self.path)
         if self.path.suffix != ".png":
@@ -165,7 +197,9 @@ def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
     return folder / f"{request.name}.{facts['format']}"
 
 
-def facts_of(cfg: InferenceConfig, request: Request, fingerprint: str | None = None) -> dict[str, Any]:
+def facts_of(
+    cfg: InferenceConfig, request: Request, fingerprint: str | None = None
+) -> dict[str, Any]:
     """How a video comes about, as JSON values. ``fingerprint`` is the SHA-256 of the weights."""
     facts: dict[str, Any] = {
         "prompt": request.prompt.text,
@@ -188,7 +222,9 @@ def facts_of(cfg: InferenceConfig, request: Request, fingerprint: str | None = N
         key: getattr(cfg, key)
         for key in ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     }
-    facts["config"]["comm_dtype"] = cfg.sequence_parallel.comm_dtype  # the one way to share a batch that rounds
+    facts["config"]["comm_dtype"] = (
+        cfg.sequence_parallel.comm_dtype
+    )  # the one way to share a batch that rounds
     return json.loads(json.dumps(facts))
 
 
@@ -214,7 +250,10 @@ def fingerprint(weights: Path) -> str:
     """SHA-256 of weights, in one file or several; as their checkpoint's manifest says, if it does."""
     files = weight_files(weights)
     listed = _listed(files[0].parent.parent)
-    found = [listed.get((f"{file.parent.name}/{file.name}", file.stat().st_size)) or sha256(file) for file in files]
+    found = [
+        listed.get((f"{file.parent.name}/{file.name}", file.stat().st_size)) or sha256(file)
+        for file in files
+    ]
     return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
 
 

@@ -37,16 +37,30 @@ class Given:
 
     def going_on(self, last: Tensor, end: Insertion) -> Given:
         """With the latents of the loop before as one more reference."""
-        return Given([*self.references, last], [replace(end, reference=len(self.references)), *self.insertions])
+        return Given(
+            [*self.references, last],
+            [replace(end, reference=len(self.references)), *self.insertions],
+        )
 
 
 class Pipeline:
     """A model with its encoders and scheduler. Requests of a batch have one shape."""
 
     def __init__(
-        self, cfg: InferenceConfig, model: nn.Module, vae: Any, text_encoder: Any, device: torch.device
+        self,
+        cfg: InferenceConfig,
+        model: nn.Module,
+        vae: Any,
+        text_encoder: Any,
+        device: torch.device,
     ) -> None:
-        self.cfg, self.model, self.vae, self.text_encoder, self.device = cfg, model, vae, text_encoder, device
+        self.cfg, self.model, self.vae, self.text_encoder, self.device = (
+            cfg,
+            model,
+            vae,
+            text_encoder,
+            device,
+        )
         self.flow = build_component(cfg.scheduler, SCHEDULERS)  # a DiffusionProcess
         self.guides = self.flow.cfg_scale != 1
         self.dtype = torch.float64 if cfg.precision == "fp64" else torch.float32
@@ -76,7 +90,9 @@ class Pipeline:
             return torch.stack(drawn).to(self.device, self.dtype)
 
         z, levels = self._insert(noise("sample"), given, loop)
-        height, width = (torch.full((len(batch),), float(side), device=self.device) for side in pixels)
+        height, width = (
+            torch.full((len(batch),), float(side), device=self.device) for side in pixels
+        )
         fps = torch.tensor([request.fps for request in batch], device=self.device)
         names = model_class(self.cfg.model["type"]).sample_inputs
         numbers = sample_numbers(names, height=height, width=width, fps=fps, num_frames=num_frames)
@@ -86,7 +102,9 @@ class Pipeline:
         latents = self.flow.sample(
             predict(self.model, y=text or self.encode(batch, loop), **numbers),
             z,
-            geometry=self.flow.geometry(height, width, latent_frames=z.shape[2], video_frames=num_frames),
+            geometry=self.flow.geometry(
+                height, width, latent_frames=z.shape[2], video_frames=num_frames
+            ),
             frame_levels=levels,
             draw_noise=lambda k: noise("sample_draw", k),
             on_step=on_step,
@@ -107,8 +125,13 @@ class Pipeline:
         texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
         drop = torch.zeros(len(batch), dtype=torch.bool)
         if self.guides:
-            drop = torch.cat([drop, torch.tensor([request.negative_prompt is None for request in batch])])
-            texts += [text if r.negative_prompt is None else r.negative_prompt for text, r in zip(texts, batch)]
+            drop = torch.cat(
+                [drop, torch.tensor([request.negative_prompt is None for request in batch])]
+            )
+            texts += [
+                text if r.negative_prompt is None else r.negative_prompt
+                for text, r in zip(texts, batch)
+            ]
         distinct = list(dict.fromkeys(texts))
         y, mask = self.text_encoder.encode(distinct)
         places = [distinct.index(text) for text in texts]
@@ -118,16 +141,23 @@ class Pipeline:
 
     def tell_truncation(self, requests: Sequence[Request]) -> None:
         """Warn of texts that are longer than the model takes."""
-        texts = [prompt_of_loop(r.prompt.text, loop) for r in requests for loop in range(self.cfg.loop)]
+        texts = [
+            prompt_of_loop(r.prompt.text, loop) for r in requests for loop in range(self.cfg.loop)
+        ]
         texts += [request.negative_prompt or "" for request in requests]
         room = self.text_encoder.max_length
         for text in dict.fromkeys(texts):
             if (count := self.text_encoder.num_tokens(text)) > room:
                 logger.warning(
-                    "got %d tokens, of which the model takes %d; the last are left out: %r", count, room, text
+                    "got %d tokens, of which the model takes %d; the last are left out: %r",
+                    count,
+                    room,
+                    text,
                 )
 
-    def _insert(self, z: Tensor, given: Sequence[Given] | None, loop: int) -> tuple[Tensor, Tensor | None]:
+    def _insert(
+        self, z: Tensor, given: Sequence[Given] | None, loop: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Put given frames into the noise; the level of each frame ``[B, f]``, None where nothing is given."""
         if given is None or not any(i.loop == loop for one in given for i in one.insertions):
             return z, None
@@ -136,7 +166,9 @@ class Pipeline:
             insert_references(one_z, one.references, one.insertions, loop=loop, align=align)
             for one_z, one in zip(z, given, strict=True)
         ]
-        return torch.stack([one_z for one_z, _ in placed]), torch.stack([levels for _, levels in placed]).to(z.dtype)
+        return torch.stack([one_z for one_z, _ in placed]), torch.stack(
+            [levels for _, levels in placed]
+        ).to(z.dtype)
 
     @torch.no_grad()
     def given(self, prompt: Prompt, size: tuple[int, int]) -> Given:
@@ -147,7 +179,9 @@ class Pipeline:
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))
         return Given(latents, prompt.insertions)
 
-    def looped(self, batch: Sequence[Request], *, on_step: Callable[[], object] | None = None) -> list[Tensor]:
+    def looped(
+        self, batch: Sequence[Request], *, on_step: Callable[[], object] | None = None
+    ) -> list[Tensor]:
         """Latents of all loops, ``[B, c, f, h, w]`` each; a loop after the first begins with the end of the last."""
         cfg, parts = self.cfg, list[Tensor]()
         given = [self.given(request.prompt, request.size) for request in batch]
@@ -156,7 +190,9 @@ class Pipeline:
             if parts:
                 end = Insertion(loop, 0, -cfg.condition_frame_length, 0, cfg.condition_frame_length)
                 end = replace(end, edit=cfg.condition_frame_edit)
-                given = [one.going_on(last, end) for one, last in zip(given, parts[-1], strict=True)]
+                given = [
+                    one.going_on(last, end) for one, last in zip(given, parts[-1], strict=True)
+                ]
             texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
             if texts != told:
                 told, text = texts, self.encode(batch, loop)
@@ -165,10 +201,14 @@ class Pipeline:
 
     def num_frames(self, request: Request) -> int:
         """Frames of the whole video, all its loops."""
-        shared = frames_of(self.vae, self.cfg.condition_frame_length, request.num_frames, request.size)
+        shared = frames_of(
+            self.vae, self.cfg.condition_frame_length, request.num_frames, request.size
+        )
         return request.num_frames + (self.cfg.loop - 1) * (request.num_frames - shared)
 
-    def frames(self, batch: Sequence[Request], parts: Sequence[Tensor], mesh: SequenceMesh) -> Frames:
+    def frames(
+        self, batch: Sequence[Request], parts: Sequence[Tensor], mesh: SequenceMesh
+    ) -> Frames:
         """Decode the latents of ``looped``; see ``decode``. Overlaps of loops are left out."""
         return decode(
             self.vae,

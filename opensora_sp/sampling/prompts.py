@@ -9,7 +9,9 @@ from pydantic import ValidationError
 
 from opensora_sp.config import PromptOptions, explain
 
-ENCODING = "utf-8-sig"  # editors of Windows begin UTF-8 with a mark, which is no part of the first prompt
+ENCODING = (
+    "utf-8-sig"  # editors of Windows begin UTF-8 with a mark, which is no part of the first prompt
+)
 
 
 def read_prompts(path: str | Path) -> list[PromptOptions]:
@@ -23,9 +25,13 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the path")
+        raise ValueError(
+            f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the path"
+        )
     if path.suffix not in (".txt", ".csv"):
-        raise ValueError(f"got prompts file {str(path)!r}; expected .txt or .csv; rename or convert it")
+        raise ValueError(
+            f"got prompts file {str(path)!r}; expected .txt or .csv; rename or convert it"
+        )
     try:
         prompts = _rows(path) if path.suffix == ".csv" else _lines(path)
     except (UnicodeDecodeError, csv.Error) as error:
@@ -33,7 +39,9 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
             f"got prompts file {str(path)!r}, which cannot be read ({error}); expected UTF-8; save it as that"
         ) from None
     if not prompts:
-        raise ValueError(f"got prompts file {str(path)!r} without prompts; expected at least one; add a line")
+        raise ValueError(
+            f"got prompts file {str(path)!r} without prompts; expected at least one; add a line"
+        )
     return prompts
 
 
@@ -51,13 +59,21 @@ def _rows(path: Path) -> list[PromptOptions]:
                 f"got {str(path)!r} with the columns {reader.fieldnames}; expected 'prompt' or 'text'; rename one"
             )
         reader.fieldnames = columns
-        return [_checked(row, f"{path}, line {reader.line_num}") for row in reader if (row["prompt"] or "").strip()]
+        return [
+            _checked(row, f"{path}, line {reader.line_num}")
+            for row in reader
+            if (row["prompt"] or "").strip()
+        ]
 
 
 def _checked(row: dict[str, str | None], place: str) -> PromptOptions:
     if None in row:
-        raise ValueError(f"in {place}: got more cells than columns; expected as many; quote cells that hold commas")
+        raise ValueError(
+            f"in {place}: got more cells than columns; expected as many; quote cells that hold commas"
+        )
     try:
-        return PromptOptions(**{name: cell.strip() for name, cell in row.items() if cell and cell.strip()})  # type: ignore[arg-type]
+        return PromptOptions(
+            **{name: cell.strip() for name, cell in row.items() if cell and cell.strip()}
+        )  # type: ignore[arg-type]
     except ValidationError as error:
         raise ValueError(explain(error, PromptOptions, place)) from None

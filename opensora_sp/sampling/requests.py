@@ -80,16 +80,23 @@ def _stays(character: str) -> bool:
     return unicodedata.category(character)[0] not in "ZC" or character in JOINERS
 
 
-def requests_of(cfg: InferenceConfig, prompts: Sequence[str | PromptOptions] | None = None) -> list[Request]:
+def requests_of(
+    cfg: InferenceConfig, prompts: Sequence[str | PromptOptions] | None = None
+) -> list[Request]:
     """The videos that a config asks for, in the order of its prompts (or of others); samples of a prompt in a row.
 
     Raises:
         ValueError: if a prompt's braces hold something else than they may; see ``parse_prompt``.
     """
     given = [
-        PromptOptions(prompt=p) if isinstance(p, str) else p for p in (cfg.prompts if prompts is None else prompts)
+        PromptOptions(prompt=p) if isinstance(p, str) else p
+        for p in (cfg.prompts if prompts is None else prompts)
     ]
-    return [_request(cfg, one, index, sample) for index, one in enumerate(given) for sample in range(cfg.num_samples)]
+    return [
+        _request(cfg, one, index, sample)
+        for index, one in enumerate(given)
+        for sample in range(cfg.num_samples)
+    ]
 
 
 def _request(cfg: InferenceConfig, said: PromptOptions, index: int, sample: int) -> Request:
@@ -97,7 +104,9 @@ def _request(cfg: InferenceConfig, said: PromptOptions, index: int, sample: int)
         return getattr(cfg, name) if getattr(said, name) is None else getattr(said, name)
 
     return Request(
-        prompt=with_scores(cfg, parse_prompt(said.prompt, either("reference_path"), either("mask_strategy"))),
+        prompt=with_scores(
+            cfg, parse_prompt(said.prompt, either("reference_path"), either("mask_strategy"))
+        ),
         num_frames=either("num_frames"),
         size=said.size or cfg.size,
         fps=either("fps"),
@@ -118,7 +127,11 @@ def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
     scores = {"aesthetic score:": aes, "motion score:": flow, "camera motion:": cfg.camera_motion}
 
     def ended(text: str) -> str:
-        said = [f"{name} {value}." for name, value in scores.items() if value is not None and name not in text]
+        said = [
+            f"{name} {value}."
+            for name, value in scores.items()
+            if value is not None and name not in text
+        ]
         return " ".join([text, *said])
 
     if not prompt.text.startswith("|"):
@@ -128,7 +141,9 @@ def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
     return replace(prompt, text="".join([empty, *texts]))
 
 
-def batches_of(requests: Sequence[Request], batch_size: int, groups: int = 1) -> list[list[Request]]:
+def batches_of(
+    requests: Sequence[Request], batch_size: int, groups: int = 1
+) -> list[list[Request]]:
     """Requests of one shape side by side, at most ``batch_size``, and fewer where more groups would find work."""
     by_shape: dict[tuple[int, int, int], list[Request]] = {}
     for request in requests:
@@ -182,7 +197,9 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
 
 def _tell_size(path: Path, found: tuple[int, int], wanted: tuple[int, int]) -> None:
     if found != wanted:
-        logger.warning("reference %s of %dx%d pixels is resized and cropped to %dx%d", path, *found, *wanted)
+        logger.warning(
+            "reference %s of %dx%d pixels is resized and cropped to %dx%d", path, *found, *wanted
+        )
 
 
 def probe_reference(path: Path) -> Probed:
@@ -192,7 +209,9 @@ def probe_reference(path: Path) -> Probed:
         ValueError: if it is no file, or cannot be decoded.
     """
     if not path.is_file():
-        raise ValueError(f"got reference {str(path)!r}, which is not a file; expected an image or a video; check it")
+        raise ValueError(
+            f"got reference {str(path)!r}, which is not a file; expected an image or a video; check it"
+        )
     try:
         return probe(path)
     except UNREADABLE as error:

@@ -10,10 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from opensora_sp.checkpoint import (
+    check_encoders,
+    check_model_config,
+    fill,
+    find_weights,
+    fitted,
+    on_rank_0,
+    open_weights,
+    saved_config,
+    verify,
+)
 from opensora_sp.config import InferenceConfig, build_component, check_launch, split_type
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.launching import meet, told_to_all_ranks
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
@@ -23,22 +33,12 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
-from opensora_sp.storage import on_rank_0, verify
-from opensora_sp.watch import Watch, backend_timeout
-from opensora_sp.weights import (
-    check_encoders,
-    check_model_config,
-    fill,
-    find_weights,
-    fitted,
-    open_weights,
-    saved_config,
-)
+from opensora_sp.runtime import Watch, backend_timeout, meet, told_to_all_ranks
 
 from .decoding import writer_of
-from .groups import choose_groups
 from .outputs import Output, check_writable, differences, facts_of, fingerprint, media_path
 from .pipeline import Pipeline
+from .process_groups import choose_groups
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
 
@@ -69,7 +69,9 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
     check_launch(cfg, world_size)
     prompts = cfg.prompts or (read_prompts(cfg.prompt_path) if cfg.prompt_path else [])
     if not prompts:
-        raise ValueError("got no prompts; expected at least one; pass --prompt TEXT or --prompts FILE")
+        raise ValueError(
+            "got no prompts; expected at least one; pass --prompt TEXT or --prompts FILE"
+        )
     requests = requests_of(cfg, prompts)
     check_requests(cfg, requests)
     check_writable(Path(cfg.outputs))
@@ -101,7 +103,9 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
     return device
 
 
-def build_pipeline(cfg: InferenceConfig, weights: Path, mesh: SequenceMesh, device: torch.device) -> Pipeline:
+def build_pipeline(
+    cfg: InferenceConfig, weights: Path, mesh: SequenceMesh, device: torch.device
+) -> Pipeline:
     """Model with its weights, wrapped for the mesh, and the encoders."""
     vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
@@ -123,7 +127,9 @@ def load_weights(model: ConditionedModel, place: Path, cfg: InferenceConfig) -> 
     fill(model, fitted(weights, model, convert=cfg.convert))
 
 
-def _sample_all(cfg: InferenceConfig, requests: list[Request], weights: Path, device: torch.device) -> list[Path]:
+def _sample_all(
+    cfg: InferenceConfig, requests: list[Request], weights: Path, device: torch.device
+) -> list[Path]:
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -145,7 +151,13 @@ def _sample_all(cfg: InferenceConfig, requests: list[Request], weights: Path, de
     with (
         logging_redirect_tqdm([logging.getLogger("opensora_sp")]),
         # None: in a terminal alone, so that no file is filled with carriage returns
-        tqdm(total=steps, desc="sample", unit="step", disable=None if is_main else True, dynamic_ncols=True) as bar,
+        tqdm(
+            total=steps,
+            desc="sample",
+            unit="step",
+            disable=None if is_main else True,
+            dynamic_ncols=True,
+        ) as bar,
     ):
         for batch in batches:
             parts = pipeline.looped(batch, on_step=lambda: bar.update(1))
@@ -168,8 +180,14 @@ def _left_to_do(
                 verify(weights.parent, part=weights.name)
             digest, left = fingerprint(weights), requests
             if cfg.skip_existing:
-                left = [one for one in requests if not _is_there(folder, one, facts_of(cfg, one, digest))]
-                logger.info("%d of %d videos are there already", len(requests) - len(left), len(requests))
+                left = [
+                    one
+                    for one in requests
+                    if not _is_there(folder, one, facts_of(cfg, one, digest))
+                ]
+                logger.info(
+                    "%d of %d videos are there already", len(requests) - len(left), len(requests)
+                )
             found = [(left, digest)]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
@@ -180,7 +198,9 @@ def _is_there(folder: Path, request: Request, facts: dict[str, Any]) -> bool:
     differing = differences(folder, request, facts)
     if differing:
         logger.warning(
-            "%s is of another request (%s); it is made anew", media_path(folder, request, facts), "; ".join(differing)
+            "%s is of another request (%s); it is made anew",
+            media_path(folder, request, facts),
+            "; ".join(differing),
         )
     return differing == []
 

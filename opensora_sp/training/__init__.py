@@ -1,5 +1,5 @@
 """The training run."""
 
-from .run import train
+from .trainer import train
 
 __all__ = ["train"]

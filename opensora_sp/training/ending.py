@@ -11,17 +11,19 @@ from pathlib import Path
 
 import psutil
 
+from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.config.schema import Validation
-from opensora_sp.watch.processes import launchers
-from opensora_sp.weights import newest_checkpoint
+from opensora_sp.features.build import TrainingSet, make_plan, with_length
+from opensora_sp.runtime.processes import launchers
 
-from .clips import TrainingSet, make_plan, with_length
 from .metrics import read_lines, read_metrics, told_time
 from .validation import sampling_config
 
 logger = logging.getLogger(__name__)
-PATIENCE = 30.0  # seconds that torchrun gives its ranks after Ctrl-C or SIGTERM; a constant of torch 2.5
+PATIENCE = (
+    30.0  # seconds that torchrun gives its ranks after Ctrl-C or SIGTERM; a constant of torch 2.5
+)
 RESUME = "--resume"
 SAMPLING = "sample.py"  # in a run's folder: a config to sample from it
 
@@ -31,7 +33,9 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
     if checkpoint is None:
         return None
     state = json.loads((checkpoint / "state.json").read_text())
-    plan = make_plan(cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples"))
+    plan = make_plan(
+        cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
+    )
     cfg = with_length(cfg, plan)
     if state["step"] < cfg.max_steps:
         return None
@@ -66,7 +70,11 @@ def _command_of_launcher() -> list[str]:
 
     if len(parts) > 1 and Path(parts[0]).name.startswith("python"):
         program = Path(parts[1]).name
-        return [program, *parts[2:]] if program in ("torchrun", "colossalai") else ["python", *parts[1:]]
+        return (
+            [program, *parts[2:]]
+            if program in ("torchrun", "colossalai")
+            else ["python", *parts[1:]]
+        )
     return parts
 
 
@@ -96,7 +104,15 @@ def conclude(cfg: TrainConfig, run_dir: Path, seconds: float) -> None:
     logger.info("checkpoint: %s", newest_checkpoint(run_dir))
 
     write_sampling_config(cfg, run_dir)
-    command = ["python", "scripts/inference.py", str(run_dir / SAMPLING), "--ckpt", str(run_dir), "--prompt", "TEXT"]
+    command = [
+        "python",
+        "scripts/inference.py",
+        str(run_dir / SAMPLING),
+        "--ckpt",
+        str(run_dir),
+        "--prompt",
+        "TEXT",
+    ]
     logger.info("sample from it: %s", shlex.join(command))
 
 

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_sp.features.batch import Batch
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommTimer
 from opensora_sp.planner.flops import ModelFlops
-
-from .batch import Batch
 
 # Dense bf16 (and fp16) matrix products in TFLOP/s, from NVIDIA's and AMD's data sheets, whose larger numbers are with
 # sparsity. By a part of the device's name; the first that is found counts.
@@ -63,10 +62,15 @@ class Peak(NamedTuple):
     @classmethod
     def of_gpu(cls, name: str, precision: str) -> Peak:
         if precision not in ("bf16", "fp16"):
-            return cls(None, f"the peak of {name} is known in bf16 and fp16, not in {precision}; set peak_tflops")
+            return cls(
+                None,
+                f"the peak of {name} is known in bf16 and fp16, not in {precision}; set peak_tflops",
+            )
         if " MIG " in name:  # a part of a GPU
             return cls(None, f"the peak of {name} is not known; set peak_tflops")
-        found = next((tflops for pattern, tflops in PEAKS.items() if re.search(pattern, name)), None)
+        found = next(
+            (tflops for pattern, tflops in PEAKS.items() if re.search(pattern, name)), None
+        )
         if found is None:
             return cls(None, f"the peak of {name} is not known; set peak_tflops")
         return cls(found, f"dense {precision} of {name}")
@@ -81,7 +85,13 @@ class Meter:
     """Measures from one ``measure`` to the next what happens while ``timer`` is entered. Every rank has one."""
 
     def __init__(
-        self, model: ConditionedModel, device: torch.device, *, precision: str, sp_size: int, peak_tflops: float | None
+        self,
+        model: ConditionedModel,
+        device: torch.device,
+        *,
+        precision: str,
+        sp_size: int,
+        peak_tflops: float | None,
     ) -> None:
         self.device, self.sp_size = device, sp_size
         self.flops = ModelFlops.of(model)
@@ -126,7 +136,9 @@ class Meter:
         }
         if self.peak.tflops is not None:
             at_best = self.peak.tflops * 1e12 * len(ranks) * seconds
-            told["mfu"] = sum(work) / self.sp_size / at_best  # the ranks of a replica counted the same work
+            told["mfu"] = (
+                sum(work) / self.sp_size / at_best
+            )  # the ranks of a replica counted the same work
         return told
 
 

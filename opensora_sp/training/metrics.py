@@ -21,7 +21,7 @@ from opensora_sp.data import read_frames
 from .wandb_run import WandbRun
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .trainer import Run
 
 LOGGER = logging.getLogger("opensora_sp")
 WINDOW = 0.1  # share of the run that the running mean in loss.png covers
@@ -35,7 +35,13 @@ class Reporter:
     """
 
     def __init__(
-        self, run_dir: Path, cfg: TrainConfig, *, enabled: bool, start: int, session: dict[str, Any] | None = None
+        self,
+        run_dir: Path,
+        cfg: TrainConfig,
+        *,
+        enabled: bool,
+        start: int,
+        session: dict[str, Any] | None = None,
     ) -> None:
         self.enabled, self.run_dir, self.stop = enabled, run_dir, cfg.max_steps
         if not enabled:
@@ -48,14 +54,22 @@ class Reporter:
             self._drop_after(start, run_dir / name)
         with (run_dir / "sessions.jsonl").open("a") as file:
             began = datetime.now().astimezone().isoformat(timespec="seconds")
-            file.write(json.dumps({"step": start, "stop": self.stop, "began": began, **(session or {})}) + "\n")
+            file.write(
+                json.dumps({"step": start, "stop": self.stop, "began": began, **(session or {})})
+                + "\n"
+            )
         self._jsonl = (run_dir / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1)
         self._wandb = WandbRun(run_dir, cfg.model_dump(mode="json")) if cfg.wandb else None
         self._above_bar = ExitStack()
         self._above_bar.enter_context(logging_redirect_tqdm([LOGGER]))
         self._bar = tqdm(  # in a terminal alone
-            total=self.stop, initial=start, desc="train", unit="step", dynamic_ncols=True, disable=None
+            total=self.stop,
+            initial=start,
+            desc="train",
+            unit="step",
+            dynamic_ncols=True,
+            disable=None,
         )
 
     def step(self, step: int) -> None:
@@ -63,7 +77,9 @@ class Reporter:
         if self.enabled:
             self._bar.update(step - self._bar.n)
 
-    def log(self, step: int, values: dict[str, float | None], peak_tflops: float | None = None) -> None:
+    def log(
+        self, step: int, values: dict[str, float | None], peak_tflops: float | None = None
+    ) -> None:
         """Report the numbers of a step; ``loss`` is None where no step could be taken."""
         if not self.enabled:
             return
@@ -76,7 +92,9 @@ class Reporter:
             if value is not None:
                 self._board.add_scalar(name, value, step)
         if self._wandb is not None:
-            self._wandb.log(step, {name: value for name, value in values.items() if value is not None})
+            self._wandb.log(
+                step, {name: value for name, value in values.items() if value is not None}
+            )
 
     def close(self) -> None:
         if self.enabled:
@@ -97,7 +115,10 @@ class Reporter:
             LOGGER.info("step %d/%d | held-out loss %.4f", step, self.stop, mean)
             with (self.run_dir / "validation.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "loss": mean, "loss_by_bin": losses}) + "\n")
-            bins = {f"validation/loss of bin {k + 1} of {len(losses)}": loss for k, loss in enumerate(losses)}
+            bins = {
+                f"validation/loss of bin {k + 1} of {len(losses)}": loss
+                for k, loss in enumerate(losses)
+            }
             self._draw(step, {"validation/loss": mean, **bins})
         for described in sorted(folder.glob("*.json")):
             facts = json.loads(described.read_text(encoding="utf-8"))
@@ -117,9 +138,18 @@ def _show(board: Any, path: Path, facts: dict[str, Any], step: int) -> None:
     frames = read_frames(path)
     images = [Image.fromarray(frame) for frame in frames]
     gif = io.BytesIO()
-    images[0].save(gif, "GIF", save_all=True, append_images=images[1:], duration=round(1000 / facts["fps"]), loop=0)
+    images[0].save(
+        gif,
+        "GIF",
+        save_all=True,
+        append_images=images[1:],
+        duration=round(1000 / facts["fps"]),
+        loop=0,
+    )
     height, width = frames.shape[1:3]
-    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif.getvalue())
+    image = Summary.Image(
+        height=height, width=width, colorspace=3, encoded_image_string=gif.getvalue()
+    )
     summary = Summary(value=[Summary.Value(tag=f"validation/{path.stem}", image=image)])
     board.file_writer.add_summary(summary, step)
 
@@ -168,7 +198,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file, without a last one that is being written."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def running_mean(losses: np.ndarray) -> np.ndarray:
@@ -191,7 +225,12 @@ def draw_loss(run_dir: Path) -> Path | None:
     mean = running_mean(losses)
     figure, axes = plt.subplots(figsize=(7, 4), dpi=110, layout="constrained")
     axes.plot(steps, losses, color="0.75", linewidth=0.8, label="each step")
-    axes.plot(steps[len(steps) - len(mean) :], mean, color="tab:blue", label=f"running mean, {WINDOW:.0%} of the run")
+    axes.plot(
+        steps[len(steps) - len(mean) :],
+        mean,
+        color="tab:blue",
+        label=f"running mean, {WINDOW:.0%} of the run",
+    )
     axes.set(xlabel="optimizer step", ylabel="training loss", yscale="log", title=run_dir.name)
     axes.grid(which="both", alpha=0.3)
     axes.legend()
@@ -211,7 +250,9 @@ def log_to(run_dir: Path, *, enabled: bool) -> None:
     if enabled:
         handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        )
         if not enabled:
             handler.addFilter(only_of_this_rank)
         LOGGER.addHandler(handler)

@@ -8,23 +8,38 @@ from pathlib import Path
 
 import torch
 
+from opensora_sp.checkpoint import (
+    Weights,
+    check_model_config,
+    fitted,
+    newest_checkpoint,
+    open_weights,
+)
 from opensora_sp.config import TrainConfig, check_launch, split_type
 from opensora_sp.data import CachedFeatures
-from opensora_sp.launching import check_shared_memory
+from opensora_sp.features.build import (
+    TrainingSet,
+    largest_batch,
+    make_dataset,
+    make_plan,
+    order_state,
+    with_length,
+)
+from opensora_sp.features.cached import check_cache, check_clips
 from opensora_sp.models import build_model
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.weights import Weights, check_model_config, fitted, newest_checkpoint, open_weights
+from opensora_sp.runtime import check_shared_memory
 
-from .cached import check_cache, check_clips
-from .checkpoint import find_checkpoint
-from .clips import TrainingSet, largest_batch, make_dataset, make_plan, order_state, with_length
+from .checkpointing import find_checkpoint
 from .freeze import check_freeze
 from .profiling import Steps
 from .validation import preflight_validation
 from .wandb_run import check_wandb
 
 
-def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None) -> tuple[TrainingSet, Path | None]:
+def preflight(
+    cfg: TrainConfig, resume: str | None, traced: Steps | None = None
+) -> tuple[TrainingSet, Path | None]:
     """Everything that can be checked without a process group or a model; the same on every rank."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
@@ -39,7 +54,9 @@ def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None)
         check_cache(cfg, dataset)
         check_clips(cfg, dataset, plan)
     preflight_validation(cfg)
-    check_shared_memory(largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    check_shared_memory(
+        largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
     check_wandb(cfg.wandb)
     if checkpoint is not None:
         check_resume(cfg, checkpoint, dataset)
@@ -50,7 +67,9 @@ def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None)
         )
     if checkpoint is not None:
         name, options = split_type("model", cfg.model)
-        check_model_config(checkpoint / "model", model_class(name).__name__, resolve_config(name, **options))
+        check_model_config(
+            checkpoint / "model", model_class(name).__name__, resolve_config(name, **options)
+        )
     elif cfg.load is not None:
         check_initial_weights(cfg)
     if traced is not None:
@@ -61,11 +80,17 @@ def preflight(cfg: TrainConfig, resume: str | None, traced: Steps | None = None)
 def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
     """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
     state = json.loads((checkpoint / "state.json").read_text())
-    plan = make_plan(cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples"))
+    plan = make_plan(
+        cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
+    )
     ours = order_state(cfg, plan, len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
-    differing = [f"{key} {value} (there {state.get(key)})" for key, value in ours.items() if state.get(key) != value]
+    differing = [
+        f"{key} {value} (there {state.get(key)})"
+        for key, value in ours.items()
+        if state.get(key) != value
+    ]
     if differing:
         raise ValueError(
             f"got {', '.join(differing)} to go on from {checkpoint}; expected what it was written with, which data "

@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel.waiting import watching
+from opensora_sp.parallel.debug.comm_timing import watching
 
 logger = logging.getLogger(__name__)
 EMBEDDERS = re.compile(r"\w+_embedder|\w*t_block\w*|pos_embed")
@@ -87,7 +87,9 @@ class StepProfiler:
     def _start(self) -> None:
         cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._entered.enter_context(named_regions(self.model))
-        self._profile = self._entered.enter_context(profile(activities=[ProfilerActivity.CPU, *cuda]))
+        self._profile = self._entered.enter_context(
+            profile(activities=[ProfilerActivity.CPU, *cuda])
+        )
 
     def _stop(self, finished: profile, steps: Steps) -> None:
         self._entered.close()
@@ -103,7 +105,9 @@ def named_regions(model: ConditionedModel) -> Iterator[None]:
     """The parts of a model's forward pass, and all exchanges between ranks, have names for the profiler inside."""
     with ExitStack() as stack:
         for name, module in model.named_children():
-            region = "switch" if module is model.switch else "final" if name == "final_layer" else None
+            region = (
+                "switch" if module is model.switch else "final" if name == "final_layer" else None
+            )
             if region or EMBEDDERS.fullmatch(name):
                 stack.callback(_Region(region or "embed", module).remove)
         parts = _Parts()

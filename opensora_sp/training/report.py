@@ -48,7 +48,9 @@ class RunRecord:
                 "its config says as outputs"
             )
         found = {name: folder / f"{name}.jsonl" for name in ("metrics", "sessions", "validation")}
-        lines, sessions, validations = (read_lines(p) if p.is_file() else [] for p in found.values())
+        lines, sessions, validations = (
+            read_lines(p) if p.is_file() else [] for p in found.values()
+        )
         if not lines:
             raise ValueError(
                 f"got {str(folder)!r}, where no step has been logged yet; expected at least one; wait for log_every "
@@ -93,7 +95,10 @@ class RunRecord:
         told = {
             "step_time": ("time of a step, median", "{:.3g} s"),
             "tokens_per_s": ("tokens per second, median", "{:.4g}"),
-            "mfu": ("MFU, median", "{:.1%}" + (f" of {peak_tflops:g} TFLOP/s" if peak_tflops else "")),
+            "mfu": (
+                "MFU, median",
+                "{:.1%}" + (f" of {peak_tflops:g} TFLOP/s" if peak_tflops else ""),
+            ),
             "data_wait": ("waiting for data, median", "{:.1%}"),
             "communication": ("waiting for other ranks, median", "{:.1%}"),
             "peak_memory_gb": ("memory of the fullest rank, peak", "{:.2f} GB"),
@@ -102,7 +107,9 @@ class RunRecord:
         for key, (name, form) in told.items():
             values = self.column(key)[1].tolist()
             if values:
-                facts[name] = form.format(max(values) if key == "peak_memory_gb" else statistics.median(values))
+                facts[name] = form.format(
+                    max(values) if key == "peak_memory_gb" else statistics.median(values)
+                )
         return facts
 
 
@@ -113,7 +120,9 @@ def report(folders: Sequence[Path], into: Path) -> tuple[Path, Path]:
         ValueError: if a folder is none of a run, or nothing has been logged there yet.
     """
     names: list[str | None] = [None] * len(folders)
-    if len({folder.resolve().name for folder in folders}) < len(folders):  # runs named alike: tell them by their paths
+    if len({folder.resolve().name for folder in folders}) < len(
+        folders
+    ):  # runs named alike: tell them by their paths
         names = [str(folder) for folder in folders]
     runs = [RunRecord.read(folder, name) for folder, name in zip(folders, names, strict=True)]
     picture = draw(runs)
@@ -131,7 +140,9 @@ def draw(runs: Sequence[RunRecord]) -> bytes:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, ((loss, speed), (memory, shares)) = plt.subplots(2, 2, figsize=(11, 6.4), dpi=100, layout="constrained")
+    figure, ((loss, speed), (memory, shares)) = plt.subplots(
+        2, 2, figsize=(11, 6.4), dpi=100, layout="constrained"
+    )
     for run, colour in zip(runs, plt.rcParams["axes.prop_cycle"].by_key()["color"] * len(runs)):
         _draw_loss(loss, run, colour)
         speed.plot(*run.column("tokens_per_s"), color=colour, linewidth=1)
@@ -139,7 +150,9 @@ def draw(runs: Sequence[RunRecord]) -> bytes:
         for key, style in (("data_wait", "-"), ("communication", "--"), ("mfu", ":")):
             steps, values = run.column(key)
             if len(steps):
-                shares.plot(steps, 100 * values, style, color=colour, linewidth=1, label=SHARES[key])
+                shares.plot(
+                    steps, 100 * values, style, color=colour, linewidth=1, label=SHARES[key]
+                )
         for axes in (loss, speed, memory, shares):
             for step in run.resumed_at:
                 axes.axvline(step, color=colour, linewidth=0.8, alpha=0.4, linestyle="dashdot")
@@ -167,7 +180,13 @@ def _draw_loss(axes: Any, run: RunRecord, colour: str) -> None:
     axes.plot(steps[len(steps) - len(mean) :], mean, color=colour, label=run.name)
     if run.validations:
         points = [(line["step"], line["loss"]) for line in run.validations]
-        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=4, label=f"{run.name}, validation")
+        axes.plot(
+            *zip(*points, strict=True),
+            "o",
+            color=colour,
+            markersize=4,
+            label=f"{run.name}, validation",
+        )
 
 
 def _readable_ticks(axes: Any) -> None:
@@ -193,7 +212,8 @@ def to_html(runs: Sequence[RunRecord], picture: bytes) -> str:
     facts = [run.facts() for run in runs]
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
     rows = "".join(
-        f"<tr><th>{html.escape(name)}</th>" + "".join(f"<td>{html.escape(one.get(name, '-'))}</td>" for one in facts)
+        f"<tr><th>{html.escape(name)}</th>"
+        + "".join(f"<td>{html.escape(one.get(name, '-'))}</td>" for one in facts)
         for name in dict.fromkeys(name for one in facts for name in one)
     )
     configs = "".join(_config(run) for run in runs)

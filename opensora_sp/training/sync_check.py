@@ -34,7 +34,12 @@ class SyncCheck:
 
     def __init__(self, module: nn.Module, mesh: SequenceMesh, every: int) -> None:
         self.module, self.mesh, self.every = module, mesh, every
-        self.cost: dict[str, float] = {"checks": 0, "bytes_read": 0, "bytes_sent": 0, "seconds": 0.0}
+        self.cost: dict[str, float] = {
+            "checks": 0,
+            "bytes_read": 0,
+            "bytes_sent": 0,
+            "seconds": 0.0,
+        }
         self._batches: list[tuple[str, Tensor]] = []
 
     def due(self, step: int) -> bool:
@@ -44,7 +49,9 @@ class SyncCheck:
         """Note a micro-batch of this replica, if the step is checked."""
         if self.due(step):
             with self._timed():
-                self._batches += self._sums({name: one for name, one in batch.items() if isinstance(one, Tensor)})
+                self._batches += self._sums(
+                    {name: one for name, one in batch.items() if isinstance(one, Tensor)}
+                )
 
     def compare(self, step: int) -> None:
         """Compare, if the step is checked, what it was computed with: before ZeRO gathers new weights over the old.
@@ -55,9 +62,13 @@ class SyncCheck:
         if not self.due(step):
             return
         with self._timed():
-            weights = self._sums({**dict(self.module.named_parameters()), **dict(self.module.named_buffers())})
+            weights = self._sums(
+                {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+            )
             batches, self._batches = self._batches, []
-            own = torch.stack([_combined(weights), _combined(batches) if batches else weights[0][1] * 0])
+            own = torch.stack(
+                [_combined(weights), _combined(batches) if batches else weights[0][1] * 0]
+            )
             of_all = own.new_empty(2 * self.mesh.world_size)
             dist.all_gather_into_tensor(of_all, own)
             of_weights, of_batches = of_all.view(-1, 2).T.tolist()

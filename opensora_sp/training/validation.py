@@ -19,28 +19,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_sp.checkpoint import checkpoint_name
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schema import Common, Validation
 from opensora_sp.data import MicroBatch, VideoTextDataset
 from opensora_sp.diffusion import Noised
+from opensora_sp.features.build import make_encoders
+from opensora_sp.features.corrupt_samples import BrokenClips
+from opensora_sp.features.sharded import Encoders, Features, SharedClips
 from opensora_sp.models import sample_numbers
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 from opensora_sp.sampling.run import write_batch
-from opensora_sp.weights import checkpoint_name
 
-from .broken import BrokenClips
-from .clips import make_encoders
 from .ema import ShardedEma
-from .features import Encoders, Features, SharedClips
 
 if TYPE_CHECKING:
     from opensora_sp.plugin import NamedShards
-    from opensora_sp.watch import Watch
+    from opensora_sp.runtime import Watch
 
     from .metrics import Reporter
-    from .run import Run
+    from .trainer import Run
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,11 @@ def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
 
 def sampling_config(cfg: TrainConfig, validation: Validation) -> InferenceConfig:
     """What the training config says about sampling: its model, sizes and scheduler, and its validation."""
-    common = {name: getattr(cfg, name) for name in Common.model_fields if name not in ("sp_size", "scheduler")}
+    common = {
+        name: getattr(cfg, name)
+        for name in Common.model_fields
+        if name not in ("sp_size", "scheduler")
+    }
     names = ("prompts", "negative_prompt", "num_samples", "fps", "batch_size", "format", "use_ema")
     said = {name: getattr(validation, name) for name in names}
     steps = {name: getattr(validation, name) for name in ("num_sampling_steps", "cfg_scale")}
@@ -91,11 +95,15 @@ class Validator:
         if self.validation is None:
             return
         sampling = sampling_config(run.cfg, self.validation)
-        found = run.source if isinstance(run.source, Encoders) else make_encoders(run.cfg, run.device)
+        found = (
+            run.source if isinstance(run.source, Encoders) else make_encoders(run.cfg, run.device)
+        )
         self.pipeline = Pipeline(sampling, run.module, found.vae, found.text_encoder, run.device)
         if self.heldout is not None:
             self.broken = BrokenClips(self.heldout.rows, run.mesh, max_bad_fraction=1.0)
-            self.clips = SharedClips(run.mesh, run.module, self.heldout, run.plan, found, self.broken, run.device)
+            self.clips = SharedClips(
+                run.mesh, run.module, self.heldout, run.plan, found, self.broken, run.device
+            )
 
     def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watch | None) -> float:
         """Validate if it is time to; returns the seconds that took. Collective.
@@ -162,7 +170,9 @@ class Validator:
         assert self.heldout is not None and self.heldout.shape is not None
         ids, shape = list(chosen), self.heldout.shape
         while True:
-            features = Features.filled(float("nan"), len(ids), shape, self.clips.source, self.run.device)
+            features = Features.filled(
+                float("nan"), len(ids), shape, self.clips.source, self.run.device
+            )
             batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
             items = [self.heldout[sample] for sample in self.clips.samples(batch)] if ids else []
             unreadable = self.clips.share(features, ids, range(len(ids)), items) if ids else []
@@ -174,10 +184,14 @@ class Validator:
         """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""
         run, seed, flow = self.run, self.run.cfg.seed, self.run.batches.flow
         latents = features.latents  # [B, c, f, h, w]
-        noise = torch.stack([normal(tuple(latents.shape[1:]), seed, "validation_noise", i) for i in ids]).to(latents)
+        noise = torch.stack(
+            [normal(tuple(latents.shape[1:]), seed, "validation_noise", i) for i in ids]
+        ).to(latents)
         num_frames, *pixels = features.shape
         height, width = (torch.full((len(ids),), float(side), device=run.device) for side in pixels)
-        geometry = flow.geometry(height, width, latent_frames=latents.shape[2], video_frames=num_frames)
+        geometry = flow.geometry(
+            height, width, latent_frames=latents.shape[2], video_frames=num_frames
+        )
         names, fps = run.module.sample_inputs, features.fps
         numbers = sample_numbers(names, height=height, width=width, fps=fps, num_frames=num_frames)
         text = run.module.encode_text(features.y, features.mask)
@@ -186,7 +200,9 @@ class Validator:
             shares = [(k + uniform(seed, "validation_timestep", i, k)) / bins for i in ids]
             t = flow.timesteps_from(torch.tensor(shares, device=run.device), geometry)
             noised = Noised.of(flow, latents, noise, t, None)
-            shard = run.model(noised.x_t, timestep=flow.network_time(t), y=text, **numbers, output="shards")
+            shard = run.model(
+                noised.x_t, timestep=flow.network_time(t), y=text, **numbers, output="shards"
+            )
             sums.append(flow.losses(shard, noised).sum())
         return torch.stack(sums)
 

@@ -38,5 +38,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     """Refuse a page that would fetch anything from elsewhere when it is opened."""
     fetched = FETCHED.search(output)
     if fetched:
-        raise PluginError(f"got {fetched[0]} in {page.file.src_path}; expected nothing from the network; keep a copy")
+        raise PluginError(
+            f"got {fetched[0]} in {page.file.src_path}; expected nothing from the network; keep a copy"
+        )
     return output

@@ -32,7 +32,9 @@ class Drawing:
             f'orient="auto-start-reverse"><path d="M0 0.5L7.5 4L0 7.5z" fill="{INK}"/></marker></defs>',
         ]
 
-    def box(self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "none", rx: float = 5) -> None:
+    def box(
+        self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "none", rx: float = 5
+    ) -> None:
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{rx:g}" fill="{fill}" stroke="{stroke}" '
             'stroke-width="1.5"/>'
@@ -65,7 +67,9 @@ class Drawing:
             f'transform="rotate(-90 {x:g} {y:g})">{escape(text)}</text>'
         )
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, color: str = INK, width: float = 1.8) -> None:
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, color: str = INK, width: float = 1.8
+    ) -> None:
         self.parts.append(
             f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" stroke-width="{width:g}" '
             'stroke-linecap="round"/>'
@@ -93,7 +97,11 @@ class Drawing:
 
 def holder(row: int, rows: int, ranks: int) -> int:
     """The rank whose run has a row."""
-    return next(r for r in range(ranks) if balanced_run(rows, ranks, r)[0] <= row < balanced_run(rows, ranks, r)[1])
+    return next(
+        r
+        for r in range(ranks)
+        if balanced_run(rows, ranks, r)[0] <= row < balanced_run(rows, ranks, r)[1]
+    )
 
 
 def layouts() -> str:
@@ -139,7 +147,9 @@ def heads() -> str:
     """An image on four ranks: one frame, so spatial attention is dealt out by heads."""
     ranks, patches, heads = 4, 8, 4
     sheet = Drawing(
-        720, 286, "One frame on 4 ranks: patches for all work on single tokens, heads for spatial attention"
+        720,
+        286,
+        "One frame on 4 ranks: patches for all work on single tokens, heads for spatial attention",
     )
     left, right, top = 44, 470, 96
     sheet.head(left + patches * STEP / 2, "all other work", "each rank has a run of the patches")
@@ -148,10 +158,14 @@ def heads() -> str:
     sheet.text(left + patches * STEP / 2, top + 3.1 * STEP, "patches s →", 12, SOFT)
     sheet.head(right + 104, "spatial attention", "each rank has all patches of a head")
     for h in range(heads):
-        sheet.box(right, top + h * STEP, patches * (STEP - 8) - GAP, CELL, RANKS[holder(h, heads, ranks)])
+        sheet.box(
+            right, top + h * STEP, patches * (STEP - 8) - GAP, CELL, RANKS[holder(h, heads, ranks)]
+        )
         sheet.text(right - 12, top + h * STEP + 20, f"head {h}", 12, SOFT, anchor="end")
         y = top + h * STEP + CELL / 2
-        sheet.line(right + 12, y, right + patches * (STEP - 8) - GAP - 12, y, "rgba(255,255,255,.75)", 2)
+        sheet.line(
+            right + 12, y, right + patches * (STEP - 8) - GAP - 12, y, "rgba(255,255,255,.75)", 2
+        )
     middle = (left + patches * STEP + right - 60) / 2
     sheet.text(middle, top + 1.3 * STEP, "q, k, v", 14, bold=True)
     sheet.arrow(middle - 36, top + 1.55 * STEP, middle + 36, top + 1.55 * STEP)
@@ -166,7 +180,11 @@ def gradients() -> str:
     errors, ranks = (6, 3, 3, 0, 3), 3
     sizes, whole = run_sizes(len(errors), ranks), sum(errors) / len(errors)
     sheet = Drawing(720, 392, "The loss of a clip of five rows on three ranks")
-    sheet.head(360, "one clip, five rows of tokens, three ranks", "numbers are the squared errors of the rows")
+    sheet.head(
+        360,
+        "one clip, five rows of tokens, three ranks",
+        "numbers are the squared errors of the rows",
+    )
     columns, row = (72, 292, 512), 0
     ours, local = [], []
     for rank, x in enumerate(columns):
@@ -181,19 +199,40 @@ def gradients() -> str:
             sheet.text(start + i * 44 + 20, 108, str(error), 17, PAPER, bold=True)
         sheet.arrow(middle, 130, middle, 156)
         terms = " + ".join(map(str, held))
-        formula = f"({terms}) / {len(errors)} × {ranks}" if len(held) > 1 else f"{terms} / {len(errors)} × {ranks}"
+        formula = (
+            f"({terms}) / {len(errors)} × {ranks}"
+            if len(held) > 1
+            else f"{terms} / {len(errors)} × {ranks}"
+        )
         sheet.text(middle, 178, formula, 14)
         sheet.text(middle, 204, f"loss {ours[-1]:.1f}", 16, RANKS[rank], bold=True)
         sheet.arrow(middle, 214, 360 + (middle - 360) * 0.55, 248)
     assert abs(sum(ours) / ranks - whole) < 1e-12 < abs(sum(local) / ranks - whole)
     sheet.box(186, 254, 348, 50, "#edf2ff", RANKS[0], rx=10)
-    sheet.text(360, 275, f"mean over the ranks: ({' + '.join(f'{one:.1f}' for one in ours)}) / {ranks} = {whole:g}", 14)
     sheet.text(
-        360, 295, f"the clip's mean: ({' + '.join(map(str, errors))}) / {len(errors)} = {whole:g}", 14, bold=True
+        360,
+        275,
+        f"mean over the ranks: ({' + '.join(f'{one:.1f}' for one in ours)}) / {ranks} = {whole:g}",
+        14,
+    )
+    sheet.text(
+        360,
+        295,
+        f"the clip's mean: ({' + '.join(map(str, errors))}) / {len(errors)} = {whole:g}",
+        14,
+        bold=True,
     )
     told = " + ".join(f"{one:g}" for one in local)
-    sheet.text(360, 338, f"The mean of local means would be ({told}) / {ranks} = {sum(local) / ranks:g}:", 13, SOFT)
-    sheet.text(360, 357, "rows of small shards would weigh more, and every gradient be off.", 13, SOFT)
+    sheet.text(
+        360,
+        338,
+        f"The mean of local means would be ({told}) / {ranks} = {sum(local) / ranks:g}:",
+        13,
+        SOFT,
+    )
+    sheet.text(
+        360, 357, "rows of small shards would weigh more, and every gradient be off.", 13, SOFT
+    )
     sheet.text(360, 378, "ZeRO and DDP take the mean over the ranks anyway.", 13, SOFT)
     return sheet.svg()
 
@@ -238,7 +277,9 @@ def _sizes(sheet: Drawing, x: float, y: float) -> None:
         for i in range(5):
             for j in range(4):
                 inside = i < columns and j < rows
-                sheet.box(start + i * 16, y + j * step, 14, 17, RANKS[clip] if inside else OUTSIDE, rx=3)
+                sheet.box(
+                    start + i * 16, y + j * step, 14, 17, RANKS[clip] if inside else OUTSIDE, rx=3
+                )
     sheet.arrow(x + 84, y + 98, x + 84, y + 122)
     place = 0.0
     for clip, (columns, rows) in enumerate((wide, tall)):
@@ -259,7 +300,13 @@ def _given(sheet: Drawing, x: float, y: float) -> None:
     sheet.arrow(x + 83, y + 102, x + 83, y + 122)
     for t in range(5):
         sheet.box(x + t * step, y + 132, CELL, 26, OUTSIDE if t < given else RANKS[0])
-        sheet.text(x + t * step + CELL / 2, y + 150, "–" if t < given else "✓", 14, SOFT if t < given else PAPER)
+        sheet.text(
+            x + t * step + CELL / 2,
+            y + 150,
+            "–" if t < given else "✓",
+            14,
+            SOFT if t < given else PAPER,
+        )
     sheet.text(x + 83, y + 182, "given frames count in no loss", 12.5)
     sheet.text(x + 83, y + 201, "the same in both layouts", 12.5, SOFT)
 

@@ -14,15 +14,13 @@ PACKAGES = (
     "diffusion",
     "encoders",
     "data",
-    "weights",
+    "checkpoint",
     "config",
     "planner",
     "training",
     "sampling",
-    "storage",
-    "launching",
-    "device_checks",
-    "watch",
+    "runtime",
+    "runtime.doctor.device",
 )
 INTRODUCTION = """\
 # Python API
@@ -34,7 +32,7 @@ Made from the docstrings when this site was built: every name that a package exp
 
 def public_names(package: str) -> Iterator[tuple[str, str]]:
     """(name, the module that it is imported from) of a package's ``__all__``, in the order of its imports."""
-    tree = ast.parse((ROOT / "opensora_sp" / package / "__init__.py").read_text())
+    tree = ast.parse((ROOT / "opensora_sp" / package.replace(".", "/") / "__init__.py").read_text())
     exported: list[str] = []
     homes: dict[str, str] = {}
     for node in tree.body:
@@ -52,7 +50,11 @@ def page() -> str:
     """The page as Markdown for mkdocstrings."""
     parts = [INTRODUCTION]
     for package in PACKAGES:
-        tree = ast.parse((ROOT / "opensora_sp" / package / "__init__.py").read_text())
-        parts.append(f"## opensora_sp.{package}\n\n{(ast.get_docstring(tree) or '').replace('``', '`')}\n")
+        tree = ast.parse(
+            (ROOT / "opensora_sp" / package.replace(".", "/") / "__init__.py").read_text()
+        )
+        parts.append(
+            f"## opensora_sp.{package}\n\n{(ast.get_docstring(tree) or '').replace('``', '`')}\n"
+        )
         parts += [f"::: {home}.{name}\n" for name, home in public_names(package)]
     return "\n".join(parts)

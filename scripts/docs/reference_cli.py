@@ -59,6 +59,10 @@ def _names(action: argparse.Action) -> str:
         return f"`{shown}`" if isinstance(shown, str) else f"`{' '.join(shown)}`"
     value = ""
     if action.nargs != 0:
-        metavar = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
-        value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar)) if metavar else ""
+        metavar = action.metavar or (
+            "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
+        )
+        value = (
+            " " + (metavar if isinstance(metavar, str) else " ".join(metavar)) if metavar else ""
+        )
     return ", ".join(f"`{option}{value}`" for option in action.option_strings)

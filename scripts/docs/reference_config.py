@@ -37,12 +37,21 @@ def page() -> str:
     """The page as Markdown."""
     shared = [key for key in TrainConfig.model_fields if _is_shared(key)]
     common = next(cls for cls in TrainConfig.__mro__ if issubclass(InferenceConfig, cls))
-    parts = [INTRODUCTION, "## Training and sampling\n", prose(common.__doc__), fields_table(TrainConfig, shared)]
+    parts = [
+        INTRODUCTION,
+        "## Training and sampling\n",
+        prose(common.__doc__),
+        fields_table(TrainConfig, shared),
+    ]
     for title, schema in (("Training alone", TrainConfig), ("Sampling alone", InferenceConfig)):
         own = [key for key in schema.model_fields if key not in shared]
         parts += [f"## {title}\n", prose(schema.__doc__), fields_table(schema, own)]
     for key, schema in nested():
-        parts += [f"## {key} = dict(...)\n", prose(schema.__doc__), fields_table(schema, list(schema.model_fields))]
+        parts += [
+            f"## {key} = dict(...)\n",
+            prose(schema.__doc__),
+            fields_table(schema, list(schema.model_fields)),
+        ]
     return "\n".join([*parts, *_models(), *_components(), _names()])
 
 
@@ -51,7 +60,9 @@ def _is_shared(key: str) -> bool:
     told = []
     for schema in (TrainConfig, InferenceConfig):
         field = schema.model_fields.get(key)
-        told.append(None if field is None else repr((field.annotation, field.default, meaning(schema, key))))
+        told.append(
+            None if field is None else repr((field.annotation, field.default, meaning(schema, key)))
+        )
     return told[0] == told[1]
 
 
@@ -79,7 +90,10 @@ def fields_table(schema: type[BaseModel], keys: list[str]) -> str:
     rows = [(key, schema.model_fields[key]) for key in keys]
     return _table(
         ("key", "type", "default", "meaning"),
-        [(f"`{key}`", _field_type(field), _field_default(field), meaning(schema, key)) for key, field in rows],
+        [
+            (f"`{key}`", _field_type(field), _field_default(field), meaning(schema, key))
+            for key, field in rows
+        ],
     )
 
 
@@ -89,7 +103,12 @@ def meaning(schema: type[BaseModel], key: str) -> str:
 
 
 def _field_type(field: FieldInfo) -> str:
-    bounds = [f"{SIGNS[name]} {getattr(one, name)}" for one in field.metadata for name in SIGNS if hasattr(one, name)]
+    bounds = [
+        f"{SIGNS[name]} {getattr(one, name)}"
+        for one in field.metadata
+        for name in SIGNS
+        if hasattr(one, name)
+    ]
     return type_text(field.annotation) + (f", {', '.join(bounds)}" if bounds else "")
 
 
@@ -115,13 +134,19 @@ def type_text(annotation: Any) -> str:
         inner = ", ".join("…" if one is Ellipsis else type_text(one) for one in arguments)
         return f"{origin.__name__} of {inner}"
     if origin in (dict, Mapping):
-        return "dict" if arguments[1] is Any else f"dict of {type_text(arguments[0])} to {type_text(arguments[1])}"
+        return (
+            "dict"
+            if arguments[1] is Any
+            else f"dict of {type_text(arguments[0])} to {type_text(arguments[1])}"
+        )
     return "any" if annotation is Any else getattr(annotation, "__name__", str(annotation))
 
 
 def _models() -> list[str]:
     """The model classes and the named sizes of them."""
-    rows = [(f'`"{name}"`', cls.__name__, f"`{options}`") for name, (cls, options) in PRESETS.items()]
+    rows = [
+        (f'`"{name}"`', cls.__name__, f"`{options}`") for name, (cls, options) in PRESETS.items()
+    ]
     parts = [
         '## model = dict(type="...")\n',
         "A class, or a size of one by name; further options override those of the name.\n",
@@ -143,7 +168,10 @@ def _components() -> list[str]:
 
 def _names() -> str:
     """The names that stand for sizes and lengths."""
-    sizes = [(f'`"{name}"`', ", ".join(f"{h}x{w}" for h, w in ratios.values())) for name, ratios in SIZES.items()]
+    sizes = [
+        (f'`"{name}"`', ", ".join(f"{h}x{w}" for h, w in ratios.values()))
+        for name, ratios in SIZES.items()
+    ]
     frames = ", ".join(f'`"{name}"` {count}' for name, count in FRAMES.items())
     return (
         "## Sizes and lengths by name\n\nHeight x width for each aspect ratio of a `resolution`:\n\n"
@@ -178,4 +206,9 @@ def prose(docstring: str | None) -> str:
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        )
+        + "\n"
+    )

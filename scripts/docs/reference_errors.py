@@ -31,7 +31,7 @@ are under [troubleshooting](../troubleshooting.md).
 class Message:
     """An error or a warning of a module, as a pattern with ``…`` for what is filled in."""
 
-    module: str  # "training/run.py"
+    module: str  # "training/trainer.py"
     text: str
     is_warning: bool
 
@@ -47,7 +47,11 @@ def messages() -> Iterator[Message]:
 
 def _told(node: ast.AST) -> Iterator[tuple[str, bool]]:
     """(text, whether it is a warning) of what a piece of code tells users: errors, warnings, other texts "got ..."."""
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == "ValueError":
+    if (
+        isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and ast.unparse(node.exc.func) == "ValueError"
+    ):
         yield (_pattern(node.exc.args[0]) if node.exc.args else ""), False
         return
     if isinstance(node, ast.Call) and ast.unparse(node.func) in WARNINGS and node.args:
@@ -87,5 +91,7 @@ def page() -> str:
 
 def _wrapped(text: str) -> str:
     """A message in lines that fit the page, its three parts apart."""
-    filled = re.sub(r"%[-.\d]*[a-z]", "…", inspect.cleandoc(text)).replace("; expected", ";\nexpected")
+    filled = re.sub(r"%[-.\d]*[a-z]", "…", inspect.cleandoc(text)).replace(
+        "; expected", ";\nexpected"
+    )
     return "\n".join(line for part in filled.splitlines() for line in textwrap.wrap(part, 84))

@@ -117,9 +117,13 @@ class RecordingGroup(dist.ProcessGroup):
     def _check(self, name: str, tensor: Tensor, where: str) -> None:
         about = f"{name} of {tuple(tensor.shape)} {tensor.dtype} at {where}"
         if tensor.device.type != self.device.type:
-            raise CollectiveError(f"{about}: got a tensor on {tensor.device.type} in a group for {self.device.type}")
+            raise CollectiveError(
+                f"{about}: got a tensor on {tensor.device.type} in a group for {self.device.type}"
+            )
         if not tensor.is_contiguous():
-            raise CollectiveError(f"{about}: got strides {tensor.stride()}, expected contiguous ones")
+            raise CollectiveError(
+                f"{about}: got strides {tensor.stride()}, expected contiguous ones"
+            )
 
     def _run_on_own_stream(self, tensors: Iterable[Tensor]) -> torch.cuda.Event | None:
         if self.device.type == "cpu":
@@ -166,7 +170,9 @@ class RecordingGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Done:
         return self._begin("broadcast", tensors, [])
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Done:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Done:
         received = [tensor for tensors in outputs for tensor in tensors]
         work = self._begin("all_gather", inputs, received)
         for tensors, own in zip(outputs, inputs, strict=True):
@@ -180,7 +186,9 @@ class RecordingGroup(dist.ProcessGroup):
             self._copy(chunk, own.view(-1))
         return work
 
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Done:
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Done:
         return [self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Done:
@@ -197,7 +205,9 @@ class RecordingGroup(dist.ProcessGroup):
             self._copy(outputs[0], sent[self.rank()])
         return work
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Done:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> Done:
         work = self._begin("reduce_scatter", [t for tensors in inputs for t in tensors], outputs)
         for output, tensors in zip(outputs, inputs, strict=True):
             self._copy(output, tensors[self.rank()])
@@ -210,10 +220,16 @@ class RecordingGroup(dist.ProcessGroup):
         self._reduce(output, opts)
         return work
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Done:
-        return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Done:
+        return [
+            self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)
+        ][-1]
 
-    def alltoall_base(self, output: Tensor, own: Tensor, receive: list[int], send: list[int], opts: Any = None) -> Done:
+    def alltoall_base(
+        self, output: Tensor, own: Tensor, receive: list[int], send: list[int], opts: Any = None
+    ) -> Done:
         work = self._begin("all_to_all_single", [own], [output])
         for tensor, splits in ((own, send), (output, receive)):
             if splits and (len(splits) != self.size() or sum(splits) != len(tensor)):
@@ -261,4 +277,6 @@ def join(*, world: int = 1, rank: int = 0) -> None:
     """Become one rank of a world. Groups of CPU tensors get the host's backend (`host_backend`)."""
     for name, device in ((DEVICE, "cuda"), (HOST, "cpu")):
         dist.Backend.register_backend(name, _create(device), extended_api=True, devices=[device])
-    dist.init_process_group(f"cuda:{DEVICE},cpu:{HOST}", store=dist.HashStore(), rank=rank, world_size=world)
+    dist.init_process_group(
+        f"cuda:{DEVICE},cpu:{HOST}", store=dist.HashStore(), rank=rank, world_size=world
+    )

@@ -110,7 +110,9 @@ def run_on_stub(
         return _recording(folder, code, function, allow)
 
 
-def _recording(folder: Path, code: int, function: Callable[..., Any], allow: Sequence[str]) -> Recording:
+def _recording(
+    folder: Path, code: int, function: Callable[..., Any], allow: Sequence[str]
+) -> Recording:
     record, answer_file = folder / "record", folder / "answer.pickle"
     recording = read(record) if record.exists() else Recording()
     recording.output = (folder / "output").read_text(errors="replace")

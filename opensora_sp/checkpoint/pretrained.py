@@ -1,0 +1,147 @@
+"""Models from weights on disk and back, in the layout of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opensora_sp.models.base import ConditionedModel
+from opensora_sp.models.registry import CLASSES
+
+from .model_config import choose_config, write_model_config
+from .paths import flush
+from .reader import Weights, open_weights
+from .state_dict import check_conversions, fitted
+
+
+def from_pretrained(
+    path: str | Path,
+    *,
+    model: str | None = None,
+    allow_pickle: bool = False,
+    strict: bool = True,
+    ema: bool = False,
+    convert: Collection[str] = (),
+    dtype: torch.dtype | None = None,
+    **config: Any,
+) -> ConditionedModel:
+    """Build a model from weights in any layout: Hugging Face folder, single file, Booster folder, a run of ours.
+
+    Args:
+        path: a file or folder; see ``find_weights``.
+        model: class or preset, needed where there is no ``config.json``; otherwise it must agree with that.
+        allow_pickle: also read pickled files, which can run code; only for files that you trust.
+        strict: refuse weights that lack a tensor, have one too many or one of another shape. Otherwise those are left
+            out with a warning, and the model keeps its random ones.
+        ema: take the averaged weights where there are both.
+        convert: conversions to apply, some of ``CONVERSIONS``.
+        dtype: of the result, by default as stored. Rotary frequencies are not rounded.
+        config: settings that replace those of ``config.json`` or of the preset.
+
+    Returns:
+        The model on the CPU, with memory of its own.
+
+    Raises:
+        ValueError: if the weights cannot be read, are those of another model, with all that differs, or are too large
+            for ``dtype``.
+    """
+    if "pred_sigma" in check_conversions(convert):
+        config = {"pred_sigma": False, **config}
+    weights = open_weights(path, ema=ema, allow_pickle=allow_pickle)
+    name, settings, notes = choose_config(weights.path, weights.config, model, config)
+    weights = replace(weights, notes=(*weights.notes, *notes))
+    with torch.device("meta"):
+        built = CLASSES[name](settings)
+    weights = fitted(weights, built, convert=convert, strict=strict)
+    if len(weights.tensors) < len(built.state_dict()):
+        built = CLASSES[name](settings)  # drawn at random, for what the weights lack
+    built = fill(built, weights)
+    if dtype is not None:
+        _check_range(built, dtype)
+    return built.to(dtype=dtype)
+
+
+def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:
+    """Raise ValueError if rounding would make a number infinite, as fp16 does of 65,520 and more."""
+    largest = torch.finfo(dtype).max
+    lost = [
+        name
+        for name, p in model.named_parameters()
+        if bool((p.isfinite() & ~p.to(dtype).isfinite()).any())
+    ]
+    if lost:
+        raise ValueError(
+            f"got {len(lost)} tensors with numbers too large for {dtype} ({lost[0]} is one); expected at most "
+            f"{largest:.4g}; take bf16, or leave them as they are"
+        )
+
+
+def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
+    """Give the model, which may be on the meta device, its own copies of these fitted weights, in their dtype."""
+    weights.log()
+    state = {name: stored.read().clone() for name, stored in weights.tensors.items()}
+    model.load_state_dict(state, strict=False, assign=True)
+    assert not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
+    return model
+
+
+def save_pretrained(
+    model: ConditionedModel, path: str | Path, *, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` (or shards and their index) into a new folder.
+
+    The folder is written under another name beside it and renamed when it is whole. Under a launcher, call this on one
+    rank, with whole parameters.
+
+    Args:
+        model: a bare model, or one wrapped for sequence parallelism.
+        path: the folder, which must not exist or be empty.
+        max_shard_size: largest file, in bytes or as "5GB"; a larger tensor gets a file of its own.
+
+    Raises:
+        ValueError: if there is something under that name, or the size is none.
+    """
+    final = Path(path)
+    check_vacant(final)
+    partial = final.parent / f".partial-{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write_shards(model, partial, max_shard_size)
+        write_model_config(partial, type(model).__name__, model.config)
+        for file in partial.iterdir():
+            shutil.copymode(
+                partial / "config.json", file
+            )  # safetensors makes files that their owner alone may read
+            flush(file)
+        flush(partial)
+        os.replace(partial, final)
+        flush(final.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(model: ConditionedModel, folder: Path, max_shard_size: int | str) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    try:
+        save_torch_state_dict(model.state_dict(), folder, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ValueError(
+            f"got max_shard_size {max_shard_size!r} ({error}); expected bytes or a size such as '5GB'; change it"
+        ) from None
+
+
+def check_vacant(folder: Path) -> None:
+    """Raise ValueError if a folder of weights cannot be written here without overwriting something."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(
+            f"got {folder} to write to, which is there already; expected a new folder; choose another name"
+        )

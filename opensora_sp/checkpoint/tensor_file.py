@@ -1,0 +1,119 @@
+"""A safetensors file written tensor by tensor, so that no more than a part of one tensor is held.
+
+The format (huggingface/safetensors): the length of the header in 8 bytes, the header in JSON (name, dtype, shape and
+place of each tensor), the bytes of the tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .filesystem import Disk
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor will be: all that the header of a file needs."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def file_order(specs: Mapping[str, Spec]) -> list[str]:
+    """Names in the order of the file: wide numbers first, so that each tensor is aligned, then by name."""
+    return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+
+
+class TensorFile:
+    """A safetensors file under way. Append every tensor of ``specs`` in ``file_order``, then close."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        path: Path,
+        specs: Mapping[str, Spec],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.disk, self.path, self.specs = disk, path, dict(specs)
+        self._digest, self._bytes = hashlib.sha256(), 0
+        self._file = path.open("wb", buffering=0)
+        self._write(_header(self.specs, metadata))
+
+    def append(self, name: str, chunks: Iterable[Tensor]) -> None:
+        """Write one tensor, given as consecutive runs of its elements; more than the tensor has is left out."""
+        left = self.specs[name].num_bytes
+        for chunk in chunks:
+            data = as_bytes(chunk)[:left]
+            left -= data.numel()
+            if data.numel():
+                self._write(data.numpy().data)
+        assert left == 0, f"{left} bytes of {name} are missing"
+
+    def close(self) -> dict[str, Any]:
+        """Flush the file; returns its size and SHA-256."""
+        self._file.close()
+        self.disk.flush(self.path)
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+
+    def abandon(self) -> None:
+        """Close the file as it is, after an error."""
+        self._file.close()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self.disk.write(self._file, data)
+        self._digest.update(data)
+        self._bytes += len(data)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a CPU tensor, uint8 ``[num_bytes]``."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    start = 0
+    for name in file_order(specs):
+        spec = specs[name]
+        stop = start + spec.num_bytes
+        entries[name] = {
+            "dtype": DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

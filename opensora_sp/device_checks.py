@@ -1,0 +1,19 @@
+"""Alias of ``opensora_sp.runtime.doctor.device``, until 1.0."""
+
+from opensora_sp.runtime.doctor.device import (
+    CHECKS,
+    Examination,
+    Finding,
+    Setup,
+    examine_device,
+    setup_for,
+)
+
+__all__ = [
+    "CHECKS",
+    "Examination",
+    "Finding",
+    "Setup",
+    "examine_device",
+    "setup_for",
+]

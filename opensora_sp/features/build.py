@@ -1,0 +1,150 @@
+"""What a training config's clips are, and in which order they are trained on."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from opensora_sp.config import TrainConfig, build_component, split_type
+from opensora_sp.data import (
+    BatchPlan,
+    BucketPlan,
+    CachedFeatures,
+    ClipShape,
+    MicroBatchPlan,
+    VideoTextDataset,
+)
+from opensora_sp.data.buckets import Buckets
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import Options
+from opensora_sp.planner.sharing import Shape, busiest_work
+
+from .cached import CachedSource
+from .sharded import Encoders, Source
+
+TrainingSet = VideoTextDataset | CachedFeatures
+
+
+def make_dataset(cfg: TrainConfig) -> TrainingSet:
+    """The config's clips, of one shape unless it has buckets; or a feature cache of them."""
+    if cfg.dataset.type == "CachedFeatures":
+        assert cfg.dataset.path is not None
+        return CachedFeatures(cfg.dataset.path)
+    assert cfg.dataset.manifest is not None
+    bucketed = cfg.bucket_config is not None
+    return VideoTextDataset(
+        num_frames=None if bucketed else cfg.num_frames,
+        image_size=None if bucketed else cfg.size,
+        seed=cfg.seed,
+        **cfg.dataset.model_dump(exclude={"type", "path", "max_bad_fraction"}),
+    )
+
+
+def make_source(cfg: TrainConfig, dataset: TrainingSet, device: torch.device) -> Source:
+    """What makes latents and text features of the dataset's clips; for a cache nothing is loaded."""
+    return (
+        CachedSource(dataset, device)
+        if isinstance(dataset, CachedFeatures)
+        else make_encoders(cfg, device)
+    )
+
+
+def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:
+    """The config's encoders, loaded."""
+    vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
+    return Encoders(vae, build_component(cfg.text_encoder, TEXT_ENCODERS).to(device), device)
+
+
+def make_plan(
+    cfg: TrainConfig,
+    dataset: TrainingSet,
+    micro_batches_per_step: int,
+    *,
+    num_samples: int | None = None,
+) -> BatchPlan:
+    """The sequence of micro-batches of a run.
+
+    Args:
+        num_samples: how many clips the order is of in the checkpoint that the run goes on from. Where that is all of
+            them, as before clips too short were left out, they stay in the order.
+    """
+    if cfg.bucket_config is None:
+        return MicroBatchPlan(
+            num_samples=len(dataset),
+            batch_size=cfg.batch_size,
+            micro_batches_per_step=micro_batches_per_step,
+            seed=cfg.seed,
+            shape=ClipShape(cfg.num_frames, *cfg.size),
+            too_short=() if num_samples == len(dataset) else too_short(cfg, dataset),
+        )
+    return BucketPlan(
+        dataset.rows,
+        cfg.bucket_config,
+        frame_interval=cfg.dataset.frame_interval,
+        micro_batches_per_step=micro_batches_per_step,
+        seed=cfg.seed,
+        cost=Work(cfg, dataset).flops,
+    )
+
+
+def too_short(cfg: TrainConfig, dataset: TrainingSet) -> tuple[int, ...]:
+    """The clips that have fewer frames than ``num_frames`` of them take, as far as the manifest says."""
+    span = (cfg.num_frames - 1) * cfg.dataset.frame_interval + 1
+    return tuple(np.flatnonzero(dataset.rows.column("num_frames") < span).tolist())
+
+
+def with_length(cfg: TrainConfig, plan: BatchPlan) -> TrainConfig:
+    """The config with ``max_steps``: as it says, or as many as its epochs have if all are as long as the first."""
+    if cfg.epochs is None:
+        return cfg
+    return cfg.model_copy(update={"max_steps": math.ceil(cfg.epochs * plan.steps_per_epoch)})
+
+
+def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str, Any]:
+    """What data order and draws depend on, as a checkpoint keeps it."""
+    state: dict[str, Any] = {
+        "seed": cfg.seed,
+        "batch_size": cfg.batch_size,
+        "num_samples": num_samples,
+    }
+    if isinstance(plan, MicroBatchPlan):
+        state["num_samples"] = len(plan.clips)
+    if isinstance(plan, BucketPlan):
+        state |= {"batch_size": None, "buckets": plan.fingerprint}
+    return state
+
+
+def largest_batch(cfg: TrainConfig) -> int:
+    """Bytes of the largest micro-batch of clips, uint8 ``[3, frames, height, width]``, as the data workers make it."""
+    if cfg.bucket_config is None:
+        return cfg.batch_size * 3 * cfg.num_frames * math.prod(cfg.size)
+    entries = Buckets.of(cfg.bucket_config).entries
+    return max(
+        one.batch_size * 3 * one.num_frames * math.prod(one.shape_at(9 / 16)[1:]) for one in entries
+    )
+
+
+class Work:
+    """Tokens and estimated work of the model on clips of a shape; a cache knows their latents, or else the planner."""
+
+    def __init__(self, cfg: TrainConfig, dataset: TrainingSet | None = None) -> None:
+        name, options = split_type("model", cfg.model)
+        self.vae, self.model = cfg.vae, resolve_config(name, **options)
+        self.sizes = dataset.sizes if isinstance(dataset, CachedFeatures) else {}
+        self.shape_of = lru_cache(maxsize=None)(self._shape_of)
+
+    def _shape_of(self, clip: ClipShape, num_samples: int) -> Shape:
+        size = self.sizes.get(clip) or planned_latent_size(self.vae, *clip)
+        return Shape.of(self.model, num_samples, size)
+
+    def tokens(self, clip: ClipShape) -> int:
+        return self.shape_of(clip, 1).tokens
+
+    def flops(self, clip: ClipShape, num_samples: int) -> float:
+        """Forward work of the blocks."""
+        return busiest_work(self.shape_of(clip, num_samples), Options(), 1)

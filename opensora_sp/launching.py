@@ -1,0 +1,17 @@
+"""Alias of ``opensora_sp.runtime``, until 1.0."""
+
+from opensora_sp.runtime import (
+    Launch,
+    check_machine,
+    check_shared_memory,
+    meet,
+    told_to_all_ranks,
+)
+
+__all__ = [
+    "Launch",
+    "check_machine",
+    "check_shared_memory",
+    "meet",
+    "told_to_all_ranks",
+]

@@ -1,0 +1,130 @@
+"""The places where tokens enter a model, change layout, attend to each other, are recomputed, and leave it.
+
+A point does its local thing by itself. Whoever distributes the model hangs a function on it with ``attach``; that
+function receives the point's local one and its arguments. The points below hold no parameters, so state dicts are the
+same with and without. ``Shard``, ``Switch`` and ``Gather`` lie outside of what gradient checkpointing recomputes.
+A self-attention (``layers.py``) is a point as well: what goes in and comes out can be brought into another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .attention import attention
+from .take import take
+from .token_layout import SPATIAL, PatchGrid, Rows, unpatchify
+
+
+class Point(nn.Module):
+    """A named place in the model's data flow, replaceable from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attached: Callable[..., Any] | None = None
+
+    def attach(self, function: Callable[..., Any]) -> None:
+        """Run ``function(local, *args)`` at this place from now on."""
+        self.attached = function
+
+    def detach(self) -> None:
+        """Go back to the local function."""
+        self.attached = None
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if self.attached is None:
+            return self.local(*args, **options)
+        return self.attached(self.local, *args, **options)
+
+    def local(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+class Shard(Point):
+    """Where tokens enter: which spatial rows are held here."""
+
+    def local(self, grid: PatchGrid) -> Rows:
+        return grid.rows(SPATIAL)
+
+
+class Switch(Point):
+    """Where tokens change layout: spatial rows to temporal rows, or back."""
+
+    def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+        return rows.turn(x)
+
+
+class Attend(Point):
+    """Where tokens attend to each other: those of a row, a window or a clip; q, k and v are ``[R, L, H, D]``.
+
+    ``units`` are the numbers of those at hand, where they are not just those of the rows held (``Rows.groups``).
+    Tokens outside of their clip get zero.
+    """
+
+    def local(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None = None
+    ) -> Tensor:
+        if rows.attend_alone:
+            return attention(q, k, v, backend=rows.grid.attention)
+        return self._attend_in_groups(q, k, v, rows, units)
+
+    @torch.compiler.disable  # groups differ from batch to batch, as the lengths of packed attention do
+    def _attend_in_groups(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None
+    ) -> Tensor:
+        groups = rows.groups(units)
+        if groups is None:
+            return attention(q, k, v, backend=rows.grid.attention)
+        shape, index = q.shape, groups.index
+        q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # [N, H, D] each
+        if index is not None:
+            nothing = torch.zeros_like(q)
+            q, k, v = (take(z, index) for z in (q, k, v))
+        if groups.lengths:
+            out = attention(q, k, v, lengths=groups.packing, backend=rows.grid.attention)
+        else:
+            out = q + k + v  # of no token; all get a gradient, as on ranks that hold tokens
+        return (out if index is None else nothing.index_copy(0, index, out)).view(shape)
+
+
+class Segment(Point):
+    """Where the work between two switches runs, plainly or dropping its inner tensors, to compute them in backward.
+
+    ``last`` says that no switch follows.
+    """
+
+    def local(
+        self,
+        function: Callable[..., Any],
+        rows: Rows,
+        *args: Any,
+        recompute: bool,
+        last: bool,
+        **options: Any,
+    ) -> Any:
+        if not recompute:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+class Rowwise(Point):
+    """Where a block ends with work on single tokens, so that rows may be finished a few at a time.
+
+    ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation, ``[b, 1 or n, 1 or L, C]`` with b * n = R.
+    """
+
+    def local(
+        self, function: Callable[..., Tensor], rows: Rows, x: Tensor, *entries: Tensor
+    ) -> Tensor:
+        return function(x, *entries)
+
+
+class Gather(Point):
+    """Where the output leaves: rows ``[B * S, T, V * c]`` become latents ``[B, c, frames, height, width]``."""
+
+    def local(self, x: Tensor, rows: Rows) -> Tensor:
+        return unpatchify(x, rows)

@@ -1,0 +1,64 @@
+"""Each attention backend that this machine has, against an explicit softmax in float64 on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from opensora_sp.models.attention import Lengths, attention, choose_backend
+
+from .findings import Finding, Setup, relative_error
+
+BACKENDS = ("auto", "flash", "sdpa", "reference")
+
+# Tokens of 3 heads; a width of 72 is XL/2's, and 131 tokens are no multiple of a kernel's tile.
+SHAPES: dict[str, tuple[tuple[int, ...], Lengths | None]] = {
+    "rows": ((6, 131, 3, 72), None),
+    "packed": ((120, 3, 72), ((50, 0, 70), (60, 20, 40))),
+}
+
+# Kernels in bf16 round the softmax's weights, the output and each gradient once or twice to 8 bits
+# (at most 0.4 % each); in fp32 what is left is the order of sums of 131 terms.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def check_attention(setup: Setup) -> Iterator[Finding]:
+    """Forward and backward of every backend, dtype and shape."""
+    for backend, dtype in product(BACKENDS, BOUNDS):
+        label = f"attention {backend}, {str(dtype).removeprefix('torch.')}"
+        try:
+            chosen = choose_backend(backend, setup.device, dtype, 72)
+        except ValueError as error:
+            yield Finding.skip(label, str(error).partition("; ")[0].removeprefix("got "))
+            continue
+
+        for shape in SHAPES:
+            try:
+                found = _compared(backend, dtype, shape, setup)
+            except (
+                Exception
+            ) as error:  # of a kernel, whatever it raises; the other backends matter, too
+                yield Finding.of_error(f"{label}, {shape}", error)
+                continue
+            yield Finding(f"{label}, {shape}", found, BOUNDS[dtype], note=f"runs {chosen}")
+
+
+def _compared(backend: str, dtype: torch.dtype, shape: str, setup: Setup) -> float:
+    """The largest relative error of the output and of three gradients."""
+    size, lengths = SHAPES[shape]
+    draw = torch.Generator().manual_seed(2)
+    q, k, v, weights = (torch.randn(size, generator=draw).to(dtype) for _ in range(4))
+
+    results = []
+    for device, wide, how in (
+        (setup.device, dtype, backend),
+        (torch.device("cpu"), torch.float64, "reference"),
+    ):
+        inputs = [one.to(device, wide).requires_grad_() for one in (q, k, v)]
+        output = attention(*inputs, lengths=lengths, backend=how)
+        results.append([output, *torch.autograd.grad(output, inputs, weights.to(device, wide))])
+
+    errors = [relative_error(ours, exact) for ours, exact in zip(*results, strict=True)]
+    return torch.tensor(errors).max().item()  # which is NaN if one of them is

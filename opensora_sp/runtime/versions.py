@@ -1,0 +1,51 @@
+"""What must be the same on every rank: versions, the code itself, the kind of device."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import opensora_sp
+
+PACKAGE = Path(opensora_sp.__file__).parent
+PACKAGES = ("colossalai", "flash-attn", "einops", "safetensors", "transformers", "diffusers", "av")
+ABSENT = "not installed"
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """Twelve hex digits of the SHA-256 of this package's source files and their names."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(
+            path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+        )
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """Versions that ranks must share, by name, without importing anything that takes seconds."""
+    return {
+        "opensora-sp": f"{opensora_sp.__version__} (source {source_digest()})",
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none",
+        **{name: installed(name) for name in PACKAGES},
+    }
+
+
+def installed(package: str) -> str:
+    """Version of a package, or ``ABSENT``."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ABSENT
+
+
+def device_kind() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

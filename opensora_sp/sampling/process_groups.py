@@ -1,0 +1,88 @@
+"""Replicas and sequence parallelism mixed: how many ranks share a batch, and which group samples which batches.
+
+The estimate counts what ``planner`` and ``parallel/cost_model.py`` count: the busiest rank's operations and what it sends,
+for one step of each batch. Encoding, decoding and writing are shared alike in all cases and left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from opensora_sp.config import InferenceConfig, build_component, split_type
+from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.encoders import planned_latent_size
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel.cost_model import FLOPS_PER_ELEMENT
+from opensora_sp.planner.sharing import Shape, busiest_work, options_of
+from opensora_sp.planner.traffic import traffic
+
+from .requests import Request, batches_of
+
+Batch = list[Request]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """``sp_size``, the batches of each group, and in a sentence why."""
+
+    sp_size: int
+    batches: list[list[Batch]]
+    why: str
+
+
+def choose_groups(cfg: InferenceConfig, requests: Sequence[Request], world_size: int) -> Groups:
+    """The ``sp_size`` of the config, or the one of the smallest estimated time, the smaller of equals."""
+    sizes = (
+        [cfg.sp_size]
+        if cfg.sp_size
+        else [n for n in range(1, world_size + 1) if world_size % n == 0]
+    )
+    dealt = {sp_size: _deal(cfg, requests, sp_size, world_size // sp_size) for sp_size in sizes}
+    best = min(sizes, key=lambda sp_size: (dealt[sp_size][0], sp_size))
+    seconds, batches = dealt[best]
+    counted = ((len(requests), "video", "s"), (world_size, "process", "es"))
+    groups = f"{len(batches)} group{'s' * (len(batches) > 1)} of {best}"
+    videos, processes = (f"{n} {word}" + plural * (n > 1) for n, word, plural in counted)
+    what = f"{videos} on {processes}: {groups} (sp_size {best})"
+    if cfg.sp_size:
+        return Groups(best, batches, f"{what}, as asked for")
+    others = [
+        f"sp_size {n} would take {dealt[n][0] / (seconds or 1):.2f} times as long"
+        for n in sizes
+        if n != best
+    ]
+    told = (
+        "; ".join(["by estimate", *others, "--sp-size N overrides"]) if others else "the only way"
+    )
+    return Groups(best, batches, f"{what}, {told}")
+
+
+def _deal(
+    cfg: InferenceConfig, requests: Sequence[Request], sp_size: int, groups: int
+) -> tuple[float, list[list[Batch]]]:
+    """Time of the busiest group, in FLOPs, and the batches of each: the longest first, each to who is free first."""
+    costs = _cost_by_shape(cfg, sp_size)
+    batches = batches_of(requests, cfg.batch_size, groups)
+    loads, dealt = [0.0] * groups, [list[Batch]() for _ in range(groups)]
+    for batch in sorted(batches, key=costs, reverse=True):
+        group = min(range(groups), key=loads.__getitem__)
+        loads[group] += costs(batch)
+        dealt[group].append(batch)
+    return max(loads), dealt
+
+
+def _cost_by_shape(cfg: InferenceConfig, ranks: int) -> Callable[[Batch], float]:
+    name, options = split_type("model", cfg.model)
+    model, how = resolve_config(name, **options), options_of(cfg.sequence_parallel)
+    doubled = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
+
+    @functools.cache
+    def cost(size: tuple[int, int, int], count: int) -> float:
+        shape = Shape.of(model, doubled * count, planned_latent_size(cfg.vae, *size))
+        mode = shape.mode(how, ranks)
+        sent = traffic(mode, shape, how, ranks, element_size=1, checkpointing=False, training=False)
+        return busiest_work(shape, how, ranks) + max(sent.forward, default=0) * FLOPS_PER_ELEMENT
+
+    return lambda batch: cost(batch[0].shape, len(batch))

@@ -1,0 +1,144 @@
+"""Attention on CUDA's code paths: what is compiled, and which kernels run in which grids.
+
+The functions that run under the stub are at the top level of this file; their names begin with `on_`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cuda_stub import Recording, build, phase, requires_stub, run_on_stub
+
+from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models.attention import attention
+from opensora_sp.models.conditioning import Text
+
+pytestmark = requires_stub
+WIDTH, HEADS = 144, 2
+SMALL = dict(hidden_size=WIDTH, depth=2, num_heads=HEADS, caption_channels=8, model_max_length=6)
+V13 = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True)
+TEXTS = (6, 3)
+
+
+def cache() -> dict[str, str]:
+    """Compiled code is kept beside the stub: cold, a model takes a minute."""
+    folder = build.CACHE.parent / "cuda_compiled"
+    return {
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+
+
+def step(model: torch.nn.Module, text_lengths: tuple[int, ...]) -> None:
+    """Forward and backward; the text is encoded, for a mask would be read from meaningless values."""
+    x = torch.zeros(len(text_lengths), 4, 5, 8, 8, device="cuda")
+    tokens = torch.zeros(sum(text_lengths), WIDTH, device="cuda", dtype=torch.bfloat16)
+    text = Text(tokens.requires_grad_(), list(text_lengths))
+    timestep = torch.full((len(text_lengths),), 500.0, device="cuda")
+    model(x, timestep, text).square().mean().backward()
+
+
+def on_compiled_blocks(config: dict, backend: str) -> tuple[int, list[str]]:
+    """Graphs compiled, and why graphs ended."""
+    from torch._dynamo.utils import counters
+
+    model = build_model("STDiT3", **SMALL, **config).cuda().bfloat16()
+    compile_blocks(model, backend=backend)
+    for checkpointing in (False, True):
+        model.set_grad_checkpoint(checkpointing)
+        phase("checkpointing" if checkpointing else "plain")
+        step(model, TEXTS)
+    phase("after")
+    found = counters["stats"]["unique_graphs"], list(counters["graph_break"])
+
+    # The same names serve eager code afterwards.
+    phase("eager")
+    q = torch.zeros(3, 8, HEADS, WIDTH // HEADS, device="cuda", dtype=torch.bfloat16)
+    attention(q, q, q)
+    return found
+
+
+def test_inductor_compiles_the_blocks() -> None:
+    """A step of a compiled model runs Triton's kernels and, in each self-attention, FlashAttention's."""
+    recording = run_on_stub(on_compiled_blocks, {}, "inductor", timeout=600, env=cache())
+
+    graphs, breaks = recording.result
+    assert graphs == 4 + 4  # of a spatial and of a temporal part; see test_compile.py
+    assert breaks and all("_attend_packed" in reason for reason in breaks)
+    for name in ("plain", "checkpointing"):
+        kernels = recording.in_phase(name).kernels()
+        assert any(kernel.startswith("triton_") for kernel in kernels), kernels
+        assert not any("softmax" in kernel for kernel in kernels), kernels
+    assert recording.in_phase("eager").kernels()["pytorch_flash::flash_fwd_kernel"] == 1
+
+
+def on_cross_attention(queries: list[int], keys: list[int], dtype_name: str = "bfloat16") -> None:
+    """Forward and backward from tokens to text, with the heads of STDiT3-XL/2."""
+    dtype = getattr(torch, dtype_name)
+    q, k, v = (
+        torch.zeros(tokens, 16, 72, device="cuda", dtype=dtype, requires_grad=True)
+        for tokens in (sum(queries), sum(keys), sum(keys))
+    )
+    phase("forward")
+    out = attention(q, k, v, lengths=(queries, keys))
+    phase("backward")
+    out.backward(torch.ones_like(out))
+
+
+def attention_blocks(recording: Recording, kernel: str) -> list[int]:
+    """Blocks of threads of each launch of such a kernel."""
+    return [math.prod(launch.grid) for launch in recording.launches if kernel in launch.name]
+
+
+@pytest.mark.parametrize(("frames", "patches"), [(16, 256), (64, 1024), (15, 1590), (30, 3600)])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_one_caption_fills_the_device_in_backward(frames: int, patches: int, ranks: int) -> None:
+    """What the first rank holds of one clip; the kernel of 128 keys, 16 heads and 132 multiprocessors."""
+    held = frames // ranks * patches
+    recording = run_on_stub(on_cross_attention, [held], [300])
+
+    (blocks,) = attention_blocks(recording, "flash_bwd_dq_dk_dv")
+    assert blocks >= 132
+    # Keys are not copied for the pieces; their gradients are summed over these.
+    assert not any("copy" in name for name in recording.in_phase("forward").kernels())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_unequal_captions_take_one_call(dtype: str) -> None:
+    recording = run_on_stub(on_cross_attention, [16384] * 4, [100, 200, 250, 300], dtype)
+
+    forward, backward = (
+        ("flash_fwd", "flash_bwd_dq") if dtype == "bfloat16" else ("fmha_cutlassF", "fmha_cutlassB")
+    )
+    assert (
+        len(attention_blocks(recording, forward)) == len(attention_blocks(recording, backward)) == 1
+    )
+    assert all(blocks >= 132 for blocks in attention_blocks(recording, backward))
+    assert not [copy for copy in recording.copies if copy.blocking]
+    assert not recording.syncs
+
+
+def on_two_depths() -> None:
+    """A step in which recomputation asks for the text again."""
+    for depth in (1, 3):
+        model = build_model("STDiT3", **SMALL | dict(depth=depth)).cuda().bfloat16()
+        model.set_grad_checkpoint(True)
+        phase(f"depth {depth}")
+        step(model, TEXTS)
+        phase("next")
+
+
+def test_blocks_copy_nothing_to_the_device() -> None:
+    recording = run_on_stub(on_two_depths)
+
+    copies = {depth: recording.in_phase(f"depth {depth}").copies for depth in (1, 3)}
+    from_host = {
+        depth: [copy.where for copy in copies[depth] if copy.kind == "H2D"] for depth in copies
+    }
+    assert from_host[1] == from_host[3]
+    edges = [copy for copy in copies[3] if "transfer.py" in copy.where]
+    assert len(edges) == 2  # one of either layout
+    assert not any(copy.blocking for copy in edges)

@@ -1,0 +1,97 @@
+"""Every model, forward and backward, on CUDA's code path: what is launched, and where the host waits.
+
+The bounds are what was measured. A change may lower them, and says why where it raises one.
+"""
+
+import pytest
+from cuda_cases import CASES, batch, build
+from cuda_stub import phase, requires_stub, run_on_stub
+
+pytestmark = requires_stub
+
+# Kernels and products that a forward and a backward pass launch at depth 2. With a video mask the
+# device counts the tokens inside, which the stub cannot.
+LAUNCHES = {
+    "STDiT": (107, 287),
+    "STDiT2": (292, 505),
+    "STDiT2 x_mask": (307, 585),
+    "STDiT3": (281, 580),
+    "STDiT3 x_mask": (297, 673),
+    "STDiT3 text mask": (281, 596),
+    "STDiT3 windows": (324, 603),
+    "STDiT3 full attention": (285, 580),
+}
+
+# Lines at which the host waits for the device, once or more often; nowhere in other cases.
+VIDEO_MASK = {"models/token_layout.py", "models/token_groups.py", "models/layers.py"}
+WAITS = {
+    "STDiT video_mask": {"models/token_layout.py"},
+    "STDiT3 video_mask": VIDEO_MASK,
+    "STDiT3 windows, all masks": VIDEO_MASK,
+}
+
+
+def step(model, inputs, name):
+    phase(f"{name}forward")
+    out = model(**inputs)
+    loss = out.square().mean()
+    phase(f"{name}backward")
+    loss.backward()
+    del out, loss
+    model.zero_grad(set_to_none=True)
+    phase(f"{name}end")
+
+
+def on_model(case, checkpoint):
+    model = build(case, checkpoint=checkpoint)
+    inputs = batch(case, model)
+    step(model, inputs, "warm-up ")
+    step(model, inputs, "")
+
+
+def launched(recording):
+    return len(recording.launches) + len(recording.gemms)
+
+
+def files(recording):
+    """Where the host waits, without the lines' numbers."""
+    return {sync.where.split(":")[0].removeprefix("opensora_sp/") for sync in recording.syncs}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_backward(case):
+    recording = run_on_stub(on_model, case, False)
+    forward, backward = recording.in_phase("forward"), recording.in_phase("backward")
+    if case in LAUNCHES:
+        found, bounds = (launched(forward), launched(backward)), LAUNCHES[case]
+        assert found[0] <= bounds[0] and found[1] <= bounds[1], f"launched {found}"
+
+    assert not recording.refused
+    assert recording.streams == {0}
+    assert files(forward) <= WAITS.get(case, set())
+    assert not backward.syncs
+    assert backward.memory[0].after == forward.memory[0].before
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_attention_is_flash_attention(case):
+    """No kernel that keeps scores in memory takes part."""
+    recording = run_on_stub(on_model, case, False)
+    forward, backward = recording.in_phase("forward"), recording.in_phase("backward")
+    for part, kernel in ((forward, "flash_fwd"), (backward, "flash_bwd")):
+        kernels = part.kernels()
+        assert any(kernel in name for name in kernels), kernels
+        assert not any(word in name.lower() for word in ("softmax", "fmha") for name in kernels)
+
+
+def test_recompute_launches_the_forward_of_blocks_again():
+    plain, recomputed = (
+        run_on_stub(on_model, "STDiT3", checkpoint) for checkpoint in (False, True)
+    )
+    assert launched(recomputed.in_phase("forward")) == launched(plain.in_phase("forward"))
+    again = launched(recomputed.in_phase("backward")) - launched(plain.in_phase("backward"))
+    assert 0 < again < launched(plain.in_phase("forward"))
+
+    # Four blocks of whose activations checkpointing keeps one each.
+    assert recomputed.peak("forward").allocated < plain.peak("forward").allocated
+    assert not recomputed.in_phase("backward").syncs

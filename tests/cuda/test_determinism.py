@@ -1,0 +1,139 @@
+"""``deterministic=True``: which sums have a fixed order, and what is refused.
+
+The functions that run under the stub of CUDA are at the top level of this file; their names begin with `on_`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from cuda_stub import Recording, phase, requires_stub, run_on_stub
+
+from opensora_sp.determinism import use_deterministic_kernels
+from opensora_sp.models import attention as module
+from opensora_sp.models import build_model
+from opensora_sp.models.attention import attention
+from opensora_sp.models.conditioning import Text
+
+WIDTH = 144
+
+
+@pytest.fixture(autouse=True)
+def _flags_as_before(monkeypatch: pytest.MonkeyPatch):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    kept = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = kept
+
+
+def test_what_is_set_before_a_run() -> None:
+    use_deterministic_kernels()
+    assert (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert "CUDNN_ATTENTION" not in [one.name for one in module._sdpa_backends()]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NCCL_ALGO", "NVLS"), ("NCCL_ALGO", "Tree"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")],
+)
+def test_an_environment_that_asks_for_something_else(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=f"got {name}={value} in the environment .*; expected one of .*; unset it"
+    ):
+        use_deterministic_kernels()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_other_values_that_have_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "ring")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    use_deterministic_kernels()
+    assert (os.environ["NCCL_ALGO"], os.environ["CUBLAS_WORKSPACE_CONFIG"]) == ("ring", ":16:8")
+
+
+def on_attention_backward(deterministic: bool, dtype_name: str) -> None:
+    if deterministic:
+        use_deterministic_kernels()
+    dtype = getattr(torch, dtype_name)
+    q, k, v = (
+        torch.zeros(2, 1024, 16, 72, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    out = attention(q, k, v)
+    grad = torch.ones_like(out)
+    phase("backward")
+    out.backward(grad)
+
+
+def grid_of(recording: Recording, kernel: str) -> tuple[int, int, int]:
+    (grid,) = {launch.grid for launch in recording.launches if kernel in launch.name}
+    return grid
+
+
+@requires_stub
+def test_attention_adds_the_gradients_of_queries_in_order() -> None:
+    """FlashAttention-2 starts as many groups of blocks as fill the device and gives each a copy of dq."""
+    atomics, ordered = (
+        run_on_stub(on_attention_backward, flag, "bfloat16") for flag in (False, True)
+    )
+
+    assert grid_of(atomics, "flash_bwd_dq_dk_dv")[0] == 1024 // 128
+    groups = grid_of(ordered, "flash_bwd_dq_dk_dv")[0]
+    assert groups == -(-132 // (2 * 16))
+    one_copy = 2 * 1024 * 16 * 96 * 4  # fp32, heads of 72 padded to 96
+    peaks = [
+        run.peak("backward").allocated - run.peak("backward").before for run in (atomics, ordered)
+    ]
+    assert peaks[1] - peaks[0] == pytest.approx((groups - 1) * one_copy, rel=0.01)
+
+
+@requires_stub
+def test_memory_efficient_attention_does_not_split_keys() -> None:
+    ordered = run_on_stub(on_attention_backward, True, "float32")
+    assert grid_of(ordered, "fmha_cutlassB")[0] == 1
+
+
+def on_a_training_step(name: str) -> None:
+    from opensora_sp.diffusion import rank_loss, velocity_loss
+
+    use_deterministic_kernels()
+    size = dict(input_size=(4, 8, 8)) if name == "STDiT" else {}
+    options = dict(
+        hidden_size=WIDTH, depth=1, num_heads=2, caption_channels=8, model_max_length=6, **size
+    )
+    model = build_model(name, **options).cuda().bfloat16()
+    model.set_grad_checkpoint(True)
+    x = torch.zeros(2, 4, 4, 8, 8, device="cuda")
+    tokens = torch.zeros(9, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    numbers = {number: torch.full((2,), 8.0, device="cuda") for number in model.sample_inputs}
+    x_mask = torch.ones(2, 4, dtype=torch.bool, device="cuda")
+    out = model(
+        x, torch.full((2,), 500.0, device="cuda"), Text(tokens, [6, 3]), x_mask=x_mask, **numbers
+    )
+    rank_loss(velocity_loss(out, x), global_samples=2, world_size=1).backward()
+
+
+@requires_stub
+@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
+def test_every_model_trains_without_unordered_sums(name: str) -> None:
+    """torch raises for operators that have no deterministic form, and for cuBLAS without its workspaces."""
+    kernels = run_on_stub(
+        on_a_training_step, name, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    ).kernels()
+    assert any("flash_bwd" in kernel for kernel in kernels)
+    assert not [kernel for kernel in kernels if "indexFunc" in kernel or "scatter" in kernel], (
+        kernels
+    )

@@ -1,0 +1,218 @@
+"""What only a GPU can show. Needs torch and einops; the plugin's part needs ColossalAI as well."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+
+import pytest
+import torch
+from golden_values import close, load
+from test_golden_models import CASES, built, inputs_of
+
+from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models.attention import attention
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import CommTimer, Options
+from opensora_sp.parallel.debug.comm_timing import communicating
+from opensora_sp.parallel.low_precision import from_bytes, to_bytes
+from opensora_sp.planner.trace import trace_activations
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_output_on_cuda(name: str) -> None:
+    about, tensors = load("models", name)
+    model = built(about, tensors)
+    inputs = {
+        key: value.cuda() if torch.is_tensor(value) else value
+        for key, value in inputs_of(tensors).items()
+    }
+    close(model.cuda()(**inputs).cpu(), tensors["output"])
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "sdpa", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_attention_backends_agree(dtype: torch.dtype, backend: str) -> None:
+    """Rows and packed tokens, forward and backward, against float64; lengths that have been trouble elsewhere."""
+    if backend == "flash" and (
+        importlib.util.find_spec("flash_attn") is None or dtype == torch.float32
+    ):
+        pytest.skip("no flash-attn")
+    tolerance = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}[dtype]
+    for shape, lengths in [
+        ((30, 100, 4, 72), None),
+        ((3, 405, 4, 72), None),  # a length that 128 does not divide
+        ((4, 192, 2, 64), None),  # 64 beyond 128
+        ((70_000, 3, 2, 8), None),  # more rows than a grid has
+        ((70_000, 1, 2, 8), None),  # images in temporal rows
+        ((5, 7, 3, 12), None),  # heads that no fused kernel takes in 16 bits
+        ((120, 4, 72), ([50, 0, 70], [60, 20, 40])),
+        ((70_500, 2, 8), ([1] * 69_500 + [10] * 100, [1] * 69_500 + [10] * 100)),
+        ((0, 9, 4, 72), None),
+    ]:
+        exact = [
+            torch.randn(shape, device="cuda", dtype=torch.float64, requires_grad=True)
+            for _ in range(3)
+        ]
+        ours = [z.detach().to(dtype).requires_grad_() for z in exact]
+        found = attention(*ours, lengths=lengths, backend=backend)
+        wanted = attention(*exact, lengths=lengths, backend="reference")
+        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+        probe = torch.randn_like(wanted)
+        (found * probe.to(dtype)).sum().backward()
+        (wanted * probe).sum().backward()
+        for a, b in zip(ours, exact, strict=True):
+            torch.testing.assert_close(
+                a.grad.double(), b.grad, rtol=2 * tolerance, atol=2 * tolerance
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "lengths",
+    [([4096], [300]), ([2990], [300]), ([3000, 0, 2001], [300, 7, 120]), ([2048, 2048], [80, 80])],
+    ids=str,
+)
+def test_captions_in_pieces(lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+    """torch's kernels for packed tokens, and keys that several pieces share, forward and backward."""
+    tolerance = 4e-2 if dtype == torch.bfloat16 else 1e-4
+    tokens = sum(lengths[0]), sum(lengths[1]), sum(lengths[1])
+    exact = [
+        torch.randn(n, 16, 72, device="cuda", dtype=torch.float64, requires_grad=True)
+        for n in tokens
+    ]
+    ours = [z.detach().to(dtype).requires_grad_() for z in exact]
+    found = attention(*ours, lengths=lengths, backend="sdpa")
+    wanted = attention(*exact, lengths=lengths, backend="reference")
+    probe = torch.randn_like(wanted)
+    (found * probe.to(dtype)).sum().backward()
+    (wanted * probe).sum().backward()
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    for a, b in zip(ours, exact, strict=True):
+        assert (a.grad.double() - b.grad).norm() <= tolerance * b.grad.norm()
+
+
+def test_deterministic_gradients_are_the_same_bits() -> None:
+    q, k, v = (
+        torch.randn(4, 1024, 16, 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [
+            torch.autograd.grad(attention(q, k, v).float().square().sum(), (q, k, v))
+            for _ in range(10)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
+
+
+def test_compiled_blocks_on_cuda() -> None:
+    """With inductor, in bf16, as plain ones."""
+    model = build_model(
+        "STDiT3", hidden_size=144, depth=2, num_heads=2, caption_channels=8, model_max_length=6
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model = model.cuda().bfloat16()
+    x, y = torch.randn(2, 4, 5, 8, 8, device="cuda"), torch.randn(2, 1, 6, 8, device="cuda")
+    results = []
+    for backend in (None, "inductor"):
+        if backend:
+            compile_blocks(model, backend=backend)
+        output = model(x, torch.tensor([100.0, 900.0], device="cuda"), y)
+        learned = [p for p in model.parameters() if p.requires_grad]
+        results.append([output, *torch.autograd.grad(output.square().mean(), learned)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).float().norm() <= 5e-2 * theirs.float().norm() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("narrow", "error"), [(torch.float8_e4m3fn, 2**-4), (torch.float8_e5m2, 2**-3)]
+)
+def test_rounding_to_8_bits(narrow: torch.dtype, error: float) -> None:
+    x = torch.randn(50, 32, device="cuda") * torch.logspace(-20, 20, 50, device="cuda")[:, None]
+    back = from_bytes(to_bytes(x, narrow), narrow, x.dtype)
+    assert ((back - x).abs() <= error * x.abs() + 1e-4 * x.abs().amax(dim=1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
+def test_memory_is_predicted_on_cuda(name: str) -> None:
+    """Activations traced on fake tensors against the allocator's peak, one process, bf16, with checkpointing."""
+    size = dict(input_size=(8, 32, 32)) if name == "STDiT" else {}
+    options = dict(
+        hidden_size=576, depth=4, num_heads=8, caption_channels=64, model_max_length=20, **size
+    )
+    latents = (1, 4, 8, 32, 32)
+    traced = trace_activations(
+        name, resolve_config(name, **options), latents, options=Options(), ranks=1, dtype=torch.bfloat16,
+        checkpointing=True, training=True,
+    )  # fmt: skip
+    model = build_model(name, **options).cuda().bfloat16()
+    model.set_grad_checkpoint(True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    inputs = dict(
+        timestep=torch.zeros(1),
+        y=torch.zeros(1, 1, 20, 64),
+        **{n: torch.ones(1) for n in model.sample_inputs},
+    )
+    inputs = {key: value.cuda() for key, value in inputs.items()}
+    kept = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(torch.zeros(latents, device="cuda"), **inputs).square().mean().backward()
+    assert torch.cuda.max_memory_allocated() - kept == pytest.approx(traced.at(4), rel=0.15)
+
+
+def test_time_in_communication_is_that_of_the_stream() -> None:
+    """The host goes on meanwhile, and events serve again."""
+    device = torch.device("cuda")
+    timer = CommTimer(device)
+    torch.cuda._sleep(1)  # what happens once
+    torch.cuda.synchronize()
+    for _ in range(2):
+        with timer:
+            for kind, where in (("switch", device), ("check", torch.device("cpu"))):
+                began = time.perf_counter()
+                with communicating(kind, where):
+                    torch.cuda._sleep(10**9)  # some tenths of a second
+                assert time.perf_counter() - began < 0.05
+        whole = time.perf_counter()
+        torch.cuda.synchronize()
+        whole = time.perf_counter() - whole
+        assert timer.take() == pytest.approx(
+            whole / 2, rel=0.3
+        )  # one of the two was the host's, beside the stream
+        assert timer.take() == 0.0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_boosted_step(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("colossalai") is None:
+        pytest.skip("no ColossalAI")
+    from opensora_sp.plugin import SequenceParallelPlugin, launch
+    from opensora_sp.plugin._colossalai import Booster
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    launch(seed=0)
+    model = build_model(
+        "STDiT3", hidden_size=144, depth=2, num_heads=2, caption_channels=8, model_max_length=6
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plugin = SequenceParallelPlugin(precision=precision, max_norm=1.0)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    x, y = torch.randn(2, 4, 5, 8, 8, device="cuda"), torch.randn(2, 1, 6, 8, device="cuda")
+    losses = []
+    for _ in range(20):
+        loss = (model(x, torch.tensor([100.0, 900.0], device="cuda"), y)[:, :4] - x).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]

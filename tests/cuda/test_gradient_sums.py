@@ -1,0 +1,480 @@
+"""Gradients of what many tokens share are summed in at least fp32: by reductions, never one bf16 add after another.
+
+On CUDA the backward of ``index_select`` and its like adds rows by atomics in the dtype of the tensor. ``RoundedAdds``
+does the same on the CPU, whose own kernels accumulate wider.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_stub import phase, requires_stub, run_on_stub
+from functorch.compile import make_boxed_func
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_sp.models import build_model
+from opensora_sp.models.attention import choose_backend
+from opensora_sp.models.conditioning import Condition, Text
+from opensora_sp.models.take import take
+from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
+from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
+from opensora_sp.plugin import SequenceParallelPlugin
+from opensora_sp.plugin._colossalai import Booster
+
+pytestmark = pytest.mark.core
+
+# Operators that add where an index repeats. ``index_put`` does with ``accumulate`` only, its fourth argument.
+ADDING = {"index_add", "index_reduce", "scatter_add", "scatter_reduce", "embedding_dense_backward"}
+PUTTING = {"index_put", "_index_put_impl", "_unsafe_index_put"}
+BOUND = 0.03  # relative L2 error of a bf16 gradient
+# What shifts all scores of a query alike has no effect, so the gradients of queries are differences of
+# nearly equal numbers. At depth 28 they show the rounding of activations; fp32 softmax changes nothing.
+QUERIES = ("cross_attn.q_linear", "q_norm", "k_norm")
+QUERY_BOUND = 0.1
+
+
+class RoundedAdds(TorchDispatchMode):
+    """Adds rows as CUDA's atomics do: one after another, each sum rounded to the dtype of the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.split("::")[1].rstrip("_")
+        accumulates = name in PUTTING and len(args) > 3 and args[3]
+        if name not in ADDING and not accumulates:
+            return func(*args, **(kwargs or {}))
+
+        self.calls.append((name, args[0].dtype))
+        assert not kwargs, (name, kwargs)
+        into = args[0] if func._schema.is_mutable else args[0].clone()
+        if name == "index_add" and args[1] == 0:
+            return add_row_by_row(into, args[2], args[3])
+        if accumulates and len(args[1]) == 1:
+            return add_row_by_row(
+                into, args[1][0], args[2].expand(len(args[1][0]), *into.shape[1:])
+            )
+        raise NotImplementedError(
+            f"emulate {func} on arguments of shapes {[getattr(a, 'shape', a) for a in args]}"
+        )
+
+
+def add_row_by_row(into: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    for target in index.unique().tolist():
+        total = into[target]
+        for row in rows[index == target].unbind():
+            total.add_(row)
+    return into
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def drawn(model: nn.Module, scale: float = 0.5) -> nn.Module:
+    """All weights at random, so that nothing is hidden by zeros; exact in bf16.
+
+    They are so small that rounded activations leave most gradients right to about 1 % at depth 28.
+    """
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "norm" not in name:
+                fan_in = parameter[0].numel() if parameter.ndim > 1 else len(parameter)
+                width = parameter.shape[-1] if "table" in name else fan_in
+                parameter.normal_(std=scale / width**0.5, generator=generator)
+                parameter.copy_(parameter.bfloat16())
+    return model
+
+
+@functools.cache
+def gradients(
+    depth: int, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[tuple[str, torch.dtype]]]:
+    """Of a clip of 16 frames of 1024 patches, the first frame given; and what was added by index meanwhile."""
+    model = build_model(
+        "STDiT3",
+        hidden_size=16,
+        depth=depth,
+        num_heads=1,
+        caption_channels=8,
+        model_max_length=6,
+        pred_sigma=False,
+    )
+    drawn(model).to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    x, wanted = (torch.randn(1, 4, 16, 64, 64, generator=generator) for _ in range(2))
+    y = torch.randn(1, 1, 6, 8, generator=generator)
+    x_mask = torch.arange(16)[None] > 0
+    loss = (model(x, torch.tensor([500.0]), y, x_mask=x_mask) - wanted).square().mean()
+    with RoundedAdds() as adds:
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, adds.calls
+
+
+@pytest.mark.parametrize("depth", [2, 28])
+def test_bf16_gradients_are_those_of_fp32_where_sums_are_rounded_add_by_add(depth: int) -> None:
+    exact, _ = gradients(depth, torch.float32)
+    found, added = gradients(depth, torch.bfloat16)
+    errors = {name: relative_error(found[name], exact[name]) for name in exact}
+    bounds = {
+        name: QUERY_BOUND if depth > 2 and any(part in name for part in QUERIES) else BOUND
+        for name in exact
+    }
+    assert len(errors) > 20 * depth
+    assert not {name: error for name, error in errors.items() if error > bounds[name]}
+    assert not added
+
+
+def test_the_emulation_shows_what_rounded_adds_do() -> None:
+    """A table that 16384 tokens take by ``index_select``: most of its gradient is lost."""
+    tokens = torch.randn(16384, 8) + 1
+    errors = []
+    for dtype in (torch.float32, torch.bfloat16):
+        table = torch.zeros(2, 8, dtype=dtype, requires_grad=True)
+        spread = table.index_select(0, torch.arange(16384) % 2)
+        with RoundedAdds() as adds:
+            (spread * tokens.to(dtype)).sum().backward()
+        assert adds.calls == [("index_add", dtype)]
+        errors.append(relative_error(table.grad, tokens.unflatten(0, (-1, 2)).sum(0)))
+    assert errors[0] < 1e-5 and errors[1] > 0.3, errors
+
+
+def step(model: nn.Module, size: tuple[int, ...], **more: Any) -> None:
+    batch = size[0]
+    numbers = {name: torch.full((batch,), 8.0) for name in model.sample_inputs}
+    x = torch.randn(batch, 4, *size[1:], requires_grad=True)
+    y = torch.randn(batch, 1, 6, 8)
+    t = torch.linspace(10, 900, batch)
+    model(
+        x, t, y, torch.arange(6) < torch.arange(1, batch + 1)[:, None], **numbers, **more
+    ).sum().backward()
+
+
+def some(name: str, **options: Any) -> nn.Module:
+    model = build_model(
+        name,
+        hidden_size=24,
+        depth=2,
+        num_heads=2,
+        caption_channels=8,
+        model_max_length=6,
+        **options,
+    )
+    return drawn(model).bfloat16()
+
+
+def cases() -> Iterator[tuple[nn.Module, tuple[int, ...], dict[str, Any]]]:
+    """Models, sizes of batches, and what else they are called with."""
+    given = torch.tensor([[False, True, True], [True, True, True]])
+    inside = torch.ones(2, 3, 4, 6, dtype=torch.bool)
+    inside[1, 2:], inside[1, :, :, 4:] = False, False
+    sized = dict(input_size=(3, 4, 6))
+    windows = dict(kernel_size=(2, 2, -1), use_spatial_rope=True)
+    conditions = dict(
+        cond=torch.randn(2, 4, 3, 4, 6),
+        cond_mask=torch.ones(2, 4, 3, 4, 6),
+        mask_index=[0],
+        y_null=torch.randn(2, 1, 6, 8),
+    )
+    for name, options in (("STDiT", sized), ("STDiT2", {}), ("STDiT3", {})):
+        yield some(name, **options), (2, 3, 4, 6), {}
+        yield some(name, **options), (2, 3, 4, 6), dict(x_mask=given, video_mask=inside)
+    yield some("STDiT3", **windows), (2, 3, 4, 6), dict(x_mask=given)
+    yield some("STDiT3", **windows), (2, 3, 4, 6), dict(video_mask=inside)
+    yield some("STDiT3", full_attention=True), (2, 3, 4, 6), dict(video_mask=inside)
+    yield some("STDiT3", **windows, use_cond=True), (2, 3, 4, 6), conditions
+
+
+def assert_nothing_is_added_by_index(
+    arrange: Callable[[nn.Module], nn.Module] = lambda model: model,
+    recomputing: tuple[bool, ...] = (False, True),
+) -> None:
+    for model, size, more in cases():
+        arrange(model)
+        for recomputed in recomputing:
+            model.set_grad_checkpoint(recomputed)
+            with RoundedAdds() as adds:
+                step(model, size, **more)
+            assert not adds.calls, (type(model).__name__, sorted(more), recomputed)
+
+
+def test_no_backward_adds_by_index() -> None:
+    assert_nothing_is_added_by_index()
+
+
+def on_ranks() -> None:
+    cost.FLOPS_PER_ELEMENT, modes.MIN_CHUNK_TOKENS = 0, 1
+    mesh = SequenceMesh(sp_size=3)  # 2 samples: the second rank holds parts of both
+    assert_nothing_is_added_by_index(
+        lambda model: parallelize(model, mesh, overlap_chunks=2), (True,)
+    )
+
+
+def test_no_backward_adds_by_index_on_ranks() -> None:
+    run_ranks(3, on_ranks)
+
+
+@pytest.mark.parametrize("layout", [SPATIAL, TEMPORAL])
+@pytest.mark.parametrize("masked", [False, True])
+def test_any_run_of_rows_takes_its_samples_entries(layout: str, masked: bool) -> None:
+    """Values and gradients of entries picked by index, for every run of rows of three samples."""
+    grid = PatchGrid(num_samples=3, latent_size=(3, 2, 2), patch_size=(1, 1, 1))
+    given = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1]]).bool() if masked else None
+    modulation = torch.randn(3, 1 + masked, 6, 8, dtype=torch.float64, requires_grad=True)
+    whole = grid.rows(layout)
+    for start in range(whole.total + 1):
+        for stop in range(start, whole.total + 1):
+            rows = whole.take(start, stop)
+            weights = torch.randn(3, rows.count, rows.length, 8, dtype=torch.float64)
+            condition = Condition.of(rows, modulation, given, Text(torch.zeros(3, 8), [1, 1, 1]))
+            entries = condition.entries(torch.zeros(3, 8, dtype=torch.float64), 2, None)
+            found = torch.stack([laid_out(entry, rows) for entry in entries])
+
+            samples = rows.samples(torch.device("cpu"))[:, None]
+            frames = rows.frames(torch.device("cpu")).expand(rows.count, rows.length)
+            state = given[samples, frames].long() if masked else torch.zeros_like(frames)
+            wanted = modulation[samples, state, 2:5].permute(2, 0, 1, 3)
+
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            ours, theirs = (
+                torch.autograd.grad((z * weights).sum(), modulation)[0] for z in (found, wanted)
+            )
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def laid_out(entry: Tensor, rows: Rows) -> Tensor:
+    """An entry ``[b, 1 or n, 1 or L, C]`` for each token held, ``[R, L, C]``."""
+    n = rows.count // len(entry)
+    return entry.expand(len(entry), n, rows.length, -1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_entries_of_whole_samples_are_not_laid_out_over_the_patches(batch: int) -> None:
+    grid = PatchGrid(num_samples=batch, latent_size=(3, 4, 4), patch_size=(1, 1, 1))
+    given = torch.zeros(batch, 3, dtype=torch.bool)
+    text = Text(torch.zeros(batch, 8), [1] * batch)
+    shapes = {SPATIAL: (batch, 3, 1, 8), TEMPORAL: (batch, 1, 3, 8)}
+    for layout, masked in shapes.items():
+        for mask, states, shape in ((None, 1, (batch, 1, 1, 8)), (given, 2, masked)):
+            modulation = torch.randn(batch, states, 6, 8)
+            condition = Condition.of(grid.rows(layout), modulation, mask, text)
+            assert {entry.shape for entry in condition.entries(torch.zeros(3, 8), 0, None)} == {
+                shape
+            }
+
+
+def test_taking_distinct_entries() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dim, index in ((0, [2, 0, 3]), (1, [1, 2, 0]), (0, [])):
+        x = torch.randn(4, 3, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+        places = torch.tensor(index, dtype=torch.int64)
+        assert torch.equal(take(x, places, dim), x.index_select(dim, places))
+        if index:
+            inputs = (lambda x, places=places, dim=dim: take(x, places, dim)), x
+            assert torch.autograd.gradcheck(*inputs) and torch.autograd.gradgradcheck(*inputs)
+
+
+def test_no_compiled_backward_adds_by_index() -> None:
+    """In what inductor would be given: it turns each of these operators into atomics."""
+    torch._dynamo.reset()
+    nodes: list[torch.fx.Node] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        nodes.extend(node for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=keep,
+        bw_compiler=keep,
+        decompositions=select_decomp_table(),
+    )
+    block = some("STDiT3").temporal_blocks[0]
+    attention = choose_backend("auto", torch.device("cpu"), torch.bfloat16, 12)
+    for batch, start, stop in ((2, 0, 8), (3, 2, 10)):
+        grid = PatchGrid(batch, latent_size=(3, 2, 2), patch_size=(1, 1, 1), attention=attention)
+        rows = grid.rows(TEMPORAL).take(start, stop)
+        modulation = torch.randn(batch, 2, 6, 24, dtype=torch.bfloat16, requires_grad=True)
+        given = torch.tensor([[True, False, False]]).repeat(batch, 1)
+        condition = Condition.of(rows, modulation, given, Text(torch.zeros(batch, 24), [1] * batch))
+        x = torch.randn(rows.count, 3, 24, dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(block.attend, fullgraph=True, backend=backend)(
+            x, condition, None
+        ).sum().backward()
+        order = torch.randperm(rows.count)
+        torch.compile(take, fullgraph=True, backend=backend)(x, order).square().sum().backward()
+    torch._dynamo.reset()
+
+    names = [str(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
+    assert {"add", "mul", "sum", "index", "index_put"} <= set(names), set(names)
+    for name, node in zip(names, nodes, strict=True):
+        assert name not in ADDING, node.format_node()
+        assert name not in PUTTING or node.args[3:] in ((), (False,)), node.format_node()
+
+
+def backward_on_the_device(name: str) -> None:
+    """Each model with frame masks, on two samples."""
+    options = dict(input_size=(3, 4, 6)) if name == "STDiT" else {}
+    if name == "windows":
+        name, options = "STDiT3", dict(kernel_size=(2, 2, -1), use_spatial_rope=True)
+    model = some(name, **options).cuda()
+    numbers = {number: torch.full((2,), 8.0).cuda() for number in model.sample_inputs}
+    x_mask = torch.tensor([[False, True, True], [True, True, True]]).cuda()
+    x, y = torch.randn(2, 4, 3, 4, 6).cuda(), torch.randn(2, 1, 6, 8).cuda()
+    with phase("forward"):
+        out = model(x, torch.tensor([10.0, 900.0]).cuda(), y, x_mask=x_mask, **numbers)
+    with phase("backward"):
+        out.square().sum().backward()
+
+
+@requires_stub
+@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3", "windows"])
+def test_kernels_of_a_backward_add_nothing_by_index(name: str) -> None:
+    kernels = run_on_stub(backward_on_the_device, name).in_phase("backward").kernels()
+    assert sum(kernels.values()) > 100
+    wrong = (
+        "indexfunc",
+        "index_add",
+        "indexadd",
+        "indexing_backward",
+        "index_put_with_sort",
+        "scatter_add",
+        "atomic",
+    )
+    assert not [kernel for kernel in kernels if any(part in kernel.lower() for part in wrong)]
+
+
+def compiled_on_the_device() -> list[str]:
+    """The sources of what inductor makes of a block's MLP branch, forward and backward."""
+    block = some("STDiT3").temporal_blocks[0].cuda()
+    sources = []
+    for start, stop in ((0, 8), (2, 8)):
+        grid = PatchGrid(num_samples=2, latent_size=(3, 2, 2), patch_size=(1, 1, 1))
+        rows = grid.rows(TEMPORAL).take(start, stop)
+        modulation = torch.randn(2, 2, 6, 24, dtype=torch.bfloat16).cuda().requires_grad_()
+        given = torch.tensor([[True, False, False]]).repeat(2, 1).cuda()
+        condition = Condition.of(rows, modulation, given, Text(torch.zeros(2, 24).cuda(), [1, 1]))
+        x = torch.randn(rows.count, 3, 24, dtype=torch.bfloat16).cuda().requires_grad_()
+
+        order = torch.arange(rows.count).flip(0).cuda()
+
+        def branch(x: Tensor, condition: Condition, order: Tensor) -> Tensor:
+            entries = condition.entries(block.scale_shift_table[3:], 3, None)
+            return block._feed_forward(take(x, order), *entries)
+
+        def both(*inputs: Any) -> None:
+            torch.compile(branch, fullgraph=True)(*inputs).square().sum().backward()
+
+        sources += run_and_get_code(both, x, condition, order)[1]
+    return sources
+
+
+@requires_stub
+def test_generated_kernels_add_nothing_by_atomics() -> None:
+    sources = run_on_stub(compiled_on_the_device, timeout=300).result
+    assert len(sources) == 4 and all("@triton.jit" in source for source in sources)
+    # Inductor has no atomics for bf16: it calls aten's operators instead, which use them.
+    adding = re.compile(r"atomic|index_put_\(.*True|index_add|scatter_add")
+    assert not [found for source in sources if (found := adding.findall(source))]
+
+
+def weight_gradients_on_the_device() -> None:
+    """As in a custom training loop on one GPU; in bf16 and fp16."""
+    mesh = SequenceMesh()
+    for dtype in (torch.bfloat16, torch.float16):
+        model = parallelize(some("STDiT3").to(dtype).cuda(), mesh)
+        x, y = torch.randn(1, 4, 3, 4, 6).cuda(), torch.randn(1, 1, 6, 8).cuda()
+        with phase("forward"):
+            loss = model(x, torch.tensor([10.0]).cuda(), y).square().sum()
+        with phase("backward"):
+            loss.backward()
+
+
+def plain_product_on_the_device() -> None:
+    a = torch.randn(64, 64, dtype=torch.bfloat16).cuda()
+    a @ a
+
+
+@requires_stub
+def test_matrix_products_add_partial_sums_in_fp32() -> None:
+    assert any(gemm.reduced_precision for gemm in run_on_stub(plain_product_on_the_device).gemms)
+    found = run_on_stub(weight_gradients_on_the_device)
+    backward = found.in_phase("backward").gemms
+    assert len(backward) > 100 and not any(gemm.reduced_precision for gemm in backward)
+    # torch 2.5 has no setting for products with a bias, whose sums are over channels.
+    calls = {gemm.call for gemm in found.in_phase("forward").gemms if gemm.reduced_precision}
+    assert calls <= {"cublasLtMatmul"}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_mesh_switches_reduced_precision_off(name: str) -> None:
+    matmul, setting = torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction"
+    setattr(matmul, setting, True)
+    SequenceMesh()
+    assert getattr(matmul, setting) is False
+
+
+def norm_of_bf16_gradients() -> None:
+    """As ZeRO finds it, of gradients that sums of squares in bf16 would stagnate on."""
+    model = nn.Linear(512, 512, bias=False).bfloat16()
+    plugin = SequenceParallelPlugin(stage=2, precision="bf16", max_norm=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    optimizer.backward(model(x).float().sum())
+    shards = [
+        grad
+        for s in optimizer.pg_to_grad_store.values()
+        for grad in s.get_working_grads_by_group_id(0)
+    ]
+    assert {grad.dtype for grad in shards} == {torch.bfloat16}
+
+    squares = sum(grad.double().square().sum() for grad in shards)
+    dist.all_reduce(squares)
+    optimizer.step()
+    assert optimizer.get_grad_norm() == pytest.approx(squares.sqrt().item(), rel=1e-6)
+
+
+def test_the_gradient_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
+    run_ranks(2, norm_of_bf16_gradients)
+
+
+def reduced_over_ranks(communication_dtype: torch.dtype | None) -> float:
+    """Relative error of the mean over the ranks of bf16 gradients."""
+    model = nn.Linear(512, 64, bias=False).bfloat16()
+    plugin = SequenceParallelPlugin(
+        stage=2, precision="bf16", communication_dtype=communication_dtype
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    weight = model.unwrap().weight
+    (own,) = torch.autograd.grad(model(x).square().float().sum(), weight)
+    exact = own.double() / dist.get_world_size()
+    dist.all_reduce(exact)
+
+    optimizer.backward(model(x).square().float().sum())
+    (shard,) = next(iter(optimizer.pg_to_grad_store.values())).get_working_grads_by_group_id(0)
+    size = len(shard)
+    return relative_error(shard, exact.flatten()[dist.get_rank() * size :][:size])
+
+
+def test_reduction_over_ranks_rounds_once_with_fp32_communication() -> None:
+    rounded = run_ranks(8, reduced_over_ranks, None)
+    once = run_ranks(8, reduced_over_ranks, torch.float32)
+    assert max(rounded) < 0.006
+    assert max(once) < 0.0025 and max(once) < 0.7 * max(rounded), (once, rounded)

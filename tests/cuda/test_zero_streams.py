@@ -1,0 +1,232 @@
+"""Whether ZeRO with overlapped reduction can use a gradient before the stream that makes it has finished.
+
+Random models, buckets, groups of parameters and micro-batches are trained by one rank of 64 under the stub, where
+``stream_checker`` looks at the order of all accesses. The order decides, not the speed, so a run either has a race or
+has none. Functions that run under the stub begin with ``on_``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from colossalai.zero.low_level.zero_hook import wait_all_gather_handle
+from cuda_stub import requires_stub, run_on_stub
+from stream_checker import StreamChecker, start_group
+from torch import Tensor, nn
+
+from opensora_sp.parallel import shutdown_process_group
+from opensora_sp.plugin._colossalai import LowLevelZeroOptimizer
+from opensora_sp.plugin.optimizer import SequenceZeroOptimizer
+
+
+class Model(nn.Module):
+    """Layers of odd sizes, one after the other; some have a second branch on a stream of its own."""
+
+    def __init__(self, widths: list[int], aside: set[int]) -> None:
+        super().__init__()
+        pairs = list(pairwise(widths))
+        self.layers = nn.ModuleList([nn.Linear(m, n) for m, n in pairs])
+        self.branches = nn.ModuleDict({str(i): nn.Linear(*pairs[i]) for i in sorted(aside)})
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.parameters():
+            wait_all_gather_handle(parameter)  # as ZeroOpHook does before an operator reads it
+
+        for i, layer in enumerate(self.layers):
+            branch = self._branch(str(i), x)
+            x = layer(x)
+            if branch is not None:
+                torch.cuda.current_stream().wait_stream(self.side)
+                branch.record_stream(torch.cuda.current_stream())
+                x = x + branch
+        return x
+
+    def _branch(self, name: str, x: Tensor) -> Tensor | None:
+        if name not in self.branches:
+            return None
+        self.side.wait_stream(torch.cuda.current_stream())
+        x.record_stream(self.side)
+        with torch.cuda.stream(self.side):
+            return self.branches[name](x)
+
+
+def on_meaningless_values(base: type) -> type:
+    """An optimizer that takes its step whatever the gradients' norm is: nothing is computed here."""
+
+    class Optimizer(base):
+        def _compute_grad_norm(self, *args: Any, **kwargs: Any) -> float:
+            super()._compute_grad_norm(*args, **kwargs)
+            return 1.0
+
+    return Optimizer
+
+
+ZERO = "zero/low_level/low_level_optim.py"
+OURS = "plugin/optimizer.py"
+HOST = "accelerator/cuda_accelerator.py"
+
+# What orders the streams: an owner, its method, and the file from which it is called.
+FAULTS: dict[str, list[tuple[Any, str, str]]] = {
+    "no wait before the reduction": [(torch.cuda.Stream, "wait_stream", ZERO)],
+    "no record_stream": [(Tensor, "record_stream", ZERO)],
+    "no synchronize": [(torch.cuda, "synchronize", HOST)],
+    "no wait after the reduction": [(torch.cuda.Stream, "wait_stream", OURS)],
+    "neither wait nor synchronize after it": [
+        (torch.cuda, "synchronize", HOST),
+        (torch.cuda.Stream, "wait_stream", OURS),
+    ],
+}
+
+
+@contextmanager
+def without(fault: str | None) -> Iterator[None]:
+    """Leave out one of the calls that order the streams."""
+    with ExitStack() as patches:
+        for owner, name, file in FAULTS.get(fault, []):
+            patches.enter_context(
+                patch.object(owner, name, _except_from(file, getattr(owner, name)))
+            )
+        yield
+
+
+def _except_from(file: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not sys._getframe(1).f_code.co_filename.endswith(file):
+            return real(*args, **kwargs)
+
+    return call
+
+
+def train(draw: random.Random, stage: int, aside: bool, optimizer_class: type) -> None:
+    """Two or three steps of a random model with a random ZeRO."""
+    widths = [draw.randrange(1, 40) for _ in range(draw.randrange(3, 9))]
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    layers = set(range(len(widths) - 1))
+    own = set(draw.sample(sorted(layers), max(1, len(layers) // 2))) if aside else set()
+    model = Model(widths, own).cuda().to(dtype)
+    options = dict(
+        reduce_bucket_size=draw.choice([1, 200, 2000, 10**6]),
+        communication_dtype=draw.choice([None, torch.float32, torch.bfloat16]),
+        overlap_allgather=draw.random() < 0.3,
+        clip_grad_norm=draw.choice([0.0, 1.0]),
+    )
+    parameters = list(model.parameters())
+    cut = draw.randrange(1, len(parameters))
+    groups = (
+        [dict(params=parameters[:cut]), dict(params=parameters[cut:])]
+        if draw.random() < 0.5
+        else parameters
+    )
+    optimizer = on_meaningless_values(optimizer_class)(
+        torch.optim.AdamW(groups),
+        overlap_communication=True,
+        partition_grad=stage == 2,
+        **options,
+    )
+
+    micro_batches = draw.randrange(1, 4)
+    for _ in range(draw.randrange(2, 4)):
+        for i in range(micro_batches):
+            held = stage == 1 and i + 1 < micro_batches and draw.random() < 0.5
+            with optimizer.no_sync() if held else nullcontext():
+                x = torch.randn(draw.randrange(1, 9), widths[0], device="cuda", dtype=dtype)
+                optimizer.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_streams(
+    cases: list[dict[str, Any]], runs: int, world: int = 64, colossalai: bool = False
+) -> list[list[list[str]]]:
+    """The races of every run of every case, as one rank of ``world``."""
+    start_group(world // 3, world)
+    checker = StreamChecker()
+    optimizer_class = LowLevelZeroOptimizer if colossalai else SequenceZeroOptimizer
+
+    found = []
+    for case in cases:
+        of_case = []
+        for seed in range(runs):
+            before, fault = len(checker.races), case.get("fault")
+            with checker, without(fault):
+                train(random.Random(seed), case["stage"], case.get("aside", False), optimizer_class)
+            of_case.append(sorted(set(checker.races[before:])))
+            torch.cuda.synchronize()
+        found.append(of_case)
+    # A checker that sees nothing would find nothing: several streams, and hundreds of operators in each run.
+    assert len(checker.operators) > 2
+    assert sum(checker.operators.values()) > 300 * runs * len(cases)
+    shutdown_process_group(drain=False)  # the other ranks do not exist
+    return found
+
+
+NEEDED = {  # and what a race looks like without it
+    "no wait before the reduction": "does not wait for div_.Tensor at low_level_optim.py",
+    "no record_stream": "may reuse freed memory before",
+    "neither wait nor synchronize after it": "at low_level_optim.py:[0-9]+ on stream 0x0 does not wait for",
+}
+RUNS, TIMEOUT = 4, 600
+
+
+@cache
+def found() -> dict[tuple[int, bool, str | None], list[list[str]]]:
+    """The races of all cases, by stage, whether there are branches on another stream, and the fault."""
+    keys = [
+        (stage, aside, fault)
+        for stage in (1, 2)
+        for aside in (False, True)
+        for fault in (None, *FAULTS)
+    ]
+    keys = [key for key in keys if not (key[1] and key[2])]
+    cases = [dict(stage=stage, aside=aside, fault=fault) for stage, aside, fault in keys]
+    races = run_on_stub(on_streams, cases, RUNS, timeout=TIMEOUT).result
+    return dict(zip(keys, races, strict=True))
+
+
+@requires_stub
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_bucket_is_neither_read_nor_reused_before_its_stream_has_finished(stage):
+    assert found()[stage, False, None] == [[]] * RUNS
+
+
+@requires_stub
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("fault", NEEDED)
+def test_an_order_that_is_left_out_is_found(fault, stage):
+    races = {race for of_run in found()[stage, False, fault] for race in of_run}
+
+    assert any(re.search(NEEDED[fault], race) for race in races)
+
+
+@requires_stub
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("fault", ["no synchronize", "no wait after the reduction"])
+def test_one_of_the_two_waits_after_the_reduction_is_enough(fault, stage):
+    assert found()[stage, False, fault] == [[]] * RUNS
+
+
+@requires_stub
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_were_accumulated_on_several_streams_are_waited_for(stage):
+    assert found()[stage, True, None] == [[]] * RUNS
+
+
+@requires_stub
+def test_colossalai_does_not_wait_for_gradients_of_other_streams():
+    """Once this fails, ``SequenceZeroOptimizer`` need not wait either."""
+    case = dict(stage=2, aside=True)
+    (runs,) = run_on_stub(on_streams, [case], RUNS, 64, True, timeout=TIMEOUT).result
+
+    races = {race for of_run in runs for race in of_run}
+    assert any(re.search("bucket_store.py:[0-9]+ .* does not wait for", race) for race in races)

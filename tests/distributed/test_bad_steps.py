@@ -1,0 +1,377 @@
+"""What a training does without ending at once: steps without finite numbers, full disks, wishes to stop; and ranks that
+no longer hold the same numbers. In processes of this test; tests/e2e/test_faults.py has those that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import TRAIN, write_toy_set
+from worlds import TRAINING, in_worlds
+
+from opensora_sp.checkpoint import Disk, committed_checkpoints, verify
+from opensora_sp.config import load_train_config
+from opensora_sp.training.metrics import read_metrics
+
+TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
+SMALL = [
+    "warmup_steps=3",
+    "batch_size=2",
+    "num_frames=3",
+    "image_size=(16, 16)",
+    "model.depth=1",
+    "ckpt_every=1",
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    manifest = write_toy_set(folder, 8)
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    return folder / "config.py"
+
+
+def train_once(config: Path, outputs: Path, *options: str, resume: str | None = None) -> str:
+    """Train in the world of this process; returns what it raised."""
+    from opensora_sp.training import metrics, run, train
+
+    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    try:
+        train(load_train_config(config, [f"outputs={outputs}", *SMALL, *options]), resume=resume)
+    except (ValueError, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "finished"
+
+
+def with_losses(change: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+    """Change the losses of rank 1, by the number of the step."""
+    from opensora_sp.diffusion import RectifiedFlow
+
+    plain, calls = getattr(RectifiedFlow.losses, "plain", RectifiedFlow.losses), [0]
+
+    def losses(self: Any, *args: Any) -> torch.Tensor:
+        step, calls[0] = calls[0] // 2, calls[0] + 1
+        found = plain(self, *args)
+        return change(step, found) if dist.get_rank() == 1 else found
+
+    losses.plain = plain
+    RectifiedFlow.losses = losses
+
+
+def bad_steps(config: Path, root: Path, stage: int) -> str:
+    """NaN gradients in step 2, an infinite loss with finite gradients in step 4."""
+    with_losses(lambda step, x: {1: x * float("nan"), 3: x + float("inf")}.get(step, x))
+    return train_once(config, root / f"stage {stage}", "max_steps=5", f"zero_stage={stage}")
+
+
+def bad_to_the_end(config: Path, root: Path) -> str:
+    """NaN in all steps but the first."""
+    with_losses(lambda step, x: x * float("nan") if step else x)
+    return train_once(config, root / "ended", "max_steps=9", "max_bad_steps=3", "precision=bf16")
+
+
+class Full(Disk):
+    """Has no room for optimizer.safetensors of the second checkpoint."""
+
+    def perform(self, kind: str, path: Path, action: Any) -> Any:
+        if kind == "write" and path.name == "optimizer.safetensors" and "00000002" in str(path):
+            raise OSError(28, "No space left on device", str(path))
+        return action()
+
+
+def full_disk(config: Path, root: Path, in_background: bool) -> str:
+    from opensora_sp.training import checkpointing as checkpoint
+
+    plain = checkpoint.CheckpointFolder
+    checkpoint.CheckpointFolder = lambda *args, **how: plain(*args, **{**how, "disk": Full()})
+    try:
+        return train_once(
+            config, root / f"async {in_background}", "max_steps=4", f"async_save={in_background}"
+        )
+    finally:
+        checkpoint.CheckpointFolder = plain
+
+
+def stopped(config: Path, root: Path, code: int) -> str:
+    """Rank 1 gets SIGTERM in its second step."""
+    from opensora_sp.training.trainer import Run
+
+    plain = Run._step
+
+    def step(self: Any, number: int, *args: Any) -> Any:
+        if number == 1 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if number == 1:
+            time.sleep(2.5)  # until the watch has seen it
+        return plain(self, number, *args)
+
+    Run._step = step
+    try:
+        return train_once(config, root / f"code {code}", "max_steps=9", f"stopped_exit_code={code}")
+    finally:
+        Run._step = plain
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def diverging(config: Path, root: Path) -> str:
+    """Rank 1 changes one bit of one parameter after step 3; the check is after every second step."""
+    from opensora_sp.plugin import SequenceZeroOptimizer
+
+    plain, steps = SequenceZeroOptimizer.step_if_finite, [0]
+
+    def step(self: Any, loss: torch.Tensor) -> bool:
+        taken, steps[0] = plain(self, loss), steps[0] + 1
+        if steps[0] == 3 and dist.get_rank() == 1:
+            self.shards.working["final_layer.linear.bias"].data.view(torch.int32)[5] ^= 1
+        return taken
+
+    SequenceZeroOptimizer.step_if_finite = step
+    try:
+        return train_once(config, root / "diverging", "max_steps=6", "check_sync_every=2")
+    finally:
+        SequenceZeroOptimizer.step_if_finite = plain
+
+
+CASES: dict[str, tuple] = {
+    "stage 1": (bad_steps, 1),
+    "stage 2": (bad_steps, 2),
+    "ended": (bad_to_the_end,),
+    "full": (full_disk, False),
+    "full in the background": (full_disk, True),
+    "stopped": (stopped, 0),
+    "stopped with a code": (stopped, 143),
+    "diverging": (diverging,),
+}
+
+
+def one_case(name: str, config: Path, root: Path) -> str:
+    with_losses(lambda step, x: x)
+    function, *more = CASES[name]
+    return function(config, root, *more)
+
+
+def all_cases(config: Path, root: Path) -> dict[str, str]:
+    told = in_worlds(one_case, [(2, (name, config, root)) for name in CASES], TRAINING)
+    return dict(zip(CASES, told, strict=True))
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, str]]]:
+    root = tmp_path_factory.mktemp("runs")
+    return root, run_ranks(2, all_cases, config, root)
+
+
+def digests(run_dir: Path, step: int) -> list[str]:
+    files = json.loads((run_dir / f"step_{step:08d}" / "manifest.json").read_text())["files"]
+    return [files[name]["sha256"] for name in TENSORS]
+
+
+def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -> None:
+    root, told = outcomes
+    assert all(of_rank[f"stage {stage}"] == "finished" for of_rank in told for stage in (1, 2))
+    for stage in (1, 2):
+        run_dir = root / f"stage {stage}"
+        seen = {step: digests(run_dir, step) for step in range(1, 6)}
+        assert seen[2] == seen[1] and seen[4] == seen[3]  # weights, masters, averages and moments
+        assert all(a != b for a, b in zip(seen[2], seen[3])) and all(
+            a != b for a, b in zip(seen[4], seen[5])
+        )
+        lines = read_metrics(run_dir)
+        assert [line["loss"] is None for line in lines] == [False, True, False, True, False]
+        assert [line["skipped_steps"] for line in lines] == [0, 1, 1, 2, 2]
+        state = state_of(run_dir, 5)
+        assert (
+            state["skipped_steps"] == 2 and state["step"] == 5 and state["next_micro_batch"] == 10
+        )
+
+
+def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(outcomes: Any) -> None:
+    root, told = outcomes
+    for of_rank in told:
+        assert (
+            "got no finite loss and gradient in 3 steps in a row, up to step 4 (max_bad_steps)"
+            in of_rank["ended"]
+        )
+        assert f"go on from {root / 'ended' / 'step_00000003'}" in of_rank["ended"]
+    assert digests(root / "ended", 3) == digests(root / "ended", 1)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_told_on_all_ranks(
+    outcomes: Any,
+) -> None:
+    root, told = outcomes
+    for of_rank in told:
+        for text in (of_rank["full"], of_rank["full in the background"]):
+            assert text.startswith("ValueError: got 'No space left on device' while writing")
+            assert "expected room" in text and "make room" in text
+    for how in (False, True):
+        assert [path.name for path in committed_checkpoints(root / f"async {how}")] == [
+            "step_00000001"
+        ]
+        verify(root / f"async {how}" / "step_00000001")
+        assert not list((root / f"async {how}").glob(".partial-*"))
+
+
+def test_a_wish_to_stop_is_granted_after_the_step_with_the_exit_code_asked_for(
+    outcomes: Any,
+) -> None:
+    root, told = outcomes
+    for of_rank in told:
+        assert (of_rank["stopped"], of_rank["stopped with a code"]) == (
+            "finished",
+            "SystemExit: 143",
+        )
+    for code in (0, 143):
+        names = [path.name for path in committed_checkpoints(root / f"code {code}")]
+        assert names[-1] == "step_00000002"
+        assert (
+            "stopped after step 2 of 9 (rank 1: SIGTERM), with a checkpoint; resume with: "
+            in (root / f"code {code}" / "train.log").read_text()
+        )
+
+
+def test_a_parameter_that_differs_is_named_with_its_rank(outcomes: Any) -> None:
+    for of_rank in outcomes[1]:
+        told = of_rank["diverging"]
+        assert (
+            "got another weight 'final_layer.linear.bias' on ranks [1]" in told
+            and "in step 4" in told
+        )
+
+
+def test_a_small_disk(config: Path, tmp_path: Path) -> None:
+    """The second checkpoint does not fit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted")
+    try:
+        told = run_ranks(2, train_once, config, disk / "run", "max_steps=4")
+        assert told[0] == told[1] and told[0].startswith(
+            "ValueError: got 'No space left on device' while writing"
+        )
+        whole = committed_checkpoints(disk / "run")
+        assert whole and whole[-1].name != "step_00000004"
+        for checkpoint in whole:
+            verify(checkpoint)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def synchronous(dtype: torch.dtype) -> dict[str, str]:
+    """Two replicas of two ranks: a toy model, whose parameters or batches are made to differ."""
+    from opensora_sp.parallel import SequenceMesh
+    from opensora_sp.training.sync_check import SyncCheck
+
+    mesh, found = SequenceMesh(2), {}
+    batch = {
+        "x_t": torch.full((3, 5), float(mesh.dp_rank)),
+        "mask": torch.ones(7, dtype=torch.bool),
+        "fps": None,
+    }
+
+    def check(
+        name: str, batches: list[dict[str, Any]], change: tuple[str, int] | None = None
+    ) -> SyncCheck:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1)).to(dtype)
+        if change is not None and mesh.rank == change[1]:
+            model.get_parameter(change[0]).data[-1] = 7.0
+        watch = SyncCheck(model, mesh, every=4)
+        for step in range(4):
+            for one in batches:
+                watch.see(step, one)
+            try:
+                watch.compare(step)
+            except ValueError as error:
+                found[name] = str(error)
+        return watch
+
+    watch = check("same", [batch, batch])
+    parameters = 22 * dtype.itemsize
+    assert watch.cost["checks"] == 1
+    assert watch.cost["bytes_read"] == parameters + 2 * (15 * 4 + 7)
+    assert watch.cost["bytes_sent"] == 3 * 2 * 8  # two numbers to each of three others
+    assert "same" not in found
+    check("parameter", [batch], ("1.weight", 3))
+    check("peer", [batch | ({"mask": torch.zeros(7, dtype=torch.bool)} if mesh.rank == 2 else {})])
+    check("replica", [batch | {"x_t": torch.zeros(3, 5)}])
+    check("idle replica", [batch] if mesh.dp_rank == 0 else [])
+    return found
+
+
+def all_synchronous() -> list[dict[str, str]]:
+    return [synchronous(dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def test_the_check_compares_parameters_everywhere_and_batches_within_groups_and_across_replicas() -> (
+    None
+):
+    for of_rank in run_ranks(4, all_synchronous):
+        for found in of_rank:
+            assert set(found) == {"parameter", "peer", "replica"}
+            assert (
+                "got another weight '1.weight' on ranks [3] than on the rest of ranks [0, 1, 2, 3]"
+                in found["parameter"]
+            )
+            assert (
+                "got another batch tensor 'mask' on ranks" in found["peer"]
+                and "of ranks [2, 3]" in found["peer"]
+            )
+            assert (
+                "got the same batch on replicas that begin with ranks [0, 2], in step 4"
+                in found["replica"]
+            )
+
+
+def state_of(run_dir: Path, step: int) -> dict[str, Any]:
+    return json.loads((run_dir / f"step_{step:08d}" / "state.json").read_text())
+
+
+def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
+    """fp16 on a CPU, whose loss scale is doubled after two good steps: in one go, and cut after three."""
+    from opensora_sp.plugin import SequenceParallelPlugin, current_device, launch, plugin
+    from opensora_sp.training import metrics, run
+
+    plugin._check_arguments = lambda *args: None  # it refuses fp16 on a CPU, where it is of no use
+    scale = dict(initial_scale=64, growth_interval=2, hysteresis=1)
+    SequenceParallelPlugin.from_config = lambda cfg: SequenceParallelPlugin(
+        sp_size=2, precision="fp16", **scale
+    )
+    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    launch(0)
+    for name, steps, start in (
+        ("whole", 5, None),
+        ("cut", 3, None),
+        ("cut", 5, root / "cut" / "step_00000003"),
+    ):
+        cfg = load_train_config(config, [f"outputs={root / name}", *SMALL, f"max_steps={steps}"])
+        dataset, _ = run.preflight(cfg, None if start is None else str(start))
+        (root / name).mkdir(exist_ok=True)
+        dist.barrier()
+        run.Run(cfg, dataset, start, current_device()).steps(root / name)
+    dist.barrier()
+    return [state_of(root / "whole", step)["loss_scale"] for step in range(1, 6)]
+
+
+def test_the_loss_scale_of_fp16_is_saved_and_gone_on_with(config: Path, tmp_path: Path) -> None:
+    scales = run_ranks(2, half_precision, config, tmp_path)[0]
+    assert [one["scale"] for one in scales] == [64, 128, 128, 256, 256]
+    assert [one["growth"] for one in scales] == [1, 0, 1, 0, 1]
+    for step in (4, 5):
+        assert digests(tmp_path / "cut", step) == digests(tmp_path / "whole", step)
+        assert state_of(tmp_path / "cut", step)["loss_scale"] == scales[step - 1]

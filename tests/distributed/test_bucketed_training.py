@@ -1,0 +1,180 @@
+"""Training on mixed buckets: any division of the processes, a resume in the middle of an epoch, broken clips."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from PIL import Image
+from ranks import run_ranks
+from runs import CONFIG
+
+from opensora_sp.config import load_train_config
+from opensora_sp.data import Entry, write_manifest, write_video
+from opensora_sp.parallel import shutdown_process_group
+from opensora_sp.training.metrics import log_to, read_metrics
+from opensora_sp.training.preflight import preflight
+from opensora_sp.training.trainer import Run
+
+BUCKETS = {
+    "144p": {1: (1.0, 3), 3: (1.0, 2), 6: ((0.9, 0.7), 2)},
+    "256": {1: (0.5, 2), 3: (0.5, 1)},
+}
+TRAIN = (
+    CONFIG.replace("num_frames = 5\nimage_size = (28, 24)\n", "").replace(
+        "(1, 4, 4)", "(1, 16, 16)"
+    )
+    + """
+bucket_config = {buckets!r}
+dataset = dict(type="VariableVideoText", manifest={manifest!r}, transform="resize_random_crop", clip_start="random")
+precision = "fp32"
+micro_batches_per_step = 3
+max_steps = {steps}
+optimizer = dict(lr=1e-3)
+mask_ratios = dict(image_head=0.3, random=0.3)
+grad_checkpoint = True
+ckpt_every = 100
+"""
+)
+SIZES = [(144, 256), (200, 200), (288, 256), (256, 144)]
+LENGTHS = [1, 5, 9]
+STEPS = 7
+
+
+def write_mixed_set(folder: Path) -> Path:
+    """24 clips: images and videos of two lengths in four sizes; two files are broken."""
+    rng = np.random.default_rng(0)
+    entries = []
+    for number in range(24):
+        (height, width), frames = SIZES[number % 4], LENGTHS[number % 3]
+        video = np.repeat(
+            rng.integers(0, 255, (frames, height // 8, width // 8, 3), dtype=np.uint8), 8, axis=1
+        )
+        video = np.repeat(video, 8, axis=2)
+        path = folder / f"{number}.{'png' if frames == 1 else 'mp4'}"
+        if frames == 1:
+            Image.fromarray(video[0]).save(path)
+        else:
+            write_video(path, video, fps=8)
+        if number in (3, 13):
+            path.write_bytes(b"broken")
+        entries.append(Entry(Path(path.name), f"clip {number}", frames, height, width, 8.0))
+    write_manifest(folder / "clips.jsonl", entries)
+    return folder / "clips.jsonl"
+
+
+def train_in_worlds(config: Path, runs: list[tuple[int, list[str], str | None]]) -> None:
+    """One run after the other on the first so many of these processes, as ``train`` does it."""
+    from opensora_sp.plugin import current_device
+
+    rank = dist.get_rank()
+    shutdown_process_group()
+    for number, (world_size, options, resume) in enumerate(runs):
+        if rank >= world_size:
+            continue
+        os.environ["WORLD_SIZE"] = str(world_size)
+        store = f"file://{config.parent}/store{number}"
+        dist.init_process_group("gloo", store, rank=rank, world_size=world_size)
+        cfg = load_train_config(config, options)
+        dataset, checkpoint = preflight(cfg, resume)
+        dist.barrier()
+        folder = Path(cfg.outputs)
+        folder.mkdir(exist_ok=True)
+        log_to(folder, enabled=rank == 0)
+        Run(cfg, dataset, checkpoint, current_device()).steps(folder)
+        shutdown_process_group()
+
+
+WORLDS = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (2, 2), "2x2": (4, 2)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixed")
+    manifest = write_mixed_set(folder)
+    config = folder / "config.py"
+    config.write_text(TRAIN.format(buckets=BUCKETS, manifest=str(manifest), steps=STEPS))
+    runs = [
+        (n, [f"sp_size={sp}", f"outputs={folder / name}"], None) for name, (n, sp) in WORLDS.items()
+    ]
+    runs[1][1].append("ckpt_every=2")
+    cut = ["sp_size=1", f"outputs={folder / 'cut'}"]
+    runs += [(2, cut, str(folder / "2x1" / "step_00000002"))]
+    run_ranks(4, train_in_worlds, config, runs, timeout=1500)
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder)]
+
+
+def test_replicas_and_sequence_parallelism_do_not_change_the_losses(folder: Path) -> None:
+    """3 micro-batches a step: two replicas take 2 and 1, and the one with none left adds nothing."""
+    alone = losses(folder / "1x1")
+    assert len(alone) == STEPS and len(set(alone)) == STEPS
+    for name in WORLDS:
+        assert losses(folder / name) == pytest.approx(alone, rel=2e-5), name
+
+
+def digests(run_dir: Path) -> dict[str, str]:
+    """SHA-256 of weights, average and optimizer state after the last step."""
+    files = json.loads((run_dir / f"step_{STEPS:08d}" / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+
+
+def test_resume_in_the_middle_of_an_epoch_is_exact(folder: Path) -> None:
+    """From between two steps of micro-batches of other buckets, to the last bit."""
+    log = (folder / "1x1" / "train.log").read_text()
+    found = re.search(r"epoch 0: \d+ of 24 clips in (\d+) steps of up to 3 micro-batches", log)
+    assert (
+        found and 2 < int(found[1]) < STEPS
+    )  # step 2 is inside the epoch, and the run goes on into the next
+    assert losses(folder / "cut") == losses(folder / "2x1")[2:]
+    assert digests(folder / "cut") == digests(folder / "2x1") and len(digests(folder / "cut")) == 3
+
+
+def test_a_run_tells_its_buckets_its_waiting_and_its_broken_clips(folder: Path) -> None:
+    for name in WORLDS:
+        log = (folder / name / "train.log").read_text()
+        assert "144p x 3" in log and "256 x 1" in log
+        summary = json.loads((folder / name / "summary.json").read_text())
+        broken = {Path(path).name for path in summary["broken_clips"]}
+        assert broken and broken <= {"3.png", "13.mp4"}
+        for path in broken:
+            assert log.count(f"{path} (") == 1
+        lines = read_metrics(folder / name)
+        assert all(0 < line["data_wait"] < 1 for line in lines) and lines[-1][
+            "replaced_clips"
+        ] >= len(broken)
+        assert set(summary["files_read"]) == {".mp4", ".png"}
+        assert ("data forward" in summary["elements_sent"]) == (WORLDS[name][1] > 1)
+    assert "some wait while others compute" in (folder / "2x1" / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "resume", "message"),
+    [
+        (
+            ["bucket_config={'144p': {3: (1.0, 2)}}"],
+            "auto",
+            r"got buckets \w+ \(there \w+\) to go on from",
+        ),
+        (["dataset.frame_interval=2"], "auto", r"got buckets \w+ \(there \w+\)"),
+        (
+            ["bucket_config={'2k': {900: (1.0, 2)}}"],
+            None,
+            "(?s)got no clip for any bucket.*fewer pixels than any",
+        ),
+    ],
+)
+def test_other_buckets_are_refused(
+    folder: Path, options: list[str], resume: str | None, message: str
+) -> None:
+    cfg = load_train_config(folder / "config.py", [f"outputs={folder / '1x1'}", *options])
+    with pytest.raises(ValueError, match=message):
+        preflight(cfg, resume)

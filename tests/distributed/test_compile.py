@@ -1,0 +1,215 @@
+"""``compile="blocks"``: the numbers of the plain model, and no graph more than there are kinds of blocks and shapes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import test_sp_parity
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_sp_parity import Case, assert_one_process_result
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models.attention import choose_backend
+from opensora_sp.models.conditioning import Condition, Text
+from opensora_sp.models.token_layout import SPATIAL, PatchGrid
+from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
+
+pytestmark = pytest.mark.core
+DEPTH = 3
+# A part of a block is two graphs around its attention to text and two within that, which projects and comes back; a
+# spatial part of STDiT and STDiT2 holds no attention to text.
+GRAPHS = {"STDiT3": 4 + 4, "STDiT2": 1 + 4}
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def small(name: str) -> torch.nn.Module:
+    model = build_model(
+        name, hidden_size=24, depth=DEPTH, num_heads=2, caption_channels=8, model_max_length=6
+    ).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def step(
+    model: torch.nn.Module, size: tuple[int, int, int], texts: tuple[int, int]
+) -> list[torch.Tensor]:
+    """Output and gradients."""
+    generator = torch.Generator().manual_seed(sum(texts))
+    x, y = (torch.randn(s, generator=generator).double() for s in [(2, 4, *size), (2, 1, 6, 8)])
+    numbers = {number: torch.tensor([8.0, 16.0]) for number in model.sample_inputs}
+    mask = torch.arange(6) < torch.tensor(texts)[:, None]
+    output = model(x.requires_grad_(), torch.tensor([10.0, 900.0]), y, mask, **numbers)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *learned])]
+
+
+@pytest.mark.parametrize(("name", "backend"), [("STDiT3", "aot_eager"), ("STDiT2", "eager")])
+def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: str) -> None:
+    plain, counter = small(name), CompileCounterWithBackend(backend)
+    compiled = compile_blocks(copy.deepcopy(plain), backend=counter)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    bucket, another = (3, 4, 4), (2, 6, 4)
+    steps = [  # size, lengths of the texts, recomputed, graphs that may be new
+        (bucket, (6, 3), False, GRAPHS[name]),  # whatever the depth
+        (bucket, (2, 4), False, 0),
+        (bucket, (5, 5), True, 0),
+        (bucket, (1, 6), True, 0),
+        (another, (4, 2), True, GRAPHS[name]),
+        (another, (1, 1), False, 0),
+        (bucket, (3, 3), False, 0),
+    ]
+    for size, texts, recomputed, new in steps:
+        before = counter.frame_count
+        plain.set_grad_checkpoint(recomputed)
+        compiled.set_grad_checkpoint(recomputed)
+        for ours, theirs in zip(step(compiled, size, texts), step(plain, size, texts), strict=True):
+            torch.testing.assert_close(
+                ours, theirs, rtol=1e-9, atol=1e-9 * theirs.abs().max().item()
+            )
+        assert counter.frame_count - before == new, (size, texts, recomputed)
+
+
+def test_encoded_texts_of_other_lengths_share_their_graphs() -> None:
+    model, counter = small("STDiT3"), CompileCounterWithBackend("eager")
+    x, t = torch.randn(2, 4, 3, 4, 4, dtype=torch.float64), torch.tensor([10.0, 900.0])
+    texts = [torch.randn(2, 1, length, 8, dtype=torch.float64) for length in (3, 5, 4)]
+    with torch.no_grad():
+        wanted = [model(x, t, y) for y in texts]
+        compile_blocks(model, backend=counter)
+        for y, plain in zip(texts, wanted, strict=True):
+            torch.testing.assert_close(
+                model(x, t, model.encode_text(y)), plain, rtol=1e-9, atol=1e-9
+            )
+            assert counter.frame_count == GRAPHS["STDiT3"]
+
+
+def test_nothing_breaks_the_graph_of_a_self_attention() -> None:
+    block = small("STDiT3").temporal_blocks[0]
+    backend = choose_backend("auto", torch.device("cpu"), torch.float64, 12)
+    rows = PatchGrid(1, latent_size=(3, 2, 2), patch_size=(1, 1, 1), attention=backend).rows(
+        SPATIAL
+    )
+    modulation = torch.zeros(1, 1, 6, 24, dtype=torch.float64)
+    condition = Condition.of(rows, modulation, None, Text(torch.zeros(1, 24).double(), [1]))
+    x = torch.randn(3, 4, 24, dtype=torch.float64)
+    found = torch.compile(block.attend, fullgraph=True, backend="eager")(x, condition, None)
+    torch.testing.assert_close(found, block.attend(x, condition, None))
+
+
+V13 = dict(
+    kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True
+)  # windows, positions of frame, line and column
+PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
+
+
+@pytest.mark.parametrize(
+    ("config", "masked", "graphs"),
+    [
+        pytest.param({}, False, 4 + 4, id="plain"),
+        pytest.param(
+            V13, False, 4 + 7, id="windows, 3D rotary positions"
+        ),  # a self-attention in windows is packed
+        pytest.param({}, True, 7 + 7, id="video mask"),
+        pytest.param(V13, True, 7 + 7, id="video mask, windows, 3D rotary positions"),
+    ],
+)
+def test_graphs_end_only_at_packed_attention(config: dict, masked: bool, graphs: int) -> None:
+    options = dict(hidden_size=24, depth=DEPTH, num_heads=2, caption_channels=8, model_max_length=6)
+    model, counter = build_model("STDiT3", **options, **config), CompileCounterWithBackend("eager")
+    x, t, size = torch.randn(2, 4, 3, 8, 8), torch.tensor([10.0, 900.0]), torch.tensor([8.0, 16.0])
+    numbers = dict(fps=size, height=size, width=size)
+    if masked:
+        numbers["video_mask"] = torch.zeros(2, 3, 8, 8, dtype=torch.bool)
+        numbers["video_mask"][0, :2, :6] = numbers["video_mask"][1, :, :, :4] = True
+    torch._dynamo.utils.counters.clear()
+    wanted = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
+    compile_blocks(model, backend=counter)
+    for recomputed in (False, True):
+        model.set_grad_checkpoint(recomputed)
+        found = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
+        found.sum().backward()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert breaks and all(any(name in reason for name in PACKED) for reason in breaks), breaks
+    assert counter.frame_count == graphs
+
+
+class Around(torch.nn.Module):
+    """Has the attributes of what it holds, as peft's wrappers do."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+
+def test_a_compiled_model_can_be_copied_and_refuses_strangers() -> None:
+    model = compile_blocks(
+        build_model("STDiT3", hidden_size=24, depth=1, num_heads=2), backend="eager"
+    )
+    assert (
+        copy.deepcopy(model).compile_backend
+        == pickle.loads(pickle.dumps(model)).compile_backend
+        == "eager"
+    )
+    with pytest.raises(
+        ValueError, match="got a model of class Linear; expected an STDiT model; call"
+    ):
+        compile_blocks(torch.nn.Linear(1, 1))
+    with pytest.raises(
+        ValueError, match="got a model of class Around.*pass the model that a wrapper holds"
+    ):
+        compile_blocks(Around(model), backend="eager")
+
+
+WAYS = [
+    (Case((1, 5, 5, 6)), {}),
+    (Case((1, 5, 5, 6), checkpoint=True), dict(overlap_chunks=2, overlap_backward=True)),
+    (Case((1, 5, 5, 6), checkpoint=True), dict(placement="branch")),
+]
+
+
+def compiled_in_parallel() -> None:
+    mesh, counter = SequenceMesh(sp_size=dist.get_world_size()), CompileCounterWithBackend("eager")
+    cost.FLOPS_PER_ELEMENT, modes.MIN_CHUNK_TOKENS = 0, 1
+
+    def parallelize_compiled(
+        model: torch.nn.Module, mesh: SequenceMesh, **options
+    ) -> torch.nn.Module:
+        return compile_blocks(parallelize(model, mesh, **options), backend=counter)
+
+    test_sp_parity.parallelize = parallelize_compiled  # what assert_one_process_result calls
+    for case, options in WAYS:
+        torch._dynamo.reset()
+        before = counter.frame_count
+        assert_one_process_result(case, mesh, **options)
+        compiled = counter.frame_count
+        assert compiled > before, (case, options)
+        assert_one_process_result(
+            replace(case, mask=True), mesh, **options
+        )  # other lengths of the texts
+        assert counter.frame_count == compiled, (case, options)
+
+
+def test_compiled_blocks_under_sequence_parallelism() -> None:
+    run_ranks(2, compiled_in_parallel, timeout=600)

@@ -1,0 +1,103 @@
+"""Decoding shared by ranks: the bits of one process, even shares, memory of a piece."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from opensora_sp.encoders import PatchPoolVAE
+from opensora_sp.memory import LivePeak
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.sampling.decoding import Unit, collected, decode, turns
+
+SIZE = (10, 13)
+
+
+class ChunkedVAE:
+    """Four frames of video, the last chunk fewer, are two latent frames; each depends on all latents of its chunk."""
+
+    channels, scale, chunk_frames, chunk_latent_frames = 3, 1.0, 4, 2
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        whole, rest = divmod(num_frames, 4)
+        return 2 * whole + -(-rest // 2), height, width
+
+    def decode(self, latents: torch.Tensor, *, num_frames: int) -> torch.Tensor:
+        mixed = latents + latents.mean(dim=2, keepdim=True)
+        return mixed.repeat_interleave(2, dim=2)[:, :, :num_frames]
+
+
+class FrameVAE(PatchPoolVAE):
+    """Frame by frame, three at a time."""
+
+    micro_batch_size = 3
+
+    def __init__(self) -> None:
+        super().__init__(pool=(1, 2, 2))
+
+
+VAES = {"chunks": ChunkedVAE, "frames": FrameVAE, "whole": lambda: PatchPoolVAE((2, 2, 2))}
+CASES = [(vae, videos, loops) for vae in VAES for videos in (1, 2, 3, 4) for loops in (1, 2)]
+
+
+def decode_all() -> list[tuple[list[torch.Tensor], int]]:
+    """For each case the videos that this rank writes, and how many pieces it decoded."""
+    mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
+    found = []
+    for name, videos, loops in CASES:
+        vae, calls = VAES[name](), Counter()
+        one, vae.decode = vae.decode, lambda *a, **k: (calls.update(["decode"]), one(*a, **k))[1]  # noqa: B023
+        size = vae.latent_size(11, *SIZE)
+        generator = torch.Generator().manual_seed(videos)
+        parts = [torch.randn(videos, 3, *size, generator=generator) for _ in range(loops)]
+        frames = decode(vae, parts, num_frames=11, size=SIZE, overlap=2, mesh=mesh)
+        found.append(
+            ([torch.from_numpy(video) for video in collected(frames, videos)], calls["decode"])
+        )
+    return found
+
+
+def test_frames_are_those_of_one_process_and_the_work_is_shared() -> None:
+    num_ranks = 3
+    alone, ranks = decode_all(), run_ranks(num_ranks, decode_all)
+    for case, (wanted, calls), *of_rank in zip(CASES, alone, *ranks, strict=True):
+        for video, one in enumerate(wanted):
+            (ours,) = (
+                videos[video] for videos, _ in of_rank if len(videos[video])
+            )  # one rank writes it
+            assert torch.equal(ours, one), case
+            overlap = {"chunks": 4, "frames": 2, "whole": 4}[case[0]]
+            assert len(one) == 11 + (case[2] - 1) * (11 - overlap), case
+        shares = [own for _, own in of_rank]
+        assert sum(shares) == calls and max(shares) <= math.ceil(calls / num_ranks), (case, shares)
+
+
+def test_peak_memory_is_that_of_a_piece() -> None:
+    def peak(num_frames: int) -> int:
+        vae = ChunkedVAE()
+        latents = torch.randn(1, 3, *vae.latent_size(num_frames, 64, 64))
+        with LivePeak() as memory:
+            for _ in decode(
+                vae,
+                [latents],
+                num_frames=num_frames,
+                size=(64, 64),
+                overlap=1,
+                mesh=SequenceMesh(1),
+            ):
+                pass
+        return memory.peak
+
+    assert 0 < peak(8) == peak(80) < 3 * 80 * 64 * 64 * 4
+
+
+def test_nothing_is_sent_where_each_rank_writes_a_video() -> None:
+    units = [Unit(0, 0, SimpleNamespace(), k) for k in range(5)]
+    for turn in turns(units, 6, 3):
+        assert [unit.video % 3 for unit in turn] == [0, 1, 2]  # decoded by its writer
+    assert sum(len(turn) for turn in turns(units, 7, 3)) == 35

@@ -1,0 +1,313 @@
+"""The engine from its user's side: what it costs without other ranks, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_sp_parity import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_sp.memory import LivePeak
+from opensora_sp.models import build_model
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, collectives, parallelize, unwrap
+from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
+
+pytestmark = pytest.mark.core
+
+
+class Operators(TorchDispatchMode):
+    """Counts every operator that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(model: torch.nn.Module, case: Case) -> Counter[str]:
+    inputs = make_inputs(case)
+    with Operators() as seen:
+        model(**inputs).sum().backward()
+    return seen.counts
+
+
+@pytest.mark.parametrize("case", [PLAIN[0], replace(FULL, size=(2, 5, 7, 9), checkpoint=True)])
+def test_one_rank_runs_the_operators_of_the_bare_model(case: Case) -> None:
+    bare = operators(make_model(case), case)
+    mesh = SequenceMesh(1)
+    with CommLedger() as ledger:
+        for options in (
+            {},
+            dict(overlap_chunks=4, overlap_backward=True),
+            dict(strategy="ulysses"),
+        ):
+            assert operators(parallelize(make_model(case), mesh, **options), case) == bare
+    assert not ledger.calls
+
+
+def refused_everywhere() -> list[str]:
+    """The same error on every rank, and the model of use afterwards."""
+    mesh = SequenceMesh(dist.get_world_size())
+    case = Case((1, 5, 7, 9))
+    model, rank = parallelize(make_model(case), mesh), mesh.sp_rank
+    model(**make_inputs(case))  # all ranks have seen this shape
+    told = []
+    other = make_inputs(
+        Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9))
+    )  # for rank 0 not even a new one
+    mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
+    longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
+    listed = {**make_inputs(case), "fps": [torch.ones(1 + rank)]}  # tensors in containers count
+    encoded = {**make_inputs(case), "y": model.encode_text(torch.randn(1 + rank, 1, 6, 5).double())}
+    x = make_inputs(case)["x"]
+    typed = {**make_inputs(case), "x": x.float() if rank else x}
+    for inputs in (other, mixed, longer, listed, encoded, typed):
+        with (
+            CommLedger() as ledger,
+            pytest.raises(ValueError, match="got different inputs on the ranks") as error,
+        ):
+            model(**inputs)
+        assert set(ledger.calls) == {("check", "forward")}
+        told.append(str(error.value))
+    model(**make_inputs(case))
+    shared_otherwise = parallelize(make_model(case), mesh, strategy="ulysses" if rank else "switch")
+    with pytest.raises(
+        ValueError, match="got different options .*: strategy is 'switch' on rank 0, 'ulysses'"
+    ):
+        shared_otherwise(**make_inputs(case))
+    return told + other_modes(model, case, rank)
+
+
+def other_modes(model: torch.nn.Module, case: Case, rank: int) -> list[str]:
+    """Errors of ranks that compute in other modes."""
+    told = []
+    for name, value in (("train", rank == 0), ("set_grad_checkpoint", rank == 0)):
+        getattr(model, name)(value)
+        with pytest.raises(ValueError, match="got different modes on the ranks") as error:
+            model(**make_inputs(case))
+        told.append(str(error.value))
+        getattr(model, name)(name == "train")
+    with (
+        torch.set_grad_enabled(rank == 0),
+        pytest.raises(ValueError, match="got different modes") as error,
+    ):
+        model(**make_inputs(case))
+    model(**make_inputs(case))
+    return [*told, str(error.value)]
+
+
+def counted() -> tuple[str, str]:
+    mesh = SequenceMesh(dist.get_world_size())
+    case = replace(PLAIN[0], size=(1, 5, 7, 9), checkpoint=True)
+    model = parallelize(make_model(case), mesh, strategy="ulysses")
+    with CommLedger() as ledger:
+        model(**make_inputs(case)).sum().backward()
+    return ledger.table(), ledger.table(mesh.sp_group)
+
+
+def mixed_layouts() -> None:
+    mesh = SequenceMesh(dist.get_world_size())
+    model = parallelize(make_model(PLAIN[0]), mesh)
+    double, single = (
+        model(**make_inputs(Case(size)), output="shards") for size in [(2, 5, 7, 9), (1, 5, 7, 9)]
+    )
+    assert torch.equal(double.combine(torch.sub, double).tensor, torch.zeros_like(double.tensor))
+    with pytest.raises(ValueError, match="got shards of different layouts"):
+        double.combine(torch.sub, single)
+    with pytest.raises(ValueError, match=r"expected \[2, channels, 5, 7, 9\]"):
+        double.layout.slice(make_inputs(PLAIN[0])["x"])
+    block, rows = model.spatial_blocks[0], single.layout.turned()
+    with pytest.raises(
+        ValueError, match=r"got tokens \(3, 7, 12\) as spatial rows \[0, 5\) of 5; expected \[5, 20"
+    ):
+        block.attn(torch.zeros(3, 7, 12, dtype=torch.float64), rows)
+
+
+def held_after_backward() -> None:
+    """Overlap holds nothing that plain switches do not, once a backward pass is over; and chunks are not too small."""
+    mesh, case = SequenceMesh(dist.get_world_size()), Case((1, 8, 16, 32), checkpoint=True)
+    live, calls = {}, {}
+    for options in ({}, dict(overlap_backward=True), dict(overlap_chunks=4, overlap_backward=True)):
+        model, inputs = parallelize(make_model(case), mesh, **options), make_inputs(case)
+        with torch.no_grad():
+            model(**inputs)  # plans are made once, and stay
+        with CommLedger() as ledger, LivePeak() as seen:
+            loss = model(**inputs).sum()
+            loss.backward()
+            for leaf in (*model.parameters(), inputs["x"], inputs["y"]):
+                leaf.grad = None
+        live[str(options)], calls[str(options)] = seen.live, ledger.calls["switch", "forward"]
+    assert len(set(live.values())) == 1, live
+    switches = 2 * DEPTH - 1  # 8 x 128 tokens on 2 ranks are two chunks of 256, not four
+    assert list(calls.values()) == [switches, switches, 2 * switches], calls
+
+
+def second_derivatives() -> None:
+    """The reverse of an exchange is differentiated as such; what cannot be differentiated twice says so."""
+    plan = plan_exchange(
+        {"b": 1, "t": 3, "s": 4},
+        SPATIAL_ROWS,
+        TEMPORAL_ROWS,
+        2,
+        dist.get_rank(),
+        torch.device("cpu"),
+    )
+    group = dist.group.WORLD
+    x = torch.randn(len(plan.pack), 2, dtype=torch.float64, requires_grad=True)
+    y = collectives.exchange(x, plan, group)
+    weights = torch.randn(y.shape, dtype=torch.float64)
+    (first,) = torch.autograd.grad((y.pow(3) * weights).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    wanted = collectives.exchange(6 * y.detach() * weights, plan, group, reverse=True)
+    torch.testing.assert_close(second, wanted)
+    gathered = collectives.gather_rows(x, [4, 8], group)  # tokens of 1 and of 2 frames
+    (first,) = torch.autograd.grad(gathered.pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def edges() -> tuple[int, int]:
+    """Tokens embedded here, and of how many patches positions were computed; a switch is three operators."""
+    mesh = SequenceMesh(dist.get_world_size())
+    case, seen = Case((1, 2, 7, 9), heads=4), []
+    model = parallelize(make_model(case), mesh, placement="branch")  # temporal rows from the start
+    model.x_embedder.register_forward_hook(lambda _, args, out: seen.append(out.shape[:2].numel()))
+    model.pos_embed.register_forward_hook(lambda _, args, out: seen.append(out.shape[0]))
+    with torch.no_grad():
+        model(**make_inputs(case), output="shards")
+    plan = plan_exchange(
+        {"b": 1, "t": 5, "s": 6}, SPATIAL_ROWS, TEMPORAL_ROWS, mesh.sp_size, mesh.sp_rank, "cpu"
+    )
+    splits = plan.send_splits, plan.recv_splits
+    for reverse, held in (
+        (False, plan.pack),
+        (True, plan.place),
+    ):  # the body: a mode sees only the operator around it
+        body, tokens = collectives._exchange._init_fn, torch.ones(len(held), 3)
+        with Operators() as inside:
+            body(
+                tokens, plan.pack, plan.place, *splits, mesh.sp_group.group_name, "switch", reverse
+            )
+        found = {
+            name: n
+            for name, n in inside.counts.items()
+            if "empty" not in name and "slice" not in name
+        }
+        assert found == {
+            "aten.index_select.default": 1,
+            "c10d.alltoall_base_.default": 1,
+            "aten.index_copy_.default": 1,
+        }, found
+    return tuple(seen)
+
+
+def verified() -> None:
+    """``verify`` takes whatever the model takes: gradients that autograd expands, and text encoded under any mode."""
+    mesh, inputs = SequenceMesh(dist.get_world_size()), make_inputs(PLAIN[0])
+    for model in (windows_with_unused_conditions(), make_model(PLAIN[0])):
+        parallelize(model, mesh, verify=True)(**inputs).sum().backward()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        model = parallelize(make_model(PLAIN[0]), mesh, verify=True)
+        with mode():
+            assert model(**inputs | {"y": model.encode_text(inputs["y"])}).isfinite().all()
+
+
+def windows_with_unused_conditions() -> torch.nn.Module:
+    """Embedders of conditions that a batch does not have get zeros, one number expanded to the weight's shape."""
+    torch.manual_seed(0)
+    model = build_model(
+        "STDiT3", in_channels=2, hidden_size=12, depth=1, num_heads=2, caption_channels=5, model_max_length=6,
+        kernel_size=(2, 2, -1), use_cond=True,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
+def in_turn(*functions) -> list:
+    return [function() for function in functions]
+
+
+def test_errors_and_counts_on_ranks() -> None:
+    results = run_ranks(
+        2,
+        in_turn,
+        refused_everywhere,
+        counted,
+        mixed_layouts,
+        edges,
+        held_after_backward,
+        second_derivatives,
+        verified,
+    )
+    (told, *_), (told_elsewhere, *_) = results
+    assert told == told_elsewhere
+    assert (
+        ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 4, 7, 9] float64 on rank 1; expected"
+        in told[0]
+    )
+    assert ": output is 'shards' on rank 0, 'full' on rank 1; expected the same batch" in told[1]
+    assert (
+        ": y is [1, 1, 6, 5] float64 on rank 0, [1, 1, 5, 5]" in told[2]
+        and ": fps[0] is [1] float32" in told[3]
+    )
+    assert (
+        ": y is Text of 1 captions, 12 channels float64, keys of 4 blocks on rank 0, Text of 2 c"
+        in told[4]
+    )
+    assert (
+        ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 5, 7, 9] float32 on rank 1; expected"
+        in told[5]
+    )
+    assert (
+        ": train() or eval() is train on rank 0, eval on rank 1; expected the same modes" in told[6]
+    )
+    assert ": gradient checkpointing is on on rank 0, off on rank 1" in told[7]
+    assert ": gradient mode is on on rank 0, off on rank 1" in told[8]
+    tokens, positions = zip(*(result[3] for result in results), strict=True)
+    assert (
+        sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
+    )  # each once: 2 frames of 4 x 5 patches
+    own, over_ranks = results[0][1]
+    for table in (own, over_ranks):
+        kinds = [line.split()[:3] for line in table.splitlines()[1:]]
+        calls = str(4 * DEPTH)  # two attentions a pair, there and back
+        for phase in ("forward", "recompute", "backward"):
+            assert ["heads", phase, calls] in kinds, table
+
+
+def test_bad_options_are_refused() -> None:
+    for options, told in [
+        (
+            dict(strategy="ring"),
+            "got strategy 'ring'; expected one of ('switch', 'ulysses', 'split_gather')",
+        ),
+        (dict(placement="head"), "got placement 'head'"),
+        (dict(comm_dtype="fp4", placement="branch"), "got comm_dtype 'fp4'"),
+        (dict(comm_dtype="bf16"), "which moves the residual stream; expected None"),
+        (
+            dict(strategy="ulysses", placement="branch"),
+            "got placement 'branch' with strategy 'ulysses'",
+        ),
+        (dict(overlap_chunks=0), "got overlap_chunks 0; expected at least 1"),
+        (dict(overlap_backward=True, placement="branch"), "where switches lie between blocks"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            Options(**options)
+        assert told in str(error.value)
+        model = make_model(PLAIN[0])
+        with pytest.raises(ValueError, match="; "):
+            parallelize(model, SequenceMesh(1), **options)
+        assert unwrap(model) is model and not model._forward_pre_hooks
+    with pytest.raises(
+        ValueError, match=r"got sp_size 4 with 1 processes; expected an sp_size that divides"
+    ):
+        SequenceMesh(4)

@@ -1,0 +1,309 @@
+"""The feature cache: made by several ranks and after an interruption, trained from with the same losses, refused by
+name where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import ROOT, TRAIN, write_toy_set
+from safetensors.torch import load_file
+from test_bucketed_training import BUCKETS, write_mixed_set
+from test_bucketed_training import TRAIN as BUCKETED
+from worlds import TRAINING, in_worlds
+
+from opensora_sp.config import load_train_config
+from opensora_sp.data import CachedClip, CachedFeatures, ClipShape, Sample, VideoTextDataset
+from opensora_sp.data.cache import narrowed
+from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.encoders.loading import weights_digest
+from opensora_sp.features.precompute import check_kept
+from opensora_sp.features.sharded import Encoders
+from opensora_sp.runtime import Watch
+from opensora_sp.training.metrics import read_metrics
+from opensora_sp.training.preflight import preflight
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+STEPS = 7
+KEPT = ["dataset.transform=resize_center_crop", "dataset.clip_start=middle"]
+
+
+class CutError(Exception):
+    """Where making a cache is interrupted."""
+
+
+def made(config: Path, cache: Path, options: list[str], shards: int | None) -> int:
+    """Make the cache, or so many shards of it; returns the clips that this rank has encoded."""
+    from opensora_sp.features import precompute as module
+
+    write, latents = module.CacheWriter._write_shard, Encoders.latents
+    written, encoded = [], []
+
+    def counted_write(self: Any, number: int, *args: Any) -> None:
+        if len(written) == shards:
+            raise CutError
+        written.append(number)
+        write(self, number, *args)
+
+    def counted_latents(self: Any, items: Any) -> Any:
+        encoded.extend(items)
+        return latents(self, items)
+
+    module.CLIPS_A_SHARD = 3
+    module.CacheWriter._write_shard, Encoders.latents = counted_write, counted_latents
+    try:
+        arguments = ["--cfg-options", *options] if options else []
+        sys.argv = ["precompute.py", str(config), "-o", str(cache), *arguments]
+        runpy.run_path(str(ROOT / "scripts" / "precompute.py"), run_name="__main__")
+    except CutError:
+        assert shards is not None
+    finally:
+        module.CacheWriter._write_shard, Encoders.latents = write, latents
+    return len(encoded)
+
+
+def trained(
+    config: Path, layout: tuple[int, int], options: list[str], resume: str | None = None
+) -> None:
+    """A run; one from a cache must build no encoder."""
+    from opensora_sp.training import clips, metrics, run, train
+
+    cfg = load_train_config(config, [f"sp_size={layout[1]}", *options])
+    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    make = clips.make_encoders
+    if cfg.dataset.type == "CachedFeatures":
+        clips.make_encoders = None
+    try:
+        train(cfg, resume=resume)
+    finally:
+        clips.make_encoders = make
+
+
+def make_and_train(folder: Path) -> list:
+    mixed, toys, cache = folder / "mixed.py", folder / "toys.py", folder / "cache"
+    cached = ["dataset.type=CachedFeatures", f"dataset.path={cache}", *KEPT]
+    cases: list[tuple[str, int, tuple]] = [
+        ("made", 2, (mixed, cache, KEPT, 1)),
+        ("made", 3, (mixed, cache, KEPT, None)),
+        ("made", 1, (mixed, cache, KEPT, None)),
+        ("made", 1, (toys, folder / "toy cache", [], None)),
+        ("trained", 1, (mixed, (1, 1), [*KEPT, "ckpt_every=3", f"outputs={folder / 'plain'}"])),
+        ("trained", 1, (toys, (1, 1), ["sp_size=1", f"outputs={folder / 'toys'}"])),
+    ]
+    for layout in LAYOUTS:
+        outputs = f"outputs={folder / 'cached {}x{}'.format(*layout)}"
+        cases.append(("trained", layout[0] * layout[1], (mixed, layout, [*cached, outputs])))
+    workers = [
+        "num_workers=0",
+        "dataset.type=CachedFeatures",
+        f"dataset.path={folder / 'toy cache'}",
+    ]
+    cases.append(("trained", 2, (toys, (1, 2), [*workers, f"outputs={folder / 'cached toys'}"])))
+    goes_on = (
+        mixed,
+        (2, 1),
+        [*cached, f"outputs={folder / 'goes on'}"],
+        str(folder / "plain" / "step_00000003"),
+    )
+    cases.append(("trained", 2, goes_on))
+    done: list[Any] = []
+    for number, (name, world, args) in enumerate(cases):
+        done += in_worlds({"made": made, "trained": trained}[name], [(world, args)], TRAINING)
+        if number == 0:
+            (folder / "first").mkdir(exist_ok=True)
+            for path in cache.glob("shard-*"):
+                shutil.copy2(path, folder / "first" / path.name)
+            (cache / ".partial-shard-00002.safetensors").write_bytes(b"what an interruption leaves")
+            assert not (cache / "index.json").exists()
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cached")
+    manifest = write_mixed_set(folder)
+    (folder / "mixed.py").write_text(
+        BUCKETED.format(buckets=BUCKETS, manifest=str(manifest), steps=STEPS)
+    )
+    toys = write_toy_set(folder / "toys set", 14, broken=(4, 9))
+    (folder / "toys.py").write_text(TRAIN.format(manifest=str(toys)))
+    told = run_ranks(4, make_and_train, folder, timeout=900)
+    (folder / "encoded.json").write_text(
+        json.dumps([[of_rank[case] for of_rank in told] for case in range(4)])
+    )
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder)]
+
+
+def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: Path) -> None:
+    """In every division of the processes, without any encoder; broken clips get the same replacements."""
+    plain = losses(folder / "plain")
+    assert len(set(plain)) == STEPS
+    for layout in LAYOUTS:
+        found = folder / "cached {}x{}".format(*layout)
+        assert losses(found) == pytest.approx(plain, rel=2e-5), layout
+        summaries = [
+            json.loads((one / "summary.json").read_text()) for one in (found, folder / "plain")
+        ]
+        assert summaries[0]["broken_clips"].keys() == summaries[1]["broken_clips"].keys() != set()
+    assert losses(folder / "cached toys") == pytest.approx(losses(folder / "toys"), rel=2e-5)
+    assert losses(folder / "goes on") == pytest.approx(plain[3:], rel=2e-5)
+
+
+def test_an_interrupted_cache_goes_on_with_what_is_missing(folder: Path) -> None:
+    first, second, third, _ = json.loads((folder / "encoded.json").read_text())
+    index = json.loads((folder / "cache" / "index.json").read_text())
+    held = {(clip, shape) for shape, one in index["latents"].items() for clip in one["clips"]}
+    assert len(list((folder / "first").iterdir())) == 2  # one of each rank
+    for path in (folder / "first").iterdir():
+        assert (folder / "cache" / path.name).read_bytes() == path.read_bytes()
+        assert (folder / "cache" / path.name).stat().st_mtime_ns == path.stat().st_mtime_ns
+    assert min(first[:2]) > 0 and min(second[:3]) > 0
+    assert sum(first[:2]) + sum(second[:3]) == len(held)  # each once
+    assert (
+        third[0] == 0
+    )  # a finished one is left as it is, but for broken clips, which are tried again
+    broken = {(clip, Path(file).name) for clip, _, file, _ in index["broken"]}
+    assert broken and broken <= {(3, "3.png"), (13, "13.mp4")}
+    names = [name for shard in index["shards"] for name in load_file(folder / "cache" / shard)]
+    assert sorted(name for name in names if name.startswith("text/")) == sorted(
+        f"text/{clip}" for clip in {c for c, _ in held}
+    )
+
+
+def test_what_is_kept_is_what_the_encoders_make(folder: Path) -> None:
+    cache = CachedFeatures(str(folder / "cache"))
+    files = VideoTextDataset(str(folder / "clips.jsonl"))
+    source = Encoders(PatchPoolVAE((1, 16, 16)), HashedBagOfWords(8, 12), torch.device("cpu"))
+    compared = 0
+    for shape in cache.sizes:
+        for clip in cache.known(shape).tolist():
+            kept, read = cache[Sample(clip, 5, shape)], files[Sample(clip, 0, shape)]
+            if not isinstance(kept, CachedClip):
+                assert clip in (3, 13) and kept.path == read.path
+                continue
+            made, (y, mask) = source.latents([read])[0], source.texts([read])
+            assert torch.equal(kept.latents, made) and kept.fps == read.fps
+            assert torch.equal(kept.text, y[0, 0, : int(mask.sum())])
+            part = cache[Sample(clip, 0, shape, (1, 2))]
+            assert part.text is None and torch.equal(part.latents, made[:, 1:2])
+            compared += 1
+    assert compared > 24 and len(cache.sizes) > 5
+
+
+CACHED = ["dataset.type=CachedFeatures", "dataset.path={folder}/cache", "outputs={folder}/none"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["vae.pool=(1, 16, 8)"], r"got vae.pool \[1, 16, 8\] \(there \[1, 16, 16\]\) with the feature cache"),
+        (["text_encoder.max_length=9"], r"got text_encoder.max_length 9 \(there 12\)"),
+        (["dataset.transform=resize_random_crop"], r"'resize_random_crop' \(there 'resize_center_crop'\)"),
+        (["dataset.clip_start=random"], r"dataset.clip_start 'random' \(there 'middle'\)"),
+        (["dataset.frame_interval=2"], r"dataset.frame_interval 2 \(there 1\)"),
+        (["dataset.manifest={folder}/other.jsonl"], r"got dataset.manifest '\w+' \(there '\w+'\)"),
+        (["bucket_config={{'144p': {{4: (1.0, 1)}}}}"], r"got bucket_config and .* lacks \d+ clips of 4x.*which adds"),
+        (["max_steps=60"], r"got bucket_config and max_steps 60, for which the feature cache .* lacks \d+ clips of"),
+        (["dataset.path={folder}"], r"without index.json; expected a finished feature cache; run scripts"),
+    ],
+)  # fmt: skip
+def test_a_cache_of_something_else_is_refused_by_name(
+    folder: Path, options: list[str], message: str
+) -> None:
+    lines = (folder / "clips.jsonl").read_text().replace('"clip 7"', '"another caption"')
+    (folder / "other.jsonl").write_text(lines)
+    told = [option.format(folder=folder) for option in [*CACHED, *KEPT, *options]]
+    with pytest.raises(ValueError, match=message):
+        cfg = load_train_config(folder / "mixed.py", told)
+        preflight(cfg, None)
+    preflight(load_train_config(folder / "mixed.py", told[: -len(options)]), None)
+
+
+def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
+    for option, message in [
+        (
+            "dataset.clip_start=random",
+            "got dataset.transform 'resize_random_crop' and clip_start 'random' to keep",
+        ),
+        ("dataset.type=VideoText", "'VideoText' with bucket_config"),
+        (
+            "dataset.path=cache",
+            "got dataset.type 'VariableVideoText' with manifest .* and path 'cache'",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_kept(load_train_config(folder / "mixed.py", [option]))
+    with pytest.raises(ValueError, match="'CachedFeatures' to make a feature cache of"):
+        check_kept(
+            load_train_config(
+                folder / "mixed.py", [*KEPT, "dataset.type=CachedFeatures", "dataset.path=x"]
+            )
+        )
+    with pytest.raises(ValueError, match="expected a path"):
+        load_train_config(folder / "mixed.py", ["dataset.type=CachedFeatures"])
+
+
+def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
+    """The watchdog's peer_timeout, and whether it tells an error of before anything is encoded to all ranks."""
+    from opensora_sp.features import precompute as module
+
+    started = []
+
+    class Recorded(Watch):
+        def __init__(self, **limits: Any) -> None:
+            started.append(limits)
+            super().__init__(**limits)
+
+    def fail(*args: Any) -> None:
+        raise ValueError("got no plan")
+
+    module.Watch, module.make_plan = Recorded, fail
+    with pytest.raises(ValueError, match="got no plan") as raised:
+        module.precompute(load_train_config(config, [*KEPT, "peer_timeout=7"]), str(cache))
+    return started and started[0].get("peer_timeout"), getattr(raised.value, "is_logged", False)
+
+
+def test_an_error_before_anything_is_encoded_ends_all_ranks(tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    config.write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 2))) + "load = None\n")
+    assert run_ranks(1, fail_to_plan, config, tmp_path / "cache") == [(7.0, True)]
+
+
+def test_halving_the_bytes_loses_nothing() -> None:
+    exact = torch.randn(100)
+    assert narrowed(exact).dtype == torch.float32
+    for dtype in (torch.bfloat16, torch.float16):
+        half = torch.randn(100).to(dtype)
+        assert narrowed(half.float()).dtype == dtype and torch.equal(narrowed(half.float()), half)
+
+
+def test_weights_are_told_apart_without_loading_them(tmp_path: Path) -> None:
+    assert weights_digest(str(tmp_path / "nowhere")) is None
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "model.safetensors").write_bytes(b"weights" * 1000)
+    digest = weights_digest(str(tmp_path), "vae")
+    assert digest == weights_digest(str(tmp_path / "vae"))
+    (tmp_path / "vae" / "README.md").write_text("no weight")
+    assert digest == weights_digest(str(tmp_path / "vae"))
+    (tmp_path / "vae" / "model.safetensors").write_bytes(b"weights" * 999 + b"Weights")
+    assert digest != weights_digest(str(tmp_path / "vae"))
+
+
+def test_the_cache_can_be_moved_and_shapes_read_back(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "cache", tmp_path / "moved")
+    moved, whole = CachedFeatures(str(tmp_path / "moved")), CachedFeatures(str(folder / "cache"))
+    shape = next(iter(whole.sizes))
+    assert isinstance(shape, ClipShape) and moved.rows[0] == whole.rows[0]
+    clip = int(whole.known(shape)[0])
+    assert torch.equal(moved[Sample(clip, 0, shape)].latents, whole[Sample(clip, 0, shape)].latents)

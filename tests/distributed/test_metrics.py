@@ -1,0 +1,436 @@
+"""What a run measures and reports: numbers, traces, the report page."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.machinery
+import json
+import re
+import sys
+import time
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import TRAIN, run, write_toy_set
+from torch.utils.flop_counter import FlopCounterMode
+from worlds import TRAINING, in_worlds
+
+from opensora_sp.cli import main
+from opensora_sp.config import load_train_config
+from opensora_sp.models import build_model
+from opensora_sp.parallel import CommLedger, CommTimer, SequenceMesh, parallelize
+from opensora_sp.planner.flops import ModelFlops
+from opensora_sp.training.meter import Meter, Peak, text_tokens
+from opensora_sp.training.metrics import read_lines, read_metrics, told_line
+from opensora_sp.training.preflight import preflight
+from opensora_sp.training.profiling import Steps
+
+TINY = dict(
+    in_channels=4, caption_channels=16, model_max_length=12, hidden_size=48, depth=2, num_heads=4
+)
+LATENTS = (2, 4, 4, 12, 10)
+TEXT = torch.tensor([[1] * 5 + [0] * 7, [1] * 9 + [0] * 3])
+SIZES = dict(num_frames=4.0, height=96.0, width=80.0, ar=1.2, fps=24.0)
+
+
+def inputs_of(model: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = dict(
+        x=torch.randn(LATENTS, generator=generator),
+        timestep=torch.tensor([3.0, 500.0]),
+        y=torch.randn(2, 1, 12, 16, generator=generator),
+        mask=TEXT,
+    )
+    return inputs | {name: torch.full((2,), SIZES[name]) for name in model.sample_inputs}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("STDiT3", {}),
+        ("STDiT3", dict(kernel_size=(4, 4, -1), use_cond=True)),
+        ("STDiT3", dict(full_attention=True)),
+        ("STDiT2", {}),
+        ("STDiT", dict(input_size=(4, 12, 10))),
+    ],
+)
+def test_flops_are_those_that_torch_counts(name: str, more: dict) -> None:
+    with torch.device("meta"):
+        flops = ModelFlops.of(build_model(name, **TINY, **more))
+    model = build_model(
+        name, **TINY, **more, attention="reference"
+    )  # whose matrix products torch sees
+    with FlopCounterMode(display=False) as forward:
+        output = model(**inputs_of(model))
+    with FlopCounterMode(display=False) as backward:
+        output.sum().backward()
+    assert flops.forward(LATENTS, 14) == pytest.approx(forward.get_total_flops(), rel=0.01)
+    whole_step = forward.get_total_flops() + backward.get_total_flops()
+    assert flops.step(LATENTS, 14) == pytest.approx(whole_step, rel=0.005)
+
+
+def test_text_tokens_are_those_that_the_model_packs() -> None:
+    model = build_model("STDiT3", **TINY)
+    mask = torch.tensor([[1] * 5 + [0] * 7, [0] * 12, [1] * 9 + [0] * 3, [1] * 12])
+    for drop in (None, torch.tensor([False, False, True, False])):
+        _, lengths = model.y_embedder.pack(torch.zeros(4, 1, 12, 16), mask, drop)
+        assert text_tokens(mask.sum(1).tolist(), drop, 12) == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "tflops"),
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A10", "bf16", 125),
+        ("NVIDIA A100-SXM4-80GB", "fp32", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("Some GPU", "bf16", None),
+    ],
+)
+def test_peaks_of_known_gpus(gpu: str, precision: str, tflops: float | None) -> None:
+    peak = Peak.of_gpu(gpu, precision)
+    assert peak.tflops == tflops and gpu in peak.source
+    assert str(peak).startswith(
+        "no MFU: " if tflops is None else f"MFU is a share of {tflops} TFLOP/s per device"
+    )
+
+
+def measured(sp_size: int) -> tuple[dict[str, float], dict[str, float]]:
+    model, rank = build_model("STDiT3", **TINY), dist.get_rank()
+    meter = Meter(model, torch.device("cpu"), precision="bf16", sp_size=sp_size, peak_tflops=0.5)
+    batch = types.SimpleNamespace(
+        x_t=torch.zeros(LATENTS), text_lengths=TEXT.sum(1).tolist(), inputs=dict(drop_caption=None)
+    )
+    meter.count(batch)
+    meter.count(batch)
+    first = meter.measure(waited=rank * 0.4, steps=2, seconds=4.0, left=10)
+    return first, meter.measure(waited=0.0, steps=1, seconds=1.0, left=7)
+
+
+def both_measured() -> list:
+    return [measured(sp_size) for sp_size in (1, 2)]
+
+
+def test_measures_are_of_all_ranks() -> None:
+    work = 2 * ModelFlops.of(build_model("STDiT3", **TINY)).step(LATENTS, 14)  # of each replica
+    for alone, together in run_ranks(2, both_measured):
+        for replicas, (first, second) in ((2, alone), (1, together)):
+            assert first["step_time"] == 2.0
+            assert first["mfu"] == pytest.approx(replicas * work / (0.5e12 * 2 * 4.0))
+            assert first["data_wait"] == pytest.approx(0.4 / 4.0) and first["communication"] == 0.0
+            assert 0.05 < first["peak_memory_gb"] < 50 and first["eta"] == 20.0
+            assert (
+                second["mfu"] == 0.0 and second["eta"] == 14.0
+            )  # by the median of 1 s and 2 s a step
+
+
+OPTIONS = [{}, dict(overlap_chunks=2, overlap_backward=True), dict(strategy="ulysses")]
+
+
+def a_step(options: dict, timer: CommTimer | None) -> tuple[dict, dict]:
+    torch.manual_seed(0)
+    model = build_model("STDiT3", **TINY)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    model.set_grad_checkpoint(True)
+    parallelize(model, SequenceMesh(2), **options)
+    inputs = inputs_of(model)
+    inputs = {
+        k: torch.cat([v, v[:1]]) for k, v in inputs.items()
+    }  # three clips, which two ranks cannot share whole
+    with CommLedger() as ledger:
+        if timer is None:
+            model(**inputs).square().mean().backward()
+        else:
+            with timer:
+                model(**inputs).square().mean().backward()
+    return dict(ledger.calls), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def timed_exchanges() -> list[float]:
+    timer, rank = CommTimer(torch.device("cpu")), dist.get_rank()
+    for options in OPTIONS:
+        calls, gradients = a_step(options, None)
+        calls_timed, gradients_timed = a_step(options, timer)
+        assert calls == calls_timed and sum(calls.values()) > 4
+        assert len(gradients) > 50 and gradients.keys() == gradients_timed.keys()
+        assert all(torch.equal(gradients[name], gradients_timed[name]) for name in gradients)
+        assert timer.take() > 0.0
+    a_step({}, None)
+    assert timer.take() == 0.0  # not entered
+    model = build_model("STDiT3", **TINY)
+    parallelize(model, SequenceMesh(2))
+    dist.barrier()
+    with timer:
+        time.sleep(0.5 * rank)
+        model(**inputs_of(model))
+    return [timer.take(), timer.take()]
+
+
+def test_time_in_communication_is_waiting_for_others_and_measuring_it_changes_nothing() -> None:
+    (patient, nothing), (late, _) = run_ranks(2, timed_exchanges)
+    assert nothing == 0.0 and patient > 0.4 and late < patient / 2
+
+
+class StandIn:
+    """In the place of the package wandb: keeps what it is told in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.module = types.ModuleType("wandb")
+        self.module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.module.init = self.init
+
+    def tell(self, **what: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    def init(self, **arguments: Any) -> StandIn:
+        self.tell(init={key: arguments[key] for key in ("project", "name", "id", "resume")})
+        return self
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.tell(axis=step_metric)
+
+    def log(self, values: dict[str, float]) -> None:
+        self.tell(log=values)
+
+    def finish(self) -> None:
+        self.tell(finish=True)
+
+
+def train_once(
+    config: Path, outputs: Path, options: list[str], resume: str | None, profile: str | None
+) -> None:
+    from opensora_sp.training import train
+
+    sys.modules["wandb"] = StandIn(outputs.parent / "wandb.jsonl").module
+    said = [
+        f"outputs={outputs}",
+        "wandb=True",
+        "peak_tflops=0.001",
+        "max_steps=6",
+        "ckpt_every=2",
+        *options,
+    ]
+    train(load_train_config(config, said), resume=resume, profile=profile)
+
+
+def train_and_resume(config: Path, outputs: Path) -> None:
+    branch = "sequence_parallel.placement=branch"
+    cases = [
+        (config, outputs, ["max_steps=2"], None, None),
+        (config, outputs, [], "auto", "3-4"),
+        (
+            config,
+            outputs.parent / "other",
+            ["max_steps=1", "sp_size=1", "peak_tflops=None"],
+            None,
+            "1",
+        ),
+        (config, outputs.parent / "branch", ["max_steps=1", branch], None, "1"),
+    ]
+    in_worlds(train_once, [(2, case) for case in cases], TRAINING)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps, and four more after a resumption, two of which are traced; beside it a run that ended after a step."""
+    folder = tmp_path_factory.mktemp("metrics")
+    manifest = write_toy_set(folder / "set", 8)
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    run_ranks(2, train_and_resume, folder / "config.py", folder / "run")
+    return folder / "run"
+
+
+def test_all_places_hold_the_same_numbers(trained: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = read_metrics(trained)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    board = EventAccumulator(str(trained / "tensorboard")).Reload()
+    names = set(lines[0]) - {"step"}
+    assert set(board.Tags()["scalars"]) == names
+    assert {
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_time",
+        "tokens_per_s",
+        "mfu",
+        "peak_memory_gb",
+    } <= names
+    assert {"data_wait", "communication", "eta"} <= names
+    for name in names:
+        found = [(event.step, event.value) for event in board.Scalars(name)]
+        assert found == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines], (
+            name
+        )
+    told = [line for line in read_lines(trained.parent / "wandb.jsonl") if "log" in line]
+    assert [line["log"] for line in told[:6]] == lines
+    text = (trained / "train.log").read_text()
+    for line in lines:
+        assert told_line(line["step"], 2 if line["step"] <= 2 else 6, line, 0.001) in text
+        assert 0 < line["communication"] < 1 and 0 <= line["data_wait"] < 1 and line["mfu"] > 0
+    assert lines[-1]["eta"] == 0.0 and lines[2]["eta"] == pytest.approx(3 * lines[2]["step_time"])
+    assert "MFU is a share of 0.001 TFLOP/s per device (peak_tflops of the config)" in text
+
+
+def test_a_line_says_what_is_known() -> None:
+    values = dict(
+        loss=0.25,
+        grad_norm=1.5,
+        lr=1e-4,
+        step_time=0.5,
+        tokens_per_s=12_345.0,
+        peak_memory_gb=71.234,
+    )
+    values |= dict(data_wait=0.004, communication=0.081, eta=90_061.0)
+    line = told_line(20, 1000, values | {"mfu": 0.412}, 989.0)
+    assert line == (
+        "step 20/1000 | loss 0.2500 | grad norm 1.5 | lr 1.00e-04 | 0.5 s/step | 1.234e+04 tokens/s | "
+        "MFU 41.2% of 989 TFLOP/s | 71.23 GB | waiting: data 0.4%, communication 8.1% | ETA 1 day, 1:01:01"
+    )
+    assert "MFU" not in told_line(20, 1000, values, None)
+
+
+def test_a_resumed_run_stays_one_wandb_run(trained: Path) -> None:
+    told = read_lines(trained.parent / "wandb.jsonl")
+    first, second, other, _ = (line["init"] for line in told if "init" in line)
+    assert (
+        first == second
+        and first["resume"] == "allow"
+        and first["name"] == "run"
+        and other["id"] != first["id"]
+    )
+    assert {"axis": "step"} in told and sum("finish" in line for line in told) == 4
+
+
+def regions(path: Path) -> Counter[str]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+
+
+def test_traces_name_the_parts_of_a_step(trained: Path) -> None:
+    """Two steps of two micro-batches, two pairs of blocks, recomputed; every rank writes its own."""
+    assert len(list((trained / "profile").iterdir())) == 2
+    for rank in range(2):
+        found = regions(trained / f"profile/steps_3-4.rank{rank}.json.gz")
+        assert found["spatial"] == found["temporal"] == 2 * 2 * 2 * 2  # forward and recompute
+        assert found["switch"] == found["switch exchange"] == found["switch backward"] == 2 * 2 * 3
+        assert (
+            found["loss"]
+            == found["backward"]
+            == found["data"]
+            == found["encode"]
+            == found["final"]
+            == 2 * 2
+        )
+        assert found["optimizer"] == found["zero exchange"] == 2 and found["embed"] >= 4 * 4
+    alone = regions(trained.parent / "other/profile/steps_1.rank0.json.gz")
+    assert alone["switch"] == 3 and alone["switch exchange"] == 0 and "switch backward" not in alone
+    branch = regions(trained.parent / "branch/profile/steps_1.rank0.json.gz")
+    assert branch["branch exchange"] == branch["branch backward"] == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(("text", "steps"), [("3", Steps(3, 3)), ("10-12", Steps(10, 12))])
+def test_steps_to_trace(text: str, steps: Steps) -> None:
+    assert Steps.parse(text) == steps and str(steps) == text
+
+
+@pytest.mark.parametrize("text", ["0", "x", "4-3", "1-", "1,2"])
+def test_steps_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"got --profile {text!r}; expected a step")):
+        Steps.parse(text)
+
+
+def test_what_cannot_be_traced_or_reported_is_told_before_the_work(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trained.parent / "config.py"
+    done = run(
+        "scripts/train.py",
+        config,
+        "--profile",
+        "5-7",
+        "--cfg-options",
+        f"outputs={tmp_path}",
+        "sp_size=1",
+    )
+    assert done.returncode == 2
+    assert "got --profile 5-7, and a run of steps 1 to 6; expected some of these" in done.stderr
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    resumed = load_train_config(config, [f"outputs={trained}", "max_steps=9"])
+    with pytest.raises(ValueError, match="got --profile 6, and a run of steps 7 to 9"):
+        preflight(resumed, "auto", Steps(6, 6))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(
+        ValueError,
+        match="got wandb=True, and no package of that name; expected .*; pip install wandb",
+    ):
+        preflight(load_train_config(config, [f"outputs={tmp_path}", "wandb=True"]), None)
+
+
+def test_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    main(["report", str(trained)])
+    assert capsys.readouterr().out.split() == [
+        str(trained / "report.png"),
+        str(trained / "report.html"),
+    ]
+    assert (trained / "report.png").read_bytes().startswith(b"\x89PNG")
+    page = (trained / "report.html").read_text()
+    assert "6 of 6, finished" in page and "<th>resumed after step</th><td>2</td>" in page
+    assert (
+        not re.findall(r'(?:src|href)="(?!data:)', page) and 'src="data:image/png;base64,' in page
+    )
+    assert (
+        "of 0.001 TFLOP/s" in page
+        and "dp_size 1 x sp_size 2, CPU" in page
+        and "micro_batches_per_step" in page
+    )
+
+    lines = (trained / "metrics.jsonl").read_text().splitlines(keepends=True)
+    running = tmp_path / "running"  # whose last line is being written
+    running.mkdir()
+    (running / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
+    (running / "sessions.jsonl").write_text((trained / "sessions.jsonl").read_text())
+    (running / "validation.jsonl").write_text('{"step": 2, "loss": 1.5, "loss_by_bin": [1.5]}\n')
+    main(
+        [
+            "report",
+            str(running),
+            str(trained),
+            str(trained.parent / "other"),
+            "-o",
+            str(tmp_path / "out"),
+        ]
+    )
+    page = (tmp_path / "out/report.html").read_text()
+    assert "3 of 6, last heard of" in page and "<td>1.5000 at step 2</td><td>-</td>" in page
+    medians = re.search(r"<th>MFU, median</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
+    assert medians and "%" in medians[1] and medians[3] == "-"
+
+
+def test_reports_of_nothing_are_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for text, message in (
+        (None, "which holds no metrics.jsonl"),
+        ('{"step": 1', "where no step has been logged yet"),
+    ):
+        if text is not None:
+            (tmp_path / "metrics.jsonl").write_text(text)
+        with pytest.raises(SystemExit):
+            main(["report", str(trained), str(tmp_path)])
+        assert message in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""Exchanges in bf16 and fp8: how far gradients move, and how many bytes are saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from opensora_sp.models import build_model
+from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
+from opensora_sp.parallel.low_precision import from_bytes, to_bytes
+
+pytestmark = pytest.mark.core
+BOUNDS = {
+    "bf16": (0.01, 2.0),
+    "fp8": (0.10, 3.5),
+}  # largest relative L2 error of a gradient, bytes saved
+
+
+def gradients_sent_as(
+    dtype: str | None, checkpoint: bool
+) -> tuple[dict[str, torch.Tensor], CommLedger]:
+    torch.manual_seed(0)
+    model = build_model(
+        "STDiT3", hidden_size=96, depth=3, num_heads=4, mlp_ratio=2.0, caption_channels=8, model_max_length=6,
+        patch_size=(1, 1, 1),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for (
+            name,
+            p,
+        ) in (
+            model.named_parameters()
+        ):  # as in the middle of training: nothing zero, gates of weight
+            if p.requires_grad and ("table" in name or not p.any()):
+                p.copy_(
+                    torch.randn(p.shape, generator=generator) * (0.5 if "table" in name else 0.1)
+                )
+    model.set_grad_checkpoint(checkpoint)
+    parallelize(model, SequenceMesh(dist.get_world_size()), placement="branch", comm_dtype=dtype)
+    x, target = (torch.randn(1, 4, 6, 8, 9, generator=generator) for _ in range(2))
+    y = torch.randn(1, 1, 6, 8, generator=generator)
+    with CommLedger() as ledger:
+        (model(x, torch.tensor([300.0]), y)[:, :4] - target).square().mean().backward()
+    found = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            dist.all_reduce(p.grad)
+            found[name] = p.grad / dist.get_world_size()
+    return found, ledger
+
+
+def compare() -> list[tuple[str, float, float]]:
+    exact, plain = gradients_sent_as(None, checkpoint=True)
+    results = []
+    for dtype, (bound, saved) in BOUNDS.items():
+        found, ledger = gradients_sent_as(dtype, checkpoint=True)
+        errors = {name: ((found[name] - g).norm() / g.norm()).item() for name, g in exact.items()}
+        worst = max(errors, key=errors.get)
+        sent = [
+            sum(n for (kind, _), n in one.bytes.items() if kind == "branch")
+            for one in (plain, ledger)
+        ]
+        assert not ledger.calls["branch", "recompute"]
+        assert 0 < errors[worst] <= bound, f"{dtype}: {worst} is off by {errors[worst]:.4f}"
+        assert sent[0] >= saved * sent[1], (dtype, sent)
+        results.append((dtype, errors[worst], sent[0] / sent[1]))
+        again, _ = gradients_sent_as(dtype, checkpoint=False)
+        assert all(
+            torch.equal(again[name], g) for name, g in found.items()
+        )  # checkpointing rounds the same
+    return results
+
+
+def test_gradients_and_bytes() -> None:
+    for dtype, error, saved in run_ranks(2, compare)[0]:
+        print(
+            f"{dtype}: largest relative L2 error of a gradient {error:.4f}, {saved:.2f} times fewer bytes"
+        )
+
+
+@pytest.mark.parametrize(
+    ("narrow", "error"), [(torch.float8_e4m3fn, 2**-4), (torch.float8_e5m2, 2**-3)]
+)
+def test_rounding_to_8_bits_is_relative_to_each_token(narrow: torch.dtype, error: float) -> None:
+    x = (
+        torch.randn(50, 32, dtype=torch.float64)
+        * torch.logspace(-20, 20, 50, dtype=torch.float64)[:, None]
+    )
+    x[3] = 0
+    payload = to_bytes(x, narrow)
+    assert payload.dtype == torch.uint8 and payload.shape == (50, 36)
+    back = from_bytes(payload, narrow, x.dtype)
+    largest = x.abs().amax(dim=1, keepdim=True)
+    assert ((back - x).abs() <= error * x.abs() + 1e-4 * largest).all() and torch.equal(
+        back[3], x[3]
+    )
+    assert from_bytes(to_bytes(x[:0], narrow), narrow, x.dtype).shape == (0, 32)

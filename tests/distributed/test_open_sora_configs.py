@@ -1,0 +1,349 @@
+"""Configs written for Open-Sora 1.0, 1.1 and 1.2: they load, train, sample, and say what they become."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+import torch.distributed as dist
+from open_sora_configs import CASES, OTHER_MODELS, SAMPLING, V1_0, V1_1, V1_2
+from ranks import run_ranks
+from runs import ROOT, write_toy_set
+from safetensors.torch import load_file, save_file
+
+from opensora_sp.config import dump_config, load_either, load_inference_config, load_train_config
+from opensora_sp.config.draft import Draft
+from opensora_sp.config.legacy import KEPT, RULES, Rule
+from opensora_sp.config.translate import markdown, translate
+from opensora_sp.data import Entry, Manifest, write_manifest
+from opensora_sp.models import build_model
+
+TINY = [
+    "vae=dict(type='PatchPoolVAE', pool=(1, 16, 16))",
+    "text_encoder=dict(type='HashedBagOfWords', width=8, max_length=12)",
+    *(
+        "model.in_channels=3",
+        "model.caption_channels=8",
+        "model.hidden_size=24",
+        "model.depth=1",
+        "model.num_heads=3",
+    ),
+    *("model.model_max_length=12", "num_workers=0"),
+]
+
+
+def write(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text.lstrip())
+
+
+def test_training_configs_load_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2)
+    first = load_train_config(tmp_path / "v10.py")
+    assert (first.size, first.num_frames, first.sp_size, first.zero_stage) == ((256, 256), 16, 2, 2)
+    assert first.model["input_size"] == (16, 32, 32) and first.model["attention"] == "auto"
+    assert first.dataset.manifest == "CSV_PATH" and first.dataset.frame_interval == 2
+    assert (
+        first.dataset.clip_start == "random"
+        and first.optimizer.lr == 2e-5
+        and first.ema_decay == 0.9999
+    )
+    assert first.mask_ratios is not None and first.mask_ratios["quarter_head_tail"] == 0.1
+    second = load_train_config(tmp_path / "v11.py", ["dataset.manifest=x.csv"])
+    assert second.model["qk_norm_legacy"] is True and second.model["model_max_length"] == 200
+    assert (
+        second.scheduler["type"] == "iddpm" and second.num_frames == 16 and second.batch_size == 2
+    )
+    assert second.text_encoder["dtype"] == "fp16" and second.vae["dtype"] == "bf16"
+    assert second.text_encoder["clean_captions"]
+    assert second.mask_ratios is not None and second.mask_ratios["quarter_head"] == 0.1
+    third = load_train_config(tmp_path / "v12.py", ["dataset.data_path=x.csv", "lr=3e-4"])
+    assert third.freeze == ("y_embedder.*",) and third.epochs == 1 and third.warmup_steps == 1000
+    assert third.optimizer.lr == 3e-4 and third.optimizer.eps == 1e-15 and third.ema_decay == 0.99
+    assert third.dataset.manifest == "x.csv" and third.vae["micro_frame_size"] == 17
+
+
+def test_what_is_missing_is_still_told(tmp_path: Path) -> None:
+    write(tmp_path, v12=V1_2)
+    with pytest.raises(ValueError, match=r"with manifest None and path None; expected a manifest"):
+        load_train_config(tmp_path / "v12.py")
+
+
+@pytest.mark.parametrize("family", OTHER_MODELS)
+def test_a_config_for_another_model_is_refused_for_that_reason_alone(
+    family: str, tmp_path: Path
+) -> None:
+    write(tmp_path, other=OTHER_MODELS[family])
+    with pytest.raises(ValueError) as error:
+        load_either(tmp_path / "other.py")
+    place, *findings = str(error.value).splitlines()
+    line = next(
+        i for i, one in enumerate(OTHER_MODELS[family].splitlines()) if one.startswith("model")
+    )
+    assert place == f"in {tmp_path / 'other.py'}:" and len(findings) == 1
+    assert re.search(
+        rf"got model.type = .*\({family} .* here\); expected one of \['STDiT-XL/2'.*; take ",
+        findings[0],
+    )
+    assert findings[0].endswith(f"other.py:{line}]")
+
+
+def test_buckets_without_a_probability_are_refused(tmp_path: Path) -> None:
+    """As configs for evaluating the loss have them, which keep every clip."""
+    without = V1_2.replace("1: (1.0, 475)", "1: (None, 100)")
+    assert without != V1_2
+    write(tmp_path, v12=without)
+    with pytest.raises(
+        ValueError,
+        match=r"got bucket_config\['144p'\]\[1\] = \(None, 100\); expected probabilities",
+    ):
+        load_train_config(tmp_path / "v12.py", ["dataset.manifest=x.csv"])
+
+
+def test_what_the_readmes_say_of_configs_that_load(tmp_path: Path) -> None:
+    """One of three stage configs names its clips, the others load once the manifest is set; both READMEs say so."""
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2)
+    load_train_config(tmp_path / "v10.py")
+    for name in ("v11", "v12"):
+        with pytest.raises(ValueError, match="expected a manifest") as error:
+            load_train_config(tmp_path / f"{name}.py")
+        assert len(str(error.value).splitlines()) == 2
+        load_train_config(tmp_path / f"{name}.py", ["dataset.manifest=x.csv"])
+    for page in ("README.md", "README_zh.md"):
+        assert "`--cfg-options dataset.manifest=FILE`" in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_a_sampling_config_loads_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path, sample=SAMPLING)
+    cfg = load_inference_config(tmp_path / "sample.py")
+    assert (cfg.size, cfg.num_frames, cfg.fps, cfg.save_fps) == ((240, 426), 51, 24, 8)
+    assert (
+        cfg.ckpt == "hpcai-tech/OpenSora-STDiT-v3"
+        and cfg.outputs == "./samples/"
+        and cfg.precision == "bf16"
+    )
+    assert [one.prompt for one in cfg.prompts][1] == "|0|a hare|1|a dog" and cfg.aes == 6.5
+
+
+SAMPLING_ONLY = ("fps", "prompt", "prompts")
+
+
+def run_of(old: str, rest: dict[str, Any]) -> str:
+    of_rule = {rule.run for rule in RULES if rule.old == old}
+    if any(key in rest for key in SAMPLING_ONLY) or of_rule == {"sample"}:
+        return "sample"
+    return "train"
+
+
+def test_each_rule_has_its_cases() -> None:
+    assert CASES.keys() == {rule.old for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "rest", "expected"),
+    [(old, *case) for old, cases in CASES.items() for case in cases],
+)
+def test_what_becomes_of_each_key(old: str, value: Any, rest: dict, expected: dict | str) -> None:
+    draft, missing = Draft(), object()
+    for key, said in {**rest, old: value}.items():
+        draft.set(tuple(key.split(".")), said, f"a.py:{key}")
+    run = run_of(old, rest)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)) as error:
+            translate(draft, run)  # type: ignore[arg-type]
+        assert (
+            f"[a.py:{old}]" in str(error.value)
+            and "got" in str(error.value)
+            and "expected" in str(error.value)
+        )
+        return
+    translate(draft, run)  # type: ignore[arg-type]
+    for key, wanted in expected.items():
+        assert draft.get(tuple(key.split("."))) == wanted, key
+    rules = [rule for rule in RULES if rule.old == old and rule.run in (None, run)]
+    kept = any(rule.new == old for rule in rules)
+    assert kept or draft.get(tuple(old.split(".")), missing) is missing
+    notes = [note for note in draft.notes if note.startswith(f"a.py:{old}: {old}")]
+    silent = any(value is one or value == one for rule in rules for one in rule.inert)
+    assert len(notes) <= 1 and (
+        bool(notes) or silent or kept or old in ("reference_path", "mask_strategy")
+    )
+
+
+def test_keys_that_are_kept_are_known(tmp_path: Path) -> None:
+    """``KEPT`` and the rules cover every key of the configs above, and every kept key is one of ours."""
+    from opensora_sp.config import InferenceConfig, TrainConfig
+    from opensora_sp.config.files import read_config
+
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, sample=SAMPLING)
+    known = {*KEPT, *(rule.old for rule in RULES)}
+    for name in ("v10", "v11", "v12", "sample"):
+        for key, value in read_config(tmp_path / f"{name}.py").values.items():
+            inner = value if key in ("dataset", "model", "vae", "text_encoder", "scheduler") else {}
+            assert {key, *(f"{key}.{part}" for part in inner)} <= known, (name, key)
+    ours = {*TrainConfig.model_fields, *InferenceConfig.model_fields}
+    assert {key for key in KEPT if "." not in key} <= ours
+
+
+def test_each_mapping_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, v12=V1_2)
+    with caplog.at_level(logging.INFO, "opensora_sp"):
+        load_train_config(tmp_path / "v12.py", ["dataset.manifest=x.csv", "lr=1"])
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "lr = 1 is optimizer.lr = 1 here" in line]) == 1
+    assert any(
+        line.startswith(f"{tmp_path / 'v12.py'}:5: num_bucket_build_workers has no effect")
+        for line in lines
+    )
+    assert len(lines) == len(set(lines))
+
+
+def test_the_command_line_wins_over_either_name(tmp_path: Path) -> None:
+    write(tmp_path, v10=V1_0)
+    cfg = load_train_config(
+        tmp_path / "v10.py", ["optimizer.lr=0.5", "dataset.manifest=mine.csv", "dtype=fp32"]
+    )
+    assert (cfg.optimizer.lr, cfg.dataset.manifest, cfg.precision) == (0.5, "mine.csv", "fp32")
+    assert cfg.dataset.clip_start == "random"
+    with pytest.raises(
+        ValueError, match=r"got both lr \[.*v10.py:\d+\] and optimizer.lr \[.*v10.py:\d+\]"
+    ):
+        write(tmp_path, v10=V1_0 + "optimizer = dict(lr=1)\n")
+        load_train_config(tmp_path / "v10.py")
+
+
+def test_the_docs_have_the_table() -> None:
+    assert markdown() in (ROOT / "docs" / "configs.md").read_text()
+
+
+def train_them(folder: Path) -> dict[str, Any]:
+    """Two steps with each config, sharing every clip; of the first also from its dump, and what stayed as it was."""
+    from opensora_sp.plugin import current_device, launch
+    from opensora_sp.training import metrics, run
+    from opensora_sp.training.metrics import log_to
+
+    launch(0)
+    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    found: dict[str, Any] = {}
+    for name in ("v10", "v11", "v12", "v10_again"):
+        path = folder / ("v10_dump.py" if name == "v10_again" else f"{name}.py")
+        dumped = [f"outputs={folder / name}"]
+        own = [
+            f"dataset.manifest={folder / ('clips.csv' if name == 'v10' else 'mixed.csv')}",
+            "lr=1e-2",
+            *TINY,
+        ]
+        own += (
+            ["num_frames=3", "image_size=(32, 32)", "batch_size=2"]
+            if name == "v10"
+            else [*BUCKETED]
+        )
+        cfg = load_train_config(path, dumped if name == "v10_again" else [*dumped, *own])
+        if name == "v10" and dist.get_rank() == 0:
+            (folder / "v10_dump.py").write_text(dump_config(cfg))
+        dataset, checkpoint = run.preflight(cfg, None)
+        (folder / name).mkdir(exist_ok=True)
+        log_to(folder / name, enabled=False)
+        training = run.Run(cfg, dataset, checkpoint, current_device())
+        before = {key: tensor.clone() for key, tensor in training.module.state_dict().items()}
+        training.steps(folder / name)
+        after = training.module.state_dict()
+        frozen = {
+            key
+            for key, parameter in training.module.named_parameters()
+            if not parameter.requires_grad
+        }
+        found[name] = (
+            training.cfg.max_steps,
+            frozen,
+            {key for key in before if not torch.equal(before[key], after[key])},
+        )
+        dist.barrier()
+    return found
+
+
+BUCKETED = [
+    "bucket_config={'144p': {1: (1.0, 2), 3: (1.0, 2)}}",
+    "dataset.frame_interval=1",
+    "warmup_steps=0",
+]
+
+
+def test_they_train(tmp_path: Path) -> None:
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2)
+    manifest = write_toy_set(tmp_path, 4)
+    rows = [
+        one._replace(path=Path(one.path.name), num_frames=6, height=180, width=320)
+        for one in Manifest(manifest)
+    ]
+    frames = [rows[0], rows[1], *(Entry(one.path, one.text, 1, 180, 320) for one in rows[2:])]
+    write_manifest(tmp_path / "mixed.csv", frames)
+    found = run_ranks(2, train_them, tmp_path)[0]
+    assert {steps for steps, *_ in found.values()} == {2}  # one epoch of four clips
+    frozen = {name: {key.partition(".")[0] for key in keys} for name, (_, keys, _) in found.items()}
+    assert frozen["v12"] - frozen["v11"] == {"y_embedder"} and "y_embedder" not in frozen["v10"]
+    assert all("final_layer.linear.weight" in changed for *_, changed in found.values())
+    last = [
+        load_file(tmp_path / name / "step_00000002" / "model" / "model.safetensors")
+        for name in ("v10", "v10_again")
+    ]
+    assert last[0].keys() == last[1].keys() and all(
+        torch.equal(last[0][key], last[1][key]) for key in last[0]
+    )
+
+
+def test_one_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opensora_sp.checkpoint import write_model_config
+    from opensora_sp.data.video import probe
+    from opensora_sp.sampling import sample
+
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, sample=SAMPLING)
+    (tmp_path / "prompts.txt").write_text("a red fox\n|0|a hare|1|a dog\n")
+    options = [
+        *TINY[:-1],
+        "prompt=None",
+        "prompt_path=prompts.txt",
+        "num_frames=5",
+        "resolution=32x48",
+        "flow=3",
+    ]
+    options += [
+        "aspect_ratio=None",
+        "model.from_pretrained=weights",
+        "scheduler.num_sampling_steps=2",
+        "model.pred_sigma=False",
+    ]
+    cfg = load_inference_config(
+        "sample.py", [*options, "dtype=fp32", "loop=2", "condition_frame_length=2"]
+    )
+    model = build_model(
+        **{"name" if key == "type" else key: value for key, value in cfg.model.items()}
+    )
+    (tmp_path / "weights").mkdir()
+    save_file(model.state_dict(), tmp_path / "weights" / "model.safetensors")
+    write_model_config(tmp_path / "weights", "STDiT3", model.config)
+    files = sample(cfg)
+    assert [path.parent for path in files] == [Path("samples")] * 2
+    assert (
+        "a red fox aesthetic score: 6.5. motion score: 3.0."
+        in files[0].with_suffix(".json").read_text()
+    )
+    assert (
+        "|0|a hare aesthetic score: 6.5. motion score: 3.0.|1|a dog"
+        in files[1].with_suffix(".json").read_text()
+    )
+    found = probe(files[0])
+    assert found.num_frames == 8
+    with av.open(str(files[0])) as container:
+        assert container.streams.video[0].average_rate == 8  # fps / frame_interval
+
+
+def test_a_rule_says_why() -> None:
+    for rule in RULES:
+        assert isinstance(rule, Rule) and (rule.new or rule.note or rule.refused), rule.old

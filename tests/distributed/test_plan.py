@@ -1,0 +1,211 @@
+"""Models that name no points, by a plan: the worked example of the docs, other forms, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from opensora_sp.parallel import (
+    CommLedger,
+    SequenceMesh,
+    ShardPlan,
+    parallelize,
+    register_plan,
+    unwrap,
+)
+
+pytestmark = pytest.mark.core
+DOCUMENT = Path(__file__).parents[2] / "docs/own_model.md"
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, over: str) -> None:
+        super().__init__()
+        self.qkv, self.over = nn.Linear(width, 3 * width), over
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        h = x if self.over == "s" else x.transpose(1, 2)
+        q, k, v = self.qkv(h).chunk(3, dim=-1)
+        h = nn.functional.scaled_dot_product_attention(q, k, v)
+        h = h if self.over == "s" else h.transpose(1, 2)
+        return h if mask is None else h * mask[..., None]
+
+
+class Branches(nn.Module):
+    """Tokens ``[B, T, S, C]``; attentions are branches, whose results are added."""
+
+    def __init__(self, width: int = 6, way: str = "module") -> None:
+        super().__init__()
+        self.spatial = nn.ModuleList(Attention(width, "s") for _ in range(2))
+        self.temporal = nn.ModuleList(Attention(width, "t") for _ in range(2))
+        self.enter, self.head, self.way = nn.Identity(), nn.Linear(width, width), way
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.enter(x)
+        for spatial, temporal in zip(self.spatial, self.temporal, strict=True):
+            for attention, m in ((spatial, mask), (temporal, None)):
+                called = attention.forward if self.way == "method" else attention
+                x = x + checkpoint(called, x, m, use_reentrant=False)
+        return x if self.way == "no head" else self.head(x)
+
+
+PLAN = ShardPlan(
+    enter="enter", spatial=("spatial.*",), temporal=("temporal.*",), leave="head", placement="branch",
+    arguments={"mask": "b t s"},
+)  # fmt: skip
+
+
+def compare(model: nn.Module, mesh: SequenceMesh, *inputs: torch.Tensor) -> None:
+    """Output, input gradient and every parameter gradient against the bare model, in float64."""
+    results = []
+    for wrapped in (False, True):
+        if wrapped:
+            parallelize(model, mesh, verify=True)
+        leaves = [z.clone().requires_grad_() for z in inputs]
+        model.zero_grad()
+        output = model(*leaves)
+        (output * torch.arange(output.numel()).view_as(output).sin()).sum().backward()
+        gradients = [z.grad for z in leaves] + [p.grad for p in model.parameters()]
+        if wrapped:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+                gradient /= mesh.sp_size
+        results.append([output, *(g.clone() for g in gradients)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    unwrap(model)
+    hooked = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
+    assert not hooked, hooked
+
+
+def planned_models() -> None:
+    mesh = SequenceMesh(dist.get_world_size())
+    torch.manual_seed(1)
+    register_plan(Branches, PLAN)
+    for B, T, S in [
+        (1, 5, 7),
+        (2, 3, 4),
+        (1, 1, 5),
+        (2, 4, 1),
+    ]:  # ranks without a frame, or without a patch
+        compare(
+            Branches().double(),
+            mesh,
+            torch.randn(B, T, S, 6).double(),
+            torch.rand(B, T, S).double(),
+        )
+    space: dict = {"__name__": "example"}
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.S)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, space)
+    with CommLedger() as ledger:
+        compare(
+            space["MyDiT"]().double(),
+            mesh,
+            torch.randn(3, 4, 5, 3, 3).double(),
+            torch.rand(3, 5).double(),
+        )
+    assert ledger.calls["switch", "backward"]
+    checkpointed(space["MyDiT"], mesh)
+
+
+def checkpointed(model_class: type, mesh: SequenceMesh) -> None:
+    """Two batches of different shape before one backward, each recomputed as what it was."""
+
+    class Recomputed(model_class):
+        def forward(self, video: torch.Tensor, frame_scale: torch.Tensor) -> torch.Tensor:
+            x = self.embed(video.flatten(3).permute(0, 2, 3, 1).flatten(1, 2))
+            for block in self.blocks:
+                x = checkpoint(
+                    block, x, video.shape[2], frame_scale=frame_scale, use_reentrant=False
+                )
+            return self.head(x)
+
+    torch.manual_seed(0)
+    bare = Recomputed().double()
+    parallel = Recomputed().double()
+    parallel.load_state_dict(bare.state_dict())
+    parallelize(parallel, mesh)
+    batches = [
+        (torch.randn(1, 4, T, 3, S).double(), torch.rand(1, T).double())
+        for T, S in [(4, 3), (6, 5), (3, 4)]
+    ]
+    for model in (bare, parallel):
+        sum(model(*batch).square().mean() for batch in batches).backward()
+    for ours, theirs in zip(parallel.parameters(), bare.parameters(), strict=True):
+        dist.all_reduce(ours.grad)
+        torch.testing.assert_close(ours.grad / mesh.sp_size, theirs.grad, rtol=1e-9, atol=1e-11)
+
+
+def refused_plans() -> None:
+    mesh = SequenceMesh(dist.get_world_size())
+    x = torch.randn(1, 4, 3, 6)
+    register_plan(Branches, PLAN)
+    with pytest.raises(ValueError, match=r"passed by 4 modules of its ShardPlan \(spatial.0"):
+        parallelize(Branches(way="method"), mesh)(x)
+    with pytest.raises(ValueError, match="a forward that did not call 'head'"):
+        parallelize(Branches(way="no head"), mesh)(x)
+    with pytest.raises(
+        ValueError, match=r"got 'mask' of shape \(1, 4, 4\); expected axes b t s of sizes"
+    ):
+        parallelize(Branches(), mesh)(x, torch.ones(1, 4, 4))
+    with pytest.raises(ValueError, match="expected the defaults; name sharding_points"):
+        parallelize(Branches(), mesh, strategy="ulysses")
+    wrong = replace(PLAN, spatial=PLAN.temporal, temporal=PLAN.spatial)
+    register_plan(Branches, wrong)
+    with pytest.raises(ValueError, match="got another result under sequence parallelism"):
+        parallelize(Branches(), mesh, verify=True)(x)
+    model = Branches()
+    model.temporal[1] = model.temporal[0]
+    register_plan(Branches, PLAN)
+    with pytest.raises(ValueError, match=r"got 'temporal.0' twice in one forward"):
+        parallelize(model, mesh)(x)
+    for change, told in [
+        (dict(enter="entry"), "got 'entry' as the place of a sharding point"),
+        (dict(temporal=("temporal.*", "nothing.*")), r"got 'nothing.\*' as the place"),
+        (dict(enter="spatial.*"), "which fits 2 modules; expected one"),
+        (dict(temporal=("spatial.0",)), "got 'spatial.0' as spatial and temporal"),
+    ]:
+        register_plan(Branches, replace(PLAN, **change))
+        model = Branches()
+        with pytest.raises(ValueError, match=told):
+            parallelize(model, mesh)
+        assert not [
+            m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks
+        ]  # nothing is left behind
+    register_plan(Branches, PLAN)
+    model = parallelize(Branches(), mesh, verify=True)
+    unwrap(model)(x)  # without what would verify
+    model = parallelize(model, mesh, verify=True)
+    with torch.inference_mode():
+        model(x)
+
+
+def in_turn(*functions) -> None:
+    for function in functions:
+        function()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_model_without_points_gives_the_one_process_result(num_ranks: int) -> None:
+    run_ranks(num_ranks, in_turn, planned_models, refused_plans)
+
+
+def test_bad_plans_are_refused() -> None:
+    for field, told in [
+        (dict(tokens="b c t s"), "got tokens 'b c t s'; expected one of"),
+        (dict(placement="around"), "got placement 'around'; expected 'stream' or 'branch'"),
+        (dict(arguments={"mask": "b x"}), "got axes 'b x' for argument 'mask'"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            ShardPlan(**{**dict(enter="a", spatial=(), temporal=(), leave="b"), **field})
+        assert told in str(error.value)

@@ -1,0 +1,473 @@
+"""The planner: bytes as the ledger counts them, memory as the tracker measures it, warnings, advice, the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import features_of
+
+from opensora_sp.cli import main
+from opensora_sp.cli.plan import INSTEAD_OF_TOKENS, NAMES
+from opensora_sp.config import TrainConfig, load_inference_config, load_train_config
+from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.memory import LivePeak
+from opensora_sp.models import build_model
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.models.token_groups import windows_of
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, cost, layout, parallelize
+from opensora_sp.parallel.strategies import WholeSamples
+from opensora_sp.planner import plan
+from opensora_sp.planner.plan import _Run, buckets_of, spans_nodes
+from opensora_sp.planner.sharing import Shape, share
+from opensora_sp.planner.trace import trace_activations
+from opensora_sp.planner.traffic import tokens_changing_rank, traffic
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
+ONE_SHAPE = [
+    path for path in SHIPPED if "buckets" not in path.stem
+]  # a shape takes seconds; test_buckets.py plans some
+
+pytestmark = pytest.mark.core
+
+# --- bytes sent
+
+TINY = dict(
+    in_channels=2,
+    hidden_size=24,
+    num_heads=3,
+    depth=2,
+    caption_channels=5,
+    model_max_length=4,
+    mlp_ratio=2.0,
+)
+WINDOWS = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, num_heads=2)
+STEPS = [  # (B, T, side of the latent), options (of the model in "model"), ranks, dtype, checkpointing
+    ((1, 5, 6), {}, 4, torch.float32, False),
+    ((3, 3, 4), {}, 2, torch.bfloat16, True),
+    ((4, 2, 4), {}, 4, torch.float32, True),
+    ((1, 2, 8), {}, 4, torch.float32, True),  # fewer frames than ranks
+    ((1, 2, 8), dict(recompute_communication=True), 4, torch.float32, True),
+    ((1, 1, 2), {}, 4, torch.float32, False),
+    ((1, 5, 6), dict(placement="branch"), 4, torch.float32, True),
+    ((1, 5, 6), dict(placement="branch", comm_dtype="bf16"), 2, torch.float32, False),
+    (
+        (1, 5, 6),
+        dict(placement="branch", comm_dtype="fp8", recompute_communication=True),
+        4,
+        torch.float32,
+        True,
+    ),
+    ((1, 5, 6), dict(strategy="ulysses"), 4, torch.float32, True),
+    ((2, 4, 6), dict(strategy="ulysses"), 2, torch.float32, False),
+    ((1, 5, 6), dict(strategy="split_gather"), 4, torch.float32, True),
+    ((1, 64, 8), dict(overlap_chunks=3, overlap_backward=True), 4, torch.float32, True),
+    (
+        (1, 5, 10),
+        dict(model=WINDOWS),
+        4,
+        torch.float32,
+        True,
+    ),  # 5 x 5 patches: windows of 4, 2 and 1
+    ((1, 5, 6), dict(model=WINDOWS, placement="branch"), 2, torch.float32, False),
+    ((1, 5, 6), dict(model=WINDOWS, strategy="ulysses"), 4, torch.float32, True),
+    ((1, 5, 6), dict(model=WINDOWS, strategy="split_gather"), 4, torch.float32, False),
+    ((1, 128, 4), dict(model=WINDOWS), 4, torch.float32, True),  # one window
+    ((1, 2, 4), dict(model=WINDOWS), 4, torch.float32, True),  # and two frames
+    ((1, 5, 6), dict(model=dict(full_attention=True)), 4, torch.float32, True),
+]
+
+
+def of_model(options: dict) -> tuple[dict, dict]:
+    """Options of the model, and of how it is shared."""
+    return {**TINY, **options.get("model", {})}, {k: v for k, v in options.items() if k != "model"}
+
+
+def counted_steps() -> list[dict[str, int]]:
+    """Bytes that this rank sends in each of STEPS, by phase."""
+    found, meshes = [], {ranks: SequenceMesh(ranks) for ranks in (2, 4)}
+    cost.FLOPS_PER_ELEMENT = 10  # so that small models, too, share few units by heads
+    for (B, T, side), options, ranks, dtype, checkpointing in STEPS:
+        config, how = of_model(options)
+        model = build_model("STDiT3", **config).to(dtype)
+        model.set_grad_checkpoint(checkpointing)
+        parallelize(model, meshes[ranks], **how)
+        x = torch.randn(B, 2, T, side, side)
+        with CommLedger() as ledger:
+            shard = model(x, torch.rand(B), torch.randn(B, 1, 4, 5), output="shards")
+            rank_loss(velocity_loss(shard, x), global_samples=B, world_size=ranks).backward()
+        sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
+        for (kind, phase), count in ledger.bytes.items():
+            sent[phase] += count if kind != "check" else 0
+        found.append(sent)
+    return found
+
+
+def test_bytes_are_those_that_the_ledger_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = run_ranks(4, counted_steps)
+    monkeypatch.setattr(cost, "FLOPS_PER_ELEMENT", 10)
+    modes = set()
+    for i, ((B, T, side), options_of_case, ranks, dtype, checkpointing) in enumerate(STEPS):
+        config, how = of_model(options_of_case)
+        options = Options(**how)
+        grid = resolve_config("STDiT3", **config).grid(B, (T, side, side))
+        more = dict(windows=grid.windows, full=grid.full)
+        shape = Shape(B, T, (side // 2) ** 2, 24, config["num_heads"], 2, **more)
+        mode = shape.mode(options, ranks)
+        modes.add(mode.__name__)
+        planned = traffic(
+            mode,
+            shape,
+            options,
+            ranks,
+            element_size=dtype.itemsize,
+            checkpointing=checkpointing,
+            training=True,
+        )
+        for rank in range(4):
+            for phase, sent in counted[rank][i].items():
+                assert sent == getattr(planned, phase)[rank % ranks], (STEPS[i], mode, rank, phase)
+    assert modes == {
+        *("WholeSamples", "SwitchRows", "SplitHeads", "BranchSwitch", "Ulysses", "SplitGather"),
+        *("SplitWindows", "SplitBoth", "SplitClips"),
+    }
+
+
+# --- memory
+
+MEMORY_CONFIG = """
+num_frames = {frames}
+image_size = {size}
+vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
+text_encoder = dict(type="HashedBagOfWords", width=64, max_length=20)
+model = dict(
+    type="STDiT3", in_channels=3, caption_channels=64, model_max_length=20, pred_sigma=False, hidden_size={width},
+    depth={depth}, num_heads=4,
+)
+dataset = dict(manifest="none.csv")
+max_steps = 2
+"""
+MEMORY_CASES = {
+    "wide and shallow": (
+        dict(frames=11, size=(64, 64), width=448, depth=2),
+        ["sp_size=2", "precision=fp32", "batch_size=1"],
+    ),
+    "many frames, checkpointing": (
+        dict(frames=128, size=(48, 48), width=128, depth=5),
+        ["sp_size=2", "precision=fp32", "batch_size=1", "grad_checkpoint=True", "grad_clip=1.0"],
+    ),
+    "one rank a batch, bf16, ZeRO-1, two micro-batches": (
+        dict(frames=3, size=(64, 64), width=256, depth=4),
+        ["sp_size=1", "precision=bf16", "batch_size=2", "zero_stage=1", "micro_batches_per_step=4"],
+    ),
+    "deep, no checkpointing": (
+        dict(frames=48, size=(48, 48), width=128, depth=8),
+        ["sp_size=2", "precision=fp32", "batch_size=1"],
+    ),
+}
+
+
+def measured_peaks(configs: list[TrainConfig]) -> list[int]:
+    return [measured_peak(cfg) for cfg in configs]
+
+
+def measured_peak(cfg: TrainConfig) -> int:
+    """Live bytes at the peak of two training steps, built and run as ``training/trainer.py`` does."""
+    from opensora_sp.data import Clip
+    from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+    from opensora_sp.features.batch import BatchMaker
+    from opensora_sp.features.sharded import Encoders
+    from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
+    from opensora_sp.plugin._colossalai import Booster
+    from opensora_sp.training.ema import ShardedEma
+    from opensora_sp.training.trainer import fixed_tensors, make_optimizer
+
+    clip = Clip(
+        video=torch.zeros(3, cfg.num_frames, *cfg.size, dtype=torch.uint8),
+        text=" ".join(map(str, range(30))),
+        fps=24.0,
+    )
+    with LivePeak() as live:
+        plugin = SequenceParallelPlugin.from_config(cfg)
+        booster, mesh = Booster(plugin=plugin), plugin.mesh
+        model = build_model(
+            **{("name" if key == "type" else key): value for key, value in cfg.model.items()}
+        )
+        model.set_grad_checkpoint(cfg.grad_checkpoint)
+        optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
+        fixed = fixed_tensors(model)
+        boosted, optimizer, *_ = booster.boost(model, optimizer)
+        ema = ShardedEma(NamedShards(model, optimizer).masters, cfg.ema_decay)
+        source = Encoders(PatchPoolVAE((1, 4, 4)), HashedBagOfWords(64, 20), torch.device("cpu"))
+        maker = BatchMaker(cfg, model.config, source, torch.device("cpu"))
+        live.reset_peak()
+        for step in range(2):
+            for micro_batch in range((cfg.micro_batches_per_step or mesh.dp_size) // mesh.dp_size):
+                batch = maker.make(
+                    micro_batch, range(cfg.batch_size), features_of(source, [clip] * cfg.batch_size)
+                )
+                shard = boosted(batch.x_t, **batch.inputs, output="shards")
+                loss = rank_loss(
+                    velocity_loss(shard, batch.target), global_samples=4, world_size=mesh.world_size
+                )
+                booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update(step)
+    assert fixed
+    return live.peak
+
+
+def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
+    configs = []
+    for i, (values, options) in enumerate(MEMORY_CASES.values()):
+        (tmp_path / f"{i}.py").write_text(MEMORY_CONFIG.format(**values))
+        configs.append(load_train_config(tmp_path / f"{i}.py", options))
+    measured = [max(ranks) for ranks in zip(*run_ranks(2, measured_peaks, configs))]
+    lines, wrong = [], []
+    for name, cfg, found in zip(MEMORY_CASES, configs, measured):
+        memory = plan(cfg, 2, device="cpu").buckets[0].memory
+        peak = memory.configured
+        line = (
+            f"{name}: measured {found / 1e6:.1f} MB, predicted {peak.total / 1e6:.1f} MB, ratio "
+            f"{peak.total / found:.3f} (kept {memory.kept.total / 1e6:.1f}, gradients {peak.gradients / 1e6:.1f}, "
+            f"activations {peak.activations / 1e6:.1f}, at {peak.moment})"
+        )
+        lines.append(line)
+        wrong += [line] if abs(peak.total / found - 1) > 0.15 else []
+    print(*lines, sep="\n")
+    assert not wrong, "\n".join(lines)
+
+
+# --- what is told
+
+SMALL = """
+num_frames = 5
+image_size = (32, 32)
+sp_size = 4
+vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
+text_encoder = dict(type="HashedBagOfWords", width=8, max_length=6)
+model = dict(type="STDiT3", in_channels=3, caption_channels=8, model_max_length=6, hidden_size=24, depth=2, num_heads=2)
+dataset = dict(manifest="none.csv")
+max_steps = 2
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    (tmp_path / "small.py").write_text(SMALL)
+    return str(tmp_path / "small.py")
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(["plan", *arguments])
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_ranks_without_units_are_told(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(capsys, small, "--gpus", "8", "--cfg-options", "sp_size=8", "num_frames=1")
+    flat = " ".join(out.split())
+    assert "split heads: B*T=1 frames are fewer than 8 ranks" in flat
+    assert (
+        "warning heads of frames (B*T*H) are 2, fewer than the 8 ranks: 6 of these hold no unit and wait (rank"
+        in flat
+    )
+    assert "warning" not in told(
+        capsys, small, "--gpus", "8", "--cfg-options", "sp_size=2", "batch_size=3"
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 1024), (3, 5, 6), (1, 7, 9), (2, 2, 30)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_unit_is_held_once_and_work_adds_up(shape: tuple[int, int, int], ranks: int) -> None:
+    windows = windows_of(shape[2], 1, (4, 1))
+    for more in (dict(), dict(windows=windows), dict(full=True)):
+        batch = Shape(*shape, width=48, heads=4, depth=2, **more)
+        for options in (Options(), Options(strategy="ulysses"), Options(strategy="split_gather")):
+            shared = share(batch, options, ranks)
+            assert sum(shared.tokens) == batch.tokens and all(
+                len(sizes) == ranks for sizes in shared.units.values()
+            )
+            assert sum(shared.work) == pytest.approx(ranks) and shared.imbalance == pytest.approx(
+                max(shared.work) - 1
+            )
+    assert share(Shape(4, 8, 16, 48, 4, 2), Options(), 4).imbalance == pytest.approx(0)
+
+
+def test_tokens_that_change_rank_are_those_held_elsewhere_in_the_other_layout() -> None:
+    B, T, S, ranks = 2, 5, 7, 4
+
+    def holder(row: int, rows: int) -> int:
+        return next(r for r in range(ranks) if rows * r // ranks <= row < rows * (r + 1) // ranks)
+
+    tokens = [(b, t, s) for b in range(B) for t in range(T) for s in range(S)]
+    moved = sum(holder(b * T + t, B * T) != holder(b * S + s, B * S) for b, t, s in tokens)
+    assert tokens_changing_rank(Shape(B, T, S, 24, 3, 2), ranks) == moved
+
+
+def test_advice_names_changes_that_balance_better(small: str) -> None:
+    def imbalance(option: str) -> float:
+        cfg = load_train_config(small, [option])
+        latent_frames = cfg.num_frames  # the stand-in VAE's pool keeps them
+        return share(Shape(1, latent_frames, 16, 24, 2, 2), Options(), cfg.sp_size).imbalance
+
+    uneven = plan(load_train_config(small), 4).buckets[0]
+    assert (
+        uneven.sharing.units["spatial rows (B*T)"] == [1, 1, 1, 2]
+        and uneven.sharing.imbalance > 0.1
+    )
+    options = [advice.split()[0] for advice in uneven.advice]
+    assert "num_frames=4" in options and any(option.startswith("sp_size=") for option in options)
+    for option in options:
+        assert imbalance(option) <= uneven.sharing.imbalance / 2, option
+    assert plan(load_train_config(small, ["num_frames=4"]), 4).buckets[0].advice == []
+
+
+def test_memory_that_does_not_fit_is_told(small: str) -> None:
+    cfg = load_train_config(small, ["num_frames=64"])
+    memory = plan(cfg, 4).buckets[0].memory
+    assert memory.checkpointed.total < memory.plain.total == memory.configured.total
+    between = (memory.checkpointed.total + memory.plain.total) / 2e9
+    (advice,) = plan(cfg, 4, memory_gb=between).buckets[0].advice
+    assert "do not fit" in advice and "grad_checkpoint=True takes" in advice
+    assert plan(cfg, 4, memory_gb=1).buckets[0].advice == []
+    assert "nor do more ranks" in plan(cfg, 4, memory_gb=1e-6).buckets[0].advice[-1]
+
+
+def test_groups_that_span_nodes() -> None:
+    assert not spans_nodes(16, 8, 8) and not spans_nodes(16, 2, 4) and not spans_nodes(4, 4, 8)
+    assert spans_nodes(16, 8, 4) and spans_nodes(12, 6, 4) and spans_nodes(12, 3, 4)
+
+
+def test_table_and_json_hold_the_same_numbers(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (small, "--gpus", "8", "--gpus-per-node", "4", "--memory-gb", "80")
+    table, found = told(capsys, *arguments), json.loads(told(capsys, *arguments, "--json"))
+    (bucket,) = found["buckets"]
+    assert max(map(len, table.splitlines())) <= 100
+    assert (found["dp_size"], found["sp_size"], found["spans_nodes"]) == (2, 4, False)
+    assert (
+        "a group of 4 ranks lies on one node" in table
+        and f"{bucket['tokens_changing_rank']} tokens" in table
+    )
+    assert (
+        f"{bucket['traffic']['mean'] / 1e6:,.2f}" in table
+        and f"{bucket['sharing']['imbalance']:.1%}" in table
+    )
+    assert f"{bucket['memory']['configured']['total'] / 1e9:.3f}" in table
+    assert (
+        set(bucket["compared"]) == {"switch", "ulysses", "split_gather"}
+        and "with 'ulysses'" in table
+    )
+
+
+@pytest.mark.parametrize("config", ONE_SHAPE, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_shipped_configs_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(capsys, str(config), "--gpus", "8")
+    assert "tokens" in out and max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--gpus", "6"],
+            "got sp_size 4 with 6 processes; expected an sp_size that divides the number of processes",
+        ),
+        (["--gpus", "2"], "got sp_size 4 with 2 processes"),
+        (["--gpus", "0"], "got --gpus 0; expected at least 1"),
+        (
+            ["--gpus", "8", "--gpus-per-node", "3"],
+            "got --gpus-per-node 3 with --gpus 8; expected nodes that are all",
+        ),
+        (["--gpus", "8", "--memory-gb", "-1"], "got --memory-gb -1; expected a positive number"),
+        (
+            ["--gpus", "8", "--cfg-options", "micro_batches_per_step=0"],
+            "got micro_batches_per_step = 0",
+        ),
+        (["--gpus", "8", "--cfg-options", "num_framse=3"], "did you mean 'num_frames'?"),
+    ],
+)
+def test_bad_input_is_told_in_a_sentence(
+    small: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert message in refused(capsys, small, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "sent"), [("STDiT", 7), ("STDiT2", 7)]
+)  # 4 blocks: 2 * 4 - 1 switches
+def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: int) -> None:
+    cfg = load_train_config(small)
+    latents = dict(input_size=(5, 4, 4), patch_size=(1, 2, 2)) if model == "STDiT" else {}
+    keep = {
+        key: value for key, value in cfg.model.items() if key in ("in_channels", "caption_channels")
+    }
+    other = dict(type=model, hidden_size=24, depth=4, num_heads=3, **keep, **latents)
+    made = plan(
+        cfg.model_copy(
+            update={"model": other, "sp_size": 2, "num_frames": 5, "image_size": (16, 16)}
+        ),
+        2,
+    )
+    (bucket,) = made.buckets
+    assert bucket.sharing.mode == "SwitchRows"
+    a_switch = (
+        bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
+    )  # bytes of a rank
+    assert bucket.traffic.mean == pytest.approx(2 * sent * a_switch)
+    assert 0 < bucket.memory.checkpointed.activations <= bucket.memory.plain.activations
+
+
+def test_the_command_needs_no_colossalai(small: str) -> None:
+    code = (
+        "import sys; from opensora_sp.cli import main; main(sys.argv[1:]); "
+        "assert not {'colossalai', 'diffusers', 'transformers'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "plan", small, "--gpus", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent)
+    assert (done.returncode, done.stderr) == (0, "") and "B=1 T=5 S=16, 80 tokens" in done.stdout
+
+
+def test_windows_are_traced_on_several_ranks() -> None:
+    """Plans of their exchanges are real, though the model is traced on fake tensors."""
+    layout._cached_plan.cache_clear()
+    config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
+    traced = [
+        trace_activations(
+            "STDiT3", config, (1, 2, 5, 10, 10), options=Options(), ranks=ranks, dtype=torch.float32,
+            checkpointing=False, training=True,
+        ).at(2)
+        for ranks in (1, 4)
+    ]  # fmt: skip
+    assert 0 < traced[1] < traced[0]
+
+
+def test_every_mode_has_a_name_in_the_table() -> None:
+    found, modes = set(), [WholeSamples]
+    for mode in modes:
+        found |= {mode.__name__} - {"OneLayout"}  # the base of others
+        modes += mode.__subclasses__()
+    assert found == set(NAMES) and found - {"SwitchRows", "BranchSwitch"} == set(INSTEAD_OF_TOKENS)
+
+
+@pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])
+def test_only_guidance_doubles_a_batch_of_samples(cfg_scale: float, times: int) -> None:
+    cfg = load_inference_config(CONFIGS / "demo/sample.py", [f"scheduler.cfg_scale={cfg_scale}"])
+    run = _Run(cfg, 1, None, "cpu")
+    (bucket,) = buckets_of(cfg)
+    assert run.latents(bucket)[0] == times * cfg.batch_size

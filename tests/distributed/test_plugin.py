@@ -1,0 +1,250 @@
+"""The Booster plugin: a training step on any (dp, sp) is the one-process step; data, arguments, a user's own loop."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.utils.data import TensorDataset
+
+from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.models import build_model
+
+GLOBAL_BATCH, STEPS = 6, 2
+README = Path(__file__).parents[2] / "README.md"
+
+
+def make_model() -> torch.nn.Module:
+    model = build_model(
+        "STDiT3", in_channels=2, hidden_size=24, depth=2, num_heads=3, caption_channels=5, model_max_length=6,
+        mlp_ratio=2.0, pred_sigma=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def make_batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return dict(
+        x=torch.randn(GLOBAL_BATCH, 2, 5, 6, 6, generator=generator),
+        timestep=torch.rand(GLOBAL_BATCH, generator=generator) * 1000,
+        y=torch.randn(GLOBAL_BATCH, 1, 6, 5, generator=generator),
+        mask=(torch.arange(6) < torch.tensor([1, 2, 3, 4, 5, 6])[:, None]).long(),
+    )
+
+
+def one_process() -> tuple[dict[str, torch.Tensor], list[float]]:
+    """SGD with momentum, whose update shows a wrong gradient scale."""
+    model, norms = make_model(), []
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9
+    )
+    for step in range(STEPS):
+        batch = make_batch(step)
+        velocity_loss(model(**batch), -batch["x"]).mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def boosted_cases(cases: list[tuple[int, int, int]]) -> None:
+    for case in cases:
+        boosted_steps(*case)
+
+
+def boosted_steps(sp_size: int, stage: int, accumulate: int) -> None:
+    from opensora_sp.plugin import SequenceParallelPlugin
+    from opensora_sp.plugin._colossalai import Booster
+
+    plugin = SequenceParallelPlugin(sp_size=sp_size, stage=stage, precision="fp32", max_norm=0.5)
+    assert type(plugin).__name__ == "SequenceParallelPlugin" and "cpu" in plugin.supported_devices()
+    bare = make_model()
+    optimizer = torch.optim.SGD(
+        [p for p in bare.parameters() if p.requires_grad], lr=0.05, momentum=0.9
+    )
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(bare, optimizer)
+    assert model.unwrap() is bare
+    wanted, norms = one_process()
+    mesh = plugin.mesh
+    for step in range(STEPS):
+        batch = make_batch(step)
+        for part in range(accumulate):
+            mine = slice(mesh.dp_rank * accumulate + part, None, mesh.dp_size * accumulate)
+            micro = {name: value[mine] for name, value in batch.items()}
+            losses = velocity_loss(model(**micro, output="shards"), -micro["x"])
+            loss = rank_loss(losses, global_samples=GLOBAL_BATCH, world_size=mesh.world_size)
+            booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert abs(optimizer.get_grad_norm() - norms[step]) <= 1e-5 * norms[step]
+    for name, parameter in bare.named_parameters():
+        difference = (parameter - wanted[name]).abs().max() / wanted[name].abs().max()
+        assert difference < 2e-6, f"{name} differs by {difference}"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("world", "cases"),  # cases: sp_size, ZeRO stage, micro-batches accumulated
+    [(2, [(2, 2, 1), (1, 1, 3), (2, 1, 2)]), (3, [(3, 2, 2)]), (4, [(2, 2, 1), (4, 1, 3)])],
+)
+def test_steps_equal_one_process(world: int, cases: list[tuple[int, int, int]]) -> None:
+    run_ranks(world, boosted_cases, cases)
+
+
+def users_own_loop() -> list[float]:
+    """The plain Booster, full outputs, bf16, a dataloader of the plugin's, as in the README."""
+    from opensora_sp.plugin import SequenceParallelPlugin
+    from opensora_sp.plugin._colossalai import Booster
+
+    torch.manual_seed(0)
+    data = TensorDataset(*(make_batch(0)[name] for name in ("x", "timestep", "y")))
+    together = dict(
+        overlap_chunks=2, overlap_backward=True, verify=True
+    )  # the first batch with and without the peer
+    plugin = SequenceParallelPlugin(
+        sp_size=2, stage=2, precision="bf16", max_norm=1.0, sequence_parallel=together
+    )
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # frozen ones among them
+    masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    loader = plugin.prepare_dataloader(data, batch_size=3, shuffle=True, drop_last=True)
+    booster = Booster(plugin=plugin)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    for name, parameter in model.unwrap().named_parameters():
+        if name in masters:  # masters are the fp32 weights, not their bf16 rounding
+            shard = optimizer.get_working_to_master_map()[id(parameter)]
+            size = -(-parameter.numel() // 2)
+            exact = masters[name].flatten()[dist.get_rank() * size : (dist.get_rank() + 1) * size]
+            assert torch.equal(shard[: len(exact)], exact), name
+    losses = []
+    for _ in range(8):
+        for x, timestep, y in loader:
+            loss = (model(x, timestep, y) + x).square().mean()
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def test_a_users_own_loop_with_the_plain_booster() -> None:
+    first, second = run_ranks(2, users_own_loop)
+    assert first == second  # ranks of one replica see the same batches and outputs
+    assert first[-1] < 0.5 * first[0]
+
+
+def loop_of_the_readme() -> None:
+    """The README's snippet as it stands, with a small model, and one step of it."""
+    snippet = re.search(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)[1]
+    dataset = TensorDataset(*(make_batch(0)[name] for name in ("x", "timestep", "y")))
+    scope: dict = {"dataset": dataset, "small_model": make_model}
+    exec(snippet.replace('build_model("STDiT3-XL/2")', "small_model()"), scope)
+    for x, timestep, y in scope["dataloader"]:
+        loss = scope["model"](x, timestep, y).square().mean()
+        scope["optimizer"].backward(loss)
+        scope["optimizer"].step()
+        break
+    assert scope["optimizer"].get_grad_norm() > 0 and "small_model()" not in snippet
+
+
+def test_the_loop_of_the_readme() -> None:
+    run_ranks(2, loop_of_the_readme)
+
+
+def replica_of_this_rank() -> tuple[tuple, list[list[int]]]:
+    from opensora_sp.plugin import SequenceParallelPlugin
+
+    plugin = SequenceParallelPlugin(sp_size=2, precision="fp32")
+    loader = plugin.prepare_dataloader(
+        TensorDataset(torch.arange(10)), batch_size=2, shuffle=True, seed=7
+    )
+    mesh = plugin.mesh
+    groups = [dist.get_process_group_ranks(group) for group in (mesh.dp_group, mesh.sp_group)]
+    place = (mesh.dp_size, mesh.dp_rank, groups[0], mesh.sp_size, mesh.sp_rank, groups[1])
+    return place, [batch.tolist() for (batch,) in loader]
+
+
+def test_the_mesh_and_data_per_replica() -> None:
+    places, batches = zip(*run_ranks(4, replica_of_this_rank), strict=True)
+    assert list(places) == [
+        (2, 0, [0, 2], 2, 0, [0, 1]),
+        (2, 0, [1, 3], 2, 1, [0, 1]),
+        (2, 1, [0, 2], 2, 0, [2, 3]),
+        (2, 1, [1, 3], 2, 1, [2, 3]),
+    ]
+    assert batches[0] == batches[1] and batches[2] == batches[3]
+    assert not {i for batch in batches[0] for i in batch} & {
+        i for batch in batches[2] for i in batch
+    }
+
+
+def refusals() -> None:
+    from colossalai.nn.optimizer import Lamb
+    from mmengine.config import Config
+
+    from opensora_sp.plugin import SequenceParallelPlugin
+    from opensora_sp.plugin._colossalai import Booster
+
+    for arguments, message in [
+        (dict(sp_size=2), "got sp_size 2 with 1 processes; expected an sp_size that divides"),
+        (dict(stage=3), "got ZeRO stage 3; expected 1 or 2"),
+        (dict(precision="fp8"), "got precision 'fp8'"),
+        (dict(precision="fp16"), "fp16 training needs CUDA"),
+        (dict(overlap_communication=True), "expected CUDA streams"),
+        (dict(sequence_parallel=dict(strategy="ring")), "got strategy 'ring'; expected one of"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            SequenceParallelPlugin(**arguments)
+    with pytest.raises(
+        ValueError, match="got 3 samples for 1 replicas and batch_size 4, not one batch each"
+    ):
+        SequenceParallelPlugin(precision="fp32").prepare_dataloader(
+            TensorDataset(torch.ones(3)), 4, drop_last=True
+        )
+    plugin = SequenceParallelPlugin.from_config(
+        Config(dict(sp_size=1, zero_stage=1, grad_clip=0.5))
+    )
+    assert (plugin.stage, plugin.precision, plugin.zero_optim_kwargs["clip_grad_norm"]) == (
+        1,
+        "bf16",
+        0.5,
+    )
+    overlapping = SequenceParallelPlugin.from_config(Config(dict(overlap_communication=True)))
+    assert not overlapping.zero_optim_kwargs["overlap_communication"]  # on CPU
+    model, booster = make_model(), Booster(plugin=SequenceParallelPlugin(precision="fp32"))
+    final = model.final_layer.linear
+    model.requires_grad_(False)
+    final.requires_grad_()
+    groups = [dict(params=model.spatial_blocks.parameters()), dict(params=final.parameters())]
+    for refused, message in [
+        (Lamb(final.parameters()), "got optimizer Lamb, which ColossalAI replaces"),
+        (
+            torch.optim.AdamW(groups),
+            "whose first of 2 parameter groups holds no trainable parameter",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            booster.boost(model, refused)
+    _, optimizer, *_ = booster.boost(
+        model, torch.optim.AdamW(groups[::-1])
+    )  # nothing was left on the model
+    assert len(optimizer.shards.masters) == 2
+    plain = torch.nn.Linear(
+        2, 2
+    )  # without sharding points and without sequence parallelism: plain ZeRO
+    Booster(plugin=SequenceParallelPlugin(precision="fp32")).boost(
+        plain, torch.optim.AdamW(plain.parameters())
+    )
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    run_ranks(1, refusals)

@@ -1,0 +1,364 @@
+"""A run that was cut and goes on in a fresh process is the run that was not cut: every step, to the last bit.
+
+In CI 16 cuts; ``make test-resume`` (GRID=all) does 384. Every step writes a checkpoint, whose manifest has the SHA-256
+of weights (ZeRO's masters), averages and optimizer state, and whose ``state.json`` the learning rate and the data
+position.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import TRAIN, write_toy_set
+from test_reshard import record_draws
+from worlds import TRAINING, in_worlds
+
+from opensora_sp.config import load_train_config
+from opensora_sp.data import Clip, Sample, VideoTextDataset, dataset
+from opensora_sp.training.metrics import read_metrics
+
+ALL = os.environ.get("GRID") == "all"
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+MICRO_BATCHES, CLIPS = 2, 8  # of two clips: two steps an epoch
+# Learning rate and decay of the average change with every one of the first steps, and epochs end at even ones.
+CUTS = list(range(1, 49)) if ALL else [1, 2]
+STEPS = CUTS[-1] + 20
+
+RANDOM = [
+    "image_size=(16, 12)",
+    "dataset.transform=resize_random_crop",
+    "dataset.clip_start=random",
+    "mask_ratios={'image_head': 0.5}",
+]
+TINY = ["warmup_steps=3", "batch_size=2", "num_frames=3", "image_size=(16, 16)", "model.depth=1"]
+
+
+def train_once(
+    config: Path,
+    outputs: Path,
+    layout: tuple[int, int],
+    steps: int,
+    *options: str,
+    resume: bool = False,
+) -> None:
+    from opensora_sp.training import metrics, run, train
+
+    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    own = [
+        f"outputs={outputs}",
+        f"max_steps={steps}",
+        "ckpt_every=1",
+        f"sp_size={layout[1]}",
+        *TINY,
+    ]
+    train(load_train_config(config, [*own, *options]), resume="auto" if resume else None)
+
+
+def name_of(layout: tuple[int, int], precision: str) -> str:
+    return f"dp{layout[0]}sp{layout[1]}{precision}"
+
+
+def run_whole(
+    config: Path, root: Path, layout: tuple[int, int], precision: str
+) -> dict[int, tuple]:
+    drawn: dict[int, tuple] = {}
+    record_draws(drawn)
+    train_once(config, root / name_of(layout, precision), layout, STEPS, f"precision={precision}")
+    return drawn
+
+
+def run_on(
+    config: Path,
+    root: Path,
+    layout: tuple[int, int],
+    precision: str,
+    cut: int,
+    left_out: str | None,
+) -> dict:
+    """Go on from the checkpoint of step ``cut``; the part of the state that is ``left_out`` stays as it was built."""
+    from opensora_sp.training.checkpointing import TrainingState
+
+    drawn: dict[int, tuple] = {}
+    record_draws(drawn)
+    whole = root / name_of(layout, precision)
+    outputs = root / f"{whole.name} cut {cut} {left_out}"
+    if dist.get_rank() == 0:
+        shutil.copytree(whole / f"step_{cut:08d}", outputs / f"step_{cut:08d}")
+    dist.barrier()
+    load = TrainingState.load
+    if left_out:
+        TrainingState.load = lambda self, folder: without(left_out, self, load, folder)
+    try:
+        steps = cut + 2 if left_out else cut + 20
+        train_once(config, outputs, layout, steps, f"precision={precision}", resume=True)
+    finally:
+        TrainingState.load = load
+    return drawn
+
+
+def without(part: str, tensors: Any, load: Callable, folder: Path) -> dict[str, Any]:
+    built = {name: master.clone() for name, master in tensors.shards.masters.items()}
+    state = load(tensors, folder)
+    shards, ema = tensors.shards, tensors.ema
+    if part == "step":  # schedule, data position and streams
+        return {**state, "step": state["step"] - 1}
+    for name, master in shards.masters.items():
+        if part == "weights":
+            master.copy_(built[name])
+        elif part == "masters":  # what the working weights know of them
+            master.copy_(master.bfloat16())
+        elif part == "moments":
+            shards.set_state(name, {})
+        elif part == "average":
+            ema.shards[name].copy_(master)
+    return state
+
+
+CONTROLS = [
+    ("fp32", "weights"),
+    ("fp32", "moments"),
+    ("fp32", "average"),
+    ("fp32", "step"),
+    ("bf16", "masters"),
+]
+
+
+def all_whole(config: Path, root: Path) -> list:
+    return in_worlds(
+        run_whole,
+        [
+            (dp * sp, (config, root, (dp, sp), kind))
+            for dp, sp in LAYOUTS
+            for kind in ("fp32", "bf16")
+        ],
+        TRAINING,
+    )
+
+
+def all_cut(config: Path, root: Path) -> list:
+    cases = [
+        (layout, kind, cut, None) for layout in LAYOUTS for kind in ("fp32", "bf16") for cut in CUTS
+    ]
+    cases += [((1, 1), kind, 1, part) for kind, part in CONTROLS]
+    return in_worlds(
+        run_on, [(case[0][0] * case[0][1], (config, root, *case)) for case in cases], TRAINING
+    )
+
+
+def seen(outputs: Path, step: int) -> tuple[dict, dict]:
+    """Digests of all tensors, and the rest of the state."""
+    folder = outputs / f"step_{step:08d}"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    state = json.loads((folder / "state.json").read_text())
+    del state["config"]  # which names the folder
+    return {
+        name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")
+    }, state
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    manifest = write_toy_set(folder, CLIPS)
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    return folder / "config.py"
+
+
+def test_a_cut_run_is_the_run_that_was_not_cut(config: Path, tmp_path: Path) -> None:
+    limit = 7200 if ALL else 900
+    whole_draws = run_ranks(4, all_whole, config, tmp_path, timeout=limit)
+    cut_draws = run_ranks(4, all_cut, config, tmp_path, timeout=limit)  # fresh processes
+    number = 0
+    for place, layout in enumerate(LAYOUTS):
+        for i, kind in enumerate(("fp32", "bf16")):
+            whole = tmp_path / name_of(layout, kind)
+            losses = [line["loss"] for line in read_metrics(whole)]
+            for cut in CUTS:
+                outputs = tmp_path / f"{whole.name} cut {cut} None"
+                for step in range(cut + 1, cut + 21):
+                    assert seen(outputs, step) == seen(whole, step), (outputs.name, step)
+                assert [line["loss"] for line in read_metrics(outputs)] == losses[cut : cut + 20]
+                for rank in range(layout[0] * layout[1]):
+                    ours, theirs = cut_draws[rank][number], whole_draws[rank][2 * place + i]
+                    wanted = {
+                        m: drawn
+                        for m, drawn in theirs.items()
+                        if cut <= m // MICRO_BATCHES < cut + 20
+                    }
+                    assert ours == wanted and wanted
+                number += 1
+    for kind, part in CONTROLS:
+        whole, outputs = (
+            tmp_path / name_of((1, 1), kind),
+            tmp_path / f"{name_of((1, 1), kind)} cut 1 {part}",
+        )
+        assert seen(outputs, 3) != seen(whole, 3), f"leaving out {part} goes unnoticed"
+
+
+class CutError(Exception):
+    """Where a run is interrupted."""
+
+
+@dataclass(frozen=True)
+class CutClip(Clip):
+    """A clip that knows the first frame and the place of its crop in the file."""
+
+    cut: tuple
+
+
+class CutClips(VideoTextDataset):
+    """A dataset whose clips know it, in workers as well."""
+
+    def _read(self, sample: Sample) -> CutClip:
+        seen: dict[str, Any] = {}
+
+        def read_video(path: Path, **options: Any) -> Any:
+            seen["start"] = options["start"] - sample.frames[0]
+            return reads(path, **options)
+
+        def resize_and_crop(frames: Any, size: Any, place: Any) -> Any:
+            seen["place"] = place
+            return crops(frames, size, place)
+
+        reads, crops = dataset.read_video, dataset.resize_and_crop
+        dataset.read_video, dataset.resize_and_crop = read_video, resize_and_crop
+        try:
+            clip = super()._read(sample)
+        finally:
+            dataset.read_video, dataset.resize_and_crop = reads, crops
+        return CutClip(clip.video, clip.text, clip.fps, (seen["start"], *seen["place"]))
+
+
+def record_crops(into: dict[int, dict]) -> None:
+    """Note where the clips of each micro-batch that this rank has read were cut from."""
+    from opensora_sp.features.sharded import SharedClips
+    from opensora_sp.training import preflight
+
+    make, take = (
+        getattr(function, "original", function)
+        for function in (preflight.make_dataset, SharedClips.take)
+    )
+
+    def recorded_make(cfg: Any) -> CutClips:
+        made = make(cfg)
+        made.__class__ = CutClips
+        return made
+
+    def recorded_take(self: Any, micro_batch: Any, items: Any) -> Any:
+        samples = self.samples(micro_batch)
+        into[micro_batch.number] = {
+            s.clip: item.cut for s, item in zip(samples, items, strict=True)
+        }
+        return take(self, micro_batch, items)
+
+    recorded_make.original, recorded_take.original = make, take
+    preflight.make_dataset, SharedClips.take = recorded_make, recorded_take
+
+
+def ledger(
+    config: Path,
+    root: Path,
+    layout: tuple[int, int],
+    workers: int,
+    cuts: tuple[int, ...],
+    attempt: int,
+) -> list:
+    """What one attempt consumed, in order, without the step in which it was interrupted."""
+    from opensora_sp.features.batch import BatchMaker
+
+    multiprocessing.current_process()._config["daemon"] = False  # so that loaders may have workers
+    rows: list[tuple] = []
+    drawn: dict[int, tuple] = {}
+    crops: dict[int, dict] = {}
+    record_draws(drawn)
+    record_crops(crops)
+    recorded = BatchMaker.make
+    until = cuts[attempt] if attempt < len(cuts) else None
+
+    def interrupted(self: Any, micro_batch: int, ids: Any, *args: Any) -> Any:
+        batch = recorded(self, micro_batch, ids, *args)
+        rows.append((micro_batch, drawn[micro_batch], crops[micro_batch]))
+        step, place = divmod(micro_batch, MICRO_BATCHES)
+        if (
+            step == until and place >= MICRO_BATCHES - layout[0]
+        ):  # this rank's last one: in the midst of accumulation
+            raise CutError
+        return batch
+
+    interrupted.original = recorded.original
+    BatchMaker.make = interrupted
+    outputs = root / f"ledger {layout} {workers} {len(cuts)}"
+    try:
+        train_once(
+            config,
+            outputs,
+            layout,
+            4,
+            f"num_workers={workers}",
+            *RANDOM,
+            "async_save=True",
+            resume=True,
+        )
+        assert until is None
+    except CutError:
+        rows = [row for row in rows if row[0] // MICRO_BATCHES != until]
+    return rows
+
+
+LEDGERS = [
+    (layout, workers, cuts)
+    for layout in ((1, 1), (2, 2))
+    for workers in (0, 2)
+    for cuts in ((), (1,), (0, 1, 3))
+]
+if not ALL:  # each once
+    LEDGERS = [((1, 1), 2, ()), ((2, 2), 0, (1,)), ((2, 2), 2, (0, 1, 3))]
+
+
+def all_ledgers(config: Path, root: Path) -> list:
+    cases = [
+        (layout[0] * layout[1], (config, root, layout, workers, cuts, attempt))
+        for layout, workers, cuts in LEDGERS
+        for attempt in range(len(cuts) + 1)
+    ]
+    found = iter(in_worlds(ledger, cases, TRAINING))
+    return [[next(found) for _ in range(len(cuts) + 1)] for _, _, cuts in LEDGERS]
+
+
+def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path) -> None:
+    """No duplicate, no omission, peers equal, replicas different, whatever interrupts and whoever reads."""
+    of_ranks = run_ranks(4, all_ledgers, config, tmp_path, timeout=900)
+    reference = {m: drawn for attempt in of_ranks[0][0] for m, drawn, _ in attempt}
+    crops = {m: cut for attempt in of_ranks[0][0] for m, _, cut in attempt}
+    assert (
+        len({cut for of_batch in crops.values() for cut in of_batch.values()}) == 2 * CLIPS
+    )  # no two alike
+    for epoch in range(2):
+        micro_batches = range(epoch * 4, epoch * 4 + 4)
+        assert sorted(i for m in micro_batches for i in reference[m][0]) == list(range(CLIPS))
+    assert len({digest for _, _, digest in reference.values()}) == len(reference) == 8
+    for case, (layout, _, _) in enumerate(LEDGERS):
+        ledgers = [
+            [row for attempt in of_rank[case] for row in attempt or ()] for of_rank in of_ranks
+        ]
+        for rank in range(layout[0] * layout[1]):
+            first = ledgers[rank - rank % layout[1]]  # the peers' of its replica
+            assert [row[:2] for row in ledgers[rank]] == [row[:2] for row in first]
+        of_replicas = [
+            row[:2] for ledger in ledgers[: layout[0] * layout[1] : layout[1]] for row in ledger
+        ]
+        assert len(of_replicas) == 8 and dict(of_replicas) == reference, LEDGERS[case]
+        cuts = [(m, item) for ledger in ledgers for m, _, cut in ledger for item in cut.items()]
+        assert sorted(cuts) == sorted(
+            (m, item) for m, cut in crops.items() for item in cut.items()
+        ), LEDGERS[case]

@@ -1,0 +1,246 @@
+"""Sampling: the same videos on any number of processes, the files it writes, the mistakes it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from ranks import run_ranks
+from runs import SAMPLE, run
+from safetensors.torch import load_file, save_file
+
+from opensora_sp.checkpoint import CheckpointFolder, Part, SaveJob, Saver, write_model_config
+from opensora_sp.config import load_inference_config
+from opensora_sp.data import read_video
+from opensora_sp.models import build_model
+from opensora_sp.parallel import CommLedger, SequenceMesh
+from opensora_sp.sampling import read_prompts
+from opensora_sp.sampling.requests import requests_of
+from opensora_sp.sampling.run import _left_to_do, build_pipeline, preflight
+
+PROMPTS = [
+    "a red circle",
+    "a long caption of a blue square",
+    "white",
+    "a green triangle on a red background",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sampling config and weights drawn at random."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "sample.py").write_text(SAMPLE)
+    cfg = load_inference_config(folder / "sample.py")
+    model = build_model(cfg.model["type"], **{k: v for k, v in cfg.model.items() if k != "type"})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    write_model_config(folder, "STDiT3", model.config)
+    return folder
+
+
+FRAMES = (5, 1, 16)
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4}
+Found = dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, int]]
+
+
+def sample_latents(folder: Path) -> Found:
+    """By precision and frames ten steps with guidance 4, twice; and the elements sent between blocks."""
+    mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
+    found = {}
+    for precision, num_frames in product(TOLERANCES, FRAMES):
+        options = [
+            f"precision={precision}",
+            f"num_frames={num_frames}",
+            "scheduler.num_sampling_steps=10",
+        ]
+        cfg = load_inference_config(folder / "sample.py", options)
+        assert cfg.scheduler["cfg_scale"] == 4
+        pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
+        request = [replace(requests_of(cfg, PROMPTS[:1])[0], place=5)]
+        with CommLedger() as ledger:
+            first = pipeline.latents(request)
+        sent = ledger.elements["switch", "forward"] + ledger.elements["heads", "forward"]
+        found[precision, num_frames] = (first, pipeline.latents(request), sent)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on(trained: Path) -> Callable[[int], list[Found]]:
+    """What each of so many processes finds; they are started once."""
+    return cache(
+        lambda ranks: (
+            [sample_latents(trained)] if ranks == 1 else run_ranks(ranks, sample_latents, trained)
+        )
+    )
+
+
+def check_latents(on: Callable[[int], list[Found]], num_ranks: int, num_frames: int) -> None:
+    for of_rank, (precision, tolerance) in product(on(num_ranks), TOLERANCES.items()):
+        ours, again, _ = of_rank[precision, num_frames]
+        wanted = on(1)[0][precision, num_frames][0]
+        assert ours.shape[2] == num_frames
+        assert ours.dtype == (torch.float64 if precision == "fp64" else torch.float32)
+        assert torch.equal(ours, again)  # bitwise for the same number of processes
+        assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_latents_do_not_depend_on_the_number_of_processes(
+    on: Callable[[int], list[Found]], num_ranks: int
+) -> None:
+    for num_frames in FRAMES:
+        check_latents(on, num_ranks, num_frames)
+
+
+def test_16_frames_on_3_processes(on: Callable[[int], list[Found]]) -> None:
+    check_latents(on, 3, 16)
+
+
+def test_1_frame_on_4_processes(on: Callable[[int], list[Found]]) -> None:
+    check_latents(on, 4, 1)
+
+
+def test_guidance_of_one_prompt_on_2_processes_moves_no_token(
+    on: Callable[[int], list[Found]],
+) -> None:
+    """Guidance doubles the batch: two ranks take a half each. Three have to exchange tokens."""
+    assert all(sent == 0 for of_rank in on(2) for _, _, sent in of_rank.values())
+    assert all(sent > 0 for of_rank in on(3) for _, _, sent in of_rank.values())
+
+
+def test_weights_that_are_not_those_of_the_manifest_are_refused(
+    trained: Path, tmp_path: Path
+) -> None:
+    """Also where rank 0 alone looks at them; of a checkpoint, what is not read is not checked."""
+    checkpoint = tmp_path / "step_00000001"
+    small = {"ema/config.json": (trained / "config.json").read_bytes(), "state.json": b"{}"}
+    folder = CheckpointFolder(checkpoint, small)
+    parts = {
+        name: Part.whole(tensor)
+        for name, tensor in load_file(trained / "model.safetensors").items()
+    }
+    Saver().save(SaveJob(folder, {"ema/model.safetensors": parts}))
+    cfg = load_inference_config(
+        trained / "sample.py", values={"ckpt": str(tmp_path), "prompts": ["a"]}
+    )
+    (checkpoint / "state.json").write_text("[]")
+    requests, weights = preflight(cfg)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert (
+        _left_to_do(cfg, requests, weights, tmp_path)[1]
+        == manifest["files"]["ema/model.safetensors"]["sha256"]
+    )
+    with (checkpoint / "ema" / "model.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"x")
+    with pytest.raises(ValueError, match="got a damaged checkpoint: .*ema/model.safetensors has"):
+        _left_to_do(cfg, requests, weights, tmp_path)
+
+
+def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:
+    cfg = load_inference_config(trained / "sample.py", ["precision=fp64"])
+    pipeline = build_pipeline(cfg, trained, SequenceMesh(1), torch.device("cpu"))
+    requests = requests_of(cfg, PROMPTS)
+    batched = pipeline.latents(requests)
+    for i, request in enumerate(requests):
+        torch.testing.assert_close(batched[i], pipeline.latents([request])[0], rtol=1e-9, atol=1e-9)
+    other_noise = [
+        replace(requests[0], place=7),
+        replace(requests[0], sample=1),
+        replace(requests[0], seed=7),
+    ]
+    found = [batched[0], *(pipeline.latents([request])[0] for request in other_noise)]
+    assert not any(torch.allclose(one, other) for one, other in combinations(found, 2))
+
+
+def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(
+    trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[1:]) + "\n\n")
+    done = run(
+        "scripts/inference.py", trained / "sample.py", "--ckpt", trained, "--prompt", PROMPTS[0],
+        "--prompts", tmp_path / "prompts.txt", "--outputs", tmp_path / "out", "--sp-size", "2",
+        launcher="torchrun", ranks=4,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 videos on 4 processes: 2 groups of 2 (sp_size 2), as asked for" in done.stderr
+    videos = sorted((tmp_path / "out").glob("*.mp4"))
+    assert [v.name for v in videos][:2] == [
+        "000-a-red-circle.mp4",
+        "001-a-long-caption-of-a-blue-square.mp4",
+    ]
+    assert len(videos) == len(PROMPTS)
+    for video, prompt in zip(videos, PROMPTS, strict=True):
+        frames, fps = read_video(video, num_frames=5)
+        assert frames.shape == (5, 28, 24, 3) and fps == 8
+        assert Image.open(video.with_suffix(".png")).width > 100
+        assert json.loads(video.with_suffix(".json").read_text())["prompt"] == prompt
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\n two \n")
+    (tmp_path / "a.csv").write_text('prompt,seed\n"one, two",1\nthree,2\n')
+    assert [one.prompt for one in read_prompts(tmp_path / "a.txt")] == ["one", "two"]
+    assert [(one.prompt, one.seed) for one in read_prompts(tmp_path / "a.csv")] == [
+        ("one, two", 1),
+        ("three", 2),
+    ]
+    (tmp_path / "windows.txt").write_bytes("one\r\ntwo\u2028three\r\n".encode("utf-8-sig"))
+    assert [one.prompt for one in read_prompts(tmp_path / "windows.txt")] == [
+        "one",
+        "two\u2028three",
+    ]
+    (tmp_path / "windows.csv").write_bytes("prompt,seed\r\none,1\r\n".encode("utf-8-sig"))
+    assert [(one.prompt, one.seed) for one in read_prompts(tmp_path / "windows.csv")] == [
+        ("one", 1)
+    ]
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "b.csv").write_text("words\na\n")
+    for name, message in [
+        ("none.txt", "which is not a file"),
+        ("empty.txt", "without prompts"),
+        ("latin.txt", "got prompts file .*which cannot be read .*expected UTF-8"),
+        ("b.csv", r"with the columns \['words'\]"),
+        ("a.json", "which is not a file"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read_prompts(tmp_path / name)
+
+
+def test_what_cannot_work_is_refused(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    good = load_inference_config(
+        trained / "sample.py", values={"ckpt": str(trained), "prompts": ["a"]}
+    )
+    assert preflight(good) == (requests_of(good), trained)
+    for change, message in [
+        ({"prompts": []}, "got no prompts"),
+        ({"ckpt": None}, "got no checkpoint"),
+        ({"ckpt": str(tmp_path)}, "which holds no weights"),
+        ({"sp_size": 2}, "got sp_size 2 with 3 processes"),
+        ({"model": {**good.model, "depth": 3}}, r"another model \(depth is 2 there, 3 here\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            preflight(good.model_copy(update=change))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (tmp_path / "config.json").write_text((trained / "config.json").read_text())
+    save_file({"rope.freqs": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match="got weights of another model .*missing x_embedder.proj.weight"
+    ):
+        build_pipeline(good, tmp_path, SequenceMesh(1), torch.device("cpu"))

@@ -1,0 +1,396 @@
+"""One read and one encode for an SP group: who makes what, who gets what, and that results are those of one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import write_toy_set
+from torch import Tensor
+from worlds import in_worlds
+
+from opensora_sp.data import (
+    BrokenClip,
+    Clip,
+    ClipShape,
+    Entry,
+    MicroBatchPlan,
+    Sample,
+    VideoTextDataset,
+)
+from opensora_sp.diffusion import rank_loss
+from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE, Piece, independent_pieces
+from opensora_sp.features.batch import BatchMaker
+from opensora_sp.features.corrupt_samples import BrokenClips
+from opensora_sp.features.sharded import Encoders, SharedClips, deal_pieces
+from opensora_sp.models import build_model
+from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
+from opensora_sp.parallel.layout import plan_delivery
+
+CPU = torch.device("cpu")
+WORDS = 6  # tokens of a caption
+
+
+def frames_of(count: int) -> list[Piece]:
+    return [Piece(slice(i, i + 1), slice(i, i + 1)) for i in range(count)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
+    chunked = SimpleNamespace(chunk_frames=4, chunk_latent_frames=2)
+    kinds = [
+        frames_of(1),
+        frames_of(5),
+        independent_pieces(chunked, num_frames=11, latent_frames=6),
+    ]
+    for pieces in kinds:
+        for places in ([0], [0, 1], [2, 5, 6], list(range(7))):
+            dealt = deal_pieces(places, pieces, num_ranks)
+            for axis, last in (
+                ("frames", pieces[-1].frames.stop),
+                ("latents", pieces[-1].latents.stop),
+            ):
+                runs = [getattr(portion, axis) for of_rank in dealt for portion in of_rank]
+                found = [
+                    (p.place, i)
+                    for of_rank in dealt
+                    for p in of_rank
+                    for i in range(*getattr(p, axis).indices(99))
+                ]
+                assert found == [(place, i) for place in places for i in range(last)] and all(
+                    r.start < r.stop for r in runs
+                )
+            starts = [piece.frames.start for piece in pieces]
+            counts = [
+                sum(p.frames.start <= s < p.frames.stop for p in own for s in starts)
+                for own in dealt
+            ]
+            assert max(counts) - min(counts) <= 1
+            assert sorted(p.place for own in dealt for p in own if p.has_caption) == places
+
+
+def test_a_delivery_hands_everyone_what_it_wants() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for ranks in (1, 2, 3, 5):
+        for _ in range(20):
+            made = [
+                part.sort().values for part in torch.randperm(40, generator=rng).tensor_split(ranks)
+            ]
+            wanted = [
+                torch.rand(40, generator=rng) < torch.rand((), generator=rng) for _ in range(ranks)
+            ]
+            plans = [plan_delivery(made, wanted, rank) for rank in range(ranks)]
+            sent = [
+                made[rank][plan.pack].split(plan.send_splits) for rank, plan in enumerate(plans)
+            ]
+            for rank, plan in enumerate(plans):
+                assert [len(of_sender[rank]) for of_sender in sent] == plan.recv_splits
+                arrived = torch.cat([of_sender[rank] for of_sender in sent])
+                assert torch.equal(arrived, plan.place)
+                assert torch.equal(
+                    arrived.sort().values, wanted[rank].nonzero().flatten()
+                )  # that, each once
+
+
+def test_parts_of_a_clip_are_cut_from_the_same_place(tmp_path: Path) -> None:
+    manifest = write_toy_set(tmp_path, 3)
+    dataset = VideoTextDataset(
+        str(manifest), transform="resize_random_crop", clip_start="random", seed=3
+    )
+    for clip in range(3):
+        for epoch in range(3):
+            whole = Sample(clip, epoch, ClipShape(4, 16, 12))
+            parts = [dataset[whole._replace(frames=frames)].video for frames in ((0, 1), (1, 4))]
+            assert torch.equal(torch.cat(parts, dim=1), dataset[whole].video)
+
+
+class Drawn:
+    """Clips of noise; ``unreadable(sample)`` says which this rank cannot read. Counts the frames that are read."""
+
+    rows = [Entry(Path(f"{i}.mp4"), f"clip {i} of many") for i in range(9)]
+
+    def __init__(self, unreadable=lambda sample: False) -> None:
+        self.unreadable, self.frames = unreadable, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, sample: Sample) -> Clip | BrokenClip:
+        if self.unreadable(sample):
+            return BrokenClip(f"{sample.clip}.mp4", "unreadable here")
+        rng = torch.Generator().manual_seed(sample.clip)
+        video = torch.randint(256, (3, *sample.shape), generator=rng, dtype=torch.uint8)
+        first, stop = sample.frames
+        self.frames += stop - first
+        return Clip(video[:, first:stop], self.rows[sample.clip].text, 8.0 + sample.clip)
+
+
+class ChunkVAE(PatchPoolVAE):
+    """Two latent frames of each four, by themselves, as a user may write it; a clip's last chunk may be shorter."""
+
+    chunk = 4
+
+    def __init__(self) -> None:
+        super().__init__((2, 4, 4))
+        self.chunk_frames, self.chunk_latent_frames = self.chunk, 2
+
+    def encode(self, video: Tensor) -> Tensor:
+        return torch.cat(
+            [super(ChunkVAE, self).encode(part) for part in video.split(self.chunk, dim=2)], dim=2
+        )
+
+
+VAES = {
+    "frames": lambda: PatchPoolVAE((1, 4, 4)),
+    "chunks": ChunkVAE,
+    "clips": lambda: PatchPoolVAE((2, 4, 4)),
+}
+
+
+class Counting(Encoders):
+    """Encoders that count what they are given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(VAES[kind](), HashedBagOfWords(8, WORDS), CPU)
+        self.frames = self.captions = 0
+
+    def latents(self, items: Sequence[Clip]) -> list[Tensor]:
+        self.frames += sum(item.video.shape[1] for item in items)
+        return super().latents(items)
+
+    def texts(self, items: Sequence[Clip]) -> tuple[Tensor, Tensor]:
+        self.captions += len(items)
+        return super().texts(items)
+
+
+MODEL = dict(
+    in_channels=3,
+    caption_channels=8,
+    model_max_length=WORDS,
+    hidden_size=24,
+    depth=1,
+    num_heads=2,
+    mlp_ratio=2.0,
+)
+MODELS: dict[str, tuple[str, dict]] = {
+    "STDiT3": ("STDiT3", dict(pred_sigma=False)),
+    "patches of 2 frames": ("STDiT3", dict(pred_sigma=False, patch_size=(2, 2, 2))),
+    "windows": ("STDiT3", dict(pred_sigma=False, kernel_size=(2, 2, -1))),
+    "full": ("STDiT3", dict(pred_sigma=False, full_attention=True)),
+    "STDiT2": ("STDiT2", dict(pred_sigma=True)),
+}
+SHAPE = ClipShape(7, 28, 20)  # latents of 7 x 5, which patches of 2 do not divide
+
+
+def make_model(name: str) -> Any:
+    kind, options = MODELS[name]
+    torch.manual_seed(0)  # for its buffers
+    model = build_model(kind, **MODEL, **options).double()
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=rng) * 0.2)
+    return model
+
+
+def gradients(
+    model: Any, maker: BatchMaker, ids: list[int], features: Any, world: int, shards: bool
+) -> list[Tensor]:
+    """Each sample's loss, and the gradient of every parameter, of a batch."""
+    batch = maker.make(5, ids, features)
+    losses = maker.flow.losses(
+        model(batch.x_t, **batch.inputs, **({"output": "shards"} if shards else {})), batch.noised
+    )
+    rank_loss(losses, global_samples=len(ids), world_size=world).backward()
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    model.zero_grad()
+    return [losses.detach(), *found]
+
+
+def shared(
+    mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
+) -> dict[str, Any]:
+    """What this rank did for one micro-batch, after a comparison with one process that does all of it."""
+    plan = MicroBatchPlan(
+        num_samples=9, batch_size=len(ids), micro_batches_per_step=1, seed=0, shape=shape
+    )
+    micro_batch = plan.step(0)[0]._replace(ids=tuple(ids))
+    scheduler = {"type": "iddpm"} if MODELS[name][1].get("pred_sigma") else {"type": "rflow"}
+    cfg = SimpleNamespace(
+        seed=3, scheduler=scheduler, mask_ratios={"random": 0.7}, model={"type": MODELS[name][0]}
+    )
+
+    def features_of(mesh: Any, model: Any) -> tuple[Any, Counting, Drawn]:
+        dataset, source = Drawn(), Counting(encoder)
+        broken = BrokenClips(dataset.rows, mesh, 1.0)
+        clips = SharedClips(mesh, model, dataset, plan, source, broken, CPU)
+        used, features = clips.take(
+            micro_batch, [dataset[sample] for sample in clips.samples(micro_batch)]
+        )
+        assert used == ids and broken.read == len(ids)
+        return features, source, dataset
+
+    model = make_model(name)
+    maker = BatchMaker(cfg, model.config, Counting(encoder), CPU)
+    alone, _, _ = features_of(SimpleNamespace(sp_size=1, sp_rank=0), model)
+    assert not alone.latents.isnan().any()
+    wanted = gradients(model, maker, ids, alone, 1, False)
+    parallelize(model, mesh, **options)
+    with CommLedger() as ledger:
+        features, source, dataset = features_of(mesh, model)
+    found = gradients(model, maker, ids, features, mesh.sp_size, True)
+    for tensor in found:
+        dist.all_reduce(tensor)
+    found = [found[0], *(g / mesh.sp_size for g in found[1:])]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(
+            ours, theirs.to(ours.dtype), rtol=1e-9, atol=1e-9 * float(theirs.abs().max() + 1e-30)
+        )
+    assert features.text_lengths == alone.mask.sum(1).tolist() and all(features.text_lengths)
+    here = ~features.latents.isnan()
+    assert torch.equal(features.latents[here], alone.latents[here]) and torch.equal(
+        features.fps, alone.fps
+    )
+    held = here.flatten(1).any(1)
+    assert torch.equal(features.y[held], alone.y[held]) and torch.equal(
+        features.mask[held], alone.mask[held]
+    )
+    sent = ledger.bytes["data", "forward"]
+    return dict(
+        read=dataset.frames, encoded=source.frames, captions=source.captions, sent=sent, needed=int(here[:, 0].sum()),
+        held=int(held.sum()), calls=ledger.calls["data", "forward"], pieces=len(source.pieces(shape)),
+        agreed=ledger.bytes["clips", "forward"],
+    )  # fmt: skip
+
+
+CASES: list[tuple[str, str, list[int], dict, ClipShape]] = [
+    ("STDiT3", encoder, ids, {}, SHAPE)
+    for encoder in VAES
+    for ids in ([4], [1, 7], [3, 0, 8, 5, 2])
+]
+CASES += [(name, "frames", [2, 6, 1], {}, SHAPE) for name in MODELS if name != "STDiT3"]
+CASES += [
+    ("patches of 2 frames", "chunks", [8], {}, SHAPE),
+    ("STDiT3", "frames", [5], {}, ClipShape(1, 40, 40)),
+]
+CASES += [
+    ("windows", "frames", [5], {}, ClipShape(2, 28, 20)),
+    ("STDiT2", "clips", [2, 3], {}, SHAPE),
+]
+CASES += [
+    ("STDiT3", "frames", [4, 1], dict(strategy=s), SHAPE) for s in ("ulysses", "split_gather")
+]
+CASES += [("STDiT3", "chunks", [4, 1, 0], dict(placement="branch"), SHAPE)]
+WORLDS = [2, 3, 4]
+
+
+def share_all() -> list:
+    mesh = SequenceMesh(dist.get_world_size())
+    return [shared(mesh, *case) for case in CASES]
+
+
+def share_in_worlds() -> list:
+    return in_worlds(share_all, [(world, ()) for world in WORLDS])
+
+
+def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
+    """Losses and all gradients in float64 are checked inside, against one process that reads and encodes everything."""
+    of_ranks = run_ranks(4, share_in_worlds, timeout=300)
+    for place, world in enumerate(WORLDS):
+        for number, (name, encoder, ids, options, shape) in enumerate(CASES):
+            told = [of_rank[place][number] for of_rank in of_ranks[:world]]
+            case = (world, name, encoder, ids, options)
+            total, pieces = len(ids) * shape.num_frames, len(ids) * told[0]["pieces"]
+            per_piece = {"frames": 1, "chunks": ChunkVAE.chunk, "clips": shape.num_frames}[encoder]
+            assert [one["read"] for one in told] == [one["encoded"] for one in told], case
+            assert sum(one["read"] for one in told) == total, case  # every frame once
+            assert max(one["read"] for one in told) <= -(-pieces // world) * per_piece, case
+            assert sum(one["captions"] for one in told) == len(ids), case
+            assert {one["calls"] for one in told} == {int(world > 1)}, case
+            # Numbers that travel: latents that a rank needs and has not made, and captions likewise.
+            latents, captions = (
+                sum(one["needed"] for one in told) * 3,
+                sum(one["held"] for one in told) * WORDS * 8,
+            )
+            assert {one["agreed"] for one in told} == {2 * 8 * len(ids) * int(world > 1)}, case
+            assert sum(one["sent"] for one in told) <= 4 * (latents + captions), case
+            if (
+                world > 1 and len(ids) % world == 0 and not options
+            ):  # whole samples, made where they are needed
+                assert sum(one["sent"] for one in told) == 0, case
+
+
+def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
+    logging.getLogger("opensora_sp").addHandler(logging.FileHandler(folder / "log"))
+    rank, mesh = dist.get_rank(), SequenceMesh(sp_size=2)
+    model = parallelize(make_model("STDiT3"), mesh)
+    plan = MicroBatchPlan(
+        num_samples=9, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE
+    )
+    batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
+
+    def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> SharedClips:
+        broken = BrokenClips(dataset.rows, mesh, max_bad_fraction)
+        return SharedClips(mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole)
+
+    clips = clips_of(Drawn(lambda sample: rank == 1 and sample.clip % 2 == 1), 0.25)
+    for _ in range(2):  # the same clips are broken in the next epoch too
+        with CommLedger() as ledger:
+            ids, features = clips.take(
+                batch, [clips.dataset[sample] for sample in clips.samples(batch)]
+            )
+        replaced = clips.broken.tell(CPU)
+    assert ledger.calls["data", "forward"] == 1 + attempts(plan)
+    clips.broken.max_bad_fraction = 0.22
+    with pytest.raises(
+        ValueError, match=r"got 2 broken clips of 8 read, .*at most dataset.max_bad_fraction = 0.22"
+    ) as error:
+        clips.broken.tell(CPU)
+    hopeless = clips_of(Drawn(lambda sample: True), 1.0)
+    with pytest.raises(
+        ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"
+    ):
+        hopeless.take(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
+    verified = clips_of(Drawn(), 1.0, whole=True)  # all of the first batch, for the bare model
+    read = [verified.dataset[sample] for sample in verified.samples(batch)]
+    assert [verified.take(batch, read)[1].latents.isnan().any().item() for _ in range(2)] == [
+        False,
+        True,
+    ]
+    expected = torch.stack([Drawn()[Sample(i, 0, SHAPE, (0, 7))].video.float() for i in ids])
+    made = PatchPoolVAE((1, 4, 4)).encode(expected / 127.5 - 1)
+    here = ~features.latents.isnan()
+    torch.testing.assert_close(features.latents[here], made[here])
+    return ids, features.fps.tolist(), sorted(clips.broken.found), replaced, str(error.value)
+
+
+def attempts(plan: MicroBatchPlan) -> int:
+    """Tries until there is a clip for place 3, of which each rank reads a half: an even one."""
+    drawn = [plan.replacement(plan.step(0)[0], 3, attempt) for attempt in range(20)]
+    return next(number for number, clip in enumerate(drawn, 1) if clip % 2 == 0)
+
+
+def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_path: Path) -> None:
+    """Rank 1 reads clips 2 and 3 of the batch, and a part of every replacement."""
+    first, second = run_ranks(2, pick, tmp_path)
+    assert first == second
+    ids, fps, broken, replaced, _ = first
+    plan = MicroBatchPlan(
+        num_samples=9, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE
+    )
+    assert ids[:3] == [0, 1, 2] and fps == [8.0 + i for i in ids]
+    assert ids[3] == plan.replacement(
+        plan.step(0)[0], 3, attempts(plan) - 1
+    )  # from (seed, epoch, index) alone
+    assert replaced == 2 and "3.mp4" in broken
+    told = (tmp_path / "log").read_text().splitlines()
+    assert sorted(told) == [
+        f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken
+    ]

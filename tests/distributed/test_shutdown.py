@@ -1,0 +1,114 @@
+"""Process groups end, whatever their threads still hold; ``make test-shutdown`` ends 2,000."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import ROOT
+from short_groups import in_worlds_of
+from torch.distributed.distributed_c10d import _get_default_store
+
+from opensora_sp.parallel import closing_process_group, drain_process_group, shutdown_process_group
+
+ALL = os.environ.get("GRID") == "all"  # make test-shutdown
+ALONE, OF_TWO = (2000, 2000) if ALL else (200, 60)
+SECONDS = 30.0  # for one group
+
+
+def end_groups(whose: str, count: int, seconds: float) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "tests/helpers/short_groups.py", whose, str(count), str(seconds)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_the_pinned_torch_deadlocks_at_the_end_of_a_group() -> None:
+    """The reproducer: without it the tests below would show nothing."""
+    if torch.__version__.startswith("2.5."):
+        done = end_groups("torch", 200, 5.0)
+        assert done.returncode == 1 and "Timeout (0:00:05)!" in done.stderr, (
+            done.stdout + done.stderr
+        )
+        # At the end of a group, or of what kept it: both drop it with the GIL held.
+        assert re.search(r"short_groups.py\", line \d+ in (use_and_end|in_worlds_of)", done.stderr)
+
+
+def test_groups_of_one_process_end() -> None:
+    done = end_groups("ours", ALONE, SECONDS)
+    assert done.returncode == 0 and f"{ALONE} groups ended" in done.stdout, done.stderr
+
+
+def many_groups(count: int) -> None:
+    rank, ranks, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+    shutdown_process_group()
+    in_worlds_of(rank, ranks, count, SECONDS, shutdown_process_group, store)
+
+
+def test_groups_of_two_processes_end() -> None:
+    run_ranks(2, many_groups, OF_TWO, timeout=1200)
+
+
+def ends_of_blocks() -> list[object]:
+    """What a late rank, an error and no process group at all do to the end."""
+    rank, ranks, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+    dist.barrier()
+    start = time.monotonic()
+    if rank:
+        time.sleep(2.0)
+    shutdown_process_group()
+    waited = time.monotonic() - start
+
+    shutdown_process_group()
+    drain_process_group()
+    with closing_process_group():
+        pass
+
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("error", store), rank=rank, world_size=ranks
+    )
+    raised, start = None, time.monotonic()
+    if rank:
+        time.sleep(10.0)  # rank 0 fails before, and does not wait
+    try:
+        with closing_process_group():
+            raise KeyError("planted")
+    except KeyError as error:
+        raised = str(error)
+    return [waited, raised, time.monotonic() - start, dist.is_initialized()]
+
+
+def test_the_end_waits_for_all_ranks_but_not_after_an_error() -> None:
+    first, second = run_ranks(2, ends_of_blocks)
+    assert first[0] >= 2.0 and second[0] >= 2.0
+    assert first[1] == second[1] == "'planted'" and first[2] < 9.0 < second[2]
+    assert not first[3] and not second[3]
+
+
+@pytest.mark.parametrize("folder", ["opensora_sp", "scripts", "benchmarks", "docs", "tests"])
+def test_nobody_else_destroys_a_process_group(folder: str) -> None:
+    here = {
+        ROOT / "opensora_sp/parallel/shutdown.py",
+        ROOT / "tests/helpers/short_groups.py",
+        Path(__file__),
+    }
+    files = [
+        path
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md") and path not in here
+    ]
+    assert files
+    call = re.compile(r"^\s*(dist|torch\.distributed)\.destroy_process_group\(", flags=re.MULTILINE)
+    assert [path for path in files if call.search(path.read_text())] == []

@@ -1,0 +1,411 @@
+"""Checkpoint folders: whole or not at all, wherever the process is killed; checked before they are read."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from opensora_sp.checkpoint import (
+    CheckpointFolder,
+    Disk,
+    Part,
+    SaveJob,
+    Saver,
+    Spec,
+    TensorFile,
+    checkpoint_name,
+    committed_checkpoints,
+    newest_checkpoint,
+    set_aside,
+    verify,
+)
+from opensora_sp.memory import LivePeak
+
+ALL = os.environ.get("GRID") == "all"  # make test-faults
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch.distributed", "opensora_sp.checkpoint"])
+
+
+class Recorder(Disk):
+    """Notes every operation; ``before`` and ``after`` may do something to one of them."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, Path]] = []
+
+    def perform(self, kind: str, path: Path, action: Callable[[], Any]) -> Any:
+        self.done.append((kind, path))
+        return action()
+
+
+class Killer(Disk):
+    """Sends SIGKILL to its own process before, within (half a write is done) or after the n-th operation."""
+
+    def __init__(self, number: int, when: str) -> None:
+        self.left, self.when = number, when
+
+    def perform(self, kind: str, path: Path, action: Callable[[], Any]) -> Any:
+        self.left -= 1
+        mine = self.left == -1
+        if mine and self.when == "within":
+            action()
+            os.truncate(path, path.stat().st_size - 1)
+        if mine and self.when != "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = action()
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.full((3, 5), float(step)),
+        "half": torch.ones(3).bfloat16(),
+        "count": torch.tensor(step),
+    }
+
+
+def save(run_dir: Path, step: int, disk: Disk | None = None, **keep: int) -> None:
+    """One process saves a checkpoint of two tensor files and some JSON."""
+    folder = CheckpointFolder(
+        run_dir / checkpoint_name(step), {"state.json": b"{}\n"}, disk=disk, **keep
+    )
+    parts = {name: Part.whole(tensor) for name, tensor in tensors(step).items()}
+    Saver().save(
+        SaveJob(folder, {"model/model.safetensors": parts, "optimizer.safetensors": parts})
+    )
+
+
+def save_in_a_process(*args: Any, **keep: Any) -> int:
+    process = FORKS.Process(target=save, args=args, kwargs=keep)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two committed checkpoints, and what a cut-off save has left."""
+    run_dir = tmp_path_factory.mktemp("run")
+    for step in (1, 2):
+        assert save_in_a_process(run_dir, step) == 0
+    (run_dir / ".partial-step_00000003").mkdir()
+    (run_dir / ".partial-step_00000003" / "junk").write_text("x")
+    shutil.copytree(run_dir / "step_00000002", run_dir / "step_00000009")
+    (run_dir / "step_00000009" / "COMMIT").unlink()
+    return run_dir
+
+
+def recorded(run_dir: Path) -> list[tuple[str, Path]]:
+    disk = Recorder()
+    save(run_dir, 3, disk, keep_last=2)
+    return disk.done
+
+
+def points(operations: list[tuple[str, Path]]) -> list[tuple[int, str]]:
+    """Before and after each operation, and within each write; in CI a tenth of them and all around the commit."""
+    found = []
+    for number, (kind, path) in enumerate(operations):
+        times = ("before", "within", "after") if kind == "write" else ("before", "after")
+        near = kind == "rename" or path.name in ("COMMIT", "step_00000001")
+        found += [
+            (number, when)
+            for i, when in enumerate(times)
+            if ALL or near or (number + 7 * i) % 10 == 0
+        ]
+    return found
+
+
+def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
+    before: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(before, tmp_path / "whole")
+    operations = recorded(tmp_path / "whole")
+    kinds = [kind for kind, _ in operations]
+    assert {"write", "flush", "rename", "unlink"} <= set(kinds)
+    commit = next(
+        i
+        for i, (kind, path) in enumerate(operations)
+        if path.name == ".partial-COMMIT" and kind == "rename"
+    )
+    chosen = points(operations)
+    assert len(chosen) >= 20
+    for number, when in chosen:
+        run_dir = tmp_path / f"{number}{when}"
+        shutil.copytree(before, run_dir)
+        assert save_in_a_process(run_dir, 3, Killer(number, when), keep_last=2) == -signal.SIGKILL
+        newest = newest_checkpoint(run_dir)
+        assert newest is not None
+        committed = number > commit or (number, when) == (commit, "after")
+        assert newest.name == checkpoint_name(3 if committed else 2), (operations[number], when)
+        for checkpoint in committed_checkpoints(run_dir):
+            verify(checkpoint)
+        found, wanted = load_file(newest / "model/model.safetensors"), tensors(int(newest.name[-1]))
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        save(run_dir, 4, keep_last=2)  # the next start goes on, and clears away what was left
+        names = sorted(path.name for path in run_dir.iterdir() if path.is_dir())
+        assert names == [checkpoint_name(3 if committed else 2), checkpoint_name(4)]
+        assert (run_dir / "latest").read_text() == checkpoint_name(4) + "\n"
+        shutil.rmtree(run_dir)
+
+
+def test_everything_is_flushed_before_the_rename_and_commit_comes_last(
+    before: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(before, tmp_path / "run")
+    operations = recorded(tmp_path / "run")
+    partial = tmp_path / "run" / ".partial-step_00000003"
+    renamed = operations.index(("rename", partial))
+    committed = operations.index(("rename", tmp_path / "run" / "step_00000003" / ".partial-COMMIT"))
+    assert renamed < committed
+    written = {path for kind, path in operations[:renamed] if kind == "write"}
+    for path in written | {partial, partial / "model"}:
+        last_write = max((i for i, op in enumerate(operations) if op == ("write", path)), default=0)
+        assert ("flush", path) in operations[last_write:renamed], path
+    assert ("flush", tmp_path / "run") in operations[renamed:committed]
+    final = tmp_path / "run" / "step_00000003"
+    assert {path.relative_to(partial) for path in written} == {
+        path.relative_to(final)
+        for path in final.rglob("*")
+        if path.is_file() and path.name != "COMMIT"
+    }
+    removed = [
+        path
+        for kind, path in operations
+        if kind == "unlink" and path.parent.name == "step_00000001"
+    ]
+    assert removed[0].name == "COMMIT"  # so that half of it is not taken for a checkpoint
+
+
+def test_keeping_the_last_and_every_nth(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        (tmp_path / "step_00000099").mkdir(exist_ok=True)  # not committed: does not count
+        save(tmp_path, step, keep_last=2, keep_every=3)
+    assert [path.name[-1] for path in committed_checkpoints(tmp_path)] == ["3", "6", "7"]
+    assert (tmp_path / "latest").read_text() == "step_00000007\n"
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def swap(folder: Path) -> None:
+    """The optimizer of another step, whole in itself."""
+    save_file(
+        {**load_file(folder / "optimizer.safetensors"), "count": torch.tensor(7)},
+        folder / "optimizer.safetensors",
+    )
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (
+            lambda f: os.truncate(f / "model/model.safetensors", 40),
+            "model/model.safetensors has {'bytes': 40}",
+        ),
+        (
+            lambda f: flip(f / "model/model.safetensors", -1),
+            "model/model.safetensors has .*'sha256'",
+        ),
+        (lambda f: flip(f / "state.json", 0), "state.json has .*'sha256'"),
+        (
+            lambda f: (f / "optimizer.safetensors").unlink(),
+            "optimizer.safetensors has no such file",
+        ),
+        (swap, "optimizer.safetensors has"),
+        (
+            lambda f: flip(f / "manifest.json", 100),
+            "manifest.json is not the one that COMMIT names",
+        ),
+        (lambda f: flip(f / "COMMIT", -5), "manifest.json is not the one that COMMIT names"),
+        (lambda f: (f / "COMMIT").write_text(""), "format b''.*expected format 2"),
+        (lambda f: (f / "manifest.json").unlink(), "expected manifest.json and COMMIT"),
+        (lambda f: f.rename(f.with_name("step_00000008")), "manifest.json is of step 2"),
+    ],
+)
+def test_damage_is_found_and_named(
+    before: Path, tmp_path: Path, harm: Callable[[Path], Any], message: str
+) -> None:
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(before / "step_00000002", folder)
+    verify(folder)
+    harm(folder)
+    with pytest.raises(ValueError, match=message):
+        verify(next(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "model/../../outside", "link/outside"]
+)
+def test_a_manifest_cannot_lead_out_of_its_folder(before: Path, tmp_path: Path, name: str) -> None:
+    from opensora_sp.checkpoint.folder import _commit_text, to_json
+
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(before / "step_00000002", folder)
+    (tmp_path / "outside").write_text("secret")
+    (folder / "link").symlink_to(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": 6, "sha256": ""}
+    (folder / "manifest.json").write_bytes(to_json(manifest))
+    (folder / "COMMIT").write_bytes(_commit_text(to_json(manifest)))  # as whoever made it would
+    with pytest.raises(ValueError, match="expected one inside this folder"):
+        verify(folder)
+
+
+def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("x")
+    (tmp_path / "run" / "folder").mkdir(parents=True)
+    (tmp_path / "run" / "folder" / "link").symlink_to(tmp_path / "kept")
+    Disk().remove_tree(tmp_path / "run")
+    assert (tmp_path / "kept" / "file").is_file() and not (tmp_path / "run").exists()
+    (tmp_path / "step_00000001").mkdir()
+    assert set_aside(tmp_path / "step_00000001").name == "step_00000001.damaged"
+
+
+def test_checkpoints_that_were_moved_and_linked_stay_where_they_are(tmp_path: Path) -> None:
+    """Whoever makes room on a disk leaves links behind; a save that passes over them neither fails nor follows."""
+
+    def save(step: int) -> None:
+        folder = CheckpointFolder(
+            tmp_path / "run" / checkpoint_name(step), {"state.json": b"{}"}, keep_last=1
+        )
+        folder.begin()
+        folder.finish({})
+
+    save(1)
+    (tmp_path / "far").mkdir()
+    for name in (checkpoint_name(1), ".partial-mine"):
+        (tmp_path / "far" / name).mkdir() if name[0] == "." else (tmp_path / "run" / name).rename(
+            tmp_path / "far" / name
+        )
+        (tmp_path / "far" / name / "file").write_text("x")
+        (tmp_path / "run" / name).symlink_to(tmp_path / "far" / name)
+    (tmp_path / "run" / checkpoint_name(2)).symlink_to(tmp_path / "gone")
+    save(2)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {checkpoint_name(2), "latest"}
+    verify(tmp_path / "far" / checkpoint_name(1))
+    assert len(list((tmp_path / "far").glob("*/file"))) == 2
+
+
+def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
+    dtypes = (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    )
+    wanted = {f"{i}": torch.arange(7 * i).reshape(7, i).to(dtype) for i, dtype in enumerate(dtypes)}
+    wanted["scalar"] = torch.tensor(3.5)
+    file = TensorFile(
+        Disk(), tmp_path / "a", {name: Spec.of(tensor) for name, tensor in wanted.items()}
+    )
+    from opensora_sp.checkpoint.tensor_file import file_order
+
+    for name in file_order(file.specs):
+        flat = torch.cat(
+            [wanted[name].flatten(), torch.ones(3).to(wanted[name].dtype)]
+        )  # and padding
+        file.append(name, flat.split(4))
+    file.close()
+    found = load_file(tmp_path / "a")
+    assert found.keys() == wanted.keys()
+    assert all(
+        torch.equal(found[name], wanted[name]) and found[name].dtype == wanted[name].dtype
+        for name in wanted
+    )
+    assert struct.unpack("<Q", (tmp_path / "a").read_bytes()[:8])[0] % 8 == 0
+
+
+class Full(Disk):
+    """A disk with no room for anything after so many bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, file: Any, data: Any) -> None:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(28, "No space left on device", file.name)
+        super().write(file, data)
+
+
+def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
+    """Sharded tensors: in the background, on a full disk, and how much memory it takes."""
+    rank, world, size = dist.get_rank(), dist.get_world_size(), 1000
+    saver, told = Saver(), []
+    whole = {f"{i}": torch.arange(size - i, dtype=torch.float32) + i for i in range(8)}
+    length = -(-size // world)
+    padded = {
+        name: torch.nn.functional.pad(tensor, (0, length * world - len(tensor)))
+        for name, tensor in whole.items()
+    }
+    shards = {name: tensor.view(world, length)[rank].clone() for name, tensor in padded.items()}
+
+    def job(step: int, disk: Disk | None = None) -> SaveJob:
+        parts = {name: Part(shards[name], Spec.of(whole[name]), sharded=True) for name in whole}
+        return SaveJob(
+            CheckpointFolder(run_dir / checkpoint_name(step), {}, disk=disk),
+            {"a.safetensors": parts},
+        )
+
+    peak = LivePeak()
+    with peak:
+        saver.save(job(1))
+    taken = peak.peak
+    with peak:
+        peak.reset_peak()
+        saver.save(job(2), in_background=True)
+        for shard in shards.values():
+            shard.add_(1)  # the training goes on
+    saver.wait()
+    copies = peak.peak
+    for in_background in (False, True):
+        try:
+            saver.save(job(3, Full(9000)), in_background=in_background)
+            saver.wait()
+        except ValueError as error:
+            told.append(str(error))
+            assert rank or not list(
+                run_dir.glob(".partial-*")
+            )  # nothing is left of it to fill the disk
+    saver.save(job(4))  # and then there is room again
+    dist.barrier()
+    for step, more in ((1, 0), (2, 0), (4, 1)):
+        verify(run_dir / checkpoint_name(step))
+        found = load_file(run_dir / checkpoint_name(step) / "a.safetensors")
+        assert all(torch.equal(found[name], whole[name] + more) for name in whole), step
+    return told, taken, copies
+
+
+def test_parts_of_two_ranks_become_whole_tensors(tmp_path: Path) -> None:
+    of_ranks = run_ranks(2, saves_of_two_ranks, tmp_path, timeout=60)
+    shard_bytes, all_shards = 500 * 4, 8 * 500 * 4
+    for told, taken, copies in of_ranks:
+        assert len(told) == 2 and all(
+            "No space left on device" in text for text in told
+        )  # every rank hears of it
+        assert taken <= shard_bytes  # one part of one tensor at a time
+        assert all_shards <= copies <= all_shards + shard_bytes  # a copy of this rank's own parts
+    assert [path.name for path in committed_checkpoints(tmp_path)] == [
+        checkpoint_name(step) for step in (1, 2, 4)
+    ]

@@ -1,0 +1,194 @@
+"""Every way to share a batch gives the one-process result in float64, and sends what it is known to send.
+
+Elements are counted in ``u = (P-1)/P * B*T*S*C/P`` a rank; see docs/communication.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_sp_parity import (
+    DEPTH,
+    FULL,
+    PLAIN,
+    Case,
+    assert_one_process_result,
+    make_inputs,
+    make_model,
+    run_step,
+)
+
+from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
+from opensora_sp.parallel.cost_model import splits_heads
+from opensora_sp.parallel.layout import run_sizes
+
+pytestmark = pytest.mark.core
+CASES = [
+    PLAIN[0],
+    replace(PLAIN[3], checkpoint=True),  # an image
+    Case((1, 2, 3, 5), heads=4, checkpoint=True),
+    replace(FULL, size=(3, 5, 6, 5), output="full"),
+    replace(FULL, size=(2, 5, 5, 7), patch=(2, 2, 2), checkpoint=True),
+]
+BASELINES = [dict(strategy="ulysses"), dict(strategy="split_gather")]
+OVERLAPS = [
+    dict(overlap_chunks=3),
+    dict(overlap_backward=True),
+    dict(overlap_chunks=2, overlap_backward=True),
+]
+
+
+def compare_strategies() -> None:
+    mesh = SequenceMesh(sp_size=dist.get_world_size())
+    modes.MIN_CHUNK_TOKENS = 1
+    for case in CASES:
+        whole_samples = case.size[0] % mesh.sp_size == 0
+        for options in BASELINES:
+            ledger = assert_one_process_result(case, mesh, **options)
+            again = sum(calls for (_, phase), calls in ledger.calls.items() if phase == "recompute")
+            assert bool(again) == case.checkpoint, (case, options, ledger.calls)
+        for options in (
+            dict(placement="branch"),
+            dict(placement="branch", recompute_communication=True),
+        ):
+            ledger = assert_one_process_result(case, mesh, **options)
+            expected = 0 if whole_samples else 2 * DEPTH
+            assert (
+                ledger.calls["branch", "forward"] == ledger.calls["branch", "backward"] == expected
+            )
+            resent = case.checkpoint and len(options) == 2
+            assert ledger.calls["branch", "recompute"] == (expected if resent else 0), (
+                case,
+                options,
+                ledger.calls,
+            )
+        for options in OVERLAPS:
+            ledger = assert_one_process_result(case, mesh, **options)
+            assert not [key for key in ledger.calls if key[1] == "recompute"], ledger.calls
+            rows = (
+                min(case.size[0] * -(-case.size[1] // case.patch[0]), case.size[0] * patches(case))
+                // mesh.sp_size
+            )
+            if rows >= options.get("overlap_chunks", 1) and not whole_samples:
+                switches = (2 * DEPTH - 1) * options.get("overlap_chunks", 1)
+                assert (
+                    ledger.calls["switch", "forward"]
+                    == ledger.calls["switch", "backward"]
+                    == switches
+                ), (
+                    case,
+                    options,
+                )
+
+
+def patches(case: Case) -> int:
+    return -(-case.size[2] // case.patch[1]) * -(-case.size[3] // case.patch[2])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_strategies_equal_one_process(num_ranks: int) -> None:
+    run_ranks(num_ranks, compare_strategies)
+
+
+def assert_same_order_of_gradients(case: Case, mesh: SequenceMesh) -> None:
+    """ZeRO and DDP put gradients together as they come, so they have to come alike on ranks that hold nothing."""
+    model, came = parallelize(make_model(case), mesh), []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    model(**make_inputs(case)).sum().backward()
+    orders = [None] * mesh.sp_size
+    dist.all_gather_object(orders, came)
+    assert all(order == came for order in orders)
+    assert sorted(came) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def compare_few_rows() -> None:
+    """Images and short clips on many ranks, by heads, with heads that do not divide or are fewer than the ranks."""
+    mesh = SequenceMesh(sp_size=dist.get_world_size())
+    cost.FLOPS_PER_ELEMENT = 0
+    sizes = {4: [(1, 1, 6, 10)], 8: [(1, 5, 4, 6)]}[mesh.sp_size]
+    for size in sizes:
+        for heads in (2, 3, 4):
+            for more in ({}, dict(recompute_communication=True)) if heads == 3 else ({},):
+                case = Case(size, heads=heads, checkpoint=True)
+                ledger = assert_one_process_result(case, mesh, **more)
+                assert (
+                    ledger.calls["heads", "forward"]
+                    == ledger.calls["heads", "backward"]
+                    == 2 * DEPTH
+                )
+                assert ledger.calls["heads", "recompute"] == (2 * DEPTH if more else 0)
+                assert not ledger.calls["switch", "forward"]
+                assert_same_order_of_gradients(case, mesh)  # also without any unit
+    assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh)
+    cost.FLOPS_PER_ELEMENT = (
+        10**9
+    )  # where sending is what costs, and most ranks have a row, whole rows switch
+    assert_same_order_of_gradients(
+        Case((1, 1, 4, 4), mask=True), mesh
+    )  # ranks without a spatial row
+    ledger = assert_one_process_result(Case((1, mesh.sp_size - 1, 4, 6), heads=3), mesh)
+    assert (
+        ledger.calls["switch", "forward"] == 2 * DEPTH - 1 and not ledger.calls["heads", "forward"]
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_fewer_frames_than_ranks(num_ranks: int) -> None:
+    run_ranks(num_ranks, compare_few_rows)
+
+
+def test_heads_are_split_where_that_is_cheaper() -> None:
+    assert splits_heads(1, 1, 1024, 1152, 16, 4)  # an image of STDiT3-XL/2
+    assert not splits_heads(1, 3, 64, 16, 4, 4)  # so narrow that work is nothing beside sending
+    assert not splits_heads(1, 4, 1024, 1152, 16, 4)  # a frame for every rank
+    assert not splits_heads(4, 1, 1024, 1152, 16, 4)  # a sample for every rank
+    assert (
+        run_sizes(1 * 1 * 2, 4).count(0) == 2
+    )  # two heads of one frame leave two ranks without attention
+
+
+def backward_overlap_is_bitwise() -> None:
+    mesh = SequenceMesh(sp_size=dist.get_world_size())
+    case = replace(PLAIN[0], checkpoint=True)
+    _, plain, plain_ledger = run_step(case, mesh)
+    _, overlapped, ledger = run_step(case, mesh, overlap_backward=True)
+    assert ledger.elements == plain_ledger.elements
+    for name, gradient in plain.items():
+        assert torch.equal(overlapped[name], gradient), name
+
+
+def recompute_runs_while_gradients_travel() -> None:
+    """Between sending a gradient off and waiting for it, the block before is computed again."""
+    events: list[str] = []
+    flight = modes.Flight
+    for name in ("send_back", "receive_back"):
+        original = getattr(flight, name)
+        setattr(flight, name, lambda *args, _f=original, _n=name: (events.append(_n), _f(*args))[1])
+    case = replace(PLAIN[0], checkpoint=True)
+    for overlap_backward in (True, False):
+        model = make_model(case)
+        block = model.spatial_blocks[0]
+        block.register_forward_pre_hook(lambda *_: events.append("block"))
+        mesh = SequenceMesh(sp_size=dist.get_world_size())
+        modes.MIN_CHUNK_TOKENS = 1
+        parallelize(model, mesh, overlap_backward=overlap_backward, overlap_chunks=2)
+        out = model(**make_inputs(case)).sum()
+        events.clear()
+        out.backward()
+        last = len(events) - 1 - events[::-1].index("send_back")
+        assert events[last:] == ["send_back", "block", "receive_back", "receive_back"], events
+
+
+def in_turn(*functions) -> None:
+    for function in functions:
+        function()
+
+
+def test_backward_overlap() -> None:
+    run_ranks(2, in_turn, backward_overlap_is_bitwise, recompute_runs_while_gradients_travel)

@@ -1,0 +1,337 @@
+"""Training runs as users start them: resume, another number of processes, broken clips, errors before the work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import TRAIN, run, write_toy_set
+from safetensors.torch import load_file
+
+from opensora_sp.checkpoint import Part, check_model_config, committed_checkpoints, verify
+from opensora_sp.config import load_train_config
+from opensora_sp.training.checkpointing import agree_on, choose_checkpoint, find_checkpoint
+from opensora_sp.training.metrics import read_metrics
+from opensora_sp.training.preflight import preflight
+from opensora_sp.training.trainer import learning_rate
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    manifest = write_toy_set(folder, 14, broken=(4, 9))
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    return folder / "config.py"
+
+
+def train(
+    config: Path, outputs: Path, *more: str, launcher: str = "torchrun", ranks: int = 2
+) -> str:
+    command = ("scripts/train.py", config, "--cfg-options", f"outputs={outputs}", *more)
+    done = run(*command, launcher=launcher, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(outputs: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(outputs)]
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    parts = ("model/model", "ema/model", "optimizer")
+    return {
+        f"{p}:{k}": v for p in parts for k, v in load_file(checkpoint / f"{p}.safetensors").items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps in one go, two processes, through ``colossalai run``."""
+    outputs = tmp_path_factory.mktemp("whole") / "run"
+    train(config, outputs, launcher="colossalai")
+    return outputs
+
+
+@pytest.mark.core
+def test_a_run_leaves_everything_behind(whole: Path) -> None:
+    names = {p.name for p in whole.iterdir()}
+    assert {
+        "config.py",
+        "train.log",
+        "tensorboard",
+        "loss.png",
+        "metrics.jsonl",
+        "summary.json",
+    } <= names
+    assert [p.name for p in committed_checkpoints(whole)] == ["step_00000003", "step_00000006"]
+    assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG") and any(
+        (whole / "tensorboard").iterdir()
+    )
+    for checkpoint in committed_checkpoints(whole):
+        verify(checkpoint)
+    assert not [p for p in whole.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".pkl")]
+    summary = json.loads((whole / "summary.json").read_text())
+    assert (
+        summary["sp_size"] == 2
+        and summary["switches"] > 0
+        and summary["files_read"] == {".mp4": 36}
+    )
+    assert {Path(path).name for path in summary["broken_clips"]} <= {"4.mp4", "9.mp4"} and summary[
+        "broken_clips"
+    ]
+    assert "skipped a clip that cannot be read" in (whole / "train.log").read_text()
+    assert load_train_config(whole / "config.py").sp_size == 2  # the dump loads again
+
+
+def assert_same_weights(ours: Path, theirs: Path) -> None:
+    """At the end every weight, average and moment is the same to the last bit."""
+    found, wanted = weights(ours / "step_00000006"), weights(theirs / "step_00000006")
+    assert found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )
+
+
+@pytest.mark.core
+def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "run"
+    train(config, outputs, "max_steps=3", launcher="colossalai")
+    damaged = outputs / "step_00000005"
+    shutil.copytree(
+        outputs / "step_00000003", damaged
+    )  # a checkpoint of step 3 under another name is none
+    log = train(
+        config, outputs, "async_save=True", "keep_last=2", "--resume", "auto", launcher="colossalai"
+    )
+    assert "resumed from" in log and "at step 3" in log
+    assert (
+        "step_00000005/manifest.json is of step 3" in log
+        and "set aside as step_00000005.damaged" in log
+    )
+    assert (outputs / "latest").read_text() == "step_00000006\n"
+    assert losses(outputs) == losses(whole)
+    assert_same_weights(outputs, whole)
+
+
+@pytest.mark.parametrize("max_steps", [6, 4])
+def test_nothing_is_left_to_do_at_the_end_of_a_run(
+    config: Path, whole: Path, tmp_path: Path, max_steps: int
+) -> None:
+    """At ``max_steps`` and past it: one sentence, status 0, no worker started, and nothing but config.py written."""
+    outputs = tmp_path / "run"
+    shutil.copytree(whole, outputs)
+    untouched = (
+        "metrics.jsonl",
+        "sessions.jsonl",
+        "summary.json",
+        "latest",
+        "step_00000006/COMMIT",
+    )
+    before = {name: (outputs / name).read_bytes() for name in untouched}
+    log = train(config, outputs, f"max_steps={max_steps}", "num_workers=2", "--resume", "auto")
+    assert (
+        log.count(
+            f"step_00000006 is of step 6, and the run ends after step {max_steps}; to train on, raise"
+        )
+        == 1
+    )
+    assert "Traceback" not in log and "done:" not in log
+    assert {name: (outputs / name).read_bytes() for name in untouched} == before
+
+
+def test_resume_in_bf16_keeps_the_fp32_weights(config: Path, whole: Path, tmp_path: Path) -> None:
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    bf16 = ("precision=bf16", "zero_stage=1", f"load={whole}")
+    train(config, straight, *bf16)
+    shutil.copytree(straight / "step_00000003", cut / "step_00000003")
+    train(config, cut, *bf16, "--resume", "auto")
+    assert losses(cut) == losses(straight)[3:]
+    assert_same_weights(cut, straight)
+    ours, theirs = weights(cut / "step_00000006"), weights(whole / "step_00000006")
+    for name in (
+        "model/model:y_embedder.y_embedding",
+        "ema/model:rope.freqs",
+    ):  # not trained, and not rounded either
+        assert torch.equal(ours[name], theirs[name])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("ranks", "sp_size"), [(3, 3), (3, 1)]
+)  # 2 micro-batches a step: one of 3 replicas waits
+def test_resume_with_another_number_of_processes(
+    config: Path, whole: Path, tmp_path: Path, ranks: int, sp_size: int
+) -> None:
+    outputs = tmp_path / "run"
+    train(
+        config, outputs, f"sp_size={sp_size}", "--resume", str(whole / "step_00000003"), ranks=ranks
+    )
+    assert losses(outputs) == pytest.approx(losses(whole)[3:], rel=1e-5)
+
+
+def test_user_errors_stop_every_rank_with_a_sentence(config: Path, tmp_path: Path) -> None:
+    done = run(
+        "scripts/train.py",
+        config,
+        "--cfg-options",
+        "sp_size=3",
+        f"outputs={tmp_path}",
+        launcher="torchrun",
+        ranks=2,
+    )
+    assert done.returncode != 0
+    sentence = "got sp_size 3 with 2 processes; expected an sp_size that divides the number of processes, one of [1, 2]"
+    assert sentence in done.stderr and 'scripts/train.py", line' not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "resume", "message"),
+    [
+        (["dataset.manifest=nowhere.csv"], None, "got manifest 'nowhere.csv', which is not a file"),
+        (["batch_size=15"], None, "got 14 clips and batch_size 15"),
+        (["precision=fp16"], None, "got precision 'fp16' without CUDA"),
+        (["load=nowhere"], None, "got checkpoint 'nowhere', which is not on disk"),
+        ([], "nowhere", "got checkpoint path 'nowhere', which holds no committed checkpoint"),
+        (["optimizer.type=HybridAdam"], None, "got optimizer.type 'HybridAdam' without CUDA"),
+        (["outputs={whole}", "seed=7"], "auto", r"got seed 7 \(there 42\) to go on from"),
+        (
+            ["outputs={whole}", "batch_size=2"],
+            "auto",
+            r"got batch_size 2 \(there 3\) to go on from",
+        ),
+        (
+            ["outputs={whole}"],
+            "{whole}/step_00000003",
+            "holds newer checkpoints, up to step_00000006",
+        ),
+        (
+            ["outputs={whole}", "micro_batches_per_step=3"],
+            "auto",
+            r"got micro_batches_per_step 3 \(there 2\)",
+        ),
+        (["outputs={whole}"], None, "holds checkpoints of an earlier run.*pass --resume auto"),
+        (
+            ["outputs={whole}", "model.depth=1"],
+            "auto",
+            r"another model \(depth is 2 there, 1 here\)",
+        ),
+        (
+            ["load={whole}", "model.num_heads=2"],
+            None,
+            r"another model \(num_heads is 3 there, 2 here\)",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_process_group(
+    config: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list,
+    resume: str,
+    message: str,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    options = [f"outputs={tmp_path}", *(option.format(whole=whole) for option in options)]
+    resume = resume and resume.format(whole=whole)
+    with pytest.raises(ValueError, match=message):
+        preflight(load_train_config(config, options), resume)
+    assert not torch.distributed.is_initialized()
+
+
+def test_damaged_and_half_written_checkpoints_are_not_used(whole: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    newest = copy / "step_00000006"
+    state, commit = (newest / "state.json").read_bytes(), (newest / "COMMIT").read_bytes()
+    (newest / "COMMIT").unlink()
+    assert find_checkpoint(copy, "auto") == copy / "step_00000003"
+    (newest / "COMMIT").write_bytes(commit)
+    (newest / "state.json").write_bytes(state.replace(b"42", b"43"))
+    assert find_checkpoint(copy, "auto") == copy / "step_00000003"
+    with pytest.raises(ValueError, match="got a damaged checkpoint: .*state.json"):
+        find_checkpoint(copy, str(newest))
+    with pytest.raises(ValueError, match="without config.json"):
+        check_model_config(tmp_path, "STDiT3", None)
+
+
+def test_learning_rate_is_a_function_of_the_step(config: Path) -> None:
+    cfg = load_train_config(
+        config, ["warmup_steps=4", "max_steps=10", "lr_schedule=cosine", "optimizer.lr=1.0"]
+    )
+    rates = [learning_rate(cfg, step) for step in range(10)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and rates[4] == 1.0
+    assert rates[4:] == sorted(rates[4:], reverse=True) and 0 < rates[-1] < 0.1
+
+
+def agree(folders: list[Path]) -> str | None:
+    try:
+        agree_on(find_checkpoint(folders[torch.distributed.get_rank()], "auto"))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_see_different_checkpoints_say_so(whole: Path, tmp_path: Path) -> None:
+    assert run_ranks(2, agree, [whole, whole]) == [None, None]
+    told = run_ranks(2, agree, [whole, tmp_path])
+    assert told[0] == told[1] and "(['step_00000006', None], rank by rank)" in told[0]
+
+
+def fall_back(run_dir: Path) -> tuple[Path | None, str, str]:
+    """Rank 0 damages the newest checkpoint where only reading all of it shows; then all of them."""
+    newest = run_dir / "step_00000006"
+    rank = torch.distributed.get_rank()
+
+    def damage(folder: Path) -> None:
+        torch.distributed.barrier()
+        if rank == 0:
+            path = folder / "optimizer.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+        torch.distributed.barrier()
+
+    damage(newest)
+    with pytest.raises(
+        ValueError, match="got a damaged checkpoint: .*optimizer.safetensors has"
+    ) as by_path:
+        choose_checkpoint(run_dir, newest, resume=str(newest))
+    chosen = choose_checkpoint(run_dir, newest, resume="auto")
+    damage(run_dir / "step_00000003")
+    with pytest.raises(ValueError, match="got only damaged checkpoints") as none_left:
+        choose_checkpoint(run_dir, chosen, resume="auto")
+    return chosen, str(by_path.value), str(none_left.value)
+
+
+def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(
+    whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    first, second = run_ranks(2, fall_back, run_dir)
+    assert first == second and first[0] == run_dir / "step_00000003"
+    assert {path.name for path in run_dir.glob("step_*")} == {
+        "step_00000003.damaged",
+        "step_00000006.damaged",
+    }
+
+
+def test_integer_states_of_an_optimizer_stay_integers() -> None:
+    """HybridAdam counts its steps in an int."""
+    from opensora_sp.plugin import NamedShards
+
+    class Zero:
+        def __init__(self, master: torch.Tensor, state: dict) -> None:
+            self.optim = type("Optim", (), {"state": {master: state}})()
+            self.get_working_to_master_map = lambda: {id(weight): master}
+
+    module = torch.nn.Linear(2, 2, bias=False)
+    weight, master = module.weight, torch.zeros(4)
+    shards = NamedShards(module, Zero(master, {"step": 3}))
+    saved = shards.state_parts()["step/weight"]
+    assert isinstance(saved, Part) and saved.tensor.dtype == torch.int64
+    shards.set_state("weight", {"step": saved.tensor})
+    step = shards.states()["weight"]["step"]
+    assert step == 3 and isinstance(step, int)

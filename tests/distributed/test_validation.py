@@ -1,0 +1,262 @@
+"""Validation in the loop: what it writes, and that training does not notice it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import TRAIN, write_toy_set
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from opensora_sp.config import load_train_config
+from opensora_sp.data import Clip, scale
+from opensora_sp.diffusion import Noised
+from opensora_sp.features.build import make_encoders
+from opensora_sp.features.corrupt_samples import BrokenClips
+from opensora_sp.features.sharded import SharedClips
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.randomness import normal, uniform
+from opensora_sp.training.metrics import read_metrics
+from opensora_sp.training.preflight import preflight
+from opensora_sp.training.trainer import Run
+from opensora_sp.training.validation import Validator, heldout_clips
+
+CHECKED = [
+    "every=2",
+    "prompts=['a red circle', 'white']",
+    "num_sampling_steps=2",
+    "cfg_scale=2.0",
+    "bins=3",
+]
+
+
+def train_all(folder: Path, ways: dict[str, list[str]]) -> dict[str, list[float]]:
+    """Train once for each way; the held-out losses of the last weights, worked out here without shards."""
+    from opensora_sp.plugin import current_device, launch
+
+    launch(0)
+    found = {}
+    for name, options in ways.items():
+        cfg = load_train_config(folder / "train.py", [f"outputs={folder / name}", *options])
+        dataset, _ = preflight(cfg, None)
+        (folder / name).mkdir(exist_ok=True)
+        run = Run(cfg, dataset, None, current_device())
+        run.steps(folder / name)
+        found[name] = expected_losses(run) if name == "current" else []
+    dist.barrier()
+    return found
+
+
+@torch.no_grad()
+def expected_losses(run: Run) -> list[float]:
+    """Clip by clip, whole outputs, the model's own forward."""
+    clips, flow, seed = run.validator.heldout, run.batches.flow, run.cfg.seed
+    sums = torch.zeros(3)
+    readable = [i for i in range(len(clips)) if isinstance(clips[i], Clip)]
+    assert readable == [0, 2, 3]
+    for i in readable:
+        latents = run.source.vae.encode(scale(clips[i].video)[None])
+        noise = normal(tuple(latents.shape[1:]), seed, "validation_noise", i)[None]
+        y, mask = run.source.text_encoder.encode([clips[i].text])
+        sizes = dict(
+            fps=torch.tensor([clips[i].fps]),
+            height=torch.tensor([28.0]),
+            width=torch.tensor([24.0]),
+        )
+        for k in range(3):
+            t = torch.tensor([1000 * (k + uniform(seed, "validation_timestep", i, k)) / 3])
+            noised = Noised.of(flow, latents, noise, t, None)
+            output = run.module(noised.x_t, t, y, mask, **sizes)
+            sums[k] += flow.losses(output, noised)[0]
+    return (sums / len(readable)).tolist()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("validated")
+    held = write_toy_set(folder / "held", 4, broken=(1,))
+    (folder / "train.py").write_text(
+        TRAIN.format(manifest=str(write_toy_set(folder / "set", 7)))
+        + "max_steps = 4\nckpt_every = 4\nload = None\n"
+    )
+    checked = [f"validation.{option}" for option in [*CHECKED, f"manifest={held}"]]
+    ways = {"without": [], "averaged": checked, "current": [*checked, "validation.use_ema=False"]}
+    return folder, run_ranks(2, train_all, folder, ways)[0]["current"]
+
+
+def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
+    folder, _ = trained
+    names = ("without", "averaged", "current")
+    losses = [
+        [(line["loss"], line["grad_norm"]) for line in read_metrics(folder / name)]
+        for name in names
+    ]
+    assert len(losses[0]) == 4 and losses[0] == losses[1] == losses[2]
+    for part in ("model/model", "ema/model", "optimizer"):
+        wanted, *others = (
+            load_file(folder / name / "step_00000004" / f"{part}.safetensors") for name in names
+        )
+        for other in others:
+            assert all(torch.equal(tensor, other[key]) for key, tensor in wanted.items())
+
+
+def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
+    """One rank is asked to stop when the first step has agreed to go on; whether it ends early, and validations."""
+    from opensora_sp.plugin import current_device, launch
+
+    launch(0)
+    cfg = load_train_config(config)
+    dataset, _ = preflight(cfg, None)
+    Path(cfg.outputs).mkdir(exist_ok=True)
+    run, watch = Run(cfg, dataset, None, current_device()), SimpleNamespace(stop_reason=None)
+    watch.why_to_stop = lambda: "SIGTERM"
+    step, validations = run._step, []
+
+    def step_then_signal(*args: Any) -> Any:
+        outcome = step(*args)
+        if dist.get_rank() == asked_rank:
+            watch.stop_reason = "SIGTERM"
+        return outcome
+
+    run._step = step_then_signal
+    run.validator._validate = lambda folder: validations.append(folder)
+    return not run.steps(Path(cfg.outputs), None, watch), len(validations)
+
+
+def test_no_validation_is_begun_where_a_rank_is_asked_to_stop(tmp_path: Path) -> None:
+    manifest = str(write_toy_set(tmp_path / "set", 7))
+    options = f"load = None\nmax_steps = 4\nckpt_every = 4\noutputs = {str(tmp_path / 'run')!r}\n"
+    options += "validation = dict(every=1, prompts=['white'])\n"
+    (tmp_path / "train.py").write_text(TRAIN.format(manifest=manifest) + options)
+    assert run_ranks(2, asked_late, tmp_path / "train.py", 1) == [(True, 0)] * 2
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_00000002"]
+
+
+def test_heldout_losses_by_bin(trained: tuple[Path, list[float]]) -> None:
+    folder, expected = trained
+    lines = [
+        json.loads(line)
+        for line in (folder / "current" / "validation.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines] == [2, 4]
+    torch.testing.assert_close(lines[-1]["loss_by_bin"], expected, rtol=1e-5, atol=1e-6)
+    assert lines[-1]["loss"] == pytest.approx(sum(expected) / 3)
+    averaged = json.loads((folder / "averaged" / "validation.jsonl").read_text().splitlines()[-1])
+    assert averaged["loss_by_bin"] != lines[-1]["loss_by_bin"]
+
+
+def test_videos_are_written_and_shown(trained: tuple[Path, list[float]]) -> None:
+    folder, _ = trained
+    run = folder / "averaged"
+    for step in (2, 4):
+        written = {path.name for path in (run / "validation" / f"step_0000000{step}").glob("*.mp4")}
+        assert written == {"000-a-red-circle.mp4", "001-white.mp4"}
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    assert {"validation/000-a-red-circle", "validation/001-white"} <= set(board.Tags()["images"])
+    assert board.Images("validation/001-white")[-1].encoded_image_string.startswith(b"GIF89a")
+    assert [event.step for event in board.Scalars("validation/loss")] == [2, 4]
+    assert "validation/loss of bin 3 of 3" in board.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["every=2"], "got validation without prompts and manifest"),
+        (["every=0", "prompts=['a']"], "got validation.every = 0"),
+        (["every=2", "promts=['a']"], "did you mean 'prompts'"),
+        (["every=2", "prompts=[{'prompt': 'a', 'sed': 1}]"], "did you mean 'seed'"),
+        (["every=2", "manifest=none.csv"], "got manifest 'none.csv', which is not a file"),
+        (
+            ["every=2", 'prompts=[\'a{"reference_path": "b.png"}\']'],
+            "got reference 'b.png', which is not a file",
+        ),
+    ],
+)
+def test_what_cannot_be_validated_is_refused(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    (tmp_path / "train.py").write_text(
+        TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n"
+    )
+    with pytest.raises(ValueError, match=message):
+        preflight(
+            load_train_config(
+                tmp_path / "train.py", [f"validation.{option}" for option in options]
+            ),
+            None,
+        )
+
+
+def heldout_losses_by_batch_size(config: Path, folder: Path) -> list[list[float]]:
+    """Held-out losses of one random model in validation batches of several sizes."""
+    from opensora_sp.plugin import current_device, launch
+
+    launch(0)
+    options = [f"sp_size={dist.get_world_size()}", f"outputs={folder / str(dist.get_world_size())}"]
+    cfg = load_train_config(config, options)
+    run = Run(cfg, preflight(cfg, None)[0], None, current_device())
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in run.module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.2)
+
+    found, validator = [], run.validator
+    for batch_size in (1, 2, 3, 8):
+        validator.validation = validator.validation.model_copy(update={"batch_size": batch_size})
+        with torch.no_grad():
+            found.append(validator._heldout_losses(validator.heldout).tolist())
+    return found
+
+
+def test_heldout_losses_do_not_depend_on_batch_size_and_ranks(tmp_path: Path) -> None:
+    """Each rank encodes the captions of its own clips, of which every batch size gives it others."""
+    held = write_toy_set(tmp_path / "held", 9, broken=(1,))
+    config = TRAIN.format(manifest=str(write_toy_set(tmp_path / "set", 7)))
+    config += f"validation = dict(every=1, manifest={str(held)!r}, bins=3)\n"
+    (tmp_path / "train.py").write_text(config)
+    alone = run_ranks(1, heldout_losses_by_batch_size, tmp_path / "train.py", tmp_path)[0]
+    assert min(alone[0]) > 0.1
+    for losses in alone:
+        torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-6)
+    for world in (2, 3):
+        of_ranks = run_ranks(world, heldout_losses_by_batch_size, tmp_path / "train.py", tmp_path)
+        for of_sizes in of_ranks:
+            for losses in of_sizes:
+                torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-6)
+
+
+def read_what_is_too_short(config: Path) -> None:
+    options = ["num_frames=7", "dataset.time_limit=7", "validation.every=1"]
+    cfg = load_train_config(config, [*options, f"validation.manifest={config.parent}/clips.csv"])
+    heldout, mesh, cpu = heldout_clips(cfg), SequenceMesh(1), torch.device("cpu")
+    assert heldout.time_limit == 7
+    validator = Validator.__new__(Validator)
+    validator.run, validator.validation, validator.heldout = (
+        SimpleNamespace(mesh=mesh, device=cpu),
+        cfg.validation,
+        heldout,
+    )
+    validator.broken = BrokenClips(heldout.rows, mesh, max_bad_fraction=1.0)
+    validator.clips = SharedClips(
+        mesh, None, heldout, None, make_encoders(cfg, cpu), validator.broken, cpu
+    )
+    with pytest.raises(
+        ValueError, match=r"got 3 clips in .*num_frames=7.*2.mp4.*got 6 frames; expected at least 7"
+    ):
+        validator._heldout_losses(heldout)
+
+
+def test_held_out_clips_that_cannot_be_used_are_told_with_the_reason(tmp_path: Path) -> None:
+    """They are as long as their videos; the largest bucket may be longer, which the paths have nothing to do with."""
+    (tmp_path / "train.py").write_text(
+        TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n"
+    )
+    run_ranks(1, read_what_is_too_short, tmp_path / "train.py")

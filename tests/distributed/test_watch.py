@@ -1,0 +1,243 @@
+"""The watch by itself; tests/e2e/test_faults.py has it in trainings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from worlds import in_worlds
+
+from opensora_sp.parallel import shutdown_process_group
+from opensora_sp.runtime import Watch, watch
+
+pytestmark = pytest.mark.core  # the watch reads what torch does not promise to keep
+
+
+def told() -> list[str]:
+    """What the package will have logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    package = logging.getLogger("opensora_sp")
+    package.handlers[:] = [handler]
+    package.setLevel(logging.INFO)
+    return lines
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def no_step_in_time() -> tuple[list[int], list[str]]:
+    """Rank 1 is told to stop, and nobody does."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(grace_time=2.0):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: codes)
+    os._exit = leave
+    return codes, lines
+
+
+def stuck() -> tuple[list[int], list[str]]:
+    """Rank 1 does not come."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=2.0):
+        if dist.get_rank() == 1:
+            wait_until(lambda: codes)
+            time.sleep(2)  # until rank 0 would have ended, too
+        dist.all_reduce(torch.ones(2, 3))
+    os._exit = leave
+    return codes, lines
+
+
+def far_away() -> tuple[str, list[str]]:
+    """Rank 1 is on another machine, where its number is nobody's, and is cut off."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    lines = told()
+    watch.machine = lambda: f"machine {dist.get_rank()}"
+    error = ""
+    if dist.get_rank() == 1:
+        one = Watch()
+        one.__enter__()
+        one._ended.set()  # so that it writes no beat any more
+        one._thread.join()
+        shutdown_process_group(drain=False)
+        time.sleep(9)
+        return error, lines
+    try:
+        with Watch():
+            dist.all_reduce(torch.ones(2))
+    except SystemExit as end:
+        error = str(end)
+    shutdown_process_group(drain=False)
+    return error, lines
+
+
+def busy_and_late() -> list[str]:
+    """Python that computes for longer than ``peer_timeout``, and ranks that leave at other times."""
+    lines = told()
+    with Watch(peer_timeout=5.0) as one:
+        deadline = time.monotonic() + 7
+        while dist.get_rank() == 1 and time.monotonic() < deadline:
+            sum(range(100_000))
+        dist.barrier()
+        time.sleep(3 * dist.get_rank())
+    assert one.stop_reason is None and threading.active_count() < 20
+    return lines
+
+
+def interrupted() -> tuple[list[int], list[str], str]:
+    """Rank 1 gets SIGINT twice at once, as from a terminal and a launcher; then, on time, a second one."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch() as one:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: one.stop_reason)
+        assert not codes and one.is_interrupted
+        reason = one.why_to_stop()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes a second Ctrl-C on
+            wait_until(lambda: codes)
+    os._exit = leave
+    return codes, lines, reason
+
+
+def joined_late() -> tuple[list[int], list[str]]:
+    """Rank 1 joins after ``collective_timeout``, just before rank 0 would report that."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=4.0):
+        dist.all_reduce(torch.ones(2))
+        time.sleep(5.7 * dist.get_rank())
+        dist.all_reduce(torch.ones(2))
+        time.sleep(8)  # until the second all_reduce, the newest of its group, is overdue as well
+    os._exit = leave
+    return codes, lines
+
+
+def interrupted_at_once() -> tuple[list[int], list[str]]:
+    """Rank 1 alone gets SIGINT, in a run that has no step to finish."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(grace_time=0):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: codes)
+    os._exit = leave
+    return codes, lines
+
+
+def interrupted_then_failed() -> tuple[list[int], list[str]]:
+    """After SIGINT, and before the run has stopped, rank 1 does not join a collective."""
+    lines, codes = told(), []
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=2.0) as one:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: one.stop_reason)
+        if dist.get_rank() == 1:
+            wait_until(lambda: codes)
+            time.sleep(2)  # until rank 0 would have ended, too
+        dist.all_reduce(torch.ones(2))
+    os._exit = leave
+    return codes, lines
+
+
+CASES = (
+    busy_and_late,
+    no_step_in_time,
+    stuck,
+    interrupted,
+    joined_late,
+    interrupted_at_once,
+    interrupted_then_failed,
+    far_away,
+)
+
+
+def all_watches() -> list:
+    return in_worlds(by_name, [(2, (case.__name__,)) for case in CASES])
+
+
+def by_name(name: str) -> object:
+    return globals()[name]()
+
+
+@pytest.fixture(scope="module")
+def found() -> list:
+    return run_ranks(2, all_watches)
+
+
+def test_slow_and_late_ranks_alarm_nobody(found: list) -> None:
+    assert [of_rank[0] for of_rank in found] == [[], []]
+
+
+def test_a_run_that_does_not_stop_is_ended(found: list) -> None:
+    for rank, (codes, lines) in enumerate(of_rank[1] for of_rank in found):
+        assert codes == [1]
+        assert lines[0] == "rank 1: SIGTERM; stopping after this step, with a checkpoint"
+        assert lines[1].startswith(
+            f"rank {rank} stops: rank 1: SIGTERM, and no step and checkpoint in 2 s (grace_time)"
+        )
+
+
+def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: list) -> None:
+    for rank, (codes, lines) in enumerate(of_rank[2] for of_rank in found):
+        assert codes == [1] and lines[0].startswith(
+            f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) in "
+        )
+        assert re.search(
+            r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*test_watch.py:\d+ \(stuck\)",
+            lines[0],
+        )
+        absent = r"ranks \[0\] joined, missing: rank 1, which has begun \d+ and stands at .*\(wait_until\)"
+        assert re.search(absent, lines[0])
+
+
+def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(found: list) -> None:
+    error, lines = found[0][-1]
+    assert error == "1" and "rank 0 stops: ranks [1] have gone: no sign of life for 5 s" in lines[0]
+
+
+def test_sigint_is_passed_on_and_a_second_signal_ends_the_process(found: list) -> None:
+    """SIGINT twice within a second is one Ctrl-C."""
+    for rank, (codes, lines, reason) in enumerate(of_rank[3] for of_rank in found):
+        assert codes == [130] * rank and reason == "rank 1: SIGINT"
+        assert lines == ["rank 1: SIGINT; stopping after this step, with a checkpoint"]
+
+
+def test_a_rank_that_joins_late_does_not_end_the_run(found: list) -> None:
+    assert [of_rank[4] for of_rank in found] == [([], []), ([], [])]
+
+
+def test_sigint_on_one_rank_ends_all_ranks_with_130(found: list) -> None:
+    for rank, (codes, lines) in enumerate(of_rank[5] for of_rank in found):
+        assert codes == [130] and lines == [f"rank {rank} stops: rank 1: SIGINT"]
+
+
+def test_a_failure_after_sigint_is_a_failure(found: list) -> None:
+    for rank, (codes, lines) in enumerate(of_rank[6] for of_rank in found):
+        assert lines[0] == "rank 1: SIGINT; stopping after this step, with a checkpoint"
+        assert lines[1].startswith(
+            f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) in "
+        )
+        assert codes == [1]

@@ -1,0 +1,197 @@
+"""On a backend whose collectives return at once, the watchdog names what a rank did not join."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from async_backend import AsyncGroup
+from ranks import run_ranks
+from test_watch import told, wait_until
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from opensora_sp.parallel import shutdown_process_group
+from opensora_sp.parallel.collectives import all_to_all
+from opensora_sp.runtime import Watch, backend_timeout
+from opensora_sp.runtime.collective_recorder import COLLECTIVES, CollectiveRecorder
+
+RANKS, LATE = 3, 1
+TIMEOUT = 3.0
+
+
+def zero_step() -> None:
+    """The gradients of one rank come too late for ZeRO's reduce-scatter."""
+    from opensora_sp.plugin import SequenceParallelPlugin
+    from opensora_sp.plugin._colossalai import Booster
+
+    booster = Booster(plugin=SequenceParallelPlugin(stage=2, precision="fp32"))
+    model = nn.Linear(5, 7)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    watched(lambda hold: backward(booster, model, optimizer, hold))
+
+
+def backward(booster: Any, model: nn.Module, optimizer: Any, hold: Any) -> None:
+    if dist.get_rank() == LATE:
+        model.module.weight.register_hook(lambda gradient: hold())
+    booster.backward(model(torch.ones(2, 5)).sum(), optimizer)
+
+
+def our_exchange() -> None:
+    """One of two ranks does not join an exchange in a group that is made under the watchdog."""
+    watched(exchange)
+
+
+def exchange(hold: Any) -> None:
+    group = dist.new_group([0, LATE])
+    if dist.get_rank() == 2:
+        return
+    assert group.timeout == backend_timeout(TIMEOUT)
+    dist.barrier(group)
+    group.asynchronous = True
+    if dist.get_rank() == LATE:
+        hold()
+    all_to_all(torch.ones(4, 3), [2, 2], [2, 2], group, kind="switch", backward=False)
+    group.synchronize()
+
+
+def watched(step: Any) -> None:
+    """One step whose collectives are asynchronous; ``hold`` returns when this rank's watchdog would end it."""
+    codes: list[int] = []
+
+    def hold() -> None:
+        wait_until(lambda: codes)
+
+    group = dist.group.WORLD
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=TIMEOUT):
+        group.asynchronous = True
+        step(hold)
+        group.synchronize()  # as loss.tolist() would
+        wait_until(lambda: codes)
+    os._exit = leave
+    group.asynchronous = False
+
+
+def joined_late() -> None:
+    """One rank launches a collective after ``collective_timeout``, and before that is reported."""
+    codes: list[int] = []
+    group = dist.group.WORLD
+    os._exit, leave = codes.append, os._exit
+    with Watch(collective_timeout=TIMEOUT):
+        group.asynchronous = True
+        dist.all_reduce(torch.ones(2))
+        if dist.get_rank() == LATE:
+            time.sleep(TIMEOUT + 1.7)
+        dist.all_reduce(torch.ones(2))
+        group.synchronize()
+        time.sleep(TIMEOUT + 4)  # until the second all_reduce is overdue as well
+    os._exit = leave
+    group.asynchronous = False
+
+
+def all_cases() -> dict[str, list[str]]:
+    rank, store = dist.get_rank(), _get_default_store()
+    shutdown_process_group()
+    dist.init_process_group(
+        "asynchronous", store=dist.PrefixStore("async", store), rank=rank, world_size=RANKS
+    )
+    assert isinstance(dist.group.WORLD, AsyncGroup)
+    found = {}
+    for case in (joined_late, zero_step, our_exchange):
+        lines = told()
+        case()
+        found[case.__name__] = lines
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[str]]]:
+    return run_ranks(RANKS, all_cases)
+
+
+def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks(
+    found: list[dict[str, list[str]]],
+) -> None:
+    for rank, lines in enumerate(of_rank["zero_step"] for of_rank in found):
+        assert re.match(
+            rf"rank {rank} stops: rank [02] has waited 3 s \(collective_timeout\) in ", lines[0]
+        ), lines
+
+        # 35 weights and 7 biases, both padded to a multiple of three; each rank gets a third.
+        tensors = r"reduce_scatter_tensor\(output \[15\] float32, input \[45\] float32\)"
+        assert re.search(
+            tensors + r", number \d+ of process group 0 \(ranks 0, 1, 2\), ", lines[0]
+        ), lines
+        assert re.search(
+            r"at zero/low_level/low_level_optim.py:\d+ \(\w+\): ranks \[0, 2\] joined", lines[0]
+        ), lines
+
+        missing = r"missing: rank 1, which has begun \d+ and stands at .*test_watch.py:\d+ \(wait_until\)$"
+        assert re.search(missing, lines[0]), lines
+
+
+def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(
+    found: list[dict[str, list[str]]],
+) -> None:
+    for rank, lines in enumerate(of_rank["our_exchange"] for of_rank in found):
+        waited = (
+            f"rank {rank} stops: rank 0 has waited 3 s (collective_timeout) in all_to_all_single("
+        )
+        assert lines[0].startswith(waited), lines
+        assert re.search(
+            r"input \[4, 3\] float32.* \(ranks 0, 1\), at .*collectives.py:\d+", lines[0]
+        ), lines
+        assert "ranks [0] joined, missing: rank 1, which has begun 1 and stands at" in lines[0], (
+            lines
+        )
+
+
+def test_a_rank_that_launches_late_does_not_end_the_run(found: list[dict[str, list[str]]]) -> None:
+    assert [of_rank["joined_late"] for of_rank in found] == [[], [], []]
+
+
+def test_functions_are_replaced_while_recording_only() -> None:
+    before = {
+        name: getattr(dist, name) for name in (*COLLECTIVES, "new_group") if hasattr(dist, name)
+    }
+    recorder = CollectiveRecorder(timedelta(seconds=5))
+    recorder.start()
+    try:
+        for name, function in before.items():
+            assert getattr(dist, name) is not function
+            assert inspect.signature(getattr(dist, name)) == inspect.signature(function)
+    finally:
+        recorder.stop()
+    assert before == {name: getattr(dist, name) for name in before}
+
+
+def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    recorder = CollectiveRecorder(timedelta(seconds=5))
+    try:
+        tensor = torch.ones(4)
+        recorder.start()
+        start = time.thread_time()
+        for _ in range(2000):
+            call = recorder._begin("all_reduce", {"tensor": tensor, "async_op": True})
+            recorder._end(call)
+        seconds = (time.thread_time() - start) / 2000
+        dist.all_reduce(tensor)
+        newest = recorder.pending()[-1]
+    finally:
+        recorder.stop()
+        shutdown_process_group()
+    print(f"{1e6 * seconds:.1f} microseconds")
+    assert seconds < 100e-6, f"{1e6 * seconds:.1f} microseconds"
+    assert newest.number == 2001 and newest.returned
+    assert "all_reduce(tensor [4] float32), number 2001 of process group" in str(newest)
+    assert "tests/distributed/test_watch_async.py" in newest.place

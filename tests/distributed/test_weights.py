@@ -1,0 +1,803 @@
+"""Weights on disk: every layout users have, what is refused, the conversions, and the way back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_values import close, load
+from ranks import run_ranks
+from runs import ROOT, SAMPLE, TRAIN
+from safetensors.torch import load_file, save_file
+
+from opensora_sp.checkpoint import (
+    find_weights,
+    from_pretrained,
+    open_weights,
+    read,
+    save_pretrained,
+    weight_files,
+    write_model_config,
+)
+from opensora_sp.cli import main
+from opensora_sp.config import load_inference_config, load_train_config
+from opensora_sp.models import STDiT, STDiT2, STDiT3, build_model
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.sampling.run import build_pipeline
+from opensora_sp.sampling.run import preflight as sampling_preflight
+from opensora_sp.training.preflight import check_initial_weights
+
+pytestmark = pytest.mark.core
+SMALL = dict(
+    in_channels=3,
+    caption_channels=8,
+    model_max_length=12,
+    hidden_size=24,
+    depth=2,
+    num_heads=3,
+    mlp_ratio=2.0,
+)
+TABLE = dict(SMALL, input_size=(4, 8, 6), space_scale=0.5)
+FOREIGN = {  # what the public folders say beside the model's settings
+    "_name_or_path": "somewhere", "auto_map": {}, "enable_flash_attn": True, "enable_layernorm_kernel": True,
+    "enable_sequence_parallelism": False, "freeze_y_embedder": True, "input_size": [None, None, None],
+    "only_train_temporal": False, "torch_dtype": "float32", "transformers_version": "4.36.2",
+}  # fmt: skip
+State = dict[str, torch.Tensor]
+
+
+def drawn(name: str, seed: int = 0, **options: Any) -> Any:
+    """A model whose weights are all drawn at random."""
+    torch.manual_seed(seed)  # for the null caption
+    model = build_model(name, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    return model
+
+
+def same(ours: State, theirs: State) -> bool:
+    """The same names in the same dtype to the last bit."""
+    return ours.keys() == theirs.keys() and all(
+        ours[n].dtype == theirs[n].dtype and ours[n].shape == theirs[n].shape
+        and bool((ours[n].contiguous().view(torch.uint8) == theirs[n].contiguous().view(torch.uint8)).all())
+        for n in ours
+    )  # fmt: skip
+
+
+def inputs(
+    model: Any, frames: int = 4, height: int = 8, width: int = 6, text: int = 7
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return dict(
+        x=torch.randn(2, model.config.in_channels, frames, height, width, generator=generator),
+        timestep=torch.tensor([100.0, 900.0]),
+        y=torch.randn(2, 1, text, model.config.caption_channels, generator=generator),
+        mask=(torch.arange(text) < torch.tensor([[3], [text]])).long(),
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> STDiT3:
+    return drawn("STDiT3", **SMALL)
+
+
+@pytest.fixture
+def state(model: STDiT3) -> State:
+    return model.state_dict()
+
+
+def refused(message: str, call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        call(*args, **options)
+    told = str(error.value)
+    assert message in told and told.startswith("got ") and "; expected " in told, told
+    return told
+
+
+# Layouts. Each writes into a folder and returns what a user passes.
+
+
+def hf_folder(model: STDiT3, folder: Path) -> dict[str, Any]:
+    save_pretrained(model, folder / "hf")
+    return dict(path=folder / "hf")
+
+
+def hf_shards(model: STDiT3, folder: Path) -> dict[str, Any]:
+    save_pretrained(model, folder / "hf", max_shard_size="20KB")
+    assert len(list((folder / "hf").glob("model-0*.safetensors"))) > 2
+    assert (folder / "hf/model.safetensors.index.json").is_file()
+    return dict(path=folder / "hf")
+
+
+def diffusers_folder(model: STDiT3, folder: Path) -> dict[str, Any]:
+    path = hf_folder(model, folder)["path"]
+    (path / "model.safetensors").rename(path / "diffusion_pytorch_model.safetensors")
+    return dict(path=path)
+
+
+def one_safetensors(model: STDiT3, folder: Path) -> dict[str, Any]:
+    save_file(model.state_dict(), folder / "weights.safetensors")
+    return dict(path=folder / "weights.safetensors", model="STDiT3", **SMALL)
+
+
+def pickled(
+    name: str, wrap: Callable[[State], Any] = dict, **more: Any
+) -> Callable[..., dict[str, Any]]:
+    def write(model: STDiT3, folder: Path) -> dict[str, Any]:
+        options = dict(_use_new_zipfile_serialization=False) if name.startswith("legacy") else {}
+        torch.save(wrap(model.state_dict()), folder / name, **options)
+        return dict(path=folder / name, model="STDiT3", allow_pickle=True, **SMALL, **more)
+
+    return write
+
+
+def pickled_folder(model: STDiT3, folder: Path) -> dict[str, Any]:
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    write_model_config(folder, "STDiT3", model.config)
+    return dict(path=folder, allow_pickle=True)
+
+
+def safetensors_first(model: STDiT3, folder: Path) -> dict[str, Any]:
+    """Both are there: the pickle is not touched, and needs no leave."""
+    (folder / "pytorch_model.bin").write_bytes(b"not to be read")
+    save_file(model.state_dict(), folder / "other_name.safetensors")
+    write_model_config(folder, "STDiT3", model.config)
+    return dict(path=folder)
+
+
+def averages_of_open_sora(model: STDiT3, folder: Path) -> dict[str, Any]:
+    checkpoint = folder / "epoch0-global_step10"
+    (checkpoint / "model").mkdir(parents=True)
+    (checkpoint / "optimizer").mkdir()
+    (checkpoint / "running_states.json").write_text("{}")
+    save_file(
+        drawn("STDiT3", seed=5, **SMALL).state_dict(), checkpoint / "model" / "model.safetensors"
+    )
+    write_model_config(checkpoint / "model", "STDiT3", model.config)
+    torch.save(model.state_dict(), checkpoint / "ema.pt")
+    return dict(path=checkpoint, ema=True, allow_pickle=True)
+
+
+def run_of_ours(model: STDiT3, folder: Path) -> dict[str, Any]:
+    for step, seed in [(3, 5), (6, None)]:
+        for part in ("model", "ema"):
+            place = folder / f"run/step_{step:08d}" / part
+            place.mkdir(parents=True)
+            chosen = model if (part, seed) == ("ema", None) else drawn("STDiT3", seed=7, **SMALL)
+            save_file(chosen.state_dict(), place / "model.safetensors")
+            write_model_config(place, "STDiT3", model.config)
+        (place.parent / "COMMIT").write_text("1\n")
+    return dict(path=folder / "run", ema=True)
+
+
+def prefixed(state: State) -> State:
+    return {f"module.{name}": tensor for name, tensor in state.items()}
+
+
+LAYOUTS = {
+    "Hugging Face folder": hf_folder,
+    "Hugging Face shards": hf_shards,
+    "diffusers folder": diffusers_folder,
+    "safetensors file": one_safetensors,
+    "pth": pickled("weights.pth"),
+    "pickle before torch 1.6": pickled("legacy.pt"),
+    "state_dict and more": pickled("a.pt", lambda s: {"epoch": 3, "state_dict": s}),
+    "module prefix": pickled("a.pt", lambda s: {"model": prefixed(s)}),
+    "model and ema": pickled("a.pt", lambda s: {"model": {"a": torch.ones(1)}, "ema": s}, ema=True),
+    "ema and model": pickled("a.pt", lambda s: {"ema": {"a": torch.ones(1)}, "model": s}),
+    "pickled folder": pickled_folder,
+    "safetensors first": safetensors_first,
+    "averages of Open-Sora": averages_of_open_sora,
+    "run of ours": run_of_ours,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_read_to_the_last_bit(layout: str, model: STDiT3, tmp_path: Path) -> None:
+    given = LAYOUTS[layout](model, tmp_path)
+    read = from_pretrained(**given)
+    assert (
+        type(read) is STDiT3
+        and read.config == model.config
+        and same(read.state_dict(), model.state_dict())
+    )
+    assert [p.requires_grad for p in read.parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
+    shutil.rmtree(tmp_path)  # the weights are the model's own
+    read.x_embedder.proj.bias.data += 1
+    assert torch.isfinite(read(**inputs(read))).all()
+
+
+def booster_folders(folder: Path) -> None:
+    """What ColossalAI's Booster writes with its own ZeRO plugin, and training that starts from a pickle."""
+    from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO
+
+    from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
+    from opensora_sp.plugin._colossalai import Booster
+    from opensora_sp.training.checkpointing import load_model
+    from opensora_sp.training.trainer import fixed_tensors
+
+    plugin = SequenceParallelPlugin(sp_size=2, stage=2, precision="fp32")
+    booster, bare = Booster(plugin=plugin), drawn("STDiT3", **SMALL)
+    optimizer = torch.optim.SGD([p for p in bare.parameters() if p.requires_grad], lr=0.1)
+    fixed = fixed_tensors(bare)
+    boosted, optimizer, *_ = booster.boost(bare, optimizer)
+    for shard in (True, False):
+        for safe in (True, False):
+            path = (
+                folder
+                / f"shard={shard} safe={safe}"
+                / ("model.safetensors" if safe and not shard else "model")
+            )
+            path.parent.mkdir(exist_ok=True)
+            LowLevelZeroCheckpointIO().save_model(
+                boosted, str(path), shard=shard, use_safetensors=safe, size_per_shard=0.01
+            )
+    other = drawn("STDiT3", seed=4, **SMALL)
+    if plugin.mesh.rank == 0:
+        torch.save({"state_dict": other.state_dict()}, folder / "other.pth")
+    torch.distributed.barrier()
+    shards = NamedShards(bare, optimizer)
+    load_model(open_weights(folder / "other.pth", allow_pickle=True), bare, fixed, shards)
+    wanted = other.state_dict()
+    assert same(bare.state_dict(), wanted) and same(fixed, {name: wanted[name] for name in fixed})
+    for name, master in shards.masters.items():
+        assert torch.equal(master, shards.cut(name, wanted[name])), name
+
+
+def test_folders_of_a_real_booster(model: STDiT3, tmp_path: Path) -> None:
+    run_ranks(2, booster_folders, tmp_path)
+    for folder in sorted(p for p in tmp_path.iterdir() if p.is_dir()):
+        shard, safe = "shard=True" in folder.name, "safe=True" in folder.name
+        assert len(list(folder.glob("model/*.index.json"))) == shard
+        options = dict(model="STDiT3", allow_pickle=not safe, **SMALL)
+        for path in (folder, *folder.glob("model*")):
+            assert same(from_pretrained(path, **options).state_dict(), model.state_dict()), path
+        if not safe:
+            refused("which is pickled", from_pretrained, folder, model="STDiT3", **SMALL)
+
+
+class Malicious:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_pickles_are_read_only_when_allowed_and_never_run(state: State, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "a.pth")
+    assert "--allow-pickle" in refused(
+        "which is pickled", from_pretrained, tmp_path / "a.pth", model="STDiT3", **SMALL
+    )
+    torch.save({**state, "x": Malicious(tmp_path / "ran")}, tmp_path / "bad.pth")
+    torch.save(
+        {**state, "x": Malicious(tmp_path / "ran")},
+        tmp_path / "bad.bin",
+        _use_new_zipfile_serialization=False,
+    )
+    for name in ("bad.pth", "bad.bin"):
+        refused("holds more than tensors", open_weights, tmp_path / name, allow_pickle=True)
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "bad.pth", weights_only=False)
+    assert (tmp_path / "ran").exists()  # it would have run
+
+
+@pytest.mark.parametrize(
+    ("version", "named"),
+    [
+        ("2.5.1+cu124", ["CVE-2025-32434", "CVE-2026-24747"]),
+        ("2.6.0", ["CVE-2026-24747"]),
+        ("2.10.0", []),
+    ],
+)
+def test_known_holes_of_torch_are_told_once(
+    version: str,
+    named: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    monkeypatch.setattr(torch, "__version__", version)
+    read._warn_of_holes.cache_clear()
+    open_weights(tmp_path / "a.safetensors", allow_pickle=True)
+    assert not caplog.records
+    for _ in range(2):
+        open_weights(tmp_path / "a.pth", allow_pickle=True)
+    assert [name for name in read.HOLES.values() if name in caplog.text] == named
+    assert len(caplog.records) == bool(named)
+    read._warn_of_holes.cache_clear()
+
+
+def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+    for content, told in [
+        ({"epoch": 3}, "holds 3 under 'epoch'"),
+        ([1, 2], "holds list [1, 2]"),
+        ({"a": torch.ones(1), "step": 7}, "holds 7 under 'step'"),
+    ]:
+        torch.save(content, tmp_path / "a.pt")
+        refused(told, open_weights, tmp_path / "a.pt", allow_pickle=True)
+    torch.save({"a": torch.ones(1000)}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    for damaged in (whole[:1500], b"", b"PK", b"something else", b"\x80\x02"):
+        (tmp_path / "a.pt").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"got .*a.pt, which .*; expected"):
+            open_weights(tmp_path / "a.pt", allow_pickle=True)
+
+
+def test_places_without_weights_say_what_to_do(state: State, tmp_path: Path) -> None:
+    refused(
+        "hf download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3"
+    )
+    refused("which holds no weights", find_weights, tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    refused("which holds LoRA adapters", find_weights, tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
+    refused("run git lfs pull", open_weights, tmp_path)
+    save_file(state, tmp_path / "model.safetensors")
+    half = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(half[: len(half) // 2])
+    refused("which is damaged", open_weights, tmp_path)
+    two = tmp_path / "two"
+    two.mkdir()
+    for name in ("a.pth", "b.pth", "optimizer.bin"):
+        (two / name).touch()
+    refused("holds 2 files of weights (a.pth, b.pth)", find_weights, two)
+    (tmp_path / "step_00000003" / "model").mkdir(parents=True)
+    refused("which holds no weights", find_weights, tmp_path / "step_00000003")  # not committed
+    (tmp_path / "epoch0-global_step10" / "model").mkdir(parents=True)
+    refused("use_ema=False", find_weights, tmp_path / "epoch0-global_step10", ema=True)
+
+
+def test_an_index_that_does_not_fit_its_shards_is_refused(model: STDiT3, tmp_path: Path) -> None:
+    folder = hf_shards(model, tmp_path)["path"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    first, *_, last = sorted(set(index["weight_map"].values()))
+    (folder / last).rename(tmp_path / last)
+    refused(f"1 are absent ({last})", open_weights, folder)
+    shutil.copy(folder / first, folder / last)
+    refused("where it is not", open_weights, folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    refused("not an index of shards (KeyError('weight_map'))", open_weights, folder)
+    save_file(model.state_dict(), tmp_path / "outside.safetensors")
+    for content, told in [
+        ("{", "which is not an index of shards"),
+        ({"weight_map": {}}, "which is not an index of shards"),
+        ({"weight_map": [1]}, "which is not an index of shards"),
+        ({"weight_map": {"a": 1}}, "which is not an index of shards"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "1 are absent (gone.safetensors)"),
+        ({"weight_map": {"a": "../outside.safetensors"}}, "which names '../outside.safetensors'"),
+        (
+            {"weight_map": {"a": str(tmp_path / "outside.safetensors")}},
+            "expected files of its own folder",
+        ),
+    ]:
+        (folder / "model.safetensors.index.json").write_text(
+            content if content == "{" else json.dumps(content)
+        )
+        for look in (
+            open_weights,
+            weight_files,
+        ):  # sampling asks for the files first, for their digests
+            refused(told, look, folder)
+
+
+# What does not fit.
+
+
+def test_strict_loading_reports_every_difference(
+    state: State, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = dict(state)
+    for block in range(2):
+        del state[f"spatial_blocks.{block}.attn.qkv.weight"]
+    state["controlnet.weight"] = torch.ones(2)
+    state["t_block.1.bias"] = torch.full((150,), 7.0)
+    save_file(state, tmp_path / "a.safetensors")
+    told = refused(
+        "got weights of another model", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
+    )
+    assert (
+        "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); unexpected controlnet.weight; "
+        in told
+    )
+    assert "of another shape t_block.1.bias [150], not [144]" in told and "conversion" not in told
+    loose = STDiT3.from_pretrained(tmp_path / "a.safetensors", strict=False, **SMALL)
+    assert "4 differences: missing spatial_blocks.*.attn.qkv.weight" in caplog.text
+    ours = loose.state_dict()
+    assert all(
+        torch.equal(ours[name], state[name])
+        for name in ours
+        if name in state and name != "t_block.1.bias"
+    )
+    assert not any(tensor.is_meta for tensor in ours.values()) and ours["t_block.1.bias"].shape == (
+        144,
+    )
+    save_file({"controlnet.weight": torch.ones(2)}, tmp_path / "a.safetensors")
+    refused(
+        "another model", STDiT3.from_pretrained, tmp_path / "a.safetensors", strict=False, **SMALL
+    )
+
+
+def test_the_report_of_a_whole_other_model_stays_readable(model: STDiT3, tmp_path: Path) -> None:
+    save_file(drawn("STDiT2", **SMALL).state_dict(), tmp_path / "a.safetensors")
+    told = refused(
+        "more kinds of names", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
+    )
+    assert len(told) < 1800
+    save_pretrained(drawn("STDiT2", **SMALL), tmp_path / "hf")
+    refused("_class_name is 'STDiT2' there, 'STDiT3' here", STDiT3.from_pretrained, tmp_path / "hf")
+    save_pretrained(model, tmp_path / "three")
+    refused("(depth is 2 there, 28 here", from_pretrained, tmp_path / "three", model="STDiT3-XL/2")
+    refused("got model 'STDiT4'", from_pretrained, tmp_path / "three", model="STDiT4")
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    refused(
+        "got " + str(tmp_path / "a.safetensors") + " without config.json",
+        from_pretrained,
+        tmp_path / "a.safetensors",
+    )
+
+
+# config.json of the public folders.
+
+OFFICIAL = {
+    "stdit3_v12_plain": STDiT3,
+    "stdit2_v11_legacy_norm": STDiT2,
+    "stdit2_v12_framemask": STDiT2,
+}
+OFFICIAL |= {"stdit3_v13_plain": STDiT3, "stdit3_v13_window_cond": STDiT3}
+
+
+def official(name: str, folder: Path, **more: Any) -> tuple[dict[str, Any], State]:
+    """A folder as the release writes it, with the weights of a golden case."""
+    about, tensors = load("models", name)
+    folder.mkdir(exist_ok=True)
+    said = {
+        **about["constructor"],
+        **FOREIGN,
+        "architectures": [about["model"]],
+        "model_type": about["model"],
+    }
+    if about["upstream_release"] == "v1.2.0" and about["model"] == "STDiT2":
+        said["qk_norm_legacy"] = False  # this release writes the key
+    if about["upstream_release"] == "v1.3":
+        said.setdefault("kernel_size", None)  # as this one does
+    (folder / "config.json").write_text(json.dumps({**said, **more}))
+    state = {
+        key.removeprefix("state/"): value
+        for key, value in tensors.items()
+        if key.startswith("state/")
+    }
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return about, tensors
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_official_folders_give_the_released_output(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, tensors = official(name, tmp_path)
+    with caplog.at_level(logging.INFO, "opensora_sp"):
+        model = OFFICIAL[name].from_pretrained(tmp_path)
+    assert "config.json: left out _name_or_path, architectures" in caplog.text
+    assert ("is of Open-Sora 1.1: qk_norm_legacy=True" in caplog.text) == ("v11" in name)
+    assert ("is of Open-Sora 1.3" in caplog.text) == ("v13" in name)
+    given = {
+        key.removeprefix("input/"): value
+        for key, value in tensors.items()
+        if key.startswith("input/")
+    }
+    if "mask_index" in given:
+        given["mask_index"] = given["mask_index"].tolist()
+    close(model(**given), tensors["output"])
+
+
+def test_settings_that_may_change_the_model_are_refused(tmp_path: Path) -> None:
+    for more, told in [
+        ({"kernel": 8}, "with kernel = 8 in config.json"),
+        ({"no_temporal_pos_emb": True}, "with no_temporal_pos_emb = True in config.json"),
+        (
+            {"architectures": ["T5Model"], "model_type": "t5"},
+            "with a config.json of ['T5Model', 't5']",
+        ),
+        ({"hidden_size": 63}, "of whose config.json no model can be built: got hidden_size 63"),
+        ({"depth": "two"}, "no model can be built: got depth = 'two' for STDiT3; expected int"),
+    ]:
+        official("stdit3_v12_plain", tmp_path / "a", **more)
+        with pytest.raises(ValueError) as error:
+            from_pretrained(tmp_path / "a")
+        assert told in str(error.value)
+    official("stdit3_v12_plain", tmp_path / "a", no_temporal_pos_emb=False)
+    assert from_pretrained(tmp_path / "a", drop_path=0.5).config.drop_path == 0.5
+    (tmp_path / "a" / "config.json").write_text("{")
+    refused("which is not JSON", from_pretrained, tmp_path / "a")
+
+
+# Conversions.
+
+
+@pytest.mark.parametrize("length", [5, 12, 30])
+def test_null_caption_of_another_length(length: int, model: STDiT3, tmp_path: Path) -> None:
+    save_pretrained(model, tmp_path / "hf")
+    if length != 12:
+        told = refused(
+            "y_embedder.y_embedding [12, 8], not",
+            from_pretrained,
+            tmp_path / "hf",
+            model_max_length=length,
+        )
+        assert "convert=['y_embedding']" in told
+    other = from_pretrained(tmp_path / "hf", model_max_length=length, convert=["y_embedding"])
+    null, was = other.y_embedder.y_embedding, model.y_embedder.y_embedding
+    wanted = was[:length] if length <= 12 else torch.cat([was, was[-1:].expand(length - 12, -1)])
+    assert other.config.model_max_length == length and torch.equal(null, wanted)
+    given = inputs(model, text=5)
+    assert torch.equal(other(**given), model(**given))  # captions do not depend on the null caption
+
+
+@pytest.mark.parametrize("patch_size", [(1, 2, 2), (2, 1, 2)])
+def test_without_sigma_the_rest_of_the_output_is_the_same(
+    patch_size: tuple[int, int, int], tmp_path: Path
+) -> None:
+    model = drawn("STDiT3", **SMALL, patch_size=patch_size)
+    save_pretrained(model, tmp_path / "hf")
+    told = refused("final_layer.linear.weight", from_pretrained, tmp_path / "hf", pred_sigma=False)
+    assert "convert=['pred_sigma']" in told
+    other = from_pretrained(tmp_path / "hf", convert=["pred_sigma"])
+    assert not other.config.pred_sigma
+    given = inputs(model)
+    both, half = model(**given), other(**given)
+    assert half.shape == given["x"].shape and both.shape[1] == 6
+    torch.testing.assert_close(half, both[:, :3])
+    save_pretrained(other, tmp_path / "off")
+    refused(
+        "another model", from_pretrained, tmp_path / "off", pred_sigma=True, convert=["pred_sigma"]
+    )
+
+
+def test_position_tables_of_another_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = drawn("STDiT", **TABLE)
+    torch.save(model.state_dict(), tmp_path / "v1.pth")
+    options = {**SMALL, "input_size": (6, 6, 10), "space_scale": 1.0, "allow_pickle": True}
+    told = refused(
+        "pos_embed [1, 12, 24], not [1, 15, 24]",
+        STDiT.from_pretrained,
+        tmp_path / "v1.pth",
+        **options,
+    )
+    assert "convert=['pos_embed']" in told
+    with caplog.at_level(logging.INFO, "opensora_sp"):
+        other = STDiT.from_pretrained(tmp_path / "v1.pth", convert=("pos_embed",), **options)
+    assert "conversion pos_embed: pos_embed_temporal from [1, 4, 24] to [1, 6, 24]" in caplog.text
+    fresh = drawn("STDiT", seed=9, **{**SMALL, "input_size": (6, 6, 10), "space_scale": 1.0})
+    tables = {
+        name: tensor for name, tensor in fresh.state_dict().items() if name.startswith("pos_embed")
+    }
+    fresh.load_state_dict({**model.state_dict(), **tables})
+    given = inputs(fresh, 6, 6, 10)
+    assert torch.equal(other(**given), fresh(**given))
+    without = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.startswith("pos_embed")
+    }
+    torch.save(without, tmp_path / "bare.pth")  # as Open-Sora hands them on
+    bare = STDiT.from_pretrained(
+        tmp_path / "bare.pth", convert=["pos_embed"], allow_pickle=True, **TABLE
+    )
+    assert same(bare.state_dict(), model.state_dict())
+
+
+def test_conversions_are_named(
+    model: STDiT3, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_pretrained(model, tmp_path / "hf")
+    refused("got conversion 'sigma'", from_pretrained, tmp_path / "hf", convert=["sigma"])
+    with caplog.at_level(logging.INFO, "opensora_sp"):
+        from_pretrained(tmp_path / "hf", convert=["pos_embed"])
+    assert "conversion pos_embed: nothing to convert" in caplog.text
+
+
+# The way back.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", ["5GB", 3000])
+def test_what_is_written_reads_back_bitwise(
+    dtype: torch.dtype, size: str | int, tmp_path: Path
+) -> None:
+    model = drawn("STDiT2", **SMALL, qk_norm=True).to(dtype)
+    model.x_embedder.proj.bias.data[:3] = torch.tensor([float("nan"), -0.0, float("inf")])
+    model.save_pretrained(tmp_path / "out", max_shard_size=size)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 5) == (size == 3000)
+    plain = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert same(plain, model.state_dict()) and plain["rope.freqs"].dtype == torch.float32
+    read = STDiT2.from_pretrained(tmp_path / "out")
+    assert same(read.state_dict(), model.state_dict()) and read.config == model.config
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (
+        len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
+    )  # as readable as any file written here
+
+
+def test_rounding_to_infinity_is_refused(tmp_path: Path) -> None:
+    model = drawn("STDiT3", **SMALL)
+    model.x_embedder.proj.bias.data[:3] = torch.tensor([float("nan"), 1e5, float("inf")])
+    model.save_pretrained(tmp_path / "out")
+    refused(
+        "1 tensors with numbers too large for torch.float16",
+        from_pretrained,
+        tmp_path / "out",
+        dtype=torch.float16,
+    )
+    model.x_embedder.proj.bias.data[1] = 6e4  # what is not finite on disk stays so
+    model.save_pretrained(tmp_path / "fits")
+    assert from_pretrained(tmp_path / "fits", dtype=torch.float16).x_embedder.proj.bias[1] == 6e4
+
+
+def test_nothing_is_overwritten_or_left_half_written(
+    model: STDiT3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    model.save_pretrained(out)  # an empty folder
+    refused("which is there already", model.save_pretrained, out)
+    (tmp_path / "file").touch()
+    refused("which is there already", model.save_pretrained, tmp_path / "file")
+    refused(
+        "got max_shard_size '5 apples'",
+        model.save_pretrained,
+        tmp_path / "a",
+        max_shard_size="5 apples",
+    )
+
+    def full(*_: Any) -> None:
+        assert list(tmp_path.glob(".partial-b/*.safetensors")) and not (tmp_path / "b").exists()
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("opensora_sp.checkpoint.pretrained.write_model_config", full)
+    with pytest.raises(OSError, match="no space"):
+        model.save_pretrained(tmp_path / "b")
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "file"}
+
+
+# The command and the runs.
+
+
+@pytest.mark.parametrize(
+    ("script", "runs"), [("train", "training.train"), ("inference", "sampling.sample")]
+)
+def test_the_scripts_pass_the_leave_to_read_pickles_on(
+    script: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.py").write_text(
+        SAMPLE if script == "inference" else TRAIN.format(manifest="none.csv")
+    )
+    started: list[Any] = []
+    main = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["main"]
+    monkeypatch.setattr(f"opensora_sp.{runs}", lambda cfg, **_: started.append(cfg.allow_pickle))
+    for flag in ([], ["--allow-pickle"]):
+        monkeypatch.setattr("sys.argv", [script, str(tmp_path / "config.py"), *flag])
+        main()
+    assert started == [False, True]
+
+
+def convert(*arguments: object) -> None:
+    main(["convert", *map(str, arguments)])
+
+
+def test_convert_writes_a_folder(
+    model: STDiT3, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    torch.save(
+        {"ema": model.state_dict(), "model": prefixed(model.state_dict())}, tmp_path / "a.pt"
+    )
+    options = [f"{key}={value}" for key, value in SMALL.items()]
+    for extra in ((), ("--ema", "--dtype", "bf16", "--max-shard-size", "20000")):
+        out = tmp_path / f"out{len(extra)}"
+        convert(
+            tmp_path / "a.pt",
+            out,
+            "--model",
+            "STDiT3",
+            "--allow-pickle",
+            "--options",
+            *options,
+            *extra,
+        )
+        assert (
+            f"wrote STDiT3, 0.0 M parameters, torch.{'bfloat16' if extra else 'float32'}"
+            in capsys.readouterr().out
+        )
+    assert same(load_file(tmp_path / "out0" / "model.safetensors"), model.state_dict())
+    assert same(
+        from_pretrained(tmp_path / "out5").state_dict(),
+        from_pretrained(tmp_path / "out0", dtype=torch.bfloat16).state_dict(),
+    )
+    convert(tmp_path / "out0", tmp_path / "less", "--drop-sigma", "--text-length", 5)
+    config = from_pretrained(tmp_path / "less").config
+    assert (config.pred_sigma, config.model_max_length) == (False, 5)
+    save_pretrained(drawn("STDiT", **TABLE), tmp_path / "v1")
+    convert(tmp_path / "v1", tmp_path / "larger", "--input-size", 6, 6, 10)
+    assert from_pretrained(tmp_path / "larger").pos_embed_temporal.shape[1] == 6
+
+
+def test_convert_refuses_with_a_sentence(
+    model: STDiT3, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    both = (tmp_path / "a.pt", tmp_path / "out")
+    for arguments, told in [
+        (both, "which is pickled"),
+        ((*both, "--allow-pickle"), "without config.json"),
+        ((tmp_path / "a.pt", tmp_path), "which is there already"),
+        (
+            (*both, "--allow-pickle", "--model", "STDiT3", "--options", "deph=2"),
+            "did you mean 'depth'?",
+        ),
+        (
+            (*both, "--allow-pickle", "--model", "STDiT3", "--options", "depth=2.5"),
+            "got depth = 2.5 for STDiT3",
+        ),
+        (
+            (*both, "--allow-pickle", "--options", "strict=False"),
+            "got --options strict=...; expected a setting of the",
+        ),
+        ((*both, "--options", "path=a"), "got --options path=...; expected a setting of the model"),
+    ]:
+        with pytest.raises(SystemExit) as left:
+            convert(*arguments)
+        assert left.value.code == 2 and told in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_runs_start_from_foreign_weights(tmp_path: Path) -> None:
+    """As far as their names and configuration go; the rest of a run is in the tests of runs."""
+    (tmp_path / "sample.py").write_text(SAMPLE)
+    (tmp_path / "train.py").write_text(TRAIN.format(manifest="none.csv"))
+    foreign = drawn("STDiT3", **{**SMALL, "model_max_length": 20})
+    torch.save({"state_dict": foreign.state_dict()}, tmp_path / "a.pth")
+    ask = ["allow_pickle=True", "convert=['y_embedding', 'pred_sigma']"]
+    for options, told in [
+        ([], "which is pickled"),
+        (ask[:1], "convert=['y_embedding', 'pred_sigma']"),
+        (ask, None),
+    ]:
+        train = load_train_config(tmp_path / "train.py", [f"load={tmp_path / 'a.pth'}", *options])
+        sample = load_inference_config(
+            tmp_path / "sample.py", [f"ckpt={tmp_path / 'a.pth'}", "prompts=['a']", *options]
+        )
+        place = sampling_preflight(sample)[1]
+        if told:
+            refused(told, check_initial_weights, train)
+            refused(told, build_pipeline, sample, place, SequenceMesh(1), torch.device("cpu"))
+    check_initial_weights(train)
+    found = build_pipeline(sample, place, SequenceMesh(1), torch.device("cpu")).model.state_dict()
+    unchanged = {
+        name: tensor
+        for name, tensor in foreign.state_dict().items()
+        if found[name].shape == tensor.shape
+    }
+    assert (
+        same({name: found[name] for name in unchanged}, unchanged)
+        and len(found) - len(unchanged) == 3
+    )
+    with pytest.raises(ValueError, match="got conversion 'all'"):
+        load_train_config(tmp_path / "train.py", ["convert=['all']"])

@@ -1,0 +1,188 @@
+"""The documentation's commands: all are parsed, those of blocks marked so are run; see ``pages.py`` for the marks.
+
+``make test`` runs the light ones, ``make test-docs`` (``GRID=all``) all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import BLOCKS, PAGES, SHELL, Block
+from ranks import free_port
+from runs import BIN, ROOT, write_toy_set
+from safetensors.torch import save_file
+
+from opensora_sp import sampling
+from opensora_sp.checkpoint import write_model_config
+from opensora_sp.cli import COMMANDS
+from opensora_sp.config import load_either, load_inference_config, load_train_config
+from opensora_sp.models import build_model
+from opensora_sp.sampling.run import preflight
+from opensora_sp.training.preflight import preflight as preflight_training
+
+EVERYTHING = os.environ.get("GRID") == "all"
+ENTRY = f"#!{sys.executable}\nfrom opensora_sp.cli import main\n\nif __name__ == '__main__':\n    main()\n"
+
+
+def lay_out(folder: Path, *, trained: bool) -> None:
+    """A folder like the project's with what the pages take for given: clips, prompts, captions; and where nothing is
+    trained, a toy set and a checkpoint of the demo's model, drawn at random."""
+    for name in ("configs", "scripts", "benchmarks", "Makefile"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "opensora-sp").write_text(ENTRY)
+    (folder / "bin" / "opensora-sp").chmod(0o755)
+    prompts = next(
+        block for block in BLOCKS if block.page == "docs/sampling.md" and block.language == "csv"
+    )
+    (folder / "prompts.csv").write_text(prompts.text)
+    (folder / "more_prompts.txt").write_text("a blue circle moving left on a white background\n")
+    captions = (
+        write_toy_set(folder / "videos", 3)
+        .read_text()
+        .replace("\n", "\nvideos/")
+        .removesuffix("videos/")
+    )
+    (folder / "captions.csv").write_text(captions)
+    (folder / "videos" / "clips.csv").unlink()
+    if trained:
+        return
+    manifest = write_toy_set(folder / "data" / "toy", 9)
+    (folder / "data" / "clips.csv").write_text(
+        manifest.read_text().replace("\n", "\ntoy/").removesuffix("toy/")
+    )
+    for i in (0, 1):
+        shutil.copy(folder / f"data/toy/{i}.mp4", folder / f"data/toy/0000{i}.mp4")
+    options = dict(load_inference_config(str(ROOT / "configs/demo/sample.py")).model)
+    model = build_model(options.pop("type"), **options)
+    (folder / "outputs" / "short").mkdir(parents=True)
+    save_file(model.state_dict(), folder / "outputs" / "short" / "model.safetensors")
+    write_model_config(folder / "outputs" / "short", "STDiT3", model.config)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs")
+    lay_out(folder, trained=EVERYTHING)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_say_what_they_are(page: Path) -> None:
+    found = [block for block in BLOCKS if block.page == str(page.relative_to(ROOT))]
+    assert 2 * len(found) == len(
+        re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    for block in found:
+        start = block.text[:60]
+        assert block.language, f"a block without a language: {start!r}"
+        assert block.language not in ("sh", "shell"), f"bash, so that it is checked: {start!r}"
+        if block.language in ("bash", "console"):
+            assert block.mark, (
+                f"no '<!-- run -->' or '<!-- not run: why -->' on the line before {start!r}"
+            )
+
+
+def processes(words: list[str]) -> int:
+    return int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words else 1
+
+
+def after(words: list[str], script: str) -> list[str]:
+    """The arguments of a script, with a config of the demo where a page leaves it to the reader."""
+    example = (
+        "configs/demo/sample.py" if script.endswith("inference.py") else "configs/demo/train.py"
+    )
+    return [example if word == "CONFIG" else word for word in words[words.index(script) + 1 :]]
+
+
+def check(words: list[str]) -> None:
+    """Parse a command of ours, and load its config; others are left to bash."""
+    train = runpy.run_path(str(ROOT / "scripts/train.py"))["parser"]()
+    ours = [word for word in words if re.fullmatch(r"(scripts|benchmarks)/\w+\.py", word)]
+    assert all((ROOT / script).is_file() for script in ours), words
+    if "scripts/train.py" in words:
+        args = train.parse_args(after(words, "scripts/train.py"))
+        load_train_config(args.config, args.cfg_options)
+    elif "scripts/inference.py" in words:
+        sampling.parse(after(words, "scripts/inference.py"))
+    elif words[0] == "opensora-sp":
+        args = COMMANDS[words[1]].parser().parse_args(after(words, words[1]))
+        if hasattr(args, "config"):
+            load_either(args.config, args.cfg_options)
+    elif words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), words
+
+
+def test_every_command_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(tmp_path, trained=False)
+    monkeypatch.chdir(tmp_path)
+    for block in SHELL:
+        subprocess.run(["bash", "-n", "-c", block.script], check=True)
+        for words in block.commands:
+            try:
+                check(words)
+            except (SystemExit, ValueError, KeyError) as error:
+                pytest.fail(f"{block.page}: {' '.join(words)}: {error}")
+
+
+def test_runs_of_runnable_blocks_would_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run checks before it builds a model, for every training and sampling that make test-docs starts."""
+    lay_out(tmp_path, trained=False)
+    monkeypatch.chdir(tmp_path)
+    commands = [words for block in SHELL if block.runs for words in block.commands]
+    samplings = [words for words in commands if "scripts/inference.py" in words]
+    trainings = [words for words in commands if "scripts/train.py" in words]
+    trainings = [
+        words for words in trainings if "dataset.type=CachedFeatures" not in words
+    ]  # needs the command before
+    assert len(samplings) >= 12 and len(trainings) >= 2
+    for words in samplings:
+        monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
+        requests, _ = preflight(sampling.parse(after(words, "scripts/inference.py")))
+        assert requests
+    (tmp_path / "outputs" / "short" / "model.safetensors").unlink()
+    for words in trainings:
+        monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
+        args = runpy.run_path(str(ROOT / "scripts/train.py"))["parser"]().parse_args(
+            after(words, "scripts/train.py")
+        )
+        preflight_training(load_train_config(args.config, args.cfg_options), None)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in SHELL if block.runs_in_make_test or (EVERYTHING and block.runs)],
+    ids=lambda block: f"{block.page}: {' '.join(block.commands[0][:3])}",
+)
+def test_block_runs(block: Block, place: Path) -> None:
+    """In the order of the pages and in one folder, as a reader would."""
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment.update(
+        PATH=f"{place / 'bin'}:{BIN}:{environment['PATH']}",
+        PYTHONPATH=str(ROOT),
+        OMP_NUM_THREADS="1",
+        PET_MASTER_PORT=str(free_port()),  # what torchrun takes for --master_port
+    )
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.script],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    if block.language == "console":
+        assert done.stdout == block.printed

@@ -1,0 +1,204 @@
+"""What documentation says about the code: generated pages leave nothing out, quoted messages and drawings are current,
+and the README says the same in both languages."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import drawings
+import pytest
+import reference_api
+import reference_cli
+import reference_config
+import reference_errors
+from pages import PAGES, blocks_of
+from runs import ROOT
+
+from opensora_sp.config import InferenceConfig, TrainConfig
+from opensora_sp.models.registry import CLASSES, PRESETS, model_class
+
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "opensora_sp"
+MESSAGES = list(reference_errors.messages())
+
+
+def table_keys(page: str) -> list[str]:
+    """The first cell of every row of every table."""
+    return re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+
+
+def section(page: str, title: str) -> str:
+    """What stands under a heading, up to the next of its level or above."""
+    found = re.search(
+        rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,2}} |^### |\Z)", page, re.DOTALL | re.MULTILINE
+    )
+    assert found, f"no section {title!r}"
+    return found[2]
+
+
+def test_every_config_key_is_on_the_page() -> None:
+    page = reference_config.page()
+    shared = table_keys(section(page, "Training and sampling"))
+    for title, cls in (("Training alone", TrainConfig), ("Sampling alone", InferenceConfig)):
+        assert sorted(shared + table_keys(section(page, title))) == sorted(cls.model_fields)
+    nested = dict(reference_config.nested())
+    assert {"dataset", "optimizer", "sequence_parallel", "validation", "prompts"} <= set(nested)
+    for key, cls in nested.items():
+        assert table_keys(section(page, f"{key} = dict(...)")) == list(cls.model_fields)
+    for key, known in reference_config.COMPONENTS.items():
+        assert key in TrainConfig.model_fields
+        for name in known:
+            assert section(page, name)
+    assert {f'"{name}"' for name in PRESETS} <= set(table_keys(page))
+    for name, model in CLASSES.items():
+        assert sorted(table_keys(section(page, name))) == sorted(
+            one.name for one in fields(model.Config)
+        )
+
+
+def test_every_config_key_has_a_meaning() -> None:
+    schemas = (TrainConfig, InferenceConfig, *dict(reference_config.nested()).values())
+    for cls in schemas:
+        missing = [key for key in cls.model_fields if not reference_config.meaning(cls, key)]
+        assert not missing, f"describe {missing} of {cls.__name__}"
+
+
+def test_bounds_and_choices_are_told() -> None:
+    table = reference_config.fields_table(
+        TrainConfig, ["batch_size", "precision", "ema_decay", "dataset"]
+    )
+    assert "| `batch_size` | int, ≥ 1 | `1` |" in table
+    assert '`"bf16"`' in table and "float, ≥ 0, < 1" in table
+    assert "| `dataset` | Dataset | **required** |" in table
+
+
+def test_every_argument_of_every_command_is_on_the_page() -> None:
+    page, names = reference_cli.page(), []
+    for name, parser in reference_cli.parsers():
+        names.append(name)
+        told = section(page, name)
+        for action in parser._actions:
+            shown = action.option_strings or [action.dest]
+            assert all(
+                f"`{one}" in told or "-h" in shown or f"`{action.metavar}" in told for one in shown
+            ), shown
+    assert {"scripts/train.py", "scripts/inference.py", "opensora-sp plan"} <= set(names)
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    page = reference_api.page()
+    inits = [path for path in PACKAGE.rglob("*/__init__.py") if "__all__" in path.read_text()]
+    packages = {".".join(path.parent.relative_to(PACKAGE).parts) for path in inits}
+    assert packages == set(reference_api.PACKAGES)
+    for package in reference_api.PACKAGES:
+        names = dict(reference_api.public_names(package))
+        assert set(names) == set(importlib.import_module(f"opensora_sp.{package}").__all__)
+        for name, home in names.items():
+            assert f"::: {home}.{name}\n" in page
+            assert hasattr(importlib.import_module(home), name)
+
+
+def quoted() -> list[str]:
+    """The messages that the troubleshooting page quotes as ours."""
+    page = (DOCS / "troubleshooting.md").read_text().split("## From elsewhere")[0]
+    return [text.replace("\\|", "|") for text in table_keys(page)]
+
+
+def said_by(quote: str) -> set[str]:
+    """The modules with a message that a quote, in which … stands for anything, is of."""
+    pattern = ".*".join(map(re.escape, quote.split("…")))
+    return {
+        message.module
+        for message in MESSAGES
+        if re.search(pattern, re.sub(r"%[-.\d]*[a-z]", "…", message.text), re.DOTALL)
+    }
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    assert len(quoted()) > 80
+    gone = [quote for quote in quoted() if not said_by(quote)]
+    assert not gone, f"no such message: {gone}"
+
+
+def test_troubleshooting_knows_every_module_that_refuses() -> None:
+    refusing = {message.module for message in MESSAGES if not message.is_warning}
+    missing = sorted(refusing - set().union(*map(said_by, quoted())))
+    assert not missing, f"quote a message of {missing} in docs/troubleshooting.md"
+
+
+def test_all_messages_are_found() -> None:
+    """As many as there are raises, and their text as it is raised."""
+    raised = sum(
+        len(re.findall(r"raise ValueError\((?!\w+\)|\))", path.read_text()))
+        for path in reference_errors.PACKAGE.rglob("*.py")
+    )
+    assert len([one for one in MESSAGES if not one.is_warning]) >= 0.9 * raised > 150
+    with pytest.raises(ValueError, match="got model 'STDiT9'") as error:
+        model_class("STDiT9")
+    said = [one.text for one in MESSAGES if one.module == "models/registry.py"]
+    assert any(
+        re.fullmatch(".*".join(map(re.escape, text.split("…"))), str(error.value)) for text in said
+    )
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_drawings_are_current(name: str) -> None:
+    assert (DOCS / "images" / name).read_text() == drawings.DRAWINGS[name](), (
+        "python scripts/docs/drawings.py"
+    )
+
+
+def outline(page: Path) -> dict[str, list]:
+    """What two versions of a page in different languages share."""
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return {
+        "headings": [len(one) for one in re.findall(r"^(#+) ", prose, re.MULTILINE)],
+        "blocks": blocks_text(page),
+        "links": [
+            link for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith("README")
+        ],
+        "list items": re.findall(r"^\*", prose, re.MULTILINE),
+        "table rows": re.findall(r"^\|", prose, re.MULTILINE),
+        "code": sorted(set(re.findall(r"`([^`\n]+)`", prose))),
+    }
+
+
+def blocks_text(page: Path) -> list[tuple]:
+    return [(block.language, block.mark, block.text) for block in blocks_of(page)]
+
+
+def test_readme_says_the_same_in_both_languages() -> None:
+    english, chinese = outline(ROOT / "README.md"), outline(ROOT / "README_zh.md")
+    for what in english:
+        assert english[what] == chinese[what], what
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    """As GitHub shows them; pages of the site alone are made when it is built, which looks at these links as well."""
+    made = {"reference/config.md", "reference/cli.md", "reference/api.md", "reference/errors.md"}
+    text = re.sub(
+        r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = (page.parent / link).resolve()
+        is_made = target.is_relative_to(DOCS) and target.relative_to(DOCS).as_posix() in made
+        assert target.exists() or is_made, link
+
+
+def test_benchmarks_are_the_figures_of_the_pages_they_come_from() -> None:
+    """Every figure with decimals on the page is one of the pages that it summarizes, or that rounded."""
+    sources = [
+        (DOCS / f"{name}.md").read_text()
+        for name in ("communication", "architecture", "sampling", "data", "planner")
+    ]
+    known = [float(one) for one in re.findall(r"\d+\.\d+|\d+", " ".join(sources))]
+    for figure in re.findall(r"(?<![\w.=])\d+\.\d+(?![\w.])", (DOCS / "benchmarks.md").read_text()):
+        decimals = len(figure.split(".")[1])
+        assert any(abs(one - float(figure)) <= 0.5001 * 10**-decimals for one in known), figure

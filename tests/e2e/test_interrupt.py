@@ -1,0 +1,136 @@
+"""Ctrl-C: SIGINT to the whole process group, as a terminal sends it, or to one rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import TRAIN, write_toy_set
+from test_faults import FOR_LONG, Job, assert_stopped_well, command_of
+
+OURS = re.compile(r'File ".*(opensora_sp|scripts|tests)/')
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(write_toy_set(folder, 14))))
+    return folder / "config.py"
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs of a test, none of which outlives it."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        for pid in job.left():
+            os.kill(pid, signal.SIGKILL)
+        job.process.wait()
+
+
+def ctrl_c(job: Job) -> None:
+    os.killpg(job.process.pid, signal.SIGINT)
+
+
+def assert_interrupted(job: Job, launcher: str) -> int:
+    """A checkpoint of the last step, one line with the command to resume, no traceback of ours; returns the step."""
+    step = assert_stopped_well(job, "SIGINT")
+    (line,) = [line for line in job.text.splitlines() if "resume with: " in line]
+    command = line.partition("resume with: ")[2]
+    assert command.startswith(f"{launcher} --nproc_per_node 2 --master_port "), line
+    assert f" tests/helpers/faulty.py {job.config} --cfg-options outputs={job.outputs} " in command
+    assert command.endswith(" --resume auto") and command.count("--resume") == 1
+    assert not OURS.search(job.text), job.text
+    return step
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_so_does_sigint_to_one_rank(
+    config: Path, tmp_path: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, config, *FOR_LONG, "num_workers=1", pause=0.3)
+    jobs.append(job)
+    job.until("2/1000")
+    ctrl_c(job)
+    job.until_gone(30)
+    step = assert_interrupted(job, "torchrun")
+    assert job.process.returncode == 1 and "Received 2 death signal" in job.text  # torchrun's own
+
+    again = Job(tmp_path, config, *FOR_LONG, pause=0.3)
+    jobs.append(again)
+    again.until(f"{step + 2}/1000")
+    os.kill(again.rank(1), signal.SIGINT)
+    again.until_gone(30)
+    assert assert_interrupted(again, "torchrun") > step
+    assert again.process.returncode == 1 and "exitcode  : 130" in again.text
+    assert "rank 1: SIGINT; stopping after this step" in again.text
+    assert (
+        again.text.count(
+            "stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from"
+        )
+        == 1
+    )
+
+
+def test_ctrl_c_under_colossalai_run(config: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, config, *FOR_LONG, launcher="colossalai", pause=0.3)
+    jobs.append(job)
+    job.until("2/1000")
+    ctrl_c(job)
+    deadline = time.monotonic() + 60
+    while [pid for pid in job.left() if "colossalai" not in command_of(pid)]:
+        assert time.monotonic() < deadline, job.text
+        time.sleep(0.1)
+    assert_interrupted(job, "colossalai run")
+    assert "Aborted!" in job.text and job.process.poll() is None  # it waits for a copy of itself
+
+    ctrl_c(job)
+    job.until_gone(15)
+    assert job.process.returncode == 1
+
+
+@pytest.mark.parametrize("to", ["rank", "group"])
+def test_a_second_ctrl_c_ends_at_once(
+    config: Path, tmp_path: Path, jobs: list[Job], to: str
+) -> None:
+    """In a step that takes minutes."""
+    job = Job(tmp_path, config, *FOR_LONG, pause=300)
+    jobs.append(job)
+    job.until("per epoch")
+    time.sleep(2)
+    interrupt = {"rank": lambda: os.kill(job.rank(1), signal.SIGINT), "group": lambda: ctrl_c(job)}[
+        to
+    ]
+    interrupt()
+    job.until(": SIGINT; stopping after this step, with a checkpoint")
+    time.sleep(2)
+    assert job.rank(1) in job.left()
+    interrupt()
+    job.until_gone(20)
+    assert job.process.returncode == 1 and not OURS.search(job.text), job.text
+    assert to == "group" or "exitcode  : 130" in job.text
+
+
+@pytest.mark.parametrize("seconds", [0.3, 4.0])
+def test_ctrl_c_before_the_ranks_have_joined_ends_them_promptly(
+    config: Path, tmp_path: Path, jobs: list[Job], seconds: float
+) -> None:
+    """While they import, and while one of them waits for the other."""
+    job = Job(tmp_path, config, script="scripts/train.py")
+    jobs.append(job)
+    deadline = time.monotonic() + 60
+    while not (ranks := [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(seconds)
+    if seconds > 1:
+        os.kill(ranks[0], signal.SIGINT)  # torchrun ends the other one
+    else:
+        ctrl_c(job)
+    job.until_gone(15)
+    assert job.process.returncode == 1 and not OURS.search(job.text), job.text

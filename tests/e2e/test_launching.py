@@ -1,0 +1,377 @@
+"""What keeps ranks from starting is told by every rank in the same sentence, before any long work."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, run_ranks
+from runs import BIN, ROOT, TRAIN, write_toy_set
+
+from opensora_sp.config import load_train_config
+from opensora_sp.parallel import shutdown_process_group
+from opensora_sp.runtime import (
+    Launch,
+    check_machine,
+    check_shared_memory,
+    machine,
+    meet,
+    meeting,
+    told_to_all_ranks,
+)
+from opensora_sp.training.preflight import preflight
+
+PLACE = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def launch(**other: object) -> Launch:
+    given = dict(
+        rank=1,
+        world_size=2,
+        local_rank=0,
+        local_world_size=2,
+        master=("127.0.0.1", 29500),
+        agent_store=False,
+    )
+    return Launch(**{**given, **other})
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    assert Launch.read({"PATH": "/bin"}) is None
+    assert (
+        Launch.read({**PLACE, "LOCAL_WORLD_SIZE": "2"}).spans_hosts
+        and not Launch.read(PLACE).spans_hosts
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"WORLD_SIZE": None},
+            "got RANK=1, LOCAL_RANK=1, .* but no WORLD_SIZE; expected all; start with torchrun",
+        ),
+        ({"MASTER_ADDR": None, "RANK": None}, "but no RANK, MASTER_ADDR"),
+        (
+            {"RANK": "4"},
+            "got RANK 4, WORLD_SIZE 4, .* expected ranks from 0 to the number of processes less one",
+        ),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK 1, LOCAL_WORLD_SIZE 1 "),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE 8 "),
+        ({"WORLD_SIZE": "two"}, "got WORLD_SIZE='two' in the environment; expected an integer"),
+        ({"MASTER_PORT": "0"}, "got MASTER_PORT 0; expected 1 to 65535"),
+    ],
+)
+def test_an_environment_that_cannot_be_true_is_refused(
+    change: dict[str, str | None], message: str
+) -> None:
+    given = {name: value for name, value in {**PLACE, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        Launch.read(given)
+
+
+ADDRESSES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"], "eth1": []}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "refused"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", None),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", None),
+        ("GLOO_SOCKET_IFNAME", "eth", "eth"),
+        ("GLOO_SOCKET_IFNAME", "eth1", "eth1"),  # it is there, without an address
+        ("NCCL_SOCKET_IFNAME", "eth,en", None),
+        ("NCCL_SOCKET_IFNAME", "=ib0", None),
+        ("NCCL_SOCKET_IFNAME", "=ib", "=ib"),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", None),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth,ib", "^lo,eth,ib"),
+        ("NCCL_SOCKET_IFNAME", "bond0", "bond0"),
+    ],
+)
+def test_interfaces_that_variables_name_must_exist(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, refused: str | None
+) -> None:
+    monkeypatch.setattr(machine, "interfaces", lambda: ADDRESSES)
+    monkeypatch.setenv(variable, value)
+    if refused is None:
+        machine.check_interfaces()
+        return
+    with pytest.raises(ValueError) as told:
+        machine.check_interfaces()
+    assert f"got {variable}={value} on " in str(told.value)
+    assert f"no interface {refused!r} has an address; " in str(told.value)
+    assert (
+        "expected one of lo (127.0.0.1), eth0 (10.0.0.5), ib0 (10.1.0.5), eth1 (no address)"
+        in str(told.value)
+    )
+
+
+def test_the_interfaces_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(machine.interfaces()) == {name for _, name in socket.if_nameindex()}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
+    with pytest.raises(ValueError, match="got GLOO_SOCKET_IFNAME=nowhere7"):
+        check_machine(launch())
+
+
+def test_a_gpu_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(
+        ValueError, match=r"got CUDA_VISIBLE_DEVICES=0,1 on .*, but no GPU that torch can use"
+    ):
+        check_machine(launch())
+    with (
+        pytest.raises(ValueError, match="got CUDA_VISIBLE_DEVICES=0,1"),
+        told_to_all_ranks(),
+    ):  # alone
+        raise AssertionError("not before the check")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_machine(launch())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(machine, "glob", lambda pattern: ["/dev/nvidia0"])
+    with pytest.raises(
+        ValueError, match="got the device /dev/nvidia0 on .* CUDA_VISIBLE_DEVICES= "
+    ):
+        check_machine(launch())
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    machine.check_devices(launch(local_rank=1))
+    with pytest.raises(ValueError, match="got 3 or more ranks on .*, where torch sees 2 GPUs"):
+        machine.check_devices(launch(local_rank=2))
+
+
+def test_hosts_must_be_reachable_under_the_names_they_go_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(ValueError, match="got MASTER_ADDR 'no such host', which .* cannot resolve"):
+        check_machine(launch(master=("no such host", 29500)))
+    across = launch(local_world_size=1)
+    with pytest.raises(
+        ValueError,
+        match="got MASTER_ADDR '127.0.0.1', which means .* itself, with ranks on several",
+    ):
+        check_machine(across)
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    with pytest.raises(
+        ValueError, match=r"got the host name 'localhost', which means (127\.\S+|::1) on this host"
+    ):
+        machine.check_own_address(across.master)
+    monkeypatch.setattr(machine, "_way_to", lambda master: ("10.0.0.5", "eth0"))
+    with pytest.raises(ValueError, match=r"set GLOO_SOCKET_IFNAME=eth0 \(address 10.0.0.5\)"):
+        machine.check_own_address(across.master)
+
+
+def test_workers_need_shared_memory_for_their_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("Usage", "total used free")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(64_000_000, 0, 60_000_000))
+    check_shared_memory(2_000_000, num_workers=4, local_ranks=3)
+    check_shared_memory(2_000_000_000, num_workers=0, local_ranks=3)
+    with pytest.raises(
+        ValueError,
+        match=r"got 60.0 MB free of 64.0 MB .* at least 64.0 MB for 4 ranks x 4 workers x 2 batches",
+    ):
+        check_shared_memory(2_000_000, num_workers=4, local_ranks=4)
+    (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(10_000, 0, 10_000))
+    with pytest.raises(ValueError, match="got 0.0 MB free of 0.0 MB in /dev/shm"):
+        preflight(load_train_config(tmp_path / "config.py", ["sp_size=1", "num_workers=1"]), None)
+
+
+def start(port: int, case: str) -> tuple[str | None, str | None]:
+    """What a rank of three is told in a case, as a run or a loop of the user's would be."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OPENSORA_SP_JOIN_TIMEOUT="60")
+    place, versions, settings = (
+        dict(os.environ),
+        meeting.versions,
+        {"seed": 42, "model": {"depth": 28}},
+    )
+    if rank == 2:
+        if case == "versions":
+            meeting.versions = lambda: {**versions(), "torch": "1.13.1"}
+        elif case == "settings":
+            settings = {"seed": 42, "model": {"depth": 4}}
+        elif case == "world size":
+            os.environ.update(WORLD_SIZE="4", RANK="3")
+        elif case == "rank twice":
+            os.environ["RANK"] = "1"
+    if case == "missing":
+        os.environ["OPENSORA_SP_JOIN_TIMEOUT"] = "1"
+    try:
+        with told_to_all_ranks():
+            if case == "cannot start" and rank == 1:
+                raise ValueError("got no manifest; expected one; write it")
+            if case == "breaks" and rank == 0:
+                raise KeyError("depth")
+        if case == "missing" and rank == 2:
+            return None, None
+        store = meet(settings)
+        if case == "fine":
+            dist.init_process_group("gloo")
+            shutdown_process_group()
+        assert store is not None
+        return None, None
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        os.environ.update({name: place[name] for name in ("RANK", "WORLD_SIZE")})
+        meeting.versions = versions
+
+
+def start_in_all_cases(ports: dict[str, int]) -> dict[str, tuple[str | None, str | None]]:
+    shutdown_process_group()  # what follows is as if nobody had met
+    return {case: start(port, case) for case, port in ports.items()}
+
+
+CASES = (
+    "fine",
+    "versions",
+    "settings",
+    "world size",
+    "rank twice",
+    "cannot start",
+    "breaks",
+    "missing",
+)
+
+
+@pytest.mark.core
+def test_all_ranks_start_or_all_say_the_same() -> None:
+    ports = {case: free_port() for case in CASES}
+    told = run_ranks(3, start_in_all_cases, ports)
+    host = socket.gethostname()
+    said = {case: [rank[case] for rank in told] for case in CASES}
+    assert said["fine"] == [(None, None)] * 3
+    both = f"on ranks 0, 1 ({host})"
+    for case, begin in {
+        "versions": f"got different versions: torch {torch.__version__} {both}, 1.13.1 on rank 2 ({host}); ",
+        "settings": f'got different settings: model {{"depth": 28}} {both}, {{"depth": 4}} on rank 2 ',
+        "world size": "got WORLD_SIZE ",
+        "rank twice": f"got rank 1 twice, on {host} and on {host}; expected every rank once",
+    }.items():
+        assert len(set(said[case])) == 1 and said[case][0][0] == "ValueError", (case, said[case])
+        assert said[case][0][1].startswith(begin), said[case]
+    why = "got no manifest; expected one; write it"
+    other = ("ValueError", f"rank 1 ({host}) cannot start: {why}")
+    assert said["cannot start"] == [other, ("ValueError", why), other]
+    broken = ("ValueError", f"rank 0 ({host}) cannot start: KeyError: 'depth'")
+    assert said["breaks"] == [("KeyError", "'depth'"), broken, broken]
+    assert said["missing"][0] == said["missing"][1] and said["missing"][2] == (None, None)
+    assert said["missing"][0][1].startswith(
+        f"got 2 of 3 ranks within 1 s, from {host}; expected all, but rank 2 did not"
+    )
+
+
+def test_a_port_in_use_and_a_first_host_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "1")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(
+            ValueError,
+            match=r"got 127.0.0.1:\d+ to listen at, .* \(address already in use\); expected a free",
+        ):
+            meet()
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(
+        ValueError,
+        match=r"got no connection from .* to rank 0 at 127.0.0.1:\d+ within 1 s \(timed out\)",
+    ):
+        meet()
+    monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="got OPENSORA_SP_JOIN_TIMEOUT='soon'"):
+        meet()
+
+
+def test_every_sentence_is_explained() -> None:
+    """docs/multinode.md quotes the beginning of whatever the launch may say, and what launchers say themselves."""
+    table = (ROOT / "docs/multinode.md").read_text().partition("## What failures look like")[2]
+    sources = [
+        (ROOT / f"opensora_sp/launching/{name}.py").read_text()
+        for name in ("environment", "machine", "meeting")
+    ]
+    for word in ("environment, but no", "WORLD_SIZE", "twice", "within", "cannot start", "different", "to listen at",
+                 "no connection", "MASTER_ADDR", "where no interface", "the host name", "no GPU that torch can use",
+                 "where torch sees", "/dev/shm"):  # fmt: skip
+        assert word in table and any(word in source for source in sources), word
+    for spelled in re.findall(r"OPENSORA_SP_\w+", (ROOT / "docs/multinode.md").read_text()):
+        assert spelled == meeting.PATIENCE
+
+
+def test_torchrun_says_itself_that_a_port_is_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        command = [
+            BIN / "torchrun",
+            "--nproc_per_node",
+            "1",
+            "--master_port",
+            str(taken.getsockname()[1]),
+            "none.py",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    said = "The server socket has failed to listen on any local network address"
+    assert done.returncode == 1 and said in done.stderr and "EADDRINUSE" in done.stderr
+    assert said in (ROOT / "docs/multinode.md").read_text()
+
+
+def test_the_slurm_script(tmp_path: Path) -> None:
+    """It passes both checkers, and what it starts is what torchrun wants, arguments with blanks included."""
+    script = ROOT / "scripts/train.slurm"
+    subprocess.run(["bash", "-n", script], check=True)
+    checked = subprocess.run([BIN / "shellcheck", script], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n")
+    (tmp_path / "srun").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    for tool in ("scontrol", "srun"):
+        (tmp_path / tool).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "2"}
+    done = subprocess.run(
+        ["bash", script, "a.py", "--cfg-options", "prompt=a red fox"], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **job},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = done.stdout.splitlines()
+    assert words[:2] == ["--kill-on-bad-exit=1", "torchrun"] and "node7:23456" in words
+    assert words[-6:] == [
+        "scripts/train.py",
+        "a.py",
+        "--cfg-options",
+        "prompt=a red fox",
+        "--resume",
+        "auto",
+    ]
+    from torch.distributed.run import parse_args
+
+    parsed = parse_args(words[2:])
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend, parsed.rdzv_id) == (
+        "2",
+        "gpu",
+        "c10d",
+        "123456",
+    )

@@ -1,0 +1,119 @@
+"""Training across two hosts, as users start it: the result of one host, what is left when a rank dies, going on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hosts
+import pytest
+from hosts import Host, wait_until
+from ranks import run_ranks
+from runs import TRAIN, write_toy_set
+
+from opensora_sp.checkpoint import newest_checkpoint
+from opensora_sp.config import load_train_config
+from opensora_sp.training import train
+from opensora_sp.training.metrics import read_metrics
+
+NOTICED = 60.0  # seconds after which a rank must have ended when the rank of another host is dead
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    reason = hosts.lacking()
+    if reason:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "hostfile").write_text("alpha\nbeta\n")
+    with hosts.hosts(folder, "alpha", "beta") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(write_toy_set(folder, 14))))
+    return folder / "config.py"
+
+
+def colossalai_run(
+    pair: list[Host], config: Path, outputs: Path, *options: str
+) -> list[str | Path]:
+    hostfile = pair[0].folder.parent / "hostfile"
+    launcher = ["colossalai", "run", "--nproc_per_node", "1", "--hostfile", hostfile]
+    return [*launcher, "scripts/train.py", config, "--cfg-options", f"outputs={outputs}", *options]
+
+
+def losses(outputs: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(outputs)]
+
+
+def train_here(config: Path, outputs: Path, steps: int) -> None:
+    train(load_train_config(config, [f"outputs={outputs}", f"max_steps={steps}"]))
+
+
+def test_two_hosts_train_as_one_and_go_on_after_one_lost_its_rank(
+    pair: list[Host], config: Path, tmp_path: Path
+) -> None:
+    alpha, beta = pair
+    outputs = tmp_path / "run"
+    running = alpha.start(*colossalai_run(pair, config, outputs, "max_steps=100000"))
+    wait_until(lambda: running.poll() is not None or newest_checkpoint(outputs), 200)
+    (victim,) = beta.ranks() or [0]
+    assert victim and running.poll() is None, running.communicate()[0]
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    wait_until(lambda: not alpha.ranks(), NOTICED)  # by itself
+    told, _ = running.communicate(timeout=NOTICED)
+    assert time.monotonic() - killed < NOTICED and running.returncode == 1, told
+    assert "alpha: failure" in told and "beta: failure" in told and not beta.ranks()
+
+    last = int(newest_checkpoint(outputs).name.removeprefix("step_")) + 3
+    resumed = alpha.run(
+        *colossalai_run(pair, config, outputs, f"max_steps={last}", "--resume", "auto"), timeout=300
+    )
+    assert resumed.returncode == 0 and "resumed from" in resumed.stderr, (
+        resumed.stdout + resumed.stderr
+    )
+    run_ranks(2, train_here, config, tmp_path / "one_host", last)
+    assert len(losses(outputs)) == last and losses(outputs) == losses(tmp_path / "one_host")
+
+
+def test_torchrun_meets_at_a_rendezvous(pair: list[Host], config: Path, tmp_path: Path) -> None:
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "alpha:29600", "--rdzv_id", "run-1"]
+    command = [
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        *rendezvous,
+        "scripts/train.py",
+        config,
+    ]
+    runs = [
+        host.start(*command, "--cfg-options", f"outputs={tmp_path}/run", "max_steps=3")
+        for host in pair
+    ]
+    told = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], "\n\n".join(told)
+    run_ranks(2, train_here, config, tmp_path / "one_host", 3)
+    assert losses(tmp_path / "run") == losses(tmp_path / "one_host")
+
+
+def test_what_one_host_lacks_is_told_by_the_ranks_of_all(
+    pair: list[Host], config: Path, tmp_path: Path
+) -> None:
+    alpha, beta = pair
+    beta.mount("-o", "remount,size=64k", "/dev/shm")
+    done = alpha.run(*colossalai_run(pair, config, tmp_path / "run", "num_workers=2"))
+    beta.mount("-o", "remount,size=256m", "/dev/shm")
+    assert done.returncode == 1
+    lacking = "got 0.1 MB free of 0.1 MB in /dev/shm on beta; expected at least 0.1 MB for 1 ranks x 2 workers "
+    assert f"error (rank 1): {lacking}" in done.stderr, done.stderr
+    assert f"error (rank 0): rank 1 (beta) cannot start: {lacking}" in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()

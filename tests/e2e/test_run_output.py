@@ -1,0 +1,197 @@
+"""What a run prints: each message once for all ranks, its last lines, user errors, no carriage returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from runs import ROOT, TRAIN, run, write_toy_set
+
+from opensora_sp import console
+from opensora_sp.console import tell_launcher, told_errors
+from opensora_sp.training.ending import short_patience
+
+OURS = re.compile(r'File ".*(opensora_sp|scripts)/')
+
+
+def manifest_of(folder: Path, *, frames: list[int], broken: tuple[int, ...] = ()) -> Path:
+    """Clips without captions, with the number of frames that each is said to have."""
+    manifest = write_toy_set(folder, len(frames), broken=broken)
+    lines = [f"{i}.mp4,,{count}" for i, count in enumerate(frames)]
+    manifest.write_text("\n".join(["path,text,num_frames", *lines]) + "\n")
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Three steps on two ranks, with clips that are too short, none with a caption; the run's folder and its output."""
+    folder = tmp_path_factory.mktemp("set")
+    manifest = manifest_of(folder / "train", frames=[6, 6, 6, 4, 6, 6, 6, 1])
+    heldout = write_toy_set(folder / "heldout", 2)
+    validation = f"validation = dict(every=3, manifest={str(heldout)!r}, bins=2)\n"
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)) + validation)
+    options = (f"outputs={folder / 'a run'}", "max_steps=3", "num_workers=1")
+    found = run(
+        "scripts/train.py",
+        folder / "config.py",
+        "--cfg-options",
+        *options,
+        launcher="torchrun",
+        ranks=2,
+    )
+    assert found.returncode == 0, found.stderr
+    return folder / "a run", found.stdout + found.stderr
+
+
+def test_each_message_stands_once_whatever_the_number_of_ranks(done: tuple[Path, str]) -> None:
+    run_dir, output = done
+    for text in (output, (run_dir / "train.log").read_text()):
+        assert (
+            text.count(
+                "6 clips (2 of 8 left out, too short for 5 frames), 2 micro-batches of 3 per step"
+            )
+            == 1
+        )
+        assert text.count("none of the 8 clips has a caption") == 1
+        assert text.count("finished: ") == 1
+        assert "\r" not in text
+
+
+def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
+    done: tuple[Path, str],
+) -> None:
+    run_dir, _ = done
+    lines = [
+        line.partition(" INFO ")[2] for line in (run_dir / "train.log").read_text().splitlines()
+    ]
+    (heldout,) = [line for line in lines if line.startswith("step 3/3 | held-out loss ")]
+    loss = next(line for line in lines if line.startswith("step 3/3 | loss ")).split(" | ")[1]
+    finished, checkpoint, sample = lines[-3:]
+    assert re.fullmatch(
+        rf"finished: 3 of 3 steps \| 0:\d\d:\d\d \| last {loss} \| {heldout.partition(' | ')[2]} \(step 3\)",
+        finished,
+    )
+    assert checkpoint == f"checkpoint: {run_dir / 'step_00000003'}"
+
+    command = shlex.split(sample.removeprefix("sample from it: "))
+    assert command[0] == "python" and command[-2:] == ["--prompt", "TEXT"]
+    found = run(*command[1:], "--num-sampling-steps", "1", "--seed", "1")
+    assert found.returncode == 0 and "\r" not in found.stdout + found.stderr, found.stderr
+    assert len(list((run_dir / "samples").glob("*.mp4"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["sp_size=3"], "got sp_size 3 with 2 processes; expected"),
+        (["dataset.max_bad_fraction=0.0"], "broken clips of 6 read, the last"),
+    ],
+)
+def test_an_error_of_the_user_stands_once_in_the_log_and_once_in_the_report(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
+    """Before the ranks have joined, and in a step: raised by both ranks."""
+    manifest = manifest_of(tmp_path / "set", frames=[6] * 6, broken=(1, 2))
+    (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    command = (
+        "scripts/train.py",
+        tmp_path / "config.py",
+        "--cfg-options",
+        f"outputs={tmp_path / 'run'}",
+        *options,
+    )
+    found = run(*command, launcher="torchrun", ranks=2)
+    assert found.returncode == 1
+    log, separator, report = found.stderr.partition("scripts/train.py FAILED")
+    assert separator and log.count(message) == 1 and report.count(message) == 1, found.stderr
+    assert message in report.partition("Root Cause")[2]
+    assert not OURS.search(found.stderr)
+    if (tmp_path / "run").exists():
+        assert (tmp_path / "run" / "train.log").read_text().count(message) == 1
+
+
+def test_a_message_that_is_in_the_log_is_not_printed_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    for is_logged in (False, True):
+        error = ValueError("got a; expected b; do c")
+        error.is_logged = is_logged
+        with pytest.raises(SystemExit, match="2"), told_errors():
+            raise error
+        assert ("got a" in capsys.readouterr().err) != is_logged
+    with pytest.raises(SystemExit, match="130"), told_errors():
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def torchruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file for the reason of a failure, in the folders that torchrun makes."""
+    file = tmp_path / "attempt_0" / "1" / "error.json"
+    file.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    return file
+
+
+def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
+    torchruns: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tell_launcher("got a") and tell_launcher("got b")  # both of this process
+    assert json.loads(torchruns.read_text())["message"] == "got a"
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
+    monkeypatch.setattr(console, "PATIENCE", 0.2)
+    with pytest.raises(SystemExit, match="2"), told_errors():
+        raise ValueError("got c")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_marker_of_an_earlier_run_does_not_silence_this_one(torchruns: Path) -> None:
+    marker = torchruns.parent.parent / "first_to_fail"
+    os.symlink(str(2**22 + 1), marker)  # no process has such a number
+    assert not tell_launcher("got a")  # set while this process ran: of a rank that has left already
+    os.utime(marker, (0, 0), follow_symlinks=False)
+    assert tell_launcher("got a") and os.readlink(marker) == str(os.getpid())
+
+
+@pytest.mark.parametrize("place", ["mine", "missing/0", "attempt_0", "closed/attempt_0/0"])
+def test_an_error_file_that_is_not_of_torchrun_hides_no_error(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "first_to_fail").write_text("4194305")  # as an earlier version left it
+    (tmp_path / "closed").touch()  # a file: nothing can be written below, whoever runs this
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / place / "error.json"))
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="2"), told_errors():
+            raise ValueError("got a; expected b; do c")
+        assert "got a" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/first_to_fail"))
+
+
+def test_steps_longer_than_the_patience_of_the_launcher_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert short_patience(29.0, 300.0) is None
+    told = short_patience(45.0, 300.0) or ""
+    assert (
+        "a step takes 45 s, and torchrun kills ranks 30 s after Ctrl-C" in told
+        and "grace_time" not in told
+    )
+    for seconds in (300.0, 400.0):
+        assert (short_patience(seconds, 300.0) or "").endswith(", and raise grace_time (now 300 s)")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert short_patience(45.0, 300.0) is None
+
+
+def test_scripts_import_nothing_slow_before_they_handle_ctrl_c() -> None:
+    for name in ("train", "inference", "precompute"):
+        text = (ROOT / "scripts" / f"{name}.py").read_text()
+        imported = re.findall(r"^(?:from|import) (\S+)", text, re.MULTILINE)
+        assert set(imported) <= {"argparse", "opensora_sp.console"}, (name, imported)
+        assert "interrupts_end_at_once()" in text

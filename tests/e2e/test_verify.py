@@ -1,0 +1,92 @@
+"""``opensora-sp verify`` on a shipped config, and what it says of results that differ."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opensora_sp.cli import main, verify
+from opensora_sp.config import load_train_config
+from opensora_sp.parallel import Verdict
+from opensora_sp.verification import mode_of, small_shape
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs/demo/train.py"
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    code = "import sys; from opensora_sp.cli import main; main(sys.argv[1:])"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+def test_verify_compares_a_config() -> None:
+    options = ("sequence_parallel.overlap_chunks=2", "grad_checkpoint=True")
+    done = command(
+        "verify",
+        str(DEMO),
+        "--ranks",
+        "2",
+        "--depth",
+        "1",
+        "--max-tokens",
+        "64",
+        "--cfg-options",
+        *options,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        "on 2 ranks and on one" in done.stdout
+        and "shared by SwitchRows\n" in done.stdout
+        and "'overlap_chunks': 2" in done.stdout
+    )
+    assert "equal (allowed: 1e-08)" in done.stdout and "NOT" not in done.stdout
+
+
+def test_what_is_made_small() -> None:
+    cfg = load_train_config(DEMO, ["num_frames=14", "batch_size=7", "image_size=(64, 80)"])
+    assert small_shape(cfg, 2, 10**6) == (3, 7, 16, 20)
+    assert (
+        small_shape(cfg, 7, 10**6)[0] == 7 and small_shape(cfg, 3, 10**6)[0] == 2
+    )  # whole samples stay whole
+    image = load_train_config(DEMO, ["num_frames=1", "batch_size=5"])
+    for ranks, batch in [(2, 3), (5, 5), (8, 5)]:  # two on eight would split heads, five switch
+        small = small_shape(image, ranks, 64)
+        assert small[0] == batch and mode_of(image, ranks, small) == mode_of(
+            image, ranks, (5, 1, 16, 16)
+        )
+    B, frames, height, width = small_shape(cfg, 2, 100)
+    assert (B, frames) == (3, 7) and frames * height * width / 4 <= 100
+
+
+def test_a_difference_is_told_with_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    wrong = Verdict(output=1e-12, gradients={"a": 1e-12, "b": 0.5}, all_zero=("c",), tolerance=1e-8)
+    monkeypatch.setattr(
+        "opensora_sp.verification.verify_config",
+        lambda *_, **__: ((1, 2, 3, 4), "SwitchRows", wrong),
+    )
+    with pytest.raises(SystemExit) as left:
+        main(["verify", str(DEMO), "--ranks", "2"])
+    told = capsys.readouterr().out
+    assert (
+        left.value.code == 1
+        and "NOT EQUAL" in told
+        and told.index("5.0e-01  b") < told.index("1.0e-12  a")
+    )
+    nan = Verdict(output=float("nan"), gradients={}, all_zero=(), tolerance=1e-8)
+    assert not nan.agrees and "NOT EQUAL" in verify.report(nan, shown=None)
+
+
+def test_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["verify", str(DEMO), "--ranks", "1"])
+    assert (
+        left.value.code == 2
+        and "got 1 rank to share a batch; expected at least 2" in capsys.readouterr().err
+    )

@@ -1,0 +1,80 @@
+"""``scripts/train.py`` with planted faults.
+
+The file ``FAULTS`` has ``{attempt: [kind, rank, step]}``, where an attempt is what ``torchrun --max-restarts`` counts;
+each step takes ``PAUSE`` seconds more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from opensora_sp.checkpoint import Disk
+from opensora_sp.training.checkpointing import TrainingState
+from opensora_sp.training.trainer import Run
+
+RANK, ATTEMPT = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+KIND, AT_RANK, AT_STEP = json.loads(Path(os.environ["FAULTS"]).read_text()).get(
+    ATTEMPT, ["none", -1, -1]
+)
+MINE = RANK == AT_RANK
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def step_of(plain: Any) -> Any:
+    def step(self: Run, number: int, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+        if MINE and number == AT_STEP:
+            if KIND == "raise":
+                raise ValueError("got a planted error; expected none; remove it")
+            if KIND == "kill":
+                self.model.register_forward_hook(lambda *_: kill())  # in the midst of the step
+            if KIND == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if KIND == "sleep":
+                time.sleep(600)
+        return plain(self, number, *args, **kwargs)
+
+    return step
+
+
+def perform_of(plain: Any) -> Any:
+    def perform(self: Disk, kind: str, path: Path, action: Any) -> Any:
+        if (
+            KIND == "kill in save"
+            and MINE
+            and path.name == "optimizer.safetensors"
+            and f"{AT_STEP:08d}" in str(path)
+        ):
+            kill()
+        return plain(self, kind, path, action)
+
+    return perform
+
+
+def load_of(plain: Any) -> Any:
+    def load(self: TrainingState, folder: Path) -> Any:
+        if KIND == "kill in resume" and MINE:
+            kill()
+        return plain(self, folder)
+
+    return load
+
+
+Run._step, Disk.perform, TrainingState.load = (
+    step_of(Run._step),
+    perform_of(Disk.perform),
+    load_of(TrainingState.load),
+)
+Path(os.environ["PIDS"], f"{ATTEMPT}-{RANK}").write_text(str(os.getpid()))
+sys.argv[0] = "scripts/train.py"
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,227 @@
+"""Several "hosts" on this machine, each with network, processes, mounts and name of its own, and an sshd.
+
+A host is a process in new namespaces, and all it starts lives in them: when it is killed everything of it is gone, the
+network included. The hosts are joined by a bridge that lies in one more such namespace, so the machine's own network is
+never touched. Should the tests be killed, the hosts go with them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runs import BIN, ROOT
+
+TOOLS = ("ip", "unshare", "nsenter", "setpriv", "ssh-keygen")
+NETWORK = "10.77.0"
+NOBODY = f"{NETWORK}.99"  # an address that no host has
+UNSHARED = (
+    "--net",
+    "--uts",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    "--propagation",
+    "private",
+)
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+
+
+def lacking() -> str | None:
+    """Why there can be no hosts here, None if there can."""
+    if os.geteuid() != 0 or not all(map(shutil.which, TOOLS)) or not Path(SSHD).exists():
+        return "no root, or no iproute2 and openssh-server"
+    made = subprocess.run(["unshare", *UNSHARED, "true"], capture_output=True).returncode == 0
+    return None if made else "no network namespaces"
+
+
+@dataclass
+class Host:
+    """A host that runs. ``pid`` is its first process, as seen from outside."""
+
+    name: str
+    address: str
+    folder: Path
+    pid: int
+
+    def command(self, *command: str | Path) -> list[str]:
+        """The command line that runs a command on the host, in the project's root."""
+        inside = [
+            "nsenter",
+            "--target",
+            str(self.pid),
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            f"--wd={ROOT}",
+            "--",
+        ]
+        return [*inside, "setpriv", "--pdeathsig", "KILL", *map(str, command)]  # ends with nsenter
+
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """As of a user who has activated the virtual environment; little else, since colossalai run sends it all."""
+        return {
+            "HOME": str(self.folder), "PATH": f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", **(more or {}),
+        }  # fmt: skip
+
+    def start(
+        self, *command: str | Path, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*command), env=self.environment(env), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def run(
+        self, *command: str | Path, env: Mapping[str, str] | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*command), env=self.environment(env), text=True, capture_output=True, timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def replace(self, path: Path, text: str, mode: int = 0o644) -> None:
+        """Let a file of the machine have another content on this host alone."""
+        other = self.folder / f"other-{path.name}"
+        other.write_text(text)
+        other.chmod(mode)
+        self.mount("--bind", other, path)
+
+    def mount(self, *options: str | Path) -> None:
+        subprocess.run(self.command("mount", *options), check=True)
+
+    def ranks(self) -> list[int]:
+        """Processes of this host that a launcher started as ranks, without their children, as seen from outside."""
+        having = [
+            pid
+            for pid in processes_beside(self.pid)
+            if b"\0LOCAL_RANK=" in b"\0" + _of(pid, "environ")
+        ]
+        return [pid for pid in having if _parent(pid) not in having]
+
+
+def processes_beside(pid: int) -> list[int]:
+    """All processes in the PID namespace of one."""
+    namespace = os.readlink(f"/proc/{pid}/ns/pid")
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "ns/pid") == namespace:
+                found.append(int(entry.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def _parent(pid: int) -> int:
+    fields = _of(pid, "stat").rpartition(b") ")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _of(pid: int, what: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes()
+    except OSError:
+        return b""
+
+
+@contextmanager
+def hosts(folder: Path, *names: str) -> Iterator[list[Host]]:
+    """Hosts of these names, which know each other by name and let each other in by ssh without a password."""
+    key = folder / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(names, start=1)}
+    known = (
+        "\n".join(
+            ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        )
+        + "\n"
+    )
+    with ExitStack() as running:
+        switch = running.enter_context(_namespaces())
+        _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
+        _inside(switch, "ip", "link", "set", "bridge", "up")
+        made = []
+        for name, address in addresses.items():
+            home = folder / name
+            (home / ".ssh").mkdir(parents=True)
+            host = Host(name, address, home, running.enter_context(_namespaces()))
+            _connect(switch, host)
+            _inside(host.pid, "hostname", name)
+            _inside(host.pid, "mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", "/dev/shm")
+            host.replace(Path("/etc/hosts"), known)
+            _start_sshd(host, key)
+            made.append(host)
+        yield made
+
+
+@contextmanager
+def _namespaces() -> Iterator[int]:
+    """A process in new namespaces; yields its number as seen from outside, and ends whatever lives in them."""
+    # setpriv lets unshare die with this process, and unshare its child, the first process of its PID namespace
+    holder = subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL", "unshare", *UNSHARED, "sleep", "infinity"]
+    )
+    try:
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+        first = int(wait_until(lambda: children.read_text().split())[0])
+        wait_until(lambda: _of(first, "comm").strip() == b"sleep")  # after --mount-proc
+        yield first
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def _connect(switch: int, host: Host) -> None:
+    """A cable from the bridge to eth0 of the host."""
+    port = f"to-{host.name}"
+    cable = f"ip link add {port} type veth peer name eth0 netns {host.pid}"  # the number as seen from outside
+    subprocess.run(["nsenter", "--target", str(switch), "--net", "--", *cable.split()], check=True)
+    _inside(switch, *f"ip link set {port} master bridge up".split())
+    _inside(host.pid, *f"ip address add {host.address}/24 dev eth0".split())
+    for device in ("lo", "eth0"):
+        _inside(host.pid, "ip", "link", "set", device, "up")
+
+
+def _start_sshd(host: Host, key: Path) -> None:
+    ssh = host.folder / ".ssh"
+    (ssh / "authorized_keys").write_text(key.with_suffix(".pub").read_text())
+    (ssh / "config").write_text(f"Host *\n  IdentityFile {key}\n")
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(ssh / "host_key")], check=True
+    )
+    (ssh / "sshd_config").write_text(
+        f"HostKey {ssh}/host_key\nAuthorizedKeysFile {ssh}/authorized_keys\nStrictModes no\nUsePAM no\n"
+        "PasswordAuthentication no\nPermitRootLogin prohibit-password\nPidFile none\n"
+    )
+    _inside(host.pid, "mount", "-t", "tmpfs", "tmpfs", "/run")
+    _inside(host.pid, "mkdir", "/run/sshd")
+    server = host.command(SSHD, "-f", ssh / "sshd_config", "-E", host.folder / "sshd.log")
+    subprocess.run(server, check=True, env={"PATH": "/usr/sbin:/usr/bin"})
+    wait_until(lambda: b":0016 " in _of(host.pid, "net/tcp"))  # it listens at port 22
+
+
+def _inside(pid: int, *command: str | Path) -> None:
+    inside = ["nsenter", "--target", str(pid), "--net", "--uts", "--mount", "--pid", "--"]
+    done = subprocess.run([*inside, *map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """The first true value of a condition."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+    return value

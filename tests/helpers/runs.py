@@ -1,0 +1,117 @@
+"""Tiny training runs, started as users start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ranks import free_port
+
+from opensora_sp.data import toy_clip, write_video
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+CONFIG = """
+num_frames = 5
+image_size = (28, 24)
+vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
+text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
+model = dict(
+    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12, hidden_size=24, depth=2, num_heads=3,
+    mlp_ratio=2.0, pred_sigma=False, class_dropout_prob=0.2, drop_path=0.2,
+)
+"""
+TRAIN = (
+    CONFIG
+    + """
+sp_size = 2
+precision = "fp32"
+dataset = dict(manifest={manifest!r})
+batch_size = 3
+micro_batches_per_step = 2
+max_steps = 6
+warmup_steps = 2
+optimizer = dict(lr=1e-3)
+grad_clip = 1.0
+grad_checkpoint = True
+ckpt_every = 3
+"""
+)
+SAMPLE = (
+    CONFIG
+    + """
+precision = "fp32"
+fps = 8
+scheduler = dict(type="rflow", num_sampling_steps=4, cfg_scale=4.0)
+batch_size = 2
+"""
+)
+
+
+def write_toy_set(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Path:
+    """mp4 files and their manifest; some of the files hold no video."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["path,text"]
+    for i in range(count):
+        clip = toy_clip(0, i)
+        write_video(folder / f"{i}.mp4", clip.draw(6, 32), fps=8)
+        if i in broken:
+            (folder / f"{i}.mp4").write_bytes(b"not a video")
+        lines.append(f"{i}.mp4,{clip.caption}")
+    (folder / "clips.csv").write_text("\n".join(lines) + "\n")
+    return folder / "clips.csv"
+
+
+def features_of(source: Any, clips: list[Any]) -> Any:
+    """Features of whole clips, made by one process."""
+    import torch
+
+    from opensora_sp.data import ClipShape
+    from opensora_sp.features.sharded import Features
+
+    latents, fps = torch.stack(source.latents(clips)), torch.tensor([clip.fps for clip in clips])
+    y, mask = source.texts(clips)
+    return Features(
+        ClipShape(*clips[0].video.shape[1:]),
+        latents.movedim(1, -1),
+        y,
+        mask,
+        fps,
+        mask.sum(1).tolist(),
+    )
+
+
+def run(
+    *command: str | Path, launcher: str = "python", ranks: int = 1, timeout: float = 300
+) -> subprocess.CompletedProcess:
+    """Run a script of the project from its root, under ``python``, ``torchrun`` or ``colossalai run``."""
+    port = str(free_port())
+    start: list[str | Path] = {
+        "python": [sys.executable],
+        "torchrun": [BIN / "torchrun", "--nproc_per_node", str(ranks), "--master_port", port],
+        "colossalai": [
+            BIN / "colossalai",
+            "run",
+            "--nproc_per_node",
+            str(ranks),
+            "--master_port",
+            port,
+        ],
+    }[launcher]
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment.update(
+        PATH=f"{BIN}:{environment['PATH']}", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)
+    )
+    return subprocess.run(
+        [str(part) for part in (*start, *command)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )

@@ -1,0 +1,529 @@
+"""All attention backends that a machine has agree, forward and backward; those it has not, by stand-ins."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import logging
+import sys
+import types
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from opensora_sp.checkpoint import check_model_config, write_model_config
+from opensora_sp.config.schema import check_values
+from opensora_sp.models import attention as module
+from opensora_sp.models import build_model, packing
+from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention
+from opensora_sp.models.stdit3 import STDiT3Config
+
+pytestmark = pytest.mark.core
+HEADS, WIDTH = 2, 8
+EQUAL = [  # rows, queries, keys
+    (3, 5, 5),
+    (2, 1, 7),
+    (4, 6, 1),  # one key
+    (5, 1, 1),  # images in temporal rows
+    (0, 4, 4),  # a rank without rows
+]
+PACKED = [
+    ([4, 4, 4], [3, 3, 3]),
+    ([5, 0, 2], [1, 4, 6]),
+    ([0, 0], [2, 3]),  # a rank without tokens
+    ([7], [5]),
+    ([3, 3, 1, 3, 3, 1, 1], [3, 3, 1, 3, 3, 1, 1]),  # padded windows: lengths that come again
+    ([2] * 300 + [3] * 200, [2] * 300 + [3] * 200),
+]
+
+
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
+
+
+def tensors(
+    case: tuple, dtype: torch.dtype = torch.float64
+) -> tuple[list[torch.Tensor], tuple | None]:
+    if len(case) == 3:
+        rows, queries, keys = case
+        shapes, lengths = [(rows, n, HEADS, WIDTH) for n in (queries, keys, keys)], None
+    else:
+        shapes, lengths = [(sum(one), HEADS, WIDTH) for one in (case[0], case[1], case[1])], case
+    return [drawn(shape, i, dtype).requires_grad_() for i, shape in enumerate(shapes)], lengths
+
+
+def by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple | None
+) -> torch.Tensor:
+    """Sample by sample, head by head."""
+    if lengths is None:
+        samples = list(zip(q, k, v, strict=True))
+    else:
+        samples = list(
+            zip(
+                *(z.split(n) for z, n in zip((q, k, v), (lengths[0], lengths[1], lengths[1]))),
+                strict=True,
+            )
+        )
+    out = []
+    for one_q, one_k, one_v in samples:
+        heads = [
+            ((one_q[:, h] @ one_k[:, h].T) / WIDTH**0.5).exp() for h in range(HEADS)
+        ]  # scores of drawn numbers are small
+        heads = [(w / w.sum(1, keepdim=True)) @ one_v[:, h] for h, w in enumerate(heads)]
+        out.append(torch.stack(heads, dim=1))
+    return q * 1 if not out else torch.stack(out) if lengths is None else torch.cat(out)
+
+
+def assert_equal_to_definition(
+    case: tuple, backend: str, dtype: torch.dtype = torch.float64, tol: float = 1e-12
+) -> None:
+    ours, lengths = tensors(case, dtype)
+    theirs, _ = tensors(case)
+    found, wanted = (
+        attention(*ours, lengths=lengths, backend=backend),
+        by_definition(*theirs, lengths),
+    )
+    assert found.shape == ours[0].shape and found.dtype == dtype
+    probe = drawn(tuple(found.shape), 9)
+    (found * probe.to(dtype)).sum().backward()
+    (wanted * probe).sum().backward()
+    torch.testing.assert_close(found.double(), wanted, rtol=tol, atol=tol)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None, "a rank without tokens has gradients of zero, not none"
+        torch.testing.assert_close(
+            a.grad.double(),
+            torch.zeros_like(a).double() if b.grad is None else b.grad,
+            rtol=tol,
+            atol=tol,
+        )
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("case", [*EQUAL, *PACKED], ids=lambda case: str(case)[:40])
+def test_backends_equal_the_definition(case: tuple, backend: str) -> None:
+    assert_equal_to_definition(case, backend)
+    assert_equal_to_definition(case, backend, torch.float32, 1e-5)
+    assert_equal_to_definition(case, backend, torch.bfloat16, 6e-2)
+
+
+def test_more_rows_than_a_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ROWS", 2)
+    calls = []
+    monkeypatch.setattr(
+        module, "_sdpa_rows", lambda q, k, v: calls.append(len(q)) or _explicit(q, k, v)
+    )
+    assert_equal_to_definition((5, 3, 4), "sdpa")
+    assert calls == [2, 2, 1]
+
+
+def test_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    softmax = module._softmax
+    monkeypatch.setattr(
+        module,
+        "_softmax",
+        lambda q, k, v: seen.append(len(q) * q.shape[1] * k.shape[1]) or softmax(q, k, v),
+    )
+    for bound in (
+        7,
+        40,
+        100,
+        MAX_SCORES,
+    ):  # less than a row of scores, some queries, some rows, all
+        monkeypatch.setattr(module, "MAX_SCORES", bound)
+        assert_equal_to_definition((4, 5, 6), "reference")
+        assert max(seen) * HEADS <= max(bound, HEADS * 6) and (len(seen) == 1) == (
+            bound == MAX_SCORES
+        )
+        seen.clear()
+
+
+def test_one_key_is_exact_and_twice_differentiable() -> None:
+    (q, k, v), _ = tensors((3, 2, 1))
+    assert torch.equal(_OneKey.apply(q, k, v), v.expand(q.shape))
+    assert torch.autograd.gradcheck(_OneKey.apply, (q, k, v)) and torch.autograd.gradgradcheck(
+        _OneKey.apply, (q, k, v)
+    )
+
+
+class StandIn(types.ModuleType):
+    """flash-attn 2.x as its documentation says, on CPU; remembers the calls."""
+
+    def __init__(self) -> None:
+        super().__init__("flash_attn")
+        self.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+        self.calls: list[str] = []
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        for z in tensors:
+            if z.dtype not in (torch.float16, torch.bfloat16):
+                raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+            assert z.stride(-1) == 1 and z.numel(), (
+                "input tensor must have contiguous last dimension and hold something"
+            )
+
+    def flash_attn_func(
+        self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
+    ):
+        self.check(q, k, v)
+        assert (
+            q.ndim == 4
+            and q.shape[0] == k.shape[0]
+            and k.shape == v.shape
+            and not causal
+            and not dropout_p
+        )
+        self.calls.append("rows")
+        return _explicit(q, k, v)
+
+    def flash_attn_varlen_func(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1),
+    ):  # fmt: skip
+        self.check(q, k, v)
+        assert q.ndim == 3 and k.shape == v.shape and not causal and not dropout_p
+        self.calls.append("varlen")
+        parts = []
+        for edges, longest, z in ((cu_seqlens_q, max_seqlen_q, q), (cu_seqlens_k, max_seqlen_k, k)):
+            assert edges.dtype == torch.int32 and edges.device == z.device and edges.is_contiguous()
+            assert type(longest) is int and longest == edges.diff().max() and edges[0] == 0
+            assert edges[-1] == len(z), "no rows past the last cu_seqlen"
+        assert len(cu_seqlens_q) == len(cu_seqlens_k)
+        q_sizes, k_sizes = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        for rows in zip(q.split(q_sizes), k.split(k_sizes), v.split(k_sizes), strict=True):
+            parts.append(_explicit(*(z[None] for z in rows))[0])
+        return torch.cat(parts)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """As if flash-attn were installed and the CPU a GPU that it knows."""
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    real = module._flash_kernels_obstacle
+    monkeypatch.setattr(
+        module, "_flash_kernels_obstacle", lambda _, *kind: real(torch.device("cuda"), *kind)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    module._choose.cache_clear()
+    yield stand_in
+    module._choose.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", [*EQUAL, *PACKED], ids=lambda case: str(case)[:40])
+def test_flash_attn_is_called_as_documented(
+    flash: StandIn, case: tuple, dtype: torch.dtype, backend: str
+) -> None:
+    assert_equal_to_definition(case, backend, dtype, 6e-2 if dtype == torch.bfloat16 else 1e-2)
+    holds_tokens = sum(case[0]) if isinstance(case[0], list) else case[0] and case[2] > 1
+    several = isinstance(case[0], list) and len(set(zip(*case, strict=True))) > 1
+    assert flash.calls == (["varlen" if several else "rows"] if holds_tokens else [])
+
+
+def test_many_packed_samples_go_in_several_calls(
+    flash: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_ROWS", 2)
+    assert_equal_to_definition(([3, 1, 0, 0, 2], [2, 2, 1, 1, 3]), "flash", torch.float16, 1e-2)
+    assert flash.calls == ["varlen", "varlen"]  # the two in the middle have no query
+
+
+class OnCpu:
+    """torch's operators for packed tokens, which have kernels on CUDA only, computed by the reference on CPU.
+
+    ``calls`` counts them, forward and backward. The derivative that leads from one to the other is autograd's own.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.library = torch.library.Library("aten", "IMPL")
+        for kind in ("flash", "efficient"):
+            for direction in ("forward", "backward"):
+                function = partial(getattr(self, f"{kind}_{direction}"))
+                self.library.impl(f"_{kind}_attention_{direction}", function, "CPU")
+
+    def flash_forward(
+        self, q, k, v, q_edges, k_edges, longest_q, longest_k, dropout, causal, debug, **more
+    ):
+        assert not (dropout or causal or debug or any(value is not None for value in more.values()))
+        self.calls["flash forward"] += 1
+        empty = q.new_zeros(0, dtype=torch.float32)
+        return (
+            self.forward(q, k, v, q_edges, k_edges, longest_q, longest_k),
+            empty,
+            empty,
+            empty,
+            empty,
+        )
+
+    def flash_backward(self, grad, q, k, v, out, lse, q_edges, k_edges, *args, **more):
+        self.calls["flash backward"] += 1
+        return self.backward(grad, q, k, v, q_edges, k_edges)
+
+    def efficient_forward(
+        self, q, k, v, bias, q_edges, k_edges, longest_q, longest_k, dropout, mask, lse, **more
+    ):
+        assert lse and not (dropout or mask) and bias is None
+        self.calls["efficient forward"] += 1
+        out = self.forward(q[0], k[0], v[0], q_edges, k_edges, longest_q, longest_k)
+        seed = torch.zeros((), dtype=torch.int64)
+        return out[None], q.new_zeros(0, dtype=torch.float32), seed, seed, longest_q, longest_k
+
+    def efficient_backward(self, grad, q, k, v, bias, out, q_edges, k_edges, *args, **more):
+        self.calls["efficient backward"] += 1
+        grads = self.backward(grad[0], q[0], k[0], v[0], q_edges, k_edges)
+        return *(z[None] for z in grads), torch.empty(0)
+
+    def forward(self, q, k, v, q_edges, k_edges, longest_q, longest_k):
+        assert q_edges.dtype == k_edges.dtype == torch.int32
+        lengths = [edges.diff().tolist() for edges in (q_edges, k_edges)]
+        assert [max(one) for one in lengths] == [longest_q, longest_k]
+        return attention(q, k, v, lengths=tuple(lengths), backend="reference")
+
+    def backward(self, grad, q, k, v, q_edges, k_edges):
+        grads = [torch.zeros_like(z, dtype=torch.float32) for z in (q, k, v)]
+        for i in range(len(q_edges) - 1):
+            of_q, of_k = slice(*q_edges[i : i + 2].tolist()), slice(*k_edges[i : i + 2].tolist())
+            weights = (
+                torch.einsum("qhd,khd->hqk", q[of_q].float(), k[of_k].float())
+                .mul(WIDTH**-0.5)
+                .softmax(-1)
+            )
+            grad_weights = torch.einsum("qhd,khd->hqk", grad[of_q].float(), v[of_k].float())
+            grad_scores = (
+                weights
+                * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+                * WIDTH**-0.5
+            )
+            grads[0][of_q] = torch.einsum("hqk,khd->qhd", grad_scores, k[of_k].float())
+            grads[1][of_k] = torch.einsum("hqk,qhd->khd", grad_scores, q[of_q].float())
+            grads[2][of_k] = torch.einsum("hqk,qhd->khd", weights, grad[of_q].float())
+        return [z.to(q.dtype) for z in grads]
+
+
+@pytest.fixture
+def on_cpu() -> OnCpu:
+    operators = OnCpu()
+    yield operators
+    operators.library._destroy()
+
+
+@pytest.mark.parametrize("piece", [2, 3, 1024])
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_torchs_own_kernels_take_unequal_samples_in_one_call(
+    flash: StandIn, on_cpu: OnCpu, kind: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, however the queries are cut into pieces."""
+    monkeypatch.setattr(packing, "PIECE", piece)
+    kernel = getattr(module.varlen, kind)
+    monkeypatch.setattr(
+        module, "_varlen_kernel", lambda backend, q: kernel if backend.name == "sdpa" else None
+    )
+    unequal = [case for case in PACKED if len(set(zip(*case, strict=True))) > 1 and sum(case[0])]
+    for case in [*unequal, ([9, 0, 4, 5], [2, 3, 2, 1]), ([6, 6], [1, 2]), ([7, 0], [2, 3])]:
+        on_cpu.calls.clear()
+        assert_equal_to_definition(case, "sdpa", torch.bfloat16, 6e-2)
+        pieces = packing.Packing(*case).pieces(HEADS, 1)
+        assert on_cpu.calls == (
+            {} if pieces.are_equal else {f"{kind} forward": 1, f"{kind} backward": 1}
+        ), case
+
+
+def test_gradients_of_repeated_keys_are_rounded_once() -> None:
+    """Sums over the pieces of a sample are those in fp32, rounded; adding piece by piece is off by much more."""
+    pieces = packing.Pieces((4,) * 300 + (5,), (3,) * 300 + (2,), ((3, 300), (2, 1), (4, 0)))
+    z = torch.zeros(9, HEADS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.rand(902, HEADS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pieces.repeat(z).backward(grad)
+    wanted = torch.cat(
+        [grad[:900].float().unflatten(0, (300, 3)).sum(0), grad[900:].float(), torch.zeros(4, 2, 8)]
+    )
+    assert torch.equal(z.grad, wanted.bfloat16())
+
+
+PUBLIC = [(16, 256), (64, 1024), (15, 1590), (30, 3600)]  # frames, patches of a frame
+
+
+@pytest.mark.parametrize(("frames", "patches"), PUBLIC)
+def test_public_shapes_fill_an_h100(frames: int, patches: int) -> None:
+    """One caption of 300 tokens, 16 heads, 132 multiprocessors: blocks of the backward pass, on every rank."""
+    for ranks in (1, 8):
+        for rows, length in ((frames, patches), (patches, frames)):
+            for held in {
+                rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)
+            }:
+                pieces = packing.Packing([held * length], [300]).pieces(16, 132)
+                assert len(pieces.queries) * 16 * 3 >= 132
+                assert max(pieces.queries) <= 1024 and pieces.are_equal
+
+
+def test_pieces_hold_all_tokens_and_few_of_them_are_small() -> None:
+    for queries in [*range(1, 400), 1023, 1024, 1025, 7919, 65536]:
+        for keys, processors in ((1, 132), (300, 1), (300, 132), (7919, 132)):
+            cut = packing.Packing([queries, 0], [keys, 5]).pieces(16, processors).queries
+            assert sum(cut) == queries
+            assert len(cut) == 1 if keys >= queries else max(cut) <= 1024
+            assert len(cut) == 1 or min(cut) >= packing.TILE // 2
+
+
+def test_edges_are_laid_out_once_for_all_blocks(
+    flash: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In forward, backward and recompute; those of windows, too."""
+    made = []
+    real = packing.accumulate
+    monkeypatch.setattr(
+        packing, "accumulate", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs)
+    )
+    options = dict(
+        hidden_size=48,
+        depth=3,
+        num_heads=2,
+        caption_channels=4,
+        model_max_length=3,
+        kernel_size=(2, 2, -1),
+    )
+    model = build_model("STDiT3", **options, attention="flash").bfloat16()
+    model.set_grad_checkpoint(True)
+    x, y = torch.randn(2, 4, 2, 6, 6), torch.randn(2, 1, 3, 4)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    model(x, torch.tensor([10.0, 900.0]), y, mask).sum().backward()
+    assert flash.calls.count("varlen") == 2 * 3 * (
+        2 + 1
+    )  # cross-attention of 2 blocks and windows of one, 3 pairs
+    assert (
+        len(made) == 2 * 3
+    )  # edges of queries and of keys: of the text in either layout, of the windows
+
+
+def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
+    module._choose.cache_clear()
+    (q, k, v), _ = tensors((2, 3, 3))
+    with pytest.raises(
+        ValueError, match=r"got attention 'flash', but .* not on a GPU; expected .*; install"
+    ):
+        attention(q, k, v, backend="flash")
+    with pytest.raises(ValueError, match=r"got attention 'flsh'; expected one of .*; choose one"):
+        build_model("STDiT3", attention="flsh")
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            attention(q, k, v)
+        attention(q.float(), k.float(), v.float(), backend="reference")
+    assert [record.message for record in caplog.records] == [
+        "attention backend: torch SDPA (the tensors are not on a GPU)",
+        "attention backend: explicit softmax (asked for)",
+    ]
+
+
+def test_flash_attn_adds_in_order_where_that_is_asked_for(
+    flash: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old one, which cannot, is refused by its name."""
+    asked = []
+    case = ([3, 1], [2, 2])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(
+            ValueError,
+            match="got attention 'flash', but this flash-attn has no deterministic backward",
+        ):
+            assert_equal_to_definition(case, "flash", torch.float16, 1e-2)
+
+        for name in ("flash_attn_func", "flash_attn_varlen_func"):
+            older = getattr(flash, name)
+
+            def newer(*args, older=older, deterministic=False):
+                asked.append(deterministic)
+                return older(*args)
+
+            monkeypatch.setattr(flash, name, newer)
+        for one in (case, (3, 5, 5)):
+            assert_equal_to_definition(one, "flash", torch.float16, 1e-2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "obstacle"),
+    [
+        (("cuda", torch.float64, 64), "float64"),
+        (("cuda", torch.bfloat16, 36), "multiples of 16 bytes, not 36"),
+        (("cuda", torch.bfloat16, 72), None),
+        (("cuda", torch.float32, 36), None),
+        (("cpu", torch.float64, 5), None),
+    ],
+)
+def test_sdpa_is_not_taken_where_it_would_build_matrices(
+    kind: tuple, obstacle: str | None, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    found = module._sdpa_obstacle(torch.device(kind[0]), *kind[1:])
+    assert (found is None) == (obstacle is None) and (obstacle or "") in (found or "")
+
+
+def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, taken in (
+        (None, False),
+        (90100, False),
+        (91500, False),
+        (91501, True),
+        (92000, True),
+    ):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        names = [backend.name for backend in module._sdpa_backends()]
+        assert ("CUDNN_ATTENTION" in names) == taken and "MATH" not in names
+
+
+@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
+def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = dict(input_size=(3, 4, 4)) if name == "STDiT" else {}
+    options = dict(
+        hidden_size=24, depth=1, num_heads=2, caption_channels=4, model_max_length=3, **size
+    )
+    asked = []
+    real = module._attend_rows
+    monkeypatch.setattr(
+        module,
+        "_attend_rows",
+        lambda backend, *qkv: asked.append(backend.name) or real(backend, *qkv),
+    )
+    model = build_model(name, **options, attention="reference")
+    numbers = {number: torch.tensor([8.0, 16.0]) for number in model.sample_inputs}
+    model(
+        torch.randn(2, 4, 3, 4, 4), torch.tensor([10.0, 900.0]), torch.randn(2, 1, 3, 4), **numbers
+    )
+    cross = 2 if name == "STDiT3" else 1
+    assert asked == ["reference"] * (2 + cross)
+    write_model_config(tmp_path, name, model.config)
+    check_model_config(
+        tmp_path, name, build_model(name, **options, attention="sdpa").config
+    )  # no property of weights
+
+
+def test_configs_know_the_backend() -> None:
+    assert check_values("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
+
+
+def test_chunks_of_the_definition_add_gradients_of_keys_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,024 chunks of queries: as many additions to the gradient of each key and value."""
+    tensors = [
+        drawn((1, length, 1, 8), seed, torch.float32) for seed, length in enumerate((1024, 4, 4))
+    ]
+    weights = drawn((1, 1024, 1, 8), 3, torch.float32) + 1
+    found = []
+    for dtype, most in ((torch.float32, MAX_SCORES), (torch.bfloat16, 4)):
+        monkeypatch.setattr(module, "MAX_SCORES", most)
+        q, k, v = (z.bfloat16().to(dtype).requires_grad_() for z in tensors)
+        (_explicit(q, k, v) * weights.to(dtype)).sum().backward()
+        found.append((q.grad, k.grad, v.grad))
+    for exact, rounded in zip(*found, strict=True):
+        assert (rounded - exact).norm() < 0.01 * exact.norm()

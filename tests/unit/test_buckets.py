@@ -1,0 +1,247 @@
+"""Buckets: the release's assignment, the report, steps of equal cost, and a sequence that no world changes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opensora_sp.cli import main
+from opensora_sp.config import load_train_config
+from opensora_sp.data import BucketPlan, Buckets, Entry, Manifest, deal, share, write_manifest
+from opensora_sp.features.build import Work
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "data" / "buckets_v12.json").read_text()
+)
+MIXED = {
+    "144p": {1: (1.0, 16), 8: (1.0, 6), 16: ((1.0, 0.5), 3)},
+    "240p": {1: (0.5, 8), 8: (0.6, 2)},
+    "480p": {1: (0.3, 2), 16: (0.0, None)},
+}
+CONFIG = """
+vae = dict(type="PatchPoolVAE", pool=(1, 8, 8))
+text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
+model = dict(
+    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12, hidden_size=48, depth=2, num_heads=3
+)
+dataset = dict(type="VariableVideoText", manifest="none.csv")
+max_steps = 1
+bucket_config = {buckets!r}
+"""
+
+
+@pytest.mark.parametrize("name", GOLDEN["configs"])
+def test_clips_go_where_the_release_puts_them(name: str) -> None:
+    case = GOLDEN["configs"][name]
+    config = {
+        res: {int(frames): value for frames, value in of.items()}
+        for res, of in case["bucket_config"].items()
+    }
+    buckets = Buckets.of(config)
+    assert [
+        [one.resolution, one.num_frames, place] for place, one in enumerate(buckets.entries)
+    ] == case["bucket_order"]
+    rows = case["rows"]
+    draws = [
+        [np.random.default_rng(row[3] + place).random(2) for place in range(len(buckets.entries))]
+        for row in rows
+    ]
+    sizes = np.array([row[:3] for row in rows], dtype=float).T
+    found = buckets.assign(*sizes, interval=case["frame_interval"], draws=np.array(draws))
+    for (_, height, width, _, bucket, shape, batch_size), number in zip(rows, found):
+        if bucket is None:
+            assert number < 0
+            continue
+        entry = buckets.entries[number]
+        assert [entry.resolution, entry.num_frames] == bucket[:2] and entry.batch_size == batch_size
+        assert list(entry.shape_at(height / width)) == shape
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    (tmp_path / "config.py").write_text(CONFIG.format(buckets=MIXED))
+    return Work(load_train_config(tmp_path / "config.py"))
+
+
+def manifest(folder: Path, count: int = 400) -> Manifest:
+    rng = np.random.default_rng(7)
+    frames, heights = rng.choice([1, 5, 12, 30], count), rng.choice([90, 150, 260, 500], count)
+    widths = np.round(heights * rng.choice([0.6, 1.0, 16 / 9], count))
+    entries = [
+        Entry(Path(f"{i}.mp4"), "x", int(f), int(h), int(w))
+        for i, (f, h, w) in enumerate(zip(frames, heights, widths))
+    ]
+    write_manifest(folder / "clips.csv", [*entries, Entry(Path("unknown.mp4"), "x")])
+    return Manifest(folder / "clips.csv")
+
+
+def made(
+    rows: Manifest, work: Work, *, per_step: int, seed: int = 3, buckets: dict | None = None
+) -> BucketPlan:
+    return BucketPlan(
+        rows,
+        buckets or MIXED,
+        frame_interval=1,
+        micro_batches_per_step=per_step,
+        seed=seed,
+        cost=work.flops,
+    )
+
+
+def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, work: Work) -> None:
+    rows = manifest(tmp_path)
+    plan, again = made(rows, work, per_step=4), made(rows, work, per_step=4)
+    epochs = [plan.epoch(number) for number in range(2)]
+    later = again.step(
+        len(epochs[0].steps) + 2
+    )  # a run that resumes in the second epoch asks for nothing else
+    numbers = []
+    for epoch in epochs:
+        steps = [
+            plan.step(sum(len(one.steps) for one in epochs[: epoch.number]) + i)
+            for i in range(len(epoch.steps))
+        ]
+        batches = [batch for step in steps for batch in step]
+        assert (
+            all(len(step) == 4 for step in steps[:-1]) or sum(len(step) < 4 for step in steps) == 1
+        )
+        assert (
+            sorted(i for batch in batches for i in batch.ids)
+            == np.flatnonzero(epoch.found >= 0).tolist()
+        )
+        for batch in batches:
+            assert (
+                batch.epoch == epoch.number and len({int(epoch.found[i]) for i in batch.ids}) == 1
+            )
+            entry = plan.buckets.entries[epoch.found[batch.ids[0]]]
+            assert len(batch.ids) <= entry.batch_size and batch.shape.num_frames == entry.num_frames
+            assert all(
+                entry.shape_at(rows[i].height / rows[i].width) == batch.shape for i in batch.ids
+            )
+        numbers += [batch.number for batch in batches]
+    assert len(set(numbers)) == len(numbers)
+    assert plan.step(len(epochs[0].steps) + 2) == later
+    assert not np.array_equal(epochs[0].found, epochs[1].found)  # keep probabilities draw anew
+    batch = plan.step(0)[0]
+    replaced = [plan.replacement(batch, batch.ids[0], attempt) for attempt in range(12)]
+    assert (
+        all(rows[i].num_frames >= batch.shape.num_frames for i in replaced)
+        and len(set(replaced)) > 1
+    )
+    assert made(rows, work, per_step=4, seed=4).step(0) != plan.step(0)
+    assert (
+        plan.fingerprint
+        == again.fingerprint
+        != made(rows, work, per_step=4, buckets={"144p": {1: (1.0, 2)}}).fingerprint
+    )
+
+
+@pytest.mark.parametrize(("per_step", "replicas"), [(2, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
+def test_replicas_have_equal_work_at_the_same_time(
+    tmp_path: Path, work: Work, per_step: int, replicas: int
+) -> None:
+    """The slowest replica needs less than 10 % over the mean, in nine rounds of ten and over the epoch."""
+    plan = made(manifest(tmp_path, 2000), work, per_step=per_step)
+    slowest, means = [], []
+    for number in range(len(plan.epoch(0).steps)):
+        micro_batches = plan.step(number)
+        if len(micro_batches) < per_step:
+            continue  # the last step of the epoch
+        for turn in zip(*(share(micro_batches, replica, replicas) for replica in range(replicas))):
+            costs = [one.cost for one in turn]
+            slowest.append(max(costs))
+            means.append(sum(costs) / replicas)
+    everything = [
+        batch.cost for number in range(len(plan.epoch(0).steps)) for batch in plan.step(number)
+    ]
+    rng = np.random.default_rng(0)
+    shuffled = rng.permutation(everything)[: len(everything) // replicas * replicas].reshape(
+        -1, replicas
+    )
+    naive = shuffled.max(axis=1).sum() / shuffled.mean(axis=1).sum()
+    ours = sum(slowest) / sum(means)
+    assert ours < 1.1 < naive, (ours, naive)
+    assert np.mean(np.array(slowest) < 1.1 * np.array(means)) > 0.9
+
+
+def test_rounds_are_dealt_forth_and_back() -> None:
+    assert deal([1.0, 9.0, 4.0, 8.0, 5.0], 2) == [[1, 2, 0], [3, 4, None]]
+    assert deal([1.0], 3) == [[0], [None], [None]] and deal([2.0, 2.0], 1) == [[0, 1]]
+
+
+def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> None:
+    rows = manifest(tmp_path)
+    report = made(rows, work, per_step=4).describe()
+    found = made(rows, work, per_step=4).epoch(0).found
+    flat = {" ".join(line.split()[:-1]): line for line in report}
+    assert any(
+        line.split()[:4] == ["144p", "x", "8", str((found == 5).sum())] for line in report
+    ), report
+    counted = Counter(found.tolist())
+    for reason, words in [
+        (-1, "not in the manifest"),
+        (-2, "fewer pixels"),
+        (-3, "too few frames"),
+        (-4, "probabilities"),
+    ]:
+        if counted[reason]:
+            assert any(
+                f"dropped {counted[reason]}" in " ".join(line.split()) and words in line
+                for line in report
+            ), flat
+    assert counted[-1] == 1 and counted[-2] and counted[-3]
+    assert f"{(found >= 0).sum()} of 401 clips" in report[-1]
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)got no clip for any bucket.*4k x 900 .*dropped .*expected at least one",
+    ):
+        made(rows, work, per_step=4, buckets={"4k": {900: (1.0, 1)}})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["bucket_config={'240': {1: (1.0, 1)}}"],
+            "got the resolution '240' in bucket_config.*did you mean '240p'",
+        ),
+        (["bucket_config={'240p': {1: (1.5, 1)}}"], "expected probabilities from 0 to 1"),
+        (["bucket_config={'240p': {1: ((1.0, 0.5), 1)}}"], "expected one probability for images"),
+        (["bucket_config={'240p': {5: (1.0, None)}}"], "expected a batch size of at least 1"),
+        (["bucket_config={'240p': {5: (0.0, None)}}"], "keeps no clip"),
+        (["bucket_config={'240p': 3}"], "expected for example"),
+        (["num_frames=7"], "got num_frames 7 beside bucket_config"),
+        (["dataset.type=VideoText"], "got dataset.type 'VideoText' with bucket_config"),
+        (
+            ["bucket_config=None", "num_frames=4", "image_size=(8, 8)"],
+            "'VariableVideoText' without bucket_config",
+        ),
+    ],
+)
+def test_buckets_that_cannot_be_are_refused(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    (tmp_path / "config.py").write_text(CONFIG.format(buckets=MIXED))
+    with pytest.raises(ValueError, match=message):
+        load_train_config(tmp_path / "config.py", options)
+
+
+def test_a_plan_has_a_line_for_each_bucket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    buckets = {"144p": {8: (1.0, 6)}, "240p": {1: (0.5, 8), 8: (0.0, None)}}
+    (tmp_path / "config.py").write_text(CONFIG.format(buckets=buckets))
+    main(["plan", str(tmp_path / "config.py"), "--gpus", "2", "--cfg-options", "sp_size=2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    told = [" ".join(line.split()) for line in lines]
+    for batch, tokens, mode in [
+        ("8 of 1 x 240x426", 8 * 15 * 27, "whole samples"),
+        ("6 of 8 x 144x256", 6 * 8 * 9 * 16, "whole samples"),
+    ]:
+        assert any(line.startswith(f"{batch} {tokens:,} {mode} +0.0% 0.0 ") for line in told), told
+    assert not any(" 8 x 240x426" in line for line in told)  # keeps nothing

@@ -1,0 +1,138 @@
+"""Configs: what is shipped loads and builds; what is wrong is refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora_sp.config import (
+    build_component,
+    dump_config,
+    load_inference_config,
+    load_train_config,
+    parse_override,
+    split_type,
+)
+from opensora_sp.diffusion import Geometry, RectifiedFlow
+from opensora_sp.encoders import PatchPoolVAE
+from opensora_sp.models import build_model
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ALL = [path for path in sorted(CONFIGS.rglob("*.py")) if path.parent.name != "_base_"]
+SAMPLE = [path for path in ALL if path.parent.name == "inference" or path.stem == "sample"]
+TRAIN = [path for path in ALL if path not in SAMPLE]
+DEMO = CONFIGS / "demo" / "train.py"
+
+
+@pytest.mark.parametrize("path", TRAIN + SAMPLE, ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_path: Path) -> None:
+    load = load_train_config if path in TRAIN else load_inference_config
+    cfg = load(path)
+    name, options = split_type("model", cfg.model)
+    with torch.device("meta"):
+        model = build_model(name, **options)
+    assert sum(p.numel() for p in model.parameters()) > 1e6
+    (tmp_path / "config.py").write_text(dump_config(cfg))
+    assert load(tmp_path / "config.py") == cfg
+
+
+def test_all_configs_are_found() -> None:
+    assert len(TRAIN) == 5 and len(SAMPLE) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["optimiser.lr=1"],
+            "unknown key 'optimiser'.*did you mean 'optimizer'. .--cfg-options optimiser.lr=1]",
+        ),
+        (
+            ["optimizer.learning_rate=1"],
+            "unknown key 'optimizer.learning_rate'.*known keys are type, lr",
+        ),
+        (["dataset.manifst='a'"], "did you mean 'manifest'"),
+        (["model.hiden_size=4"], "did you mean 'hidden_size'"),
+        (["model.depth=abc"], r"got model.depth = 'abc'; Input should be a valid integer"),
+        (["model.depth=2.5"], "got model.depth = 2.5; Input should be a valid integer"),
+        (["model.depth=0"], "got depth 0; expected a positive number"),
+        (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
+        (["model.patch_size=(2, 2)"], "got model.patch_size = .*Field required"),
+        (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; Input should be a valid boolean"),
+        (["model.skip_y_embedder=True"], "expected False, since runs take text from text_encoder"),
+        (["model.type=3"], "got model without the name of a type"),
+        (["vae.pool=4"], "got vae.pool = 4; Input should be a valid tuple"),
+        (
+            ["scheduler.cfg_scale=high"],
+            "got scheduler.cfg_scale = 'high'; Input should be a valid number",
+        ),
+        (
+            ["scheduler.num_sampling_steps=0"],
+            "got num_sampling_steps 0; expected a positive number",
+        ),
+        (["model.type=STDiT4"], "got model 'STDiT4'; expected one of"),
+        (["vae.pol=4"], "unknown key 'vae.pol'.*did you mean 'pool'"),
+        (["text_encoder.type=bert"], "got text_encoder.type 'bert'; expected one of"),
+        (["sp_size=0"], "got sp_size = 0"),
+        (["precision=fp64"], "expected 'fp32', 'bf16' or 'fp16' for training"),
+        (["resolution=64x64"], "expected exactly one of them"),
+        (["image_size=None", "resolution=big"], "expected 'HxW' or a number"),
+        (["noequals"], "expected key=value"),
+        (["sp_size.x=1"], "sp_size is 2; expected a dict there"),
+    ],
+)
+def test_mistakes_are_refused_by_name(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load_train_config(DEMO, options)
+    assert re.search(message, str(error.value).replace("\n", " ")), error.value
+
+
+def test_overrides_are_data() -> None:
+    assert parse_override("sp_size=4") == (["sp_size"], 4)
+    assert parse_override("optimizer.betas=(0.9, 0.95)") == (["optimizer", "betas"], (0.9, 0.95))
+    assert parse_override("outputs=a red fox, running") == (["outputs"], "a red fox, running")
+    assert parse_override("x=False") == (["x"], False) and parse_override("x=none") == (["x"], None)
+    assert parse_override("x=__import__('os').getcwd()") == (["x"], "__import__('os').getcwd()")
+    cfg = load_train_config(
+        DEMO, ["sp_size=4", "optimizer.lr=1e-5", "image_size=None", "resolution=32x48"]
+    )
+    assert (cfg.sp_size, cfg.optimizer.lr, cfg.size) == (4, 1e-5, (32, 48))
+
+
+@pytest.mark.parametrize("path", TRAIN + SAMPLE, ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_timesteps_of_every_config_are_sound(path: Path) -> None:
+    """Finite, falling from noise to data, and spread out while training."""
+    cfg = (load_train_config if path in TRAIN else load_inference_config)(path)
+    flow = build_component(cfg.scheduler, {"rflow": RectifiedFlow})
+    frames = PatchPoolVAE().latent_size(cfg.num_frames, *cfg.size)[0]
+    assert not flow.legacy_frame_count  # so latent frames count
+    geometry = Geometry(*(torch.tensor([float(n)]) for n in (*cfg.size, frames)))
+    sampled = torch.cat(flow.sampling_timesteps(1, geometry))
+    assert (
+        sampled.isfinite().all()
+        and (sampled.diff() < 0).all()
+        and sampled[0] == 1000
+        and sampled[-1] > 0
+    )
+    drawn = flow.timesteps_from(torch.tensor([0.1, 0.5, 0.9]), geometry)
+    assert (drawn.diff() > 1).all() and drawn.min() > 0 and drawn.max() < 1000
+
+
+def test_files_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
+    for content, message in [
+        ("_base_ = 'gone.py'", "FileNotFoundError"),
+        ("sp_size = (", "SyntaxError"),
+    ]:
+        (tmp_path / "config.py").write_text(content)
+        with pytest.raises(ValueError, match=rf"which cannot be loaded \({message}.*config.py:1\]"):
+            load_train_config(tmp_path / "config.py")
+    assert load_train_config(DEMO, ["scheduler.num_sampling_steps=5"]).scheduler["type"] == "rflow"
+    assert load_train_config(DEMO, ["model.qk_norm='False'"]).model["qk_norm"] is False
+
+
+def test_a_missing_config_is_named() -> None:
+    with pytest.raises(ValueError, match=r"got config 'nowhere.py', which is not a file"):
+        load_train_config("nowhere.py")

@@ -1,0 +1,206 @@
+"""Video files, manifests, and the sequence of samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import TRAIN, write_toy_set
+
+from opensora_sp.config import load_train_config
+from opensora_sp.data import (
+    BrokenClip,
+    Clip,
+    ClipShape,
+    MicroBatchPlan,
+    ReplicaBatches,
+    Sample,
+    VideoTextDataset,
+    count_frames,
+    read_video,
+    share,
+    to_clip,
+    to_frames,
+    toy_clip,
+    write_video,
+)
+from opensora_sp.data.toy import COLOURS
+from opensora_sp.features.build import make_dataset, make_plan, order_state
+from opensora_sp.training.ending import nothing_left
+from opensora_sp.training.preflight import check_resume
+
+SHAPE = ClipShape(4, 16, 16)
+
+
+def test_toy_clips_are_deterministic_and_show_what_they_say() -> None:
+    for index in range(20):
+        clip = toy_clip(3, index)
+        assert clip == toy_clip(3, index) and clip != toy_clip(4, index)
+        frames = clip.draw(5, 48)
+        assert frames.shape == (5, 48, 48, 3) and np.array_equal(frames, clip.draw(5, 48))
+        assert clip.colour != clip.background
+        assert np.allclose(
+            frames[:, 0, 0], COLOURS[clip.background]
+        )  # shapes stay inside the frame
+        seen = [
+            np.argwhere((frame == COLOURS[clip.colour]).all(-1)).mean(0)
+            for frame in (frames[0], frames[-1])
+        ]
+        down, right = seen[1] - seen[0]
+        moved = {"right": right, "left": -right, "down": down, "up": -down}
+        assert max(moved, key=moved.get) == clip.direction
+
+
+def test_a_written_video_reads_back(tmp_path: Path) -> None:
+    frames = toy_clip(0, 0).draw(10, 64)
+    write_video(tmp_path / "a.mp4", frames, fps=12)
+    back, fps = read_video(tmp_path / "a.mp4", num_frames=10)
+    assert fps == 12 and back.shape == frames.shape
+    assert np.abs(back.astype(int) - frames).mean() < 3  # H.264 is lossy
+    assert count_frames(tmp_path / "a.mp4") == 10  # where a header does not tell
+    middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2)
+    assert fps == 6 and np.array_equal(middle, back[2:7:2])
+    with pytest.raises(ValueError, match="got 10 frames; expected at least 11"):
+        read_video(tmp_path / "a.mp4", num_frames=11)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]
+
+
+def test_clips_cover_the_frame_and_crop_the_centre() -> None:
+    frames = np.zeros((2, 20, 60, 3), dtype=np.uint8)
+    frames[:, :, 20:40] = 255
+    clip = to_clip(frames, (10, 10))
+    assert clip.shape == (3, 2, 10, 10) and (clip > 0.7).all() and (clip[..., 1:-1] == 1).all()
+    exact = to_clip(frames, (20, 60))
+    assert np.array_equal(to_frames(exact), frames)
+
+
+def test_a_dataset_reads_a_users_csv(tmp_path: Path) -> None:
+    manifest = write_toy_set(tmp_path, 3, broken=(1,))
+    dataset = VideoTextDataset(str(manifest), num_frames=4, image_size=(16, 16), cache=True)
+    clip = dataset[0]
+    assert isinstance(clip, Clip) and clip.video.shape == (3, 4, 16, 16) and clip.fps == 8
+    assert clip.text == toy_clip(0, 0).caption
+    assert isinstance(dataset[1], BrokenClip) and "1.mp4" in dataset[1].path
+    assert dataset[0] is clip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "which is not a file; expected a CSV, JSONL or Parquet file with"),
+        ("path,text\n", "without clips; expected at least one line"),
+        (
+            "file,text\na.mp4,b\n",
+            r"with the columns \['file', 'text'\]; expected path and text; add path",
+        ),
+        ("", "expected path and text"),
+    ],
+)
+def test_manifests_that_cannot_be_used_are_refused(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "clips.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=4, image_size=(16, 16))
+
+
+def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
+    plan = MicroBatchPlan(
+        num_samples=23, batch_size=3, micro_batches_per_step=4, seed=5, shape=SHAPE
+    )
+    taken = [one for step in range(4) for one in plan.step(step)]
+    first, second = taken[: plan.micro_batches_per_epoch], taken[plan.micro_batches_per_epoch :]
+    epoch = [index for one in first for index in one.ids]
+    assert len(set(epoch)) == len(epoch) == 21 and first[0].ids != second[0].ids  # epochs differ
+    assert [one.number for one in taken] == list(range(16)) and {
+        one.epoch for one in second[:7]
+    } == {1}
+    for replicas in (1, 2, 3, 4, 5):
+        shares = [share(plan.step(1), replica, replicas) for replica in range(replicas)]
+        assert len({len(one) for one in shares}) == 1  # all join in as many backward passes
+        assert sorted(one for of_replica in shares for one in of_replica if one) == plan.step(1)
+    whole = list(ReplicaBatches(plan, start=0, stop=6, replica=1, num_replicas=3))
+    later = list(ReplicaBatches(plan, start=4, stop=6, replica=1, num_replicas=3))
+    assert whole[-len(later) :] == later and whole[0][0] == Sample(
+        share(plan.step(0), 1, 3)[0].ids[0], 0, SHAPE
+    )
+    with pytest.raises(ValueError, match="got 2 clips and batch_size 3"):
+        MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0, shape=SHAPE)
+
+
+def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path) -> None:
+    """Even one whose order would now be of fewer clips than a batch; other numbers of clips are refused."""
+    manifest = write_toy_set(tmp_path, 6)
+    lines = manifest.read_text().splitlines()
+    frames = [9, 1, 1, 1, 1, 1]
+    manifest.write_text(
+        "\n".join([f"{lines[0]},num_frames", *(f"{a},{b}" for a, b in zip(lines[1:], frames))])
+    )
+    (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    options = ["batch_size=2", "load=None", f"outputs={tmp_path / 'run'}"]
+    cfg = load_train_config(tmp_path / "config.py", options)
+    checkpoint = tmp_path / "run" / "step_00000002"
+    checkpoint.mkdir(parents=True)
+    state = {
+        "step": 2,
+        "seed": cfg.seed,
+        "batch_size": 2,
+        "micro_batches_per_step": 2,
+        "num_samples": 6,
+    }
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    check_resume(cfg, checkpoint, make_dataset(cfg))
+    assert nothing_left(cfg, checkpoint, make_dataset(cfg)) is None
+
+    cfg = cfg.model_copy(update={"batch_size": 1})
+    (checkpoint / "state.json").write_text(json.dumps(state | {"batch_size": 1, "num_samples": 7}))
+    with pytest.raises(ValueError, match=r"got num_samples 1 \(there 7\)"):
+        check_resume(cfg, checkpoint, make_dataset(cfg))
+
+
+def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
+    """With their frame interval; those of which the manifest says nothing stay."""
+    manifest = write_toy_set(tmp_path, 6)
+    frames = [9, 8, "", 30, 1, 10]
+    lines = manifest.read_text().splitlines()
+    manifest.write_text(
+        "\n".join([f"{lines[0]},num_frames", *(f"{a},{b}" for a, b in zip(lines[1:], frames))])
+    )
+    (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    cfg = load_train_config(
+        tmp_path / "config.py", ["dataset.frame_interval=2", "batch_size=2"]
+    )  # 9 frames
+
+    plan = make_plan(cfg, make_dataset(cfg), 1)
+    assert plan.too_short == (1, 4) and plan.describe()[0].startswith(
+        "4 clips (2 of 6 left out, too short for 5 fra"
+    )
+    epochs = [
+        {index for step in range(2 * e, 2 * e + 2) for index in plan.step(step)[0].ids}
+        for e in range(8)
+    ]
+    assert epochs == [{0, 2, 3, 5}] * 8
+    stand_ins = {
+        plan.replacement(plan.step(0)[0], index, attempt)
+        for index in range(4)
+        for attempt in range(20)
+    }
+    assert stand_ins == {0, 2, 3, 5}
+    assert order_state(cfg, plan, 6)["num_samples"] == 4
+
+    # Checkpoints of before clips were left out have the number of all clips: such runs keep their order.
+    old = make_plan(cfg, make_dataset(cfg), 1, num_samples=6)
+    assert old.clips.tolist() == list(range(6)) and order_state(cfg, old, 6)["num_samples"] == 6
+    assert make_plan(cfg, make_dataset(cfg), 1, num_samples=4).clips.tolist() == [0, 2, 3, 5]
+
+    with pytest.raises(
+        ValueError,
+        match=r"got 1 clips \(5 of 6 left out, too short for 5 frames\) and batch_size 2",
+    ):
+        short = cfg.model_copy(
+            update={"dataset": cfg.dataset.model_copy(update={"frame_interval": 9})}
+        )
+        make_plan(short, make_dataset(short), 1)

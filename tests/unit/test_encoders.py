@@ -1,0 +1,496 @@
+"""Encoders: the stand-ins, and the real classes on tiny random models that were saved and loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from runs import run
+from safetensors.torch import load_file, save_file
+from test_golden_vae import load, saved_pipeline
+
+from opensora_sp.checkpoint import write_model_config
+from opensora_sp.config import InferenceConfig, build_component, load_inference_config, split_type
+from opensora_sp.data import read_frames
+from opensora_sp.encoders import (
+    LATENT_ENCODERS,
+    HashedBagOfWords,
+    ImageVAE,
+    LatentEncoder,
+    OpenSoraVAE,
+    PatchPoolVAE,
+    Piece,
+    T5TextEncoder,
+    TextEncoder,
+    independent_pieces,
+    loading,
+    planned_latent_size,
+)
+from opensora_sp.encoders.pretrained import clean_caption
+from opensora_sp.models import build_model
+from opensora_sp.sampling.decoding import grouped
+
+CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
+
+
+def test_patch_pooling() -> None:
+    vae = PatchPoolVAE(pool=(2, 4, 4))
+    video = torch.rand(2, 3, 7, 16, 10) * 2 - 1
+    latents = vae.encode(video)
+    assert isinstance(vae, LatentEncoder) and latents.shape[2:] == vae.latent_size(7, 16, 10) == (
+        4,
+        4,
+        3,
+    )
+    torch.testing.assert_close(latents[0, 0, 0, 0, 0], video[0, 0, :2, :4, :4].mean())
+    assert vae.decode(latents, num_frames=7).shape[:4] == (2, 3, 7, 16)
+    plain = torch.full((1, 3, 4, 8, 8), 0.25)
+    torch.testing.assert_close(vae.decode(vae.encode(plain), num_frames=4), plain)
+
+
+def test_hashed_words_tell_word_order_apart() -> None:
+    encoder = HashedBagOfWords(width=8, max_length=6)
+    y, mask = encoder.encode(["red on blue", "blue on red", "a b c d e f g", ""])
+    assert (
+        isinstance(encoder, TextEncoder)
+        and y.shape == (4, 1, 6, 8)
+        and mask.sum(1).tolist() == [5, 5, 6, 0]
+    )
+    assert torch.equal(y, encoder.encode(["red on blue", "blue on red", "a b c d e f g", ""])[0])
+    first, second = ({tuple(token.tolist()) for token in text[0]} for text in y[:2])
+    assert first != second
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        block_out_channels=(8, 16), latent_channels=4, norm_num_groups=4, sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("vae")
+    vae.save_pretrained(folder / "vae")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def video_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    about, tensors = load("pipeline/chunked")
+    return saved_pipeline(tmp_path_factory.mktemp("video_vae"), about, tensors, about["cases"][0])
+
+
+def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
+    encoder = ImageVAE(str(image_folder), subfolder="vae", micro_batch_size=3)
+    video = torch.rand(2, 3, 5, 16, 12) * 2 - 1
+    seen = []
+    vae = encoder.frames.module
+    vae.encoder.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    latents = encoder.encode(video)
+    assert seen == [3, 3, 3, 1]
+    assert isinstance(encoder, LatentEncoder) and encoder.channels == 4
+    assert tuple(latents.shape[2:]) == encoder.latent_size(5, 16, 12) == (5, 8, 6)
+    one = vae.encode(video[1, :, 3][None]).latent_dist.mode()[0] * vae.config.scaling_factor
+    torch.testing.assert_close(latents[1, :, 3], one)
+    decoded = encoder.decode(latents, num_frames=5)
+    assert decoded.shape == video.shape
+    frame = vae.decode(one[None] / vae.config.scaling_factor).sample[0]
+    torch.testing.assert_close(decoded[1, :, 3], frame)
+    other = ImageVAE(str(image_folder), subfolder="vae", micro_batch_size=None, scaling_factor=0.5)
+    torch.testing.assert_close(other.encode(video) * other.scale, latents * encoder.scale)
+    for one_of, calls in ((encoder, [3, 2]), (other, [5])):  # what sampling decodes at a time
+        pieces = grouped(independent_pieces(one_of, num_frames=5, latent_frames=5), one_of)
+        assert [piece.frames.stop - piece.frames.start for piece in pieces] == calls
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3])
+def test_a_chunk_may_be_longer_than_a_clip(video_folder: Path, num_frames: int) -> None:
+    """Images and short clips are one piece, as large as `plan` says, and come back in their size."""
+    video = torch.rand(1, 3, num_frames, 16, 24) * 2 - 1
+    whole = OpenSoraVAE(str(video_folder), micro_frame_size=None)
+    chunked = dict(type="OpenSoraVAE_V1_2", from_pretrained=str(video_folder), micro_frame_size=17)
+    pooled = dict(type="PatchPoolVAE", pool=(4, 4, 4))
+
+    for described in (chunked, pooled):
+        vae = LATENT_ENCODERS[described["type"]](
+            **{k: v for k, v in described.items() if k != "type"}
+        )
+        latents = vae.encode(video)
+        assert tuple(latents.shape[2:]) == planned_latent_size(described, num_frames, 16, 24)
+        assert vae.decode(latents, num_frames=num_frames).shape == video.shape
+        pieces = independent_pieces(vae, num_frames=num_frames, latent_frames=latents.shape[2])
+        assert pieces == [Piece(slice(0, num_frames), slice(0, 1))]
+        if described is chunked:
+            torch.testing.assert_close(latents, whole.encode(video))
+
+    mean = video.unflatten(-1, (6, 4)).unflatten(-3, (4, 4)).mean((2, 4, 6))
+    torch.testing.assert_close(PatchPoolVAE((4, 4, 4)).encode(video)[:, :, 0], mean)
+    smaller = PatchPoolVAE((4, 32, 32))
+    assert (
+        tuple(smaller.encode(video).shape[2:])
+        == smaller.latent_size(num_frames, 16, 24)
+        == (1, 1, 1)
+    )
+
+
+def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path) -> None:
+    """What ranks share out: encoded and decoded apart, the same as in one."""
+    encoders = [
+        (PatchPoolVAE(pool=(1, 4, 4)), 5),
+        (PatchPoolVAE(pool=(2, 4, 4)), 1),
+        (ImageVAE(str(image_folder), subfolder="vae"), 5),
+        (OpenSoraVAE(str(video_folder), micro_frame_size=2), 3),
+    ]
+    video = torch.rand(2, 3, 5, 16, 24) * 2 - 1
+    for vae, count in encoders:
+        latents = vae.encode(video)
+        decoded = vae.decode(latents, num_frames=5)
+        pieces = independent_pieces(vae, num_frames=5, latent_frames=latents.shape[2])
+        assert len(pieces) == count
+        for first in range(count):
+            for last in range(first, count):
+                frames = slice(pieces[first].frames.start, pieces[last].frames.stop)
+                places = slice(pieces[first].latents.start, pieces[last].latents.stop)
+                torch.testing.assert_close(vae.encode(video[:, :, frames]), latents[:, :, places])
+                part = vae.decode(latents[:, :, places], num_frames=frames.stop - frames.start)
+                torch.testing.assert_close(part, decoded[:, :, frames])
+    with pytest.raises(ValueError, match="got micro_batch_size 0; expected >= 1"):
+        OpenSoraVAE(str(video_folder), micro_batch_size=0)
+    with pytest.raises(
+        ValueError, match="got 5 frames and 2 latent frames, which are 3 and 2 chunks of 2 and 1"
+    ):
+        independent_pieces(encoders[-1][0], num_frames=5, latent_frames=2)
+
+
+@pytest.fixture(scope="module")
+def t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import sentencepiece
+    from transformers import T5Config, T5EncoderModel, T5Tokenizer
+
+    folder = tmp_path_factory.mktemp("t5")
+    (folder / "corpus.txt").write_text("a red circle moving right on a blue background\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"), model_prefix=str(folder / "spiece"), vocab_size=40, hard_vocab_limit=False,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    T5Tokenizer(str(folder / "spiece.model"), extra_ids=0, legacy=True).save_pretrained(
+        folder / "model"
+    )
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+    T5EncoderModel(config).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def test_t5(t5_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    encoder = T5TextEncoder(str(t5_folder), max_length=12)
+    with caplog.at_level(logging.WARNING, logger="opensora_sp"):
+        y, mask = encoder.encode(["a", "a red circle moving right on a blue background, and on"])
+        encoder.encode(["a red circle moving right on a blue background, and on"])
+    assert isinstance(encoder, TextEncoder) and encoder.width == 16
+    assert (
+        y.shape == (2, 1, 12, 16)
+        and mask.shape == (2, 12)
+        and mask[0].sum() < 12
+        and mask[1].sum() == 12
+    )
+    said = [
+        record.getMessage() for record in caplog.records if record.name.startswith("opensora_sp")
+    ]
+    assert len(said) == 1 and "is cut at text_encoder.max_length = 12" in said[0]
+    alone = encoder.encode(["a"])
+    torch.testing.assert_close(
+        alone[0][0, 0, : alone[1].sum()], y[0, 0, : mask[0].sum()]
+    )  # padding changes nothing
+
+
+def test_cleaned_captions(t5_folder: Path) -> None:
+    raw = "A  RED circle <b>moving</b> &amp; right https://example.com #123 @somebody clip_0001.mp4"
+    assert clean_caption(raw) == "a red circle moving right"
+    plain, cleaning = (
+        T5TextEncoder(str(t5_folder), max_length=40, clean_captions=c) for c in (False, True)
+    )
+    wanted, mask = plain.encode(["a red circle moving right"])
+    found, found_mask = cleaning.encode([raw])
+    assert torch.equal(mask, found_mask) and torch.equal(found, wanted)
+    assert not torch.equal(plain.encode([raw])[1], mask)
+
+
+def test_half_precision(image_folder: Path, video_folder: Path, t5_folder: Path) -> None:
+    video = torch.rand(1, 3, 5, 16, 16) * 2 - 1
+    for cls, options in [(ImageVAE, dict(from_pretrained=str(image_folder), subfolder="vae")),
+                         (OpenSoraVAE, dict(from_pretrained=str(video_folder)))]:  # fmt: skip
+        whole, half = cls(**options), cls(**options, dtype="bf16")
+        assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+        for ours, theirs in [
+            (half.encode(video), whole.encode(video)),
+            (
+                half.decode(whole.encode(video), num_frames=5),
+                whole.decode(whole.encode(video), num_frames=5),
+            ),
+        ]:
+            assert (
+                ours.dtype == torch.float32
+                and 0 < (ours - theirs).abs().max() < 0.1 * theirs.abs().max()
+            )
+    vae = OpenSoraVAE(str(video_folder), dtype="fp16")
+    assert vae.scale.dtype == vae.shift.dtype == torch.float32  # 3.85 is 3.84 in bf16
+    assert vae.scale.flatten().tolist() == pytest.approx([3.85, 2.32, 2.33, 3.06])
+    whole, half = (
+        T5TextEncoder(str(t5_folder), max_length=12, dtype=dtype) for dtype in ("fp32", "bf16")
+    )
+    ours, theirs = half.encode(["a red circle"])[0], whole.encode(["a red circle"])[0]
+    assert (
+        ours.dtype == torch.float32 and 0 < (ours - theirs).abs().max() < 0.1 * theirs.abs().max()
+    )
+
+
+def test_offloaded_weights_are_on_the_device_only_while_they_work(
+    image_folder: Path, video_folder: Path, t5_folder: Path
+) -> None:
+    """Torch's device without storage stands for a GPU."""
+    device, video = torch.device("meta"), torch.rand(1, 3, 5, 16, 16)
+    encoders = [
+        (ImageVAE(str(image_folder), subfolder="vae", offload=True), lambda vae: vae.encode(video)),
+        (ImageVAE(str(image_folder), subfolder="vae", offload=True),
+         lambda vae: vae.decode(torch.rand(1, 4, 5, 8, 8), num_frames=5)),
+        (OpenSoraVAE(str(video_folder), offload=True), lambda vae: vae.encode(video)),
+        (OpenSoraVAE(str(video_folder), offload=True),
+         lambda vae: vae.decode(torch.rand(1, 4, 2, 2, 2), num_frames=5)),
+        (T5TextEncoder(str(t5_folder), max_length=8, offload=True), lambda t5: t5.encode(["a red circle"])[0]),
+    ]  # fmt: skip
+    for encoder, work in encoders:
+        before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+        assert encoder.to(device) is encoder and not any(
+            tensor.is_meta for tensor in encoder.state_dict().values()
+        )
+        assert work(encoder).device == device  # so the weights were there
+        after = encoder.state_dict()
+        assert list(after) == list(before) and all(
+            torch.equal(after[name], before[name]) for name in before
+        )
+        with encoder.on_device():
+            assert all(tensor.is_meta for tensor in encoder.state_dict().values())
+        assert not any(tensor.is_meta for tensor in encoder.state_dict().values())
+    with pytest.raises(RuntimeError, match="lost"), encoder.on_device():
+        raise RuntimeError("lost")
+    assert not any(tensor.is_meta for tensor in encoder.state_dict().values())
+
+
+ENCODERS = [(ImageVAE, "vae"), (OpenSoraVAE, "vae"), (T5TextEncoder, "text_encoder")]
+
+
+@pytest.mark.parametrize(("cls", "key"), ENCODERS)
+def test_missing_weights_name_the_local_folder_way(
+    cls: type, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"got {key}.from_pretrained .* set {key}.from_pretrained to a folder"
+    ):
+        cls(str(tmp_path))
+    monkeypatch.setattr(loading, "_hub_answers", lambda: False)
+    there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*the hub cannot be reached"
+    with pytest.raises(ValueError, match=rf"{there}.* set {key}.from_pretrained to a folder"):
+        cls("nobody/nothing")
+
+
+def test_an_unreachable_hub_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert not loading._hub_answers()
+
+
+@pytest.mark.parametrize(("cls", "key"), ENCODERS)
+def test_incomplete_and_damaged_weights_are_refused(
+    cls: type, key: str, image_folder: Path, video_folder: Path, t5_folder: Path, tmp_path: Path
+) -> None:
+    source = {ImageVAE: image_folder / "vae", OpenSoraVAE: video_folder, T5TextEncoder: t5_folder}[
+        cls
+    ]
+    folder = shutil.copytree(source, tmp_path / "copy")
+    (file,) = folder.glob("*.safetensors")
+    state = load_file(file)
+    name = next(name for name in state if name.endswith("weight") and "norm" not in name)
+    save_file({k: v for k, v in state.items() if k != name}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"missing.*{name}|{name} is one"):
+        cls(str(folder))
+    save_file({**state, name: state[name][..., :1].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"got (weights of another autoencoder|{key}.from_pretrained)"
+    ):
+        cls(str(folder))
+    save_file(state, file, metadata={"format": "pt"})
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(
+        ValueError, match=rf"got {key}.from_pretrained .*a folder that .* cannot be loaded from"
+    ):
+        cls(str(folder))
+
+
+def test_released_layout_is_strict_and_takes_older_names(
+    video_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(video_folder, tmp_path / "copy")
+    state = load_file(folder / "model.safetensors")
+    save_file({**state, "spatial_vae.module.more": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="1 differences: unexpected spatial_vae.module.more"):
+        OpenSoraVAE(str(folder))
+    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    renamed = dict(state)
+    for name in state:
+        for new, old in older.items():
+            if f"attentions.0.{new}." in name:
+                renamed[name.replace(new, old)] = renamed.pop(name)
+    assert sum(name not in state for name in renamed) == 16
+    save_file(renamed, folder / "model.safetensors")
+    video = torch.rand(1, 3, 3, 16, 16)
+    assert torch.equal(
+        OpenSoraVAE(str(folder)).encode(video), OpenSoraVAE(str(video_folder)).encode(video)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"vae_temporal": {"type": "VAE_Temporal_SD", "filter": 4}},
+            "got vae_temporal {'filter': 4} .*'filter'",
+        ),
+        (
+            {"vae_temporal": {"temporal_downsample": [True, True]}},
+            "got temporal_downsample .True, True. for",
+        ),
+        (
+            {"vae_temporal": {"temporal_downsample": [True, True, True]}},
+            "with 8 frames and 8 pixels .*expected 4 and 8",
+        ),
+    ],
+)
+def test_other_autoencoders_are_refused(
+    change: dict, message: str, video_folder: Path, tmp_path: Path
+) -> None:
+    config = json.loads((video_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        OpenSoraVAE(str(tmp_path))
+
+
+OWN = '''
+import torch
+from torch import nn
+
+
+class MeanVAE(nn.Module):
+    """Every frame's mean colour."""
+
+    channels, scale = 3, 1.0
+    chunk_frames = chunk_latent_frames = 1
+
+    def __init__(self, gain: float = 1.0):
+        super().__init__()
+        self.gain = gain
+
+    def encode(self, video):
+        return self.gain * video.mean((3, 4), keepdim=True)
+
+    def decode(self, latents, *, num_frames):
+        return latents.expand(-1, -1, -1, 8, 8) / self.gain
+
+    def latent_size(self, num_frames, height, width):
+        return num_frames, 1, 1
+
+
+class Half:
+    def encode(self, video):
+        return video
+
+
+class AnyOption(MeanVAE):
+    def __init__(self, **options):
+        super().__init__(options["gain"])
+'''
+
+
+def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_encoders.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load_with(vae: str) -> InferenceConfig:
+        (tmp_path / "config.py").write_text(
+            f"_base_ = [{str(CONFIG)!r}]\nvae = dict(_delete_=True, {vae})\n"
+        )
+        return load_inference_config(tmp_path / "config.py")
+
+    cfg = load_with("type='my_encoders.MeanVAE', gain=2")
+    vae = build_component(cfg.vae, LATENT_ENCODERS)
+    assert isinstance(vae, LatentEncoder) and vae.gain == 2.0
+    assert planned_latent_size(cfg.vae, 7, 16, 16) == (7, 1, 1)
+    assert len(independent_pieces(vae, num_frames=7, latent_frames=7)) == 7
+    assert (
+        build_component(load_with("type='my_encoders.AnyOption', gain=3").vae, LATENT_ENCODERS).gain
+        == 3
+    )
+    for written, message in [
+        ("type='my_encoders.MeanVAE', gian=2", "unknown key 'vae.gian'.*did you mean 'gain'"),
+        (
+            "type='my_encoders.MeanVAE', gain='loud'",
+            "got vae.gain = 'loud'; Input should be a valid number",
+        ),
+        (
+            "type='my_encoders.Mean'",
+            "got vae.type 'my_encoders.Mean', which cannot be imported .*no attribute 'Mean'",
+        ),
+        (
+            "type='your_encoders.VAE'",
+            "which cannot be imported .No module named 'your_encoders'.*in PYTHONPATH",
+        ),
+        (
+            "type='my_encoders.Half'",
+            "got vae.type Half without decode, latent_size, to; expected the methods of",
+        ),
+        (
+            "type='OpenSoraVAE_V1_2', from_pretrained='x', dtype='half'",
+            "got vae.dtype = 'half'; Input should be 'fp32'",
+        ),
+        (
+            "type='VAE'",
+            "got vae.type 'VAE'; expected one of .'OpenSoraVAE_V1_2', .*or a class of yours",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_with(written)
+
+
+def test_sampling_with_offloaded_encoders(
+    video_folder: Path, t5_folder: Path, tmp_path: Path
+) -> None:
+    """From a config to a video, with the real classes: 6 frames in chunks of 5 are 3 latent frames."""
+    config = tmp_path / "config.py"
+    config.write_text(
+        f"""
+num_frames = 6
+image_size = (32, 24)
+fps = 8
+precision = "fp32"
+vae = dict(type="OpenSoraVAE_V1_2", from_pretrained={str(video_folder)!r}, micro_frame_size=5, offload=True)
+text_encoder = dict(type="t5", from_pretrained={str(t5_folder)!r}, max_length=20, clean_captions=True, offload=True)
+model = dict(
+    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20, hidden_size=24, depth=1, num_heads=3,
+    pred_sigma=False,
+)
+scheduler = dict(type="rflow", num_sampling_steps=2)
+outputs = {str(tmp_path / "samples")!r}
+"""
+    )
+    name, options = split_type("model", load_inference_config(config).model)
+    model = build_model(name, **options)
+    write_model_config(tmp_path, name, model.config)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    done = run("scripts/inference.py", config, "--ckpt", tmp_path, "--prompt", "a red circle")
+    assert done.returncode == 0, done.stderr
+    frames = read_frames(tmp_path / "samples" / "000-a-red-circle.mp4")
+    assert len(frames) == 6 and {frame.shape for frame in frames} == {(32, 24, 3)}

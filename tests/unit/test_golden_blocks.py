@@ -1,0 +1,87 @@
+"""Every case of the reference values of blocks is there, and what test_golden_models.py does not look at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from golden_values import GOLDEN, close, load
+from test_golden_models import block_cases, with_state
+
+from opensora_sp.models import PatchGrid
+from opensora_sp.models.layers import RotaryEmbedding, SelfAttention, timestep_sinusoid
+from opensora_sp.models.token_layout import TEMPORAL
+
+pytestmark = pytest.mark.core
+BLOCKS = {  # number of cases
+    "caption_embedder": 2,
+    "final_layer": 3,
+    "norm_cross_attention": 4,
+    "patch_embed3d": 3,
+    "pos_embed_1d": 3,
+    "pos_embed_2d": 8,
+    "rotary_attention": 7,
+    "size_embedder": 3,
+    "stdit3_block": 2,
+    "timestep_embedder": 5,
+}
+
+
+def test_all_reference_blocks_are_here() -> None:
+    files = {
+        path.stem: len(load("blocks", path.stem)[0]["cases"])
+        for path in (GOLDEN / "blocks").glob("*.json")
+    }
+    assert files == BLOCKS
+
+
+def test_timestep_sinusoids() -> None:
+    seen = 0
+    for case, tensors in block_cases("timestep_embedder"):
+        if case["case"].startswith("sinusoid"):
+            seen += 1
+            close(
+                timestep_sinusoid(tensors["input/t"], case["dim"], case["max_period"]),
+                tensors["output"],
+            )
+    assert seen == 3
+
+
+def test_queries_and_keys_before_and_after_norm_and_rotation() -> None:
+    seen = 0
+    for case, tensors in block_cases("rotary_attention"):
+        if not case["case"].startswith("attn"):
+            continue
+        seen += 1
+        rope = RotaryEmbedding(case["hidden"] // case["heads"]) if case["rotary"] else None
+        options = dict(qk_norm=case["qk_norm"], rope=rope, norm_last=case["qk_norm_legacy"])
+        attention = with_state(SelfAttention(case["hidden"], case["heads"], **options), tensors)
+        handed_on = []
+        attention.attend.register_forward_pre_hook(
+            lambda _, args, kept=handed_on: kept.extend(args[:2])
+        )
+        x = tensors["input/x"]
+        rows = PatchGrid(
+            num_samples=1, latent_size=(x.shape[1], 1, len(x)), patch_size=(1, 1, 1)
+        ).rows(TEMPORAL)
+        attention(x, rows)
+        before = attention.qkv(x).unflatten(-1, (3, case["heads"], -1)).unbind(2)[:2]
+        for ours, after, name in zip(before, handed_on, "qk", strict=True):  # [R, L, H, D]
+            close(ours.transpose(1, 2), tensors[f"{name}_in"])
+            close(after.transpose(1, 2), tensors[f"{name}_out"])
+    assert seen == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_is_exact_to_the_precision_of_queries(dtype: torch.dtype) -> None:
+    for _, tensors in [
+        pair for pair in block_cases("rotary_attention") if pair[0]["case"].startswith("rope")
+    ]:
+        q = tensors["input/q"].transpose(1, 2).to(dtype)
+        rope = RotaryEmbedding(q.shape[-1])
+        rows = PatchGrid(
+            num_samples=len(q), latent_size=(q.shape[1], 1, 1), patch_size=(1, 1, 1)
+        ).rows(TEMPORAL)
+        exact = rope(q.double(), rows).to(dtype)
+        torch.testing.assert_close(
+            rope(q, rows), exact, rtol=torch.finfo(dtype).eps * 2, atol=torch.finfo(dtype).eps
+        )

@@ -1,0 +1,420 @@
+"""What is asked for and what is written: prompts with sizes of their own, samples, images, GIFs, going on."""
+
+# ruff: noqa: F401, F811  (a fixture is imported)
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_sampling import trained
+
+from opensora_sp.checkpoint import CheckpointFolder
+from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_config
+from opensora_sp.data import read_frames
+from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.sampling import outputs, parse, read_prompts, sample
+from opensora_sp.sampling.outputs import Output, fingerprint
+from opensora_sp.sampling.process_groups import choose_groups
+from opensora_sp.sampling.requests import batches_of, requests_of
+from opensora_sp.sampling.run import build_pipeline, preflight
+
+TABLE = """prompt,num_frames,resolution,seed,fps,negative_prompt
+a red circle,,,,,
+"white, bright",1,,7,,
+a blue square,3,32x16,7,4,red
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> InferenceConfig:
+    """A run that has written what a prompt file asks for, twice each, as GIFs."""
+    folder = tmp_path_factory.mktemp("asked")
+    (folder / "prompts.csv").write_text(TABLE)
+    command = [
+        str(trained / "sample.py"),
+        "--ckpt",
+        str(trained),
+        "--prompts",
+        str(folder / "prompts.csv"),
+        "--gif",
+    ]
+    cfg = parse(
+        [
+            *command,
+            "--num-samples",
+            "2",
+            "--outputs",
+            str(folder / "out"),
+            "--num-sampling-steps",
+            "2",
+        ]
+    )
+    sample(cfg)
+    return cfg
+
+
+def facts(cfg: InferenceConfig, name: str) -> dict:
+    return json.loads((Path(cfg.outputs) / f"{name}.json").read_text())
+
+
+def test_each_prompt_has_its_size_seed_and_samples(asked: InferenceConfig, trained: Path) -> None:
+    folder = Path(asked.outputs)
+    names = ["000-a-red-circle", "001-white-bright", "002-a-blue-square"]
+    media = {
+        f"{name}{s}.{'png' if '001' in name else 'gif'}" for name in names for s in ("", "-s1")
+    }
+    sheets = {f"{name}{s}.png" for name in names for s in ("", "-s1")}
+    assert {path.name for path in folder.iterdir()} == media | sheets | {
+        f"{Path(s).stem}.json" for s in sheets
+    }
+    assert read_frames(folder / "000-a-red-circle.gif").shape == (5, 28, 24, 3)
+    assert np.asarray(Image.open(folder / "001-white-bright.png")).shape == (28, 24, 3)
+    assert read_frames(folder / "002-a-blue-square-s1.gif").shape == (3, 32, 16, 3)
+    assert Image.open(folder / "002-a-blue-square.gif").info["duration"] == 250
+    one, other = (np.asarray(Image.open(folder / f"001-white-bright{s}.png")) for s in ("", "-s1"))
+    assert (one != other).any()
+    told = facts(asked, "002-a-blue-square-s1")
+    wanted = dict(
+        prompt="a blue square",
+        negative_prompt="red",
+        seed=7,
+        sample=1,
+        num_frames=3,
+        image_size=[32, 16],
+    )
+    assert wanted.items() <= told.items() and told["config"]["scheduler"]["num_sampling_steps"] == 2
+    weights = (trained / "model.safetensors").read_bytes()
+    assert told["checkpoint_sha256"] == hashlib.sha256(weights).hexdigest()
+
+
+def test_a_seed_of_its_own_gives_the_same_video_wherever_the_prompt_stands(
+    asked: InferenceConfig,
+) -> None:
+    requests = requests_of(asked, [PromptOptions(prompt="other"), *asked.prompts])
+    shape = (3, 2, 4, 4)
+    before, after = requests_of(asked), requests_of(asked, asked.prompts[::-1])
+    noise = {r.prompt.text: r.noise(shape, "sample", loop=0) for r in before if not r.sample}
+    for r in after + requests:
+        if not r.sample and r.prompt.text != "other":
+            assert torch.equal(noise[r.prompt.text], r.noise(shape, "sample", loop=0)) == (
+                r.seed == 7
+            )
+    different = [r.noise(shape, "sample", loop=loop) for r in before[:2] for loop in (0, 1)]
+    assert len({one.sum().item() for one in different}) == 4
+
+
+def test_batches_hold_one_shape_and_leave_no_group_without_work(asked: InferenceConfig) -> None:
+    requests = requests_of(asked, [*("abcde"), PromptOptions(prompt="f", num_frames=1)])[::2]
+    assert [len(batch) for batch in batches_of(requests, 4)] == [4, 1, 1]
+    assert [len(batch) for batch in batches_of(requests, 4, groups=3)] == [2, 2, 1, 1]
+    for batch in batches_of(requests, 4):
+        assert len({request.shape for request in batch}) == 1
+
+
+def test_skip_existing_goes_on_where_a_run_stopped(
+    asked: InferenceConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger="opensora_sp")
+    folder, again = Path(asked.outputs), asked.model_copy(update={"skip_existing": True})
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert sample(again) == []
+    assert "nothing left to do" in caplog.text
+    (folder / "001-white-bright.json").unlink()  # as if it had been interrupted
+    (folder / "000-a-red-circle.gif").unlink()
+    assert {path.name for path in sample(again)} == {"001-white-bright.png", "000-a-red-circle.gif"}
+    untouched = [path for path in before if path.stat().st_mtime_ns == before[path]]
+    assert len(untouched) == len(before) - 5
+    (folder / "000-a-red-circle.gif").unlink()
+    assert sample(
+        again.model_copy(update={"format": "mp4", "prompts": again.prompts[:1], "num_samples": 1})
+    )
+    assert (folder / "000-a-red-circle.mp4").is_file()
+    assert '000-a-red-circle.mp4 is of another request (format "gif", now "mp4")' in caplog.text
+    sample(again)
+    assert not (folder / "000-a-red-circle.mp4").is_file()
+    caplog.clear()
+    changed = [*again.prompts[:2], again.prompts[2].model_copy(update={"fps": 8.0})]
+    written = sample(again.model_copy(update={"prompts": changed}))
+    assert {path.name for path in written} == {"002-a-blue-square.gif", "002-a-blue-square-s1.gif"}
+    assert (
+        "002-a-blue-square.gif is of another request (fps 4.0, now 8.0); it is made anew"
+        in caplog.text
+    )
+
+
+def test_nothing_half_written_is_left_under_a_name(
+    asked: InferenceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Output.add
+
+    def interrupted(self: Output, frames: np.ndarray) -> None:
+        add(self, frames)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Output, "add", interrupted)
+    for kind in ("mp4", "gif"):
+        with pytest.raises(KeyboardInterrupt):
+            sample(asked.model_copy(update={"outputs": str(tmp_path / kind), "format": kind}))
+        assert list((tmp_path / kind).iterdir()) == []
+    (request,) = requests_of(asked, ["never begun"])[:1]
+    Output(tmp_path / "gif", request, {"format": "mp4"}, 8).abort()
+    assert list((tmp_path / "gif").iterdir()) == []
+
+
+def test_text_is_encoded_once_for_all_steps_and_samples(trained: Path) -> None:
+    cfg = load_inference_config(
+        trained / "sample.py", values={"num_samples": 2, "loop": 3, "condition_frame_length": 1}
+    )
+    pipeline = build_pipeline(cfg, trained, SequenceMesh(1), torch.device("cpu"))
+    texts, calls = [], Counter()
+    encode = pipeline.text_encoder.encode
+    pipeline.text_encoder.encode = lambda given: (texts.append(given), encode(given))[1]
+    for module in pipeline.model.modules():
+        part = {CaptionEmbedder: "y_proj", CrossAttention: "kv_linear"}.get(type(module))
+        if part:
+            getattr(module, part).register_forward_hook(lambda *_, part=part: calls.update([part]))
+    pipeline.looped(requests_of(cfg, ["a red circle"]))
+    assert texts == [["a red circle"]]  # two samples, three loops of four steps
+    assert calls == {"y_proj": 1, "kv_linear": 2 * cfg.model["depth"]}
+    pipeline.looped(requests_of(cfg, ["|0|a red circle|1|white"]))
+    assert texts[1:] == [["a red circle"], ["white"]] and calls["y_proj"] == 3
+
+
+def test_guidance_of_scale_one_costs_no_second_half(trained: Path) -> None:
+    found = {}
+    for scale in (1.0, 1.0 + 1e-9):
+        cfg = load_inference_config(
+            trained / "sample.py", [f"scheduler.cfg_scale={scale}", "precision=fp64"]
+        )
+        pipeline, sizes = build_pipeline(cfg, trained, SequenceMesh(1), torch.device("cpu")), []
+        pipeline.model.register_forward_pre_hook(
+            lambda _, args, sizes=sizes: sizes.append(len(args[0]))
+        )
+        found[scale] = pipeline.latents(requests_of(cfg, ["white"]))
+        assert set(sizes) == {1 if scale == 1 else 2}
+    torch.testing.assert_close(*found.values(), rtol=1e-6, atol=1e-6)
+
+
+def test_truncation_is_told(
+    trained: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    values = dict(
+        ckpt=str(trained),
+        outputs=str(tmp_path),
+        num_frames=1,
+        prompts=["one two three four five six seven"],
+    )
+    sample(load_inference_config(trained / "sample.py", ["scheduler.num_sampling_steps=1"], values))
+    assert (
+        "got 13 tokens, of which the model takes 12; the last are left out: 'one two" in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "world", "chosen"),
+    [
+        (["a"], 2, 2),  # guidance: a half each, nothing sent
+        (["a"], 8, 8),
+        (["a", "b"], 4, 2),  # as fast as 4, with fewer to wait for
+        (list("abcdefgh"), 4, 1),
+        (list("abcde"), 4, 4),  # replicas would wait for the fifth
+        ([PromptOptions(prompt="a", num_frames=1)], 3, 3),
+    ],
+)
+def test_replicas_and_sequence_parallelism_are_mixed_by_estimate(
+    prompts: list, world: int, chosen: int
+) -> None:
+    cfg = load_inference_config("configs/stdit3/inference/64x512x512.py")
+    requests = requests_of(cfg, prompts)
+    groups = choose_groups(cfg, requests, world)
+    assert groups.sp_size == chosen and len(groups.batches) == world // chosen
+    assert sorted(r.index for of_group in groups.batches for b in of_group for r in b) == list(
+        range(len(prompts))
+    )
+    count = world // chosen
+    assert (
+        f"{count} group{'s' * (count > 1)} of {chosen} (sp_size {chosen}), by estimate; sp_size"
+        in groups.why
+    )
+    asked_for = choose_groups(cfg.model_copy(update={"sp_size": world}), requests, world)
+    assert asked_for.sp_size == world and "as asked for" in asked_for.why
+
+
+def test_bad_rows_of_prompt_files_are_refused_by_line(trained: Path, tmp_path: Path) -> None:
+    for row, message in [
+        (
+            "prompt,sed\na,1\n",
+            r"line 2:\n  got the unknown key 'sed'; expected a known one; did you mean 'seed'",
+        ),
+        ("prompt,seed\na,1\nb,x\n", r"line 3:\n  got seed = \"x\""),
+        ("prompt,num_frames\na,5s\n", r"got num_frames '5s'; expected a positive number or one of"),
+        ("prompt,resolution\na,big\n", "expected 'HxW' or a number"),
+        (
+            "prompt,resolution,aspect_ratio\na,240p,9:15\n",
+            "got aspect_ratio '9:15' with resolution '240p'",
+        ),
+        ("prompt,aspect_ratio\na,9:16\n", "without resolution for 'a'"),
+        ("prompt,height\na,16\n", "expected height and width, or resolution"),
+        ("prompt,seed\na,1,2\n", "got more cells than columns"),
+    ]:
+        (tmp_path / "bad.csv").write_text(row)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(tmp_path / "bad.csv")
+    (tmp_path / "good.csv").write_text(
+        "text,num_frames,resolution,aspect_ratio,width,height\na,2s,240p,9:16,,\nb,,,,8,4\n"
+    )
+    wide, small = read_prompts(tmp_path / "good.csv")
+    assert (wide.num_frames, wide.size, small.size, small.num_frames) == (
+        51,
+        (240, 426),
+        (4, 8),
+        None,
+    )
+
+
+def test_flags_override_the_config(trained: Path) -> None:
+    flags = [
+        "--resolution",
+        "240p",
+        "--aspect-ratio",
+        "9:16",
+        "--num-frames",
+        "4s",
+        "--fps",
+        "12",
+        "--cfg-scale",
+        "2",
+    ]
+    cfg = parse(
+        [
+            str(trained / "sample.py"),
+            *flags,
+            "--prompt",
+            "a = b",
+            "--negative-prompt",
+            "none",
+            "--sp-size",
+            "3",
+        ]
+    )
+    assert (cfg.size, cfg.num_frames, cfg.fps, cfg.scheduler["cfg_scale"], cfg.sp_size) == (
+        (240, 426),
+        102,
+        12,
+        2,
+        3,
+    )
+    assert cfg.prompts[0].prompt == "a = b" and cfg.negative_prompt == "none"
+    with pytest.raises(ValueError, match="got aspect_ratio '9:16' with image_size"):
+        parse([str(trained / "sample.py"), "--aspect-ratio", "9:16"])
+
+
+def test_a_size_that_a_model_has_no_positions_for_is_refused_before_it_is_loaded(
+    trained: Path,
+) -> None:
+    model = {
+        "type": "STDiT",
+        "in_channels": 3,
+        "caption_channels": 8,
+        "model_max_length": 12,
+        "hidden_size": 24,
+    }
+    model |= {"depth": 1, "num_heads": 3, "pred_sigma": False, "input_size": (5, 8, 6)}
+    cfg = load_inference_config(
+        trained / "sample.py", values={"ckpt": str(trained), "model": model, "prompts": ["a"]}
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"latents of \(5, 7, 6\), for 'a'; expected the model's input_size \(5, 8, 6\)",
+    ):
+        preflight(cfg)
+
+
+def test_the_fingerprint_is_that_of_all_files(tmp_path: Path) -> None:
+    (tmp_path / "ema").mkdir()
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / "ema" / name).write_bytes(name.encode())
+    index = tmp_path / "ema" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"one": "a.safetensors", "two": "b.safetensors"}}))
+    first = hashlib.sha256(b"a.safetensors").hexdigest()
+    assert fingerprint(tmp_path / "ema" / "a.safetensors") == first
+    both = fingerprint(tmp_path / "ema")
+    (tmp_path / "ema" / "b.safetensors").write_bytes(b"other")
+    assert fingerprint(tmp_path / "ema") not in (both, first)
+    (tmp_path / "manifest.json").write_text("not of a checkpoint")
+    assert fingerprint(tmp_path / "ema" / "a.safetensors") == first
+
+
+def test_the_fingerprint_of_a_checkpoint_is_read_and_not_worked_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path / "step_00000001", {"ema/model.safetensors": b"weights"})
+    folder.begin()
+    folder.finish({})
+    file = tmp_path / "step_00000001" / "ema" / "model.safetensors"
+    wanted, worked_out = hashlib.sha256(b"weights").hexdigest(), []
+    monkeypatch.setattr(outputs, "sha256", lambda path: worked_out.append(path) or "anew")
+    assert fingerprint(file.parent) == fingerprint(file) == wanted and not worked_out
+    file.write_bytes(b"other weights")
+    assert fingerprint(file.parent) == "anew"
+    file.write_bytes(b"weights")
+    (tmp_path / "step_00000001" / "manifest.json").write_text("{}")
+    assert fingerprint(file.parent) == "anew"
+
+
+def test_what_goes_wrong_in_a_file_leaves_nothing_and_is_what_is_told(
+    asked: InferenceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: outputs.Gif, frames: np.ndarray | None = None) -> None:
+        self.path.touch()
+        raise OSError("no space left" if frames is not None else "cannot be closed")
+
+    monkeypatch.setattr(outputs.Gif, "add", full)
+    monkeypatch.setattr(outputs.Gif, "close", full)
+    with pytest.raises(OSError, match="no space left"):
+        sample(
+            asked.model_copy(
+                update={"outputs": str(tmp_path / "out"), "prompts": asked.prompts[:1]}
+            )
+        )
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_where_nothing_can_be_written_is_told_first(asked: InferenceConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/out"):
+        with pytest.raises(
+            ValueError,
+            match=rf"got outputs '.*{name}', but .*file is no folder that can be written",
+        ):
+            preflight(asked.model_copy(update={"outputs": str(tmp_path / name)}))
+    preflight(asked.model_copy(update={"outputs": str(tmp_path / "new" / "out")}))
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_changes_a_video_makes_it_another_request(
+    asked: InferenceConfig, tmp_path: Path
+) -> None:
+    (request,) = requests_of(asked.model_copy(update={"num_samples": 1}), ["a"])
+    facts = outputs.facts_of(asked, request)
+    output = Output(tmp_path, request, facts, 1)
+    output.add(np.zeros((1, 8, 8, 3), np.uint8))
+    output.finish()
+    assert outputs.differences(tmp_path, request, facts) == []
+    rounded = asked.sequence_parallel.model_copy(update={"comm_dtype": "fp8"})
+    for change in (
+        {"sequence_parallel": rounded},
+        {"convert": ("pred_sigma",)},
+        {"condition_frame_edit": 0.5},
+    ):
+        changed = outputs.facts_of(asked.model_copy(update=change), request)
+        assert len(outputs.differences(tmp_path, request, changed)) == 1
+    output.path.with_suffix(".json").write_text("[]")
+    assert outputs.differences(tmp_path, request, facts) == ["a JSON that cannot be read"]

@@ -1,0 +1,442 @@
+"""Frames against ffmpeg's, manifests and their making, crops, broken files, memory."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import resource
+import subprocess
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from torch.utils.data import DataLoader
+
+from opensora_sp.cli import main
+from opensora_sp.data import (
+    BrokenClip,
+    Clip,
+    ClipShape,
+    Entry,
+    Manifest,
+    Sample,
+    VideoTextDataset,
+    count_frames,
+    find_files,
+    read_frames,
+    read_video,
+    resize_and_crop,
+    toy_clip,
+    video,
+    write_manifest,
+    write_video,
+)
+
+NUM_FRAMES = 60
+LENGTH = (NUM_FRAMES - 0.5) * 1001 / 30000
+NOISY = f"testsrc2=size=64x48:rate=30000/1001:duration={LENGTH},noise=alls=60:allf=t"  # no two frames are alike
+SOURCE = ("-f", "lavfi", "-i", NOISY)
+X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", "4", "-pix_fmt", "yuv420p")
+FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
+    "open_gop.mkv": (*X264, "-bf", "3", "-g", "12", "-x264-params", "open-gop=1"),
+    "turned.mp4": ("-c", "copy"),
+    "cut.mp4": ("-c", "copy"),  # an edit list hides what lies between a key frame and the cut
+    "uneven.mp4": ("-vf", "select='not(eq(mod(n,5),3))'", "-fps_mode", "vfr", *X264),
+    "vp9.webm": (
+        "-c:v",
+        "libvpx-vp9",
+        "-deadline",
+        "realtime",
+        "-cpu-used",
+        "8",
+        "-crf",
+        "4",
+        "-b:v",
+        "0",
+    ),
+    "vp8.webm": (
+        "-c:v",
+        "libvpx",
+        "-crf",
+        "4",
+        "-b:v",
+        "9M",
+        "-auto-alt-ref",
+        "1",
+        "-lag-in-frames",
+        "16",
+    ),  # packets that show nothing
+    "stream.mp4": ("-c", "copy", "-f", "mpegts"),  # named so by many a downloader
+    "pictures.mov": ("-c:v", "mjpeg", "-q:v", "2", "-pix_fmt", "yuvj420p"),
+    "moving.gif": (),
+    "one.png": ("-frames:v", "1"),
+    "one.jpg": ("-frames:v", "1"),
+}
+BEFORE = {"turned.mp4": ("-display_rotation", "90"), "cut.mp4": ("-ss", "0.5")}
+
+
+def ffmpeg(*arguments: str | Path) -> bytes:
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("videos")
+    ffmpeg(*SOURCE, *X264, "-bf", "3", "-g", "12", folder / "b.mp4")
+    for name, options in FILES.items():
+        ffmpeg(*BEFORE.get(name, ()), "-i", folder / "b.mp4", *options, folder / name)
+    return folder
+
+
+def reference(path: Path, height: int, width: int) -> np.ndarray:
+    """All frames as ffmpeg shows them."""
+    raw = ffmpeg("-i", path, "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-")
+    return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3)
+
+
+@pytest.mark.parametrize("name", ["b.mp4", *FILES])
+def test_frames_are_those_of_ffmpeg(videos: Path, name: str) -> None:
+    height, width = (64, 48) if name == "turned.mp4" else (48, 64)
+    wanted = reference(videos / name, height, width)
+    assert count_frames(videos / name) == len(wanted)
+    assert len(wanted) == {"one.png": 1, "one.jpg": 1, "cut.mp4": 45, "uneven.mp4": 48}.get(
+        name, NUM_FRAMES
+    )
+    asked = [
+        (0, 1, 1),
+        (0, 5, 3),
+        (7, 4, 1),
+        (26, 3, 2),
+        (33, 6, 2),
+        (len(wanted) - 3, 3, 1),
+        (len(wanted) - 1, 1, 1),
+    ]
+    for start, count, interval in asked if len(wanted) > 1 else asked[:1]:
+        frames, _ = read_video(videos / name, num_frames=count, interval=interval, start=start)
+        assert frames.shape == (count, height, width, 3)
+        for place, frame in zip(range(start, len(wanted), interval), frames):
+            apart = np.abs(wanted.astype(np.int16) - frame).mean(axis=(1, 2, 3))
+            assert apart.argmin() == place and apart[place] < 1, (start, count, interval, place)
+    with pytest.raises(
+        ValueError, match=rf"got {len(wanted)} frames; expected at least {len(wanted) + 1}"
+    ):
+        read_video(videos / name, num_frames=2, start=len(wanted) - 1)
+    assert np.array_equal(
+        read_frames(videos / name)[-1],
+        read_video(videos / name, num_frames=1, start=len(wanted) - 1)[0][0],
+    )
+
+
+def test_a_frame_that_is_lost_is_not_made_up_for_by_a_later_one(
+    videos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = video._frames_from
+    monkeypatch.setattr(
+        video, "_frames_from", lambda *of: (found for found in decoded(*of) if found[0] != 33)
+    )
+    for start in (31, 33):
+        with pytest.raises(
+            ValueError, match=rf"1 of its frames {start} to {start + 2} cannot be decoded"
+        ):
+            read_video(videos / "b.mp4", num_frames=2, start=start, interval=2)
+    assert len(read_video(videos / "b.mp4", num_frames=2, start=32, interval=2)[0]) == 2
+
+
+def test_a_reference_of_frames_of_two_sizes_is_refused(tmp_path: Path) -> None:
+    for size in ("64x48", "32x48"):
+        ffmpeg(
+            "-f", "lavfi", "-i", f"testsrc=size={size}:duration=0.2", *X264, tmp_path / f"{size}.ts"
+        )
+    (tmp_path / "both.mp4").write_bytes(
+        b"".join((tmp_path / f"{size}.ts").read_bytes() for size in ("64x48", "32x48"))
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"got '.*both.mp4', which cannot be decoded .*; expected an image or a video",
+    ):
+        read_frames(tmp_path / "both.mp4")
+
+
+def test_a_folder_becomes_a_manifest(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "set"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("b.mp4", "turned.mp4", "one.png"):
+        (folder / "sub" / name).write_bytes((videos / name).read_bytes())
+    (folder / "broken.mp4").write_bytes(b"no video")
+    (folder / "empty.webm").touch()
+    (folder / "sub" / "b.txt").write_text("a fox,\n running\n")
+    (folder / "captions.csv").write_text("path,text\nsub/one.png,a still\n")
+    for ending in ("csv", "jsonl", "parquet"):
+        target = tmp_path / "out" / f"clips.{ending}"
+        main(
+            [
+                "index",
+                str(folder),
+                "-o",
+                str(target),
+                "--captions",
+                str(folder / "captions.csv"),
+                "--workers",
+                "2",
+            ]
+        )
+        told = capsys.readouterr()
+        assert "3 clips, 1 of them without a caption; 2 files cannot be read" in told.out
+        assert "broken.mp4" in told.err and "empty.webm" in told.err and "\r" not in told.err
+        video, image, turned = Manifest(target)
+        assert video.path.resolve() == folder / "sub" / "b.mp4" and video.text == "a fox, running"
+        assert video[2:] == (60, 48, 64, pytest.approx(30000 / 1001), 0.75)
+        assert image[1:] == ("a still", 1, 48, 64, None, 0.75)
+        assert turned[2:5] == (60, 64, 48) and turned.text == ""
+    (tmp_path / "others.csv").write_text("path,text\nsub/one.png,a still\ngone.mp4,a fox\n")
+    for arguments, message in [
+        ((str(tmp_path / "none"),), "which does not exist"),
+        ((str(tmp_path / "out"),), "without videos and images"),
+        ((str(folder), "--workers", "0"), "got --workers 0"),
+        (
+            (str(folder), "--captions", str(tmp_path / "others.csv")),
+            "with 2 captions, none of which is of one of",
+        ),
+    ]:
+        with pytest.raises(SystemExit):
+            main(["index", *arguments, "-o", str(tmp_path / "clips.csv")])
+        assert message in capsys.readouterr().err
+
+
+def test_an_index_looks_at_each_file_once_and_not_at_hidden_folders(
+    videos: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "set" / ".trash").mkdir(parents=True)
+    for name in ("a.png", ".trash/b.png"):
+        (tmp_path / "set" / name).write_bytes((videos / "one.png").read_bytes())
+    (tmp_path / "set" / "back").symlink_to(tmp_path / "set")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "c.png").write_bytes((videos / "one.png").read_bytes())
+    (tmp_path / "set" / "link").symlink_to(tmp_path / "far")
+    assert find_files(tmp_path / "set") == [
+        tmp_path / "set" / "a.png",
+        tmp_path / "set" / "link" / "c.png",
+    ]
+
+
+def test_an_index_is_written_whole_or_not_at_all(
+    videos: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, target = tmp_path / "set", tmp_path / "clips.csv"
+    folder.mkdir()
+    for name in (b"good.png", b"caf\xe9.png"):  # as an archive of another system is unpacked
+        (folder / os.fsdecode(name)).write_bytes((videos / "one.png").read_bytes())
+    main(["index", str(folder), "-o", str(target)])
+    told = capsys.readouterr()
+    assert "1 clips, 1 of them without a caption; 1 files cannot be read" in told.out
+    assert f"left out {folder}/caf\\xe9.png: its name is not UTF-8" in told.err
+    before = target.read_bytes()
+    with pytest.raises(UnicodeEncodeError):
+        write_manifest(target, [Entry(Path("a.png"), "b"), Entry(Path("c.png"), "\ud800")])
+    assert target.read_bytes() == before and {path.name for path in tmp_path.iterdir()} == {
+        "set",
+        "clips.csv",
+    }
+    monkeypatch.setattr(
+        "opensora_sp.data.index_files", lambda *_, **__: pytest.fail("looked at files first")
+    )
+    for name, message in [
+        ("set.csv", "which is a folder"),
+        ("clips.csv/a.csv", "which cannot be written"),
+    ]:
+        (tmp_path / "set.csv").mkdir(exist_ok=True)
+        with pytest.raises(SystemExit):
+            main(["index", str(folder), "-o", str(tmp_path / name)])
+        assert f"got --output '{tmp_path / name}', {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "clips.csv",
+            "path,text,height\na.mp4,b,tall\n",
+            "got height 'tall' for clip 1 of .*expected a whole number or nothing",
+        ),
+        ("clips.csv", "path,text,num_frames\na.mp4,b,inf\n", "got num_frames 'inf' for clip 1"),
+        ("clips.csv", "path,text,width\na.mp4,b,1\na.mp4,b,-4\n", "got width '-4' for clip 2"),
+        ("clips.jsonl", '{"path": "a", "text": "b", "height": 1.5}\n', "got height 1.5 for clip 1"),
+        (
+            "clips.csv",
+            "path,text\na.mp4,b\n,c\n",
+            "with 1 clips without a path, clip 2 is the first",
+        ),
+        (
+            "clips.jsonl",
+            '{"path": "a", "text": "b"}\n{"text": "c"}\n',
+            "with 1 clips without a path, clip 2",
+        ),
+        (
+            "clips.csv",
+            "path,text\na.mp4,\udce9\n",
+            "cannot be read .*invalid continuation byte.*expected UTF-8",
+        ),
+        (
+            "clips.csv",
+            "path,text\na.mp4," + "x" * 140_000,
+            "cannot be read .*field limit.*at most 131,072 characters",
+        ),
+        ("clips.jsonl", '{"path": "a.mp4"}\n', "expected path and text; add text to its lines"),
+        ("clips.jsonl", "path,text\n", "got the line 'path,text' in .*expected a JSON object"),
+        ("clips.parquet", "path,text\n", "cannot be read .*expected Parquet"),
+        ("clips.txt", "path,text\n", "expected a .csv, .jsonl or .parquet file"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content, errors="surrogateescape")
+    with pytest.raises(ValueError, match=message) as error:
+        Manifest(tmp_path / name)
+    assert str(error.value).startswith("got ")
+
+
+def test_a_path_that_is_null_in_parquet_is_refused(tmp_path: Path) -> None:
+    parquet.write_table(
+        pyarrow.table({"path": ["a.mp4", None], "text": [None, "b"]}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(ValueError, match="with 1 clips without a path, clip 2 is the first"):
+        Manifest(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.csv", "path,text\r\na.mp4,b\r\n"), ("a.jsonl", '{"path":"a.mp4","text":"b"}\r\n')],
+)
+def test_manifests_of_windows_are_read(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
+    assert list(Manifest(tmp_path / name)) == [Entry(tmp_path / "a.mp4", "b")]
+
+
+def test_manifests_may_leave_numbers_out(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(
+        'text,path,fps,height\n"one, two",sub/a.mp4,,48\nb,/b.mp4,29.97,\n'
+    )
+    (tmp_path / "a.jsonl").write_text(
+        '{"path": "sub/a.mp4", "text": "one, two", "height": 48}\n{"text": "b", "path": "/b.mp4", "fps": 29.97}\n'
+    )
+    for manifest in (Manifest(tmp_path / "a.csv"), Manifest(tmp_path / "a.jsonl")):
+        assert list(manifest) == [
+            Entry(tmp_path / "sub" / "a.mp4", "one, two", height=48),
+            Entry(Path("/b.mp4"), "b", fps=29.97),
+        ]
+        assert np.isnan(manifest.column("width")).all()
+
+
+def test_crops_lie_where_they_are_put() -> None:
+    frames = np.zeros((2, 20, 60, 3), dtype=np.uint8)
+    frames[..., 0] = np.arange(60, dtype=np.uint8) * 4
+    for place, left in [(None, 20), ((0.0, 0.0), 0), ((0.0, 0.999), 40), ((0.5, 0.5), 20)]:
+        cropped = resize_and_crop(frames, (20, 20), place)
+        assert cropped.shape == (3, 2, 20, 20) and cropped[0, 0, 0, 0] == left * 4
+    assert resize_and_crop(frames, (40, 40)).float()[0].mean() == pytest.approx(
+        frames[:, :, 20:40, 0].mean(), abs=1
+    )
+
+
+def test_what_is_random_depends_on_seed_epoch_and_clip_alone(tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", toy_clip(0, 0).draw(30, 64), fps=8)
+    (tmp_path / "clips.csv").write_text("path,text\na.mp4,x\na.mp4,x\n")
+    shape = ClipShape(3, 16, 24)
+    samples = [Sample(clip, epoch, shape) for epoch in range(3) for clip in range(2)]
+    options = dict(transform="resize_random_crop", clip_start="random")
+
+    def clips(seed: int, order: list[Sample], workers: int) -> dict[Sample, torch.Tensor]:
+        dataset = VideoTextDataset(str(tmp_path / "clips.csv"), seed=seed, **options)
+        loader = DataLoader(
+            dataset,
+            batch_sampler=[[sample] for sample in order],
+            collate_fn=list,
+            num_workers=workers,
+        )
+        return {sample: item.video.clone() for sample, (item,) in zip(order, loader)}
+
+    here, there = clips(1, samples, 0), clips(1, samples[::-1], 2)
+    assert all(torch.equal(here[sample], there[sample]) for sample in samples)
+    assert len({one.numpy().tobytes() for one in here.values()}) == len(samples)
+    assert not torch.equal(clips(2, samples, 0)[samples[0]], here[samples[0]])
+    with pytest.raises(ValueError, match="got cache=True with transform 'resize_random_crop'"):
+        VideoTextDataset(str(tmp_path / "clips.csv"), cache=True, **options)
+
+
+def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
+    write_video(tmp_path / "good.mp4", toy_clip(0, 0).draw(6, 32), fps=8)
+    whole = (tmp_path / "good.mp4").read_bytes()
+    (tmp_path / "half.mp4").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "unknown.mp4").write_bytes(
+        whole.replace(b"avc1", b"none")
+    )  # no decoder has this name
+    ffmpeg("-f", "lavfi", "-i", "sine=duration=0.1", tmp_path / "sound.mp4")
+    names = [
+        "good.mp4",
+        "half.mp4",
+        "empty.mp4",
+        "text.png",
+        "gone.mp4",
+        "unknown.mp4",
+        "sound.mp4",
+    ]
+    (tmp_path / "clips.csv").write_text("path,text\n" + "".join(f"{name},x\n" for name in names))
+    dataset = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16))
+    assert isinstance(dataset[0], Clip)
+    for number, name in enumerate(names[1:], 1):
+        broken = dataset[number]
+        assert (
+            isinstance(broken, BrokenClip)
+            and broken.path.endswith(name)
+            and re.match(r"\w+: .+", broken.reason)
+        )
+        if name in ("unknown.mp4", "sound.mp4"):
+            assert "it holds no video that can be decoded" in broken.reason
+    long = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=7, image_size=(16, 16))
+    assert "got 6 frames; expected at least 7" in long[0].reason
+    slow = VideoTextDataset(
+        str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16), time_limit=1e-9
+    )
+    assert isinstance(slow[0], BrokenClip)
+
+
+def test_memory_stays_flat_over_2000_clips(tmp_path: Path) -> None:
+    for number in range(2):
+        write_video(tmp_path / f"{number}.mp4", toy_clip(0, number).draw(3, 32), fps=8)
+    (tmp_path / "broken.mp4").write_bytes((tmp_path / "0.mp4").read_bytes()[:600])
+    names = ["0.mp4", "1.mp4", "broken.mp4"]
+    (tmp_path / "clips.csv").write_text("path,text\n" + "".join(f"{name},x\n" for name in names))
+    dataset = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=2, image_size=(16, 16))
+
+    def read(count: int) -> int:
+        for number in range(count):
+            assert isinstance(dataset[number % 3], BrokenClip) == (number % 3 == 2)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+
+    before = read(300)
+    assert read(2000) - before < 4096
+    assert len(list(Path("/proc/self/fd").iterdir())) < 200
+
+
+def test_csv_written_by_others_reads_back(tmp_path: Path) -> None:
+    write_manifest(tmp_path / "a.csv", [Entry(Path("ä b.mp4"), 'says "hi",\ntwice', 3)])
+    with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
+        assert [row["text"] for row in csv.DictReader(file)] == ['says "hi",\ntwice']
+    (entry,) = Manifest(tmp_path / "a.csv")
+    assert entry == Entry(tmp_path / "ä b.mp4", 'says "hi",\ntwice', 3)
