@@ -35,9 +35,9 @@ def step(model, inputs, name):
 
 
 def on_strategy(options, rank, samples, checkpoint):
-    from opensora_sp.parallel import SequenceMesh, modes, parallelize
+    from opensora_sp.parallel import SequenceMesh, parallelize, strategies
 
-    modes.MIN_CHUNK_TOKENS = 1
+    strategies.MIN_CHUNK_TOKENS = 1
     join(world=8, rank=rank)
     model = build("STDiT3", checkpoint=checkpoint, **EIGHT_HEADS)
     parallelize(model, SequenceMesh(sp_size=8), **options)

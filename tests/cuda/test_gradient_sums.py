@@ -28,7 +28,7 @@ from opensora_sp.models.attention import choose_backend
 from opensora_sp.models.conditioning import Condition, Text
 from opensora_sp.models.take import take
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
-from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
+from opensora_sp.parallel import SequenceMesh, cost_model, parallelize, strategies
 from opensora_sp.plugin import SequenceParallelPlugin
 from opensora_sp.plugin._colossalai import Booster
 
@@ -218,7 +218,7 @@ def test_no_backward_adds_by_index() -> None:
 
 
 def on_ranks() -> None:
-    cost.FLOPS_PER_ELEMENT, modes.MIN_CHUNK_TOKENS = 0, 1
+    cost_model.FLOPS_PER_ELEMENT, strategies.MIN_CHUNK_TOKENS = 0, 1
     mesh = SequenceMesh(sp_size=3)  # 2 samples: the second rank holds parts of both
     assert_nothing_is_added_by_index(
         lambda model: parallelize(model, mesh, overlap_chunks=2), (True,)

@@ -44,9 +44,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_once(config: Path, outputs: Path, *options: str, resume: str | None = None) -> str:
     """Train in the world of this process; returns what it raised."""
-    from opensora_sp.training import metrics, run, train
+    from opensora_sp.training import metrics, train, trainer
 
-    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
     try:
         train(load_train_config(config, [f"outputs={outputs}", *SMALL, *options]), resume=resume)
     except (ValueError, SystemExit) as error:
@@ -345,14 +345,14 @@ def state_of(run_dir: Path, step: int) -> dict[str, Any]:
 def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
     """fp16 on a CPU, whose loss scale is doubled after two good steps: in one go, and cut after three."""
     from opensora_sp.plugin import SequenceParallelPlugin, current_device, launch, plugin
-    from opensora_sp.training import metrics, run
+    from opensora_sp.training import metrics, trainer
 
     plugin._check_arguments = lambda *args: None  # it refuses fp16 on a CPU, where it is of no use
     scale = dict(initial_scale=64, growth_interval=2, hysteresis=1)
     SequenceParallelPlugin.from_config = lambda cfg: SequenceParallelPlugin(
         sp_size=2, precision="fp16", **scale
     )
-    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
     launch(0)
     for name, steps, start in (
         ("whole", 5, None),
@@ -360,10 +360,10 @@ def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
         ("cut", 5, root / "cut" / "step_00000003"),
     ):
         cfg = load_train_config(config, [f"outputs={root / name}", *SMALL, f"max_steps={steps}"])
-        dataset, _ = run.preflight(cfg, None if start is None else str(start))
+        dataset, _ = trainer.preflight(cfg, None if start is None else str(start))
         (root / name).mkdir(exist_ok=True)
         dist.barrier()
-        run.Run(cfg, dataset, start, current_device()).steps(root / name)
+        trainer.Run(cfg, dataset, start, current_device()).steps(root / name)
     dist.barrier()
     return [state_of(root / "whole", step)["loss_scale"] for step in range(1, 6)]
 

@@ -18,7 +18,7 @@ from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import choose_backend
 from opensora_sp.models.conditioning import Condition, Text
 from opensora_sp.models.token_layout import SPATIAL, PatchGrid
-from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
+from opensora_sp.parallel import SequenceMesh, cost_model, parallelize, strategies
 
 pytestmark = pytest.mark.core
 DEPTH = 3
@@ -191,7 +191,7 @@ WAYS = [
 
 def compiled_in_parallel() -> None:
     mesh, counter = SequenceMesh(sp_size=dist.get_world_size()), CompileCounterWithBackend("eager")
-    cost.FLOPS_PER_ELEMENT, modes.MIN_CHUNK_TOKENS = 0, 1
+    cost_model.FLOPS_PER_ELEMENT, strategies.MIN_CHUNK_TOKENS = 0, 1
 
     def parallelize_compiled(
         model: torch.nn.Module, mesh: SequenceMesh, **options

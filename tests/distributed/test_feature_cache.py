@@ -73,17 +73,18 @@ def trained(
     config: Path, layout: tuple[int, int], options: list[str], resume: str | None = None
 ) -> None:
     """A run; one from a cache must build no encoder."""
-    from opensora_sp.training import clips, metrics, run, train
+    from opensora_sp.features import build
+    from opensora_sp.training import metrics, train, trainer
 
     cfg = load_train_config(config, [f"sp_size={layout[1]}", *options])
-    run.draw_loss = metrics.draw_loss = lambda run_dir: None
-    make = clips.make_encoders
+    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    make = build.make_encoders
     if cfg.dataset.type == "CachedFeatures":
-        clips.make_encoders = None
+        build.make_encoders = None
     try:
         train(cfg, resume=resume)
     finally:
-        clips.make_encoders = make
+        build.make_encoders = make
 
 
 def make_and_train(folder: Path) -> list:

@@ -224,11 +224,11 @@ def test_the_docs_have_the_table() -> None:
 def train_them(folder: Path) -> dict[str, Any]:
     """Two steps with each config, sharing every clip; of the first also from its dump, and what stayed as it was."""
     from opensora_sp.plugin import current_device, launch
-    from opensora_sp.training import metrics, run
+    from opensora_sp.training import metrics, trainer
     from opensora_sp.training.metrics import log_to
 
     launch(0)
-    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
     found: dict[str, Any] = {}
     for name in ("v10", "v11", "v12", "v10_again"):
         path = folder / ("v10_dump.py" if name == "v10_again" else f"{name}.py")
@@ -246,10 +246,10 @@ def train_them(folder: Path) -> dict[str, Any]:
         cfg = load_train_config(path, dumped if name == "v10_again" else [*dumped, *own])
         if name == "v10" and dist.get_rank() == 0:
             (folder / "v10_dump.py").write_text(dump_config(cfg))
-        dataset, checkpoint = run.preflight(cfg, None)
+        dataset, checkpoint = trainer.preflight(cfg, None)
         (folder / name).mkdir(exist_ok=True)
         log_to(folder / name, enabled=False)
-        training = run.Run(cfg, dataset, checkpoint, current_device())
+        training = trainer.Run(cfg, dataset, checkpoint, current_device())
         before = {key: tensor.clone() for key, tensor in training.module.state_dict().items()}
         training.steps(folder / name)
         after = training.module.state_dict()

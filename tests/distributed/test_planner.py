@@ -20,7 +20,7 @@ from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.models.token_groups import windows_of
-from opensora_sp.parallel import CommLedger, Options, SequenceMesh, cost, layout, parallelize
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, cost_model, layout, parallelize
 from opensora_sp.parallel.strategies import WholeSamples
 from opensora_sp.planner import plan
 from opensora_sp.planner.plan import _Run, buckets_of, spans_nodes
@@ -92,7 +92,7 @@ def of_model(options: dict) -> tuple[dict, dict]:
 def counted_steps() -> list[dict[str, int]]:
     """Bytes that this rank sends in each of STEPS, by phase."""
     found, meshes = [], {ranks: SequenceMesh(ranks) for ranks in (2, 4)}
-    cost.FLOPS_PER_ELEMENT = 10  # so that small models, too, share few units by heads
+    cost_model.FLOPS_PER_ELEMENT = 10  # so that small models, too, share few units by heads
     for (B, T, side), options, ranks, dtype, checkpointing in STEPS:
         config, how = of_model(options)
         model = build_model("STDiT3", **config).to(dtype)
@@ -111,7 +111,7 @@ def counted_steps() -> list[dict[str, int]]:
 
 def test_bytes_are_those_that_the_ledger_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = run_ranks(4, counted_steps)
-    monkeypatch.setattr(cost, "FLOPS_PER_ELEMENT", 10)
+    monkeypatch.setattr(cost_model, "FLOPS_PER_ELEMENT", 10)
     modes = set()
     for i, ((B, T, side), options_of_case, ranks, dtype, checkpointing) in enumerate(STEPS):
         config, how = of_model(options_of_case)

@@ -171,11 +171,13 @@ FEW, MANY = 2, 12
 
 
 def use_sgd() -> None:
-    from opensora_sp.training import metrics, run
+    from opensora_sp.training import metrics, trainer
 
-    run.make_optimizer = lambda cfg, parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    run.learning_rate = lambda cfg, step: 0.05
-    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    trainer.make_optimizer = lambda cfg, parameters: torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9
+    )
+    trainer.learning_rate = lambda cfg, step: 0.05
+    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
 
 
 def record_draws(into: dict[int, tuple]) -> None:

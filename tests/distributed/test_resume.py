@@ -51,9 +51,9 @@ def train_once(
     *options: str,
     resume: bool = False,
 ) -> None:
-    from opensora_sp.training import metrics, run, train
+    from opensora_sp.training import metrics, train, trainer
 
-    run.draw_loss = metrics.draw_loss = lambda run_dir: None
+    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
     own = [
         f"outputs={outputs}",
         f"max_steps={steps}",

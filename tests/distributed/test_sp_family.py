@@ -15,8 +15,8 @@ from test_sp_parity import DEPTH, Case, drawn, gradients
 from test_sp_parity import make_inputs as make_stdit3_inputs
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
-from opensora_sp.models import build_model, points
-from opensora_sp.parallel import CommLedger, SequenceMesh, modes, parallelize
+from opensora_sp.models import build_model, hook_points
+from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, strategies
 
 pytestmark = pytest.mark.core
 BLOCKS = DEPTH  # of a spatial and a temporal part each
@@ -154,7 +154,7 @@ class Parity:
         ledger = self.check(case)
         ranks, heads = self.mesh.sp_size, case.heads
         whole_samples = case.size[0] % ranks == 0
-        by_heads = modes.splits_heads(case.size[0], *case.patches, 4 * heads, heads, ranks)
+        by_heads = strategies.splits_heads(case.size[0], *case.patches, 4 * heads, heads, ranks)
         switches = 0 if whole_samples or by_heads else 2 * BLOCKS - 1
         for kind, calls in [("switch", switches), ("heads", 2 * BLOCKS if by_heads else 0)]:
             assert ledger.calls[kind, "forward"] == ledger.calls[kind, "backward"] == calls, (
@@ -181,7 +181,7 @@ class Parity:
 
 def compare_on_ranks() -> tuple[float, int]:
     parity = Parity(SequenceMesh(sp_size=dist.get_world_size()))
-    modes.MIN_CHUNK_TOKENS = 1
+    strategies.MIN_CHUNK_TOKENS = 1
     for case in CASES:
         parity.check_switch(case)
     for case in VARIED:
@@ -189,8 +189,10 @@ def compare_on_ranks() -> tuple[float, int]:
             parity.check(case, **options)
         parity.check_overlap(case)
         wrapped = parallelize(make_model(case), parity.mesh)
-        assert all(point.attached for point in wrapped.modules() if isinstance(point, points.Point))
-    modes.splits_heads = lambda *_: (
+        assert all(
+            point.attached for point in wrapped.modules() if isinstance(point, hook_points.Point)
+        )
+    strategies.splits_heads = lambda *_: (
         False
     )  # whole rows also where most ranks then hold no spatial row
     for case in IMAGES:
@@ -210,7 +212,7 @@ def test_a_checkpointed_block_is_two_recomputed_segments(
 ) -> None:
     case = replace(STDIT[0], model=model)
     segments: list[int] = []  # of each checkpointed function, how often it ran
-    original = points.checkpoint
+    original = hook_points.checkpoint
 
     def counted(function, *args, **options):
         index = len(segments)
@@ -222,7 +224,7 @@ def test_a_checkpointed_block_is_two_recomputed_segments(
 
         return original(run, *args, **options)
 
-    monkeypatch.setattr(points, "checkpoint", counted)
+    monkeypatch.setattr(hook_points, "checkpoint", counted)
     runs = {"attn": 0, "attn_temp": 0, "mlp": 0}
     bare = make_model(case)
     for block in bare.blocks:

@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import Point, build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, cost, parallelize, unwrap
+from opensora_sp.parallel import CommLedger, SequenceMesh, cost_model, parallelize, unwrap
 from opensora_sp.parallel.collectives import exchange
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
 
@@ -180,7 +180,9 @@ def assert_one_process_result(case: Case, mesh: SequenceMesh, **options) -> Comm
 
 def compare_on_ranks(cases: list[Case]) -> None:
     mesh = SequenceMesh(sp_size=dist.get_world_size())
-    cost.FLOPS_PER_ELEMENT = 0  # at so small a width the heads would never be worth their exchange
+    cost_model.FLOPS_PER_ELEMENT = (
+        0  # at so small a width the heads would never be worth their exchange
+    )
     for case in cases:
         ledger = assert_one_process_result(case, mesh)
         whole_samples = case.size[0] % mesh.sp_size == 0

@@ -22,7 +22,7 @@ from test_sp_parity import (
     run_step,
 )
 
-from opensora_sp.parallel import SequenceMesh, cost, modes, parallelize
+from opensora_sp.parallel import SequenceMesh, cost_model, parallelize, strategies
 from opensora_sp.parallel.cost_model import splits_heads
 from opensora_sp.parallel.layout import run_sizes
 
@@ -44,7 +44,7 @@ OVERLAPS = [
 
 def compare_strategies() -> None:
     mesh = SequenceMesh(sp_size=dist.get_world_size())
-    modes.MIN_CHUNK_TOKENS = 1
+    strategies.MIN_CHUNK_TOKENS = 1
     for case in CASES:
         whole_samples = case.size[0] % mesh.sp_size == 0
         for options in BASELINES:
@@ -110,7 +110,7 @@ def assert_same_order_of_gradients(case: Case, mesh: SequenceMesh) -> None:
 def compare_few_rows() -> None:
     """Images and short clips on many ranks, by heads, with heads that do not divide or are fewer than the ranks."""
     mesh = SequenceMesh(sp_size=dist.get_world_size())
-    cost.FLOPS_PER_ELEMENT = 0
+    cost_model.FLOPS_PER_ELEMENT = 0
     sizes = {4: [(1, 1, 6, 10)], 8: [(1, 5, 4, 6)]}[mesh.sp_size]
     for size in sizes:
         for heads in (2, 3, 4):
@@ -126,7 +126,7 @@ def compare_few_rows() -> None:
                 assert not ledger.calls["switch", "forward"]
                 assert_same_order_of_gradients(case, mesh)  # also without any unit
     assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh)
-    cost.FLOPS_PER_ELEMENT = (
+    cost_model.FLOPS_PER_ELEMENT = (
         10**9
     )  # where sending is what costs, and most ranks have a row, whole rows switch
     assert_same_order_of_gradients(
@@ -166,7 +166,7 @@ def backward_overlap_is_bitwise() -> None:
 def recompute_runs_while_gradients_travel() -> None:
     """Between sending a gradient off and waiting for it, the block before is computed again."""
     events: list[str] = []
-    flight = modes.Flight
+    flight = strategies.Flight
     for name in ("send_back", "receive_back"):
         original = getattr(flight, name)
         setattr(flight, name, lambda *args, _f=original, _n=name: (events.append(_n), _f(*args))[1])
@@ -176,7 +176,7 @@ def recompute_runs_while_gradients_travel() -> None:
         block = model.spatial_blocks[0]
         block.register_forward_pre_hook(lambda *_: events.append("block"))
         mesh = SequenceMesh(sp_size=dist.get_world_size())
-        modes.MIN_CHUNK_TOKENS = 1
+        strategies.MIN_CHUNK_TOKENS = 1
         parallelize(model, mesh, overlap_backward=overlap_backward, overlap_chunks=2)
         out = model(**make_inputs(case)).sum()
         events.clear()

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from worlds import in_worlds
 
 from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.runtime import Watch, watch
+from opensora_sp.runtime import Watch, watchdog
 
 pytestmark = pytest.mark.core  # the watch reads what torch does not promise to keep
 
@@ -69,7 +69,7 @@ def far_away() -> tuple[str, list[str]]:
     """Rank 1 is on another machine, where its number is nobody's, and is cut off."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     lines = told()
-    watch.machine = lambda: f"machine {dist.get_rank()}"
+    watchdog.machine = lambda: f"machine {dist.get_rank()}"
     error = ""
     if dist.get_rank() == 1:
         one = Watch()

@@ -16,7 +16,8 @@ from ranks import free_port
 from runs import run
 
 from opensora_sp.cli import main
-from opensora_sp.runtime import examine, facts
+from opensora_sp.runtime import versions
+from opensora_sp.runtime.doctor import host_report
 from opensora_sp.runtime.doctor.ssh import Remote, read_hostfile
 
 LOOKED_AT = {
@@ -34,9 +35,9 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     assert done.returncode == 0 and found["ok"], done.stdout + done.stderr
     assert set(checks) >= LOOKED_AT | {f"port {port}"}
     assert metadata.version("torch").split("+")[0] in checks["torch"]["found"]
-    assert facts.source_digest() in checks["opensora-sp"]["found"]
+    assert versions.source_digest() in checks["opensora-sp"]["found"]
     assert "round trip" in found["collective"]["found"] and "GB/s" in found["collective"]["found"]
-    assert found["facts"] == facts.versions()
+    assert found["facts"] == versions.versions()
 
 
 def test_a_port_in_use_fails_and_is_told_as_a_table(
@@ -76,7 +77,7 @@ def test_a_port_in_use_fails_and_is_told_as_a_table(
     ],
 )
 def test_variables_that_colossalai_run_cannot_carry(name: str, value: str, survives: bool) -> None:
-    assert examine._survives_colossalai_run(name, value) is survives
+    assert host_report._survives_colossalai_run(name, value) is survives
 
 
 @pytest.mark.parametrize(

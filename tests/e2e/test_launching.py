@@ -21,9 +21,9 @@ from opensora_sp.runtime import (
     Launch,
     check_machine,
     check_shared_memory,
-    machine,
+    host_checks,
     meet,
-    meeting,
+    rendezvous,
     told_to_all_ranks,
 )
 from opensora_sp.training.preflight import preflight
@@ -104,13 +104,13 @@ ADDRESSES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"], "et
 def test_interfaces_that_variables_name_must_exist(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, refused: str | None
 ) -> None:
-    monkeypatch.setattr(machine, "interfaces", lambda: ADDRESSES)
+    monkeypatch.setattr(host_checks, "interfaces", lambda: ADDRESSES)
     monkeypatch.setenv(variable, value)
     if refused is None:
-        machine.check_interfaces()
+        host_checks.check_interfaces()
         return
     with pytest.raises(ValueError) as told:
-        machine.check_interfaces()
+        host_checks.check_interfaces()
     assert f"got {variable}={value} on " in str(told.value)
     assert f"no interface {refused!r} has an address; " in str(told.value)
     assert (
@@ -120,7 +120,7 @@ def test_interfaces_that_variables_name_must_exist(
 
 
 def test_the_interfaces_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(machine.interfaces()) == {name for _, name in socket.if_nameindex()}
+    assert set(host_checks.interfaces()) == {name for _, name in socket.if_nameindex()}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
     with pytest.raises(ValueError, match="got GLOO_SOCKET_IFNAME=nowhere7"):
         check_machine(launch())
@@ -141,7 +141,7 @@ def test_a_gpu_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_machine(launch())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(machine, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.setattr(host_checks, "glob", lambda pattern: ["/dev/nvidia0"])
     with pytest.raises(
         ValueError, match="got the device /dev/nvidia0 on .* CUDA_VISIBLE_DEVICES= "
     ):
@@ -151,9 +151,9 @@ def test_a_gpu_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch)
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    machine.check_devices(launch(local_rank=1))
+    host_checks.check_devices(launch(local_rank=1))
     with pytest.raises(ValueError, match="got 3 or more ranks on .*, where torch sees 2 GPUs"):
-        machine.check_devices(launch(local_rank=2))
+        host_checks.check_devices(launch(local_rank=2))
 
 
 def test_hosts_must_be_reachable_under_the_names_they_go_by(
@@ -172,17 +172,19 @@ def test_hosts_must_be_reachable_under_the_names_they_go_by(
     with pytest.raises(
         ValueError, match=r"got the host name 'localhost', which means (127\.\S+|::1) on this host"
     ):
-        machine.check_own_address(across.master)
-    monkeypatch.setattr(machine, "_way_to", lambda master: ("10.0.0.5", "eth0"))
+        host_checks.check_own_address(across.master)
+    monkeypatch.setattr(host_checks, "_way_to", lambda master: ("10.0.0.5", "eth0"))
     with pytest.raises(ValueError, match=r"set GLOO_SOCKET_IFNAME=eth0 \(address 10.0.0.5\)"):
-        machine.check_own_address(across.master)
+        host_checks.check_own_address(across.master)
 
 
 def test_workers_need_shared_memory_for_their_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("Usage", "total used free")
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(64_000_000, 0, 60_000_000))
+    monkeypatch.setattr(
+        host_checks.shutil, "disk_usage", lambda path: usage(64_000_000, 0, 60_000_000)
+    )
     check_shared_memory(2_000_000, num_workers=4, local_ranks=3)
     check_shared_memory(2_000_000_000, num_workers=0, local_ranks=3)
     with pytest.raises(
@@ -191,7 +193,7 @@ def test_workers_need_shared_memory_for_their_batches(
     ):
         check_shared_memory(2_000_000, num_workers=4, local_ranks=4)
     (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))))
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(10_000, 0, 10_000))
+    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda path: usage(10_000, 0, 10_000))
     with pytest.raises(ValueError, match="got 0.0 MB free of 0.0 MB in /dev/shm"):
         preflight(load_train_config(tmp_path / "config.py", ["sp_size=1", "num_workers=1"]), None)
 
@@ -202,12 +204,12 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OPENSORA_SP_JOIN_TIMEOUT="60")
     place, versions, settings = (
         dict(os.environ),
-        meeting.versions,
+        rendezvous.versions,
         {"seed": 42, "model": {"depth": 28}},
     )
     if rank == 2:
         if case == "versions":
-            meeting.versions = lambda: {**versions(), "torch": "1.13.1"}
+            rendezvous.versions = lambda: {**versions(), "torch": "1.13.1"}
         elif case == "settings":
             settings = {"seed": 42, "model": {"depth": 4}}
         elif case == "world size":
@@ -234,7 +236,7 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
         return type(error).__name__, str(error)
     finally:
         os.environ.update({name: place[name] for name in ("RANK", "WORLD_SIZE")})
-        meeting.versions = versions
+        rendezvous.versions = versions
 
 
 def start_in_all_cases(ports: dict[str, int]) -> dict[str, tuple[str | None, str | None]]:
@@ -320,7 +322,7 @@ def test_every_sentence_is_explained() -> None:
                  "where torch sees", "/dev/shm"):  # fmt: skip
         assert word in table and any(word in source for source in sources), word
     for spelled in re.findall(r"OPENSORA_SP_\w+", (ROOT / "docs/multinode.md").read_text()):
-        assert spelled == meeting.PATIENCE
+        assert spelled == rendezvous.PATIENCE
 
 
 def test_torchrun_says_itself_that_a_port_is_in_use() -> None:
