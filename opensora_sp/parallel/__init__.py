@@ -4,10 +4,10 @@ from .debug.comm_counter import CommLedger
 from .debug.comm_timing import CommTimer
 from .debug.parity import Verdict, verify_step
 from .mesh import SequenceMesh, check_sp_size
+from .options import Options
 from .parallelize import Shard, held_rows, parallelize, unwrap
 from .shard_plan import ShardPlan, register_plan
 from .shutdown import closing_process_group, drain_process_group, shutdown_process_group
-from .strategies import Options
 
 __all__ = [
     "CommLedger",

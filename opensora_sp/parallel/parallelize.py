@@ -21,8 +21,9 @@ from .collectives import gather_rows
 from .debug.input_check import SameBatch
 from .debug.parity import ATTRIBUTE, verify_first_step
 from .mesh import SequenceMesh
+from .options import Options
 from .shard_plan import COPIED, find, registered_plan
-from .strategies import Local, Options, WholeSamples, choose_mode
+from .strategies import Local, WholeSamples, choose_mode
 from .token_layout import Grid, Rows
 from .typed import Arguments
 

@@ -25,7 +25,7 @@ from .collectives import exchange, gather_rows
 from .debug.input_check import SameBatch
 from .layout import balanced_run, plan_exchange, run_sizes
 from .mesh import SequenceMesh
-from .strategies import Options
+from .options import Options
 from .typed import Arguments
 
 TOKENS = ("b t s c", "b (t s) c")
