@@ -96,8 +96,9 @@ class Optimizer(Strict):
 class SequenceParallel(Strict):
     """How ``sp_size`` ranks share a batch: the keyword arguments of ``opensora_sp.parallel.parallelize``."""
 
-    strategy: Literal["switch", "ulysses", "split_gather"] = Field(
-        "switch", description="What travels: rows at each change of layout, heads, or all tokens."
+    strategy: str = Field(
+        "switch",
+        description="A parallel strategy, see below: `switch`, `ulysses`, `split_gather`, or a registered one.",
     )
     placement: Literal["stream", "branch"] = Field(
         "stream",

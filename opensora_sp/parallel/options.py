@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STRATEGIES = ("switch", "ulysses", "split_gather")
+from .cost_model import H100, CostModel
+
 PLACEMENTS = ("stream", "branch")
 STREAM_SWITCH = ("switch", "stream")  # between the blocks, where overlap is possible
 COMM_DTYPES = ("bf16", "fp8")
@@ -20,9 +21,14 @@ class Options:
     overlap_chunks: int = 1
     overlap_backward: bool = False
     recompute_communication: bool = False
+    cost_model: CostModel = H100
 
     def __post_init__(self) -> None:
-        known = dict(strategy=STRATEGIES, placement=PLACEMENTS, comm_dtype=(None, *COMM_DTYPES))
+        from .strategies import strategy_options  # whose signatures have Options
+
+        known = dict(
+            strategy=strategy_options(), placement=PLACEMENTS, comm_dtype=(None, *COMM_DTYPES)
+        )
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(

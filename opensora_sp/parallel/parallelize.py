@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .collectives import gather_rows
+from .cost_model import H100, CostModel
 from .debug.input_check import SameBatch
 from .debug.parity import ATTRIBUTE, verify_first_step
 from .mesh import SequenceMesh
 from .options import Options
 from .shard_plan import COPIED, find, registered_plan
-from .strategies import Local, WholeSamples, choose_mode
+from .strategies import Local, Strategy, choose_strategy
 from .token_layout import Grid, Rows
 from .typed import Arguments
 
@@ -67,7 +68,7 @@ class SequenceParallel:
         self.exact = options.comm_dtype is None
         self.suspended = False  # while True, points do their local thing
         self._output = "full"
-        self._modes: dict[tuple[int, ...], WholeSamples] = {}
+        self._modes: dict[tuple[int, ...], Strategy] = {}
         self.handles: list[Any] = []
         self._points: list[Any] = []
         self._attach_all()
@@ -140,11 +141,11 @@ class SequenceParallel:
             )
         return getattr(self._mode(rows.grid), name)(local, *args, **options)
 
-    def _mode(self, grid: Any) -> WholeSamples:
+    def _mode(self, grid: Any) -> Strategy:
         key = (grid.num_samples, *grid.shape, grid.full)
         if key not in self._modes:
             config, ranks = self.model.config, self.mesh.sp_size
-            mode = choose_mode(self.options, grid, config.hidden_size, config.num_heads, ranks)
+            mode = choose_strategy(self.options, grid, config.hidden_size, config.num_heads, ranks)
             self._modes[key] = mode(self.mesh, self.options, config.num_heads)
         return self._modes[key]
 
@@ -177,6 +178,7 @@ def parallelize(
     overlap_chunks: int = 1,
     overlap_backward: bool = False,
     recompute_communication: bool = False,
+    cost_model: CostModel = H100,
     verify: bool = False,
 ) -> Model:
     """Make a model compute each batch together with the other ranks of ``mesh.sp_group``.
@@ -198,6 +200,7 @@ def parallelize(
         overlap_backward: under gradient checkpointing, recompute a block while its gradient travels.
         recompute_communication: under gradient checkpointing, receive what blocks exchange once more in recompute
             instead of keeping it.
+        cost_model: speed of the devices and of their links, by which one of several ways is chosen; equal on all ranks.
         verify: run the first batch with and without the other ranks, log the largest relative differences of output
             and gradients, and raise ValueError if they are not those of rounding.
 
@@ -212,6 +215,7 @@ def parallelize(
         overlap_chunks=overlap_chunks,
         overlap_backward=overlap_backward,
         recompute_communication=recompute_communication,
+        cost_model=cost_model,
     )
     if hasattr(model, ATTRIBUTE):
         raise ValueError(

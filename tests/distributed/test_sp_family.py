@@ -16,7 +16,10 @@ from test_sp_parity import make_inputs as make_stdit3_inputs
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model, hook_points
-from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, strategies
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, parallelize
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.strategies import SplitHeads
 
 pytestmark = pytest.mark.core
 BLOCKS = DEPTH  # of a spatial and a temporal part each
@@ -63,7 +66,8 @@ CASES = [*STDIT, *STDIT2]
 IMAGES = [STDIT[2], STDIT2[2]]
 VARIED = [STDIT[3], STDIT[5], STDIT2[3], STDIT2[5]]  # shared in other ways, too
 OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather"), dict(placement="branch")]
-OVERLAP = dict(overlap_backward=True, overlap_chunks=CHUNKS)
+SMALL_CHUNKS = CostModel(flops=400e12, bandwidth=100e9, latency=0)
+OVERLAP = dict(overlap_backward=True, overlap_chunks=CHUNKS, cost_model=SMALL_CHUNKS)
 
 
 def make_model(case: FamilyCase) -> torch.nn.Module:
@@ -154,7 +158,8 @@ class Parity:
         ledger = self.check(case)
         ranks, heads = self.mesh.sp_size, case.heads
         whole_samples = case.size[0] % ranks == 0
-        by_heads = strategies.splits_heads(case.size[0], *case.patches, 4 * heads, heads, ranks)
+        shape = BatchShape(case.size[0], *case.patches, 4 * heads, heads)
+        by_heads = SplitHeads.applies(shape, Options(), ranks) and not whole_samples
         switches = 0 if whole_samples or by_heads else 2 * BLOCKS - 1
         for kind, calls in [("switch", switches), ("heads", 2 * BLOCKS if by_heads else 0)]:
             assert ledger.calls[kind, "forward"] == ledger.calls[kind, "backward"] == calls, (
@@ -181,7 +186,6 @@ class Parity:
 
 def compare_on_ranks() -> tuple[float, int]:
     parity = Parity(SequenceMesh(sp_size=dist.get_world_size()))
-    strategies.MIN_CHUNK_TOKENS = 1
     for case in CASES:
         parity.check_switch(case)
     for case in VARIED:
@@ -192,9 +196,9 @@ def compare_on_ranks() -> tuple[float, int]:
         assert all(
             point.attached for point in wrapped.modules() if isinstance(point, hook_points.Point)
         )
-    strategies.splits_heads = lambda *_: (
-        False
-    )  # whole rows also where most ranks then hold no spatial row
+
+    # Whole rows also where most ranks then hold no spatial row.
+    SplitHeads.applies = classmethod(lambda *_: False)
     for case in IMAGES:
         parity.check_switch(case)
     return parity.worst, parity.comparisons
