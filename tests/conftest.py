@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = (
-    "1"  # no pool of compilers in every process of every test
-)
+# No pool of compilers in every process of every test.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 _skipped: list[tuple[str, str]] = []
 
@@ -30,3 +29,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if refused:
         print("\nskipped for a reason that is not in", listed, *refused, sep="\n  ")
         session.exitstatus = 1
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sampling config and weights drawn at random; tests only read it."""
+    from runs import write_random_model
+
+    return write_random_model(tmp_path_factory.mktemp("trained"))

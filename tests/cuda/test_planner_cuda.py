@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_cases import cache
 from cuda_stub import phase, requires_stub, run_on_stub
-from test_cuda_attention import cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opensora_sp.models import compile_blocks

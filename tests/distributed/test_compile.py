@@ -6,12 +6,12 @@ import copy
 import pickle
 from dataclasses import replace
 
+import parity_cases
 import pytest
-import test_sp_parity
 import torch
 import torch.distributed as dist
+from parity_cases import Case, assert_one_process_result
 from ranks import run_ranks
-from test_sp_parity import Case, assert_one_process_result
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from opensora_sp.models import build_model, compile_blocks
@@ -198,7 +198,7 @@ def compiled_in_parallel() -> None:
     ) -> torch.nn.Module:
         return compile_blocks(parallelize(model, mesh, **options), backend=counter)
 
-    test_sp_parity.parallelize = parallelize_compiled  # what assert_one_process_result calls
+    parity_cases.parallelize = parallelize_compiled  # what assert_one_process_result calls
     for case, options in WAYS:
         torch._dynamo.reset()
         before = counter.frame_count

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_clips import BUCKETS, write_mixed_set
+from mixed_clips import TRAIN as BUCKETED
 from ranks import run_ranks
 from runs import ROOT, TRAIN, write_toy_set
 from safetensors.torch import load_file
-from test_bucketed_training import BUCKETS, write_mixed_set
-from test_bucketed_training import TRAIN as BUCKETED
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from parity_cases import Case, make_inputs, make_model
 from ranks import run_ranks
 from runs import SAMPLE, TRAIN, run, write_toy_set
 from safetensors.torch import load_file, save_file
-from test_sp_parity import Case, make_inputs, make_model
-from test_sp_windows import MIXED, WindowCase
+from window_cases import MIXED, WindowCase
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.diffusion import IDDPM, Noised, RectifiedFlow, rank_loss

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from plugin_cases import GLOBAL_BATCH, STEPS, make_batch, make_model, one_process
 from ranks import run_ranks
 from runs import run
-from test_plugin import GLOBAL_BATCH, STEPS, make_batch, make_model, one_process
 from torch.nn.parallel import DistributedDataParallel
 from worlds import in_worlds
 

@@ -5,7 +5,6 @@ In CI 40 of the 400 ordered pairs; ``make test-reshard`` (GRID=all) does all.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from plugin_cases import make_model
 from ranks import run_ranks
+from recorded_draws import record_draws
 from runs import TRAIN, write_toy_set
 from safetensors.torch import load_file
-from test_plugin import make_model
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
@@ -178,31 +178,6 @@ def use_sgd() -> None:
     )
     trainer.learning_rate = lambda cfg, step: 0.05
     trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
-
-
-def record_draws(into: dict[int, tuple]) -> None:
-    """Note what is drawn for each micro-batch of this rank."""
-    from opensora_sp.features import batch as module
-
-    BatchMaker, noise = module.BatchMaker, []
-    make = getattr(BatchMaker.make, "original", BatchMaker.make)
-    normal = getattr(module.normal, "original", module.normal)
-
-    def recorded_normal(*args):
-        noise.append(normal(*args))
-        return noise[-1]
-
-    def recorded(self, micro_batch, ids, *args):
-        noise.clear()
-        batch = make(self, micro_batch, ids, *args)
-        assert len(noise) == len(ids)
-        drawn = [*noise, batch.noised.t, batch.inputs["drop_caption"], batch.inputs["drop_path"]]
-        digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in drawn)).hexdigest()
-        into[micro_batch] = (tuple(ids), tuple(batch.noised.t.tolist()), digest)
-        return batch
-
-    recorded.original, recorded_normal.original = make, normal
-    BatchMaker.make, module.normal = recorded, recorded_normal
 
 
 def trained(

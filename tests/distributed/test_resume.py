@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from recorded_draws import record_draws
 from runs import TRAIN, write_toy_set
-from test_reshard import record_draws
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_sp_parity import (
+from parity_cases import (
     DEPTH,
     FULL,
     PLAIN,
@@ -21,6 +20,7 @@ from test_sp_parity import (
     make_model,
     run_step,
 )
+from ranks import run_ranks
 
 from opensora_sp.parallel import SequenceMesh, cost_model, parallelize, strategies
 from opensora_sp.parallel.cost_model import splits_heads

@@ -108,3 +108,13 @@ def test_ci_repeats_the_numerical_tests_with_other_kernels() -> None:
     listed = {f"test_{name}.py" for name in re.search(r"^UNIT := (.*)$", makefile, re.M)[1].split()}
     files = {path.name for path in (ROOT / "tests/unit").glob("test_*.py")}
     assert {name for name in files if name.startswith("test_golden")} <= listed <= files
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several of them need is in tests/helpers."""
+    importing = re.compile(r"^\s*(?:from|import) (test_\w+)", re.M)
+    found = {
+        path.name: importing.findall(path.read_text()) for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert len(found) > 100
+    assert not {name: modules for name, modules in found.items() if modules}
