@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, warm_context
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import (
@@ -35,8 +34,6 @@ from opensora_sp.checkpoint import (
 from opensora_sp.memory import LivePeak
 
 ALL = os.environ.get("GRID") == "all"  # make test-faults
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch.distributed", "opensora_sp.checkpoint"])
 
 
 class Recorder(Disk):
@@ -90,7 +87,7 @@ def save(run_dir: Path, step: int, disk: Disk | None = None, **keep: int) -> Non
 
 
 def save_in_a_process(*args: Any, **keep: Any) -> int:
-    process = FORKS.Process(target=save, args=args, kwargs=keep)
+    process = warm_context().Process(target=save, args=args, kwargs=keep)
     process.start()
     process.join(60)
     return process.exitcode
