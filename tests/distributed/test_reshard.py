@@ -1,12 +1,11 @@
 """Checkpoints do not depend on the (dp, sp) that wrote them: every layout of up to 8 processes reads every other's.
 
-In CI 40 of the 400 ordered pairs; ``make test-reshard`` (GRID=all) does all.
+In CI 40 of the 400 ordered pairs; ``make test-reshard`` does all.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ranks import run_ranks
 from recorded_draws import record_draws
 from runs import TRAIN, write_toy_set
 from safetensors.torch import load_file
+from tiers import sample_or_grid
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
@@ -27,16 +27,15 @@ from opensora_sp.training.metrics import read_metrics
 LAYOUTS = [(dp, sp) for dp in range(1, 9) for sp in range(1, 9) if dp * sp <= 8]
 GLOBAL_BATCH = 8
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
-ALL = os.environ.get("GRID") == "all"
 
 
 def name_of(layout: tuple[int, int]) -> str:
     return f"dp{layout[0]}sp{layout[1]}"
 
 
-def pairs() -> dict[tuple[int, int], list[tuple[int, int]]]:
+def pairs(grid: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """For each layout that reads, those that wrote."""
-    if ALL:
+    if grid:
         return dict.fromkeys(LAYOUTS, LAYOUTS)
     readers = [(1, 1), (2, 2), (1, 3), (5, 1), (1, 5), (2, 3), (4, 2), (1, 8)]
     return {
@@ -143,17 +142,18 @@ def read(layout: tuple[int, int], writers: list[tuple[int, int]], root: Path) ->
     return len(writers)
 
 
-def write_and_read_all(root: Path) -> int:
+def write_and_read_all(root: Path, grid: bool) -> int:
     in_worlds(write, [(dp * sp, ((dp, sp), root)) for dp, sp in LAYOUTS], TRAINING)
     done = in_worlds(
-        read, [(dp * sp, ((dp, sp), writers, root)) for (dp, sp), writers in pairs().items()]
+        read, [(dp * sp, ((dp, sp), writers, root)) for (dp, sp), writers in pairs(grid).items()]
     )
     return sum(count or 0 for count in done)
 
 
-def test_every_layout_reads_what_any_other_wrote(tmp_path: Path) -> None:
-    counts = run_ranks(8, write_and_read_all, tmp_path, timeout=3000 if ALL else 900)
-    assert len(LAYOUTS) == 20 and counts[0] == (400 if ALL else 40)
+@sample_or_grid
+def test_every_layout_reads_what_any_other_wrote(tmp_path: Path, grid: bool) -> None:
+    counts = run_ranks(8, write_and_read_all, tmp_path, grid, timeout=3000 if grid else 900)
+    assert len(LAYOUTS) == 20 and counts[0] == (400 if grid else 40)
     wanted = load_file(tmp_path / "dp1sp1/step_00000002/optimizer.safetensors")
     for place, layout in enumerate(
         LAYOUTS

@@ -1,6 +1,6 @@
 """Runs that lose a rank, a launcher, or their numbers: how they end, what they say, and that nothing is left behind.
 
-Each is a small training as users start it, in which ``faulty.py`` plants the fault. ``make test-faults`` (GRID=all)
+Each is a small training as users start it, in which ``faulty.py`` plants the fault. ``make test-faults``
 does with both launchers and with either rank what CI does once.
 """
 
@@ -20,12 +20,18 @@ from opensora_sp.checkpoint import committed_checkpoints, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.training.metrics import read_metrics
 
-ALL = os.environ.get("GRID") == "all"  # make test-faults
-LAUNCHERS = ["torchrun", "colossalai"] if ALL else ["torchrun"]
+grid = pytest.mark.grid
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("rank", [0, 1] if ALL else [1])
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [
+        ("torchrun", 1),
+        pytest.param("torchrun", 0, marks=grid),
+        pytest.param("colossalai", 0, marks=grid),
+        pytest.param("colossalai", 1, marks=grid),
+    ],
+)
 def test_the_first_error_ends_all_ranks_and_is_told_last(
     config: Path, tmp_path: Path, jobs: list[Job], launcher: str, rank: int
 ) -> None:
@@ -45,7 +51,7 @@ def test_the_first_error_ends_all_ranks_and_is_told_last(
     assert f"rank {rank} failed: {error}" in (job.outputs / "train.log").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1] if ALL else [1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=grid)])
 def test_the_ranks_of_another_node_end_too(
     config: Path, tmp_path: Path, jobs: list[Job], rank: int
 ) -> None:
@@ -71,8 +77,12 @@ def undisturbed(config: Path, outputs: Path) -> None:
     train(load_train_config(config, [f"outputs={outputs}"]))
 
 
+@pytest.mark.parametrize(
+    "hang",
+    [pytest.param(False, id="deaths"), pytest.param(True, id="deaths and a hang", marks=grid)],
+)
 def test_a_run_goes_on_whatever_its_ranks_die_of(
-    config: Path, tmp_path: Path, jobs: list[Job]
+    config: Path, tmp_path: Path, jobs: list[Job], hang: bool
 ) -> None:
     """One job with several faults, after each of which torchrun starts the ranks again."""
     faults = {
@@ -81,7 +91,7 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(
         2: ("kill in save", 0, 6),
         3: ("stop", 1, 5),
     }
-    if ALL:
+    if hang:
         faults[4] = ("sleep", 1, 4)
     limits = ["collective_timeout=8", "peer_timeout=5"]
     job = Job(tmp_path, config, *limits, restarts=len(faults), faults=faults)
@@ -96,7 +106,7 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(
     text = job.text
     assert f"rank 0 stops: rank 1 (process {job.rank(1)}) has gone without a word" in text
     assert "rank 1 stops: rank 0" in text  # in a resume and in a save
-    if ALL:
+    if hang:
         stuck = next(
             line
             for line in text.splitlines()
