@@ -79,6 +79,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

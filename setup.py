@@ -49,6 +49,7 @@ setup(
         "test": [
             "codespell[toml]==2.4.3",
             "hypothesis",
+            "import-linter",
             "imageio-ffmpeg",
             "mypy==2.4.1",
             "pre-commit",

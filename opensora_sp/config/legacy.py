@@ -93,7 +93,7 @@ KEPT = (
 
 AUTOENCODER = "take a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
 OTHER_MODEL = (
-    "take an STDiT model, or parallelize a model of your own by a plan (docs/own_model.md)"
+    "take an STDiT model, or parallelize a model of your own by a plan (docs/custom_model.md)"
 )
 FAMILIES = {
     "DiT": OTHER_MODEL,

@@ -18,7 +18,7 @@ from worlds import in_worlds
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.parallel import SequenceMesh, parallelize, unwrap
 
-PAGE = Path(__file__).parents[2] / "docs" / "own_loop.md"
+PAGE = Path(__file__).parents[2] / "docs" / "custom_training_loop.md"
 
 
 def steps(sp_size: int, with_ddp: bool, shards: bool) -> None:
