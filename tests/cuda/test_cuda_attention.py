@@ -52,6 +52,7 @@ def on_compiled_blocks(config: dict, backend: str) -> tuple[int, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_blocks() -> None:
     """A step of a compiled model runs Triton's kernels and, in each self-attention, FlashAttention's."""
     recording = run_on_stub(on_compiled_blocks, {}, "inductor", timeout=600, env=cache())

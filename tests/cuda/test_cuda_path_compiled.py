@@ -21,6 +21,7 @@ def on_compiled(case):
     step(model, inputs, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiled_forward_and_backward(case):
     eager = run_on_stub(on_model, case, False)

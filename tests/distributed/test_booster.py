@@ -346,6 +346,7 @@ def contract(root: Path) -> list[list[float] | None]:
     return sequences
 
 
+@pytest.mark.slow
 def test_the_contract(tmp_path: Path) -> None:
     sequences = run_ranks(4, contract, tmp_path, timeout=900)[0]
     for layout, sequence in zip(LAYOUTS, sequences, strict=True):

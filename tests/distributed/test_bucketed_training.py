@@ -66,6 +66,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder)]
 
 
+@pytest.mark.slow
 def test_replicas_and_sequence_parallelism_do_not_change_the_losses(folder: Path) -> None:
     """3 micro-batches a step: two replicas take 2 and 1, and the one with none left adds nothing."""
     alone = losses(folder / "1x1")

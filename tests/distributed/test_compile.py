@@ -58,6 +58,7 @@ def step(
     return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *learned])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), [("STDiT3", "aot_eager"), ("STDiT2", "eager")])
 def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: str) -> None:
     plain, counter = small(name), CompileCounterWithBackend(backend)
@@ -117,6 +118,7 @@ V13 = dict(
 PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "masked", "graphs"),
     [
@@ -211,5 +213,6 @@ def compiled_in_parallel() -> None:
         assert counter.frame_count == compiled, (case, options)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_under_sequence_parallelism() -> None:
     run_ranks(2, compiled_in_parallel, timeout=600)

@@ -146,6 +146,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder)]
 
 
+@pytest.mark.slow
 def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: Path) -> None:
     """In every division of the processes, without any encoder; broken clips get the same replacements."""
     plain = losses(folder / "plain")

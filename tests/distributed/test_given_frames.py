@@ -91,6 +91,7 @@ def test_any_number_of_processes(
             assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()
 
 
+@pytest.mark.slow
 def test_the_script_takes_references_and_a_negative_prompt(
     trained: Path, files: list[Path], tmp_path: Path
 ) -> None:

@@ -250,6 +250,7 @@ ckpt_every = 2
 """
 
 
+@pytest.mark.slow
 def test_training_with_iddpm_and_frame_masks_resumes_bit_by_bit(tmp_path: Path) -> None:
     """STDiT2 on two processes that share every clip; the run is cut after two of four steps."""
     manifest = write_toy_set(tmp_path, 8)

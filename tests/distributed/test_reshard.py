@@ -150,6 +150,7 @@ def write_and_read_all(root: Path, grid: bool) -> int:
     return sum(count or 0 for count in done)
 
 
+@pytest.mark.slow
 @sample_or_grid
 def test_every_layout_reads_what_any_other_wrote(tmp_path: Path, grid: bool) -> None:
     counts = run_ranks(8, write_and_read_all, tmp_path, grid, timeout=3000 if grid else 900)
@@ -217,6 +218,7 @@ def train_around_the_ring(config: Path, root: Path) -> list:
     return [*whole, *parts, *in_worlds(trained, more)]
 
 
+@pytest.mark.slow
 def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
     """SGD with momentum, whose parameters show every wrong gradient; ten steps after the change."""
     manifest = write_toy_set(tmp_path / "set", 14)

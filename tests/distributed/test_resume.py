@@ -172,6 +172,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "config.py"
 
 
+@pytest.mark.slow
 @sample_or_grid
 def test_a_cut_run_is_the_run_that_was_not_cut(config: Path, tmp_path: Path, grid: bool) -> None:
     cuts, limit = (GRID, 7200) if grid else (SAMPLE, 900)
@@ -332,6 +333,7 @@ def all_ledgers(config: Path, root: Path, ledgers: Ledgers) -> list:
     return [[next(found) for _ in range(len(cuts) + 1)] for _, _, cuts in ledgers]
 
 
+@pytest.mark.slow
 @sample_or_grid
 def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path, grid: bool) -> None:
     """No duplicate, no omission, peers equal, replicas different, whatever interrupts and whoever reads."""

@@ -34,6 +34,7 @@ def end_groups(whose: str, count: int, seconds: float) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_the_pinned_torch_deadlocks_at_the_end_of_a_group() -> None:
     """The reproducer: without it the tests below would show nothing."""
     if torch.__version__.startswith("2.5."):
@@ -45,6 +46,7 @@ def test_the_pinned_torch_deadlocks_at_the_end_of_a_group() -> None:
         assert re.search(r"short_groups.py\", line \d+ in (use_and_end|in_worlds_of)", done.stderr)
 
 
+@pytest.mark.slow
 @sample_or_grid
 def test_groups_of_one_process_end(grid: bool) -> None:
     count = 2000 if grid else 200
@@ -92,6 +94,7 @@ def ends_of_blocks() -> list[object]:
     return [waited, raised, time.monotonic() - start, dist.is_initialized()]
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_all_ranks_but_not_after_an_error() -> None:
     first, second = run_ranks(2, ends_of_blocks)
     assert first[0] >= 2.0 and second[0] >= 2.0

@@ -67,7 +67,7 @@ def compare_on_ranks() -> tuple[float, int]:
     return parity.worst, parity.comparisons
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_output_and_every_gradient_equal_one_process(num_ranks: int) -> None:
     for worst, comparisons in run_ranks(num_ranks, compare_on_ranks):
         assert worst <= 1e-9 and comparisons > 1000

@@ -72,7 +72,7 @@ def compare_on_ranks(cases: list[Case]) -> None:
             assert not ledger.calls["gather", "forward"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_output_and_every_gradient_equal_one_process(num_ranks: int) -> None:
     run_ranks(num_ranks, compare_on_ranks, CASES)
 

@@ -97,7 +97,9 @@ def compare_on_ranks(sp_sizes: list[int]) -> list[tuple[float, int]]:
     return found
 
 
-@pytest.mark.parametrize("sp_sizes", [[3], [2, 4, 8]], ids=str)
+@pytest.mark.parametrize(
+    "sp_sizes", [[3], pytest.param([2, 4, 8], marks=pytest.mark.slow)], ids=str
+)
 def test_output_and_every_gradient_equal_one_process(sp_sizes: list[int]) -> None:
     for of_rank in run_ranks(max(sp_sizes), compare_on_ranks, sp_sizes):
         for worst, comparisons in of_rank:

@@ -168,6 +168,7 @@ def found() -> list:
     return run_ranks(2, all_watches)
 
 
+@pytest.mark.slow
 def test_slow_and_late_ranks_alarm_nobody(found: list) -> None:
     assert [of_rank[0] for of_rank in found] == [[], []]
 

@@ -118,6 +118,7 @@ def found() -> list[dict[str, list[str]]]:
     return run_ranks(RANKS, all_cases)
 
 
+@pytest.mark.slow
 def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks(
     found: list[dict[str, list[str]]],
 ) -> None:

@@ -171,6 +171,7 @@ def name_of(block: Block) -> str:
     return f"{block.page}: {' '.join(block.commands[0][:3])}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in SHELL if b.runs_in_make_test], ids=name_of)
 def test_light_block_runs(block: Block, place: Path) -> None:
     run_block(block, place)

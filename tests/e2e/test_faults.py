@@ -20,6 +20,8 @@ from opensora_sp.checkpoint import committed_checkpoints, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.training.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
+
 grid = pytest.mark.grid
 
 

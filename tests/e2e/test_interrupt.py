@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from jobs import FOR_LONG, Job, assert_stopped_well, command_of
 
+pytestmark = pytest.mark.slow
+
 OURS = re.compile(r'File ".*(opensora_sp|scripts|tests)/')
 
 
