@@ -1,4 +1,5 @@
-"""Did the demo work? Checks of a finished run that noise, a constant or a linear model would not pass.
+"""Did the demo work? Checks of a finished run that noise, a constant or a linear model would not
+pass.
 
 Legend: N clips, D numbers of one clip's latents, B samples.
 """
@@ -47,7 +48,9 @@ class Finding:
 def check_run(
     run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig, heldout: str
 ) -> list[Finding]:
-    """All checks of a finished demo; writes ``check.png``, the samples looked at, into the run's folder."""
+    """All checks of a finished demo; writes ``check.png``, the samples looked at, into the run's
+    folder.
+    """
     weights = find_weights(run_dir, ema=True)
     pipeline = build_pipeline(sample_cfg, weights, SequenceMesh(1), torch.device("cpu"))
     assert train_cfg.dataset.manifest is not None
@@ -90,10 +93,12 @@ def check_loss_fell(losses: np.ndarray) -> Finding:
 def check_against_linear(
     flow: RectifiedFlow, predict: Predict, train: Tensor, held: Tensor
 ) -> list[Finding]:
-    """Held-out loss in each timestep bin, against the best linear predictor of the velocity from ``x_t``.
+    """Held-out loss in each timestep bin, against the best linear predictor of the velocity from
+    ``x_t``.
 
-    The linear predictor has the mean and covariance of the training latents ``[N, c, f, h, w]``; the variance that it
-    supposes outside their span is the one that serves it best on the held-out clips.
+    The linear predictor has the mean and covariance of the training latents ``[N, c, f, h, w]``;
+    the variance that it supposes outside their span is the one that serves it best on the held-out
+    clips.
     """
     findings = []
     noise = torch.stack([normal(tuple(held.shape[1:]), 0, "held out", i) for i in range(len(held))])
@@ -118,9 +123,11 @@ def check_against_linear(
 
 
 class LinearPredictor:
-    """The affine map of least squared error from ``x_t = (1 - s) x + s n`` to ``x - n`` for Gaussian n.
+    """The affine map of least squared error from ``x_t = (1 - s) x + s n`` to ``x - n`` for
+    Gaussian n.
 
-    In each principal direction of the data, of variance v, it multiplies by ``((1-s) v - s) / ((1-s)^2 v + s^2)``.
+    In each principal direction of the data, of variance v, it multiplies by ``((1-s) v - s) /
+    ((1-s)^2 v + s^2)``.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -181,7 +188,9 @@ def swap(prompts: Sequence[str]) -> list[str]:
 def sample_backgrounds(
     pipeline: Pipeline, prompts: list[str], sheet: Path
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean border colours ``[8, 3]`` of samples for the prompts and, from the same noise, for the swapped prompts."""
+    """Mean border colours ``[8, 3]`` of samples for the prompts and, from the same noise, for the
+    swapped prompts.
+    """
     shown, colours = [], []
     for texts in (prompts, swap(prompts)):
         batch = requests_of(pipeline.cfg, texts)
@@ -194,7 +203,9 @@ def sample_backgrounds(
 
 
 def border_colour(frames: np.ndarray) -> np.ndarray:
-    """Mean colour of the margin that shapes keep away from, over all frames ``[F, height, width, 3]``."""
+    """Mean colour of the margin that shapes keep away from, over all frames ``[F, height, width,
+    3]``.
+    """
     edge = max(1, int(frames.shape[1] * MARGIN))
     inner = np.zeros(frames.shape[1:3], dtype=bool)
     inner[edge:-edge, edge:-edge] = True
@@ -222,7 +233,8 @@ def encode_all(pipeline: Pipeline, dataset: VideoTextDataset) -> tuple[Tensor, l
         clip = dataset[i]
         if isinstance(clip, BrokenClip):
             raise ValueError(
-                f"got a clip that cannot be read: {clip.path} ({clip.reason}); make the toy set again"
+                f"got a clip that cannot be read: {clip.path} ({clip.reason}); make the toy set "
+                "again"
             )
         latents.append(pipeline.vae.encode(scale(clip.video)[None])[0])
         texts.append(clip.text)

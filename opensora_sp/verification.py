@@ -1,4 +1,6 @@
-"""One small step of a config's model with and without sequence parallelism, on processes of its own, on CPU."""
+"""One small step of a config's model with and without sequence parallelism, on processes of its
+own, on CPU.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,20 @@ Shape = tuple[int, int, int, int]  # samples, and frames, height and width of th
 def verify_config(
     cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int
 ) -> tuple[Shape, str, Verdict]:
-    """Compare in float64 on ``ranks`` processes, with ``depth`` blocks and about ``max_tokens`` tokens of a sample.
+    """Compare in float64 on ``ranks`` processes, with ``depth`` blocks and about ``max_tokens``
+    tokens of a sample.
 
     Returns:
-        The shape of the batch, the way in which it was shared (a class of ``parallel/strategies.py``), and the verdict.
+        The shape of the batch, the way in which it was shared (a class of
+        ``parallel/strategies.py``), and the verdict.
 
     Raises:
         ValueError: if there are fewer than two ranks to share a batch.
     """
     if ranks < 2:
         raise ValueError(
-            f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks 2"
+            f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks "
+            "2"
         )
     results = mp.get_context("spawn").SimpleQueue()
     with TemporaryDirectory() as folder:
@@ -69,8 +74,10 @@ def _verify_on(
 
 
 def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
-    """Samples and latent size: frames are kept, their size is halved until a sample has few tokens, and of the numbers
-    of samples with which ranks share the batch as they will share the config's the smallest is taken, from two on."""
+    """Samples and latent size: frames are kept, their size is halved until a sample has few tokens,
+    and of the numbers of samples with which ranks share the batch as they will share the config's
+    the smallest is taken, from two on.
+    """
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     patch, mode = (
         model_config(cfg).patch_size,
@@ -97,7 +104,9 @@ def model_config(cfg: TrainConfig) -> Any:
 
 
 def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
-    """The config's model with fewer blocks, in float64, with no parameter left zero, which would hide differences."""
+    """The config's model with fewer blocks, in float64, with no parameter left zero, which would
+    hide differences.
+    """
     name, options = split_type("model", cfg.model)
     full = model_config(cfg)
     smaller: dict[str, Any] = {"depth": min(depth, full.depth)}

@@ -15,5 +15,6 @@ model = dict(
     input_sq_size=64,
     pred_sigma=False,
 )
-# Towards noise, where a clip's layout is decided: by default so small a frame would be drawn towards data.
+# Towards noise, where a clip's layout is decided: by default so small a frame would be drawn
+# towards data.
 scheduler = dict(type="rflow", use_timestep_transform=True, transform_scale=10.0)

@@ -1,4 +1,6 @@
-"""Configs: mmengine-style files, a schema that refuses what it does not know, overrides that are data."""
+"""Configs: mmengine-style files, a schema that refuses what it does not know, overrides that are
+data.
+"""
 
 from .components import build_component, split_type
 from .findings import explain

@@ -15,7 +15,9 @@ from .components import split_type
 def latent_size(
     vae: dict[str, Any], num_frames: int, height: int, width: int
 ) -> tuple[int, int, int] | None:
-    """Frames, height and width of the latents of a clip; None if only the autoencoder itself could say."""
+    """Frames, height and width of the latents of a clip; None if only the autoencoder itself could
+    say.
+    """
     cls = component_class("vae", vae["type"], LATENT_ENCODERS)
     if vae["type"] not in LATENT_ENCODERS and not hasattr(cls, "planned_latent_size"):
         return None
@@ -27,22 +29,25 @@ def check_latents(vae: dict[str, Any], num_frames: int, height: int, width: int)
     latents = latent_size(vae, num_frames, height, width)
     if latents is not None and min(latents) < 1:
         raise ValueError(
-            f"got {_told(num_frames, height, width)}, of which the vae {vae['type']!r} makes latents of {latents}; "
-            "expected at least one in each direction; enlarge the frames"
+            f"got {_told(num_frames, height, width)}, of which the vae {vae['type']!r} makes "
+            f"latents of {latents}; expected at least one in each direction; enlarge the frames"
         )
 
 
 def check_input_size(
     vae: dict[str, Any], model: dict[str, Any], num_frames: int, height: int, width: int
 ) -> None:
-    """Raise ValueError if the model has positions for latents of another size than those of the clips."""
+    """Raise ValueError if the model has positions for latents of another size than those of the
+    clips.
+    """
     name, options = split_type("model", model)
     wanted = getattr(resolve_config(name, **options), "input_size", None)
     latents = latent_size(vae, num_frames, height, width)
     if wanted is not None and latents is not None and tuple(wanted) != tuple(latents):
         raise ValueError(
-            f"got {_told(num_frames, height, width)}, latents of {latents}, and model.input_size {tuple(wanted)}; "
-            "expected the same; leave input_size out, which is then that of the clips, or change the clips"
+            f"got {_told(num_frames, height, width)}, latents of {latents}, and model.input_size "
+            f"{tuple(wanted)}; expected the same; leave input_size out, which is then that of the "
+            "clips, or change the clips"
         )
 
 
@@ -59,12 +64,12 @@ def check_text_length(text_encoder: dict[str, Any], model: dict[str, Any]) -> No
     config = resolve_config(model_name, **model_options)
     if getattr(config, "skip_y_embedder", False):
         raise ValueError(
-            "got model.skip_y_embedder=True, for text that others have projected; expected False, since runs take text "
-            "from text_encoder; leave it out"
+            "got model.skip_y_embedder=True, for text that others have projected; expected False, "
+            "since runs take text from text_encoder; leave it out"
         )
     taken = config.model_max_length
     if isinstance(length, int) and length > taken:
         raise ValueError(
-            f"got text_encoder.max_length {length} over model.model_max_length {taken}; expected at most that; lower "
-            "the one or raise the other"
+            f"got text_encoder.max_length {length} over model.model_max_length {taken}; expected "
+            "at most that; lower the one or raise the other"
         )

@@ -1,4 +1,6 @@
-"""What a config may say. Unknown keys are errors; every value is checked before a process or a model exists."""
+"""What a config may say. Unknown keys are errors; every value is checked before a process or a
+model exists.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,10 @@ __all__ = [
 class Common(Strict):
     """What training and sampling share.
 
-    The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p" with its
-    ``aspect_ratio``, "9:16"); ``num_frames`` a number or a name such as "2s". Names are those of Open-Sora 1.2.
-    ``allow_pickle`` and ``convert`` are about the weights to begin with (``load``, ``ckpt``); see ``weights``.
+    The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p"
+    with its ``aspect_ratio``, "9:16"); ``num_frames`` a number or a name such as "2s". Names are
+    those of Open-Sora 1.2. ``allow_pickle`` and ``convert`` are about the weights to begin with
+    (``load``, ``ckpt``); see ``weights``.
     """
 
     num_frames: Frames = Field(description="Frames of a clip, 1 for images, or a name such as 2s.")
@@ -109,13 +112,14 @@ class Common(Strict):
         """``image_size``, whichever way the size is said."""
         if (self.resolution is None) == (self.image_size is None):
             raise ValueError(
-                f"got resolution {self.resolution!r} and image_size {self.image_size!r}; expected exactly one of them; "
-                "set resolution='512x512' or image_size=(512, 512)"
+                f"got resolution {self.resolution!r} and image_size {self.image_size!r}; expected "
+                "exactly one of them; set resolution='512x512' or image_size=(512, 512)"
             )
         if self.resolution is None and self.aspect_ratio is not None:
             raise ValueError(
-                f"got aspect_ratio {self.aspect_ratio!r} with image_size {self.image_size}; expected it with a named "
-                "resolution; write resolution='240p' instead of image_size, or leave it away"
+                f"got aspect_ratio {self.aspect_ratio!r} with image_size {self.image_size}; "
+                "expected it with a named resolution; write resolution='240p' instead of "
+                "image_size, or leave it away"
             )
         if self.resolution is not None:
             self.image_size = frame_size(self.resolution, self.aspect_ratio)
@@ -127,7 +131,9 @@ class Common(Strict):
             )
 
     def _one_latent_size(self) -> None:
-        """A model whose positions are made for one latent size gets that of the clips, unless it is said."""
+        """A model whose positions are made for one latent size gets that of the clips, unless it is
+        said.
+        """
         name, options = split_type("model", self.model)
         if "input_size" not in options and hasattr(model_class(name).Config, "input_size"):
             latents = latent_size(self.vae, self.num_frames, *self.size)
@@ -193,12 +199,13 @@ class Common(Strict):
 class TrainConfig(Common):
     """A training run.
 
-    An optimizer step consumes ``micro_batches_per_step`` micro-batches of ``batch_size`` clips over all replicas (by
-    default one each), whatever the number of processes is. ``max_steps`` or ``epochs`` says how long it goes on.
-    ``watch`` says when a run that cannot go on ends.
+    An optimizer step consumes ``micro_batches_per_step`` micro-batches of ``batch_size`` clips over
+    all replicas (by default one each), whatever the number of processes is. ``max_steps`` or
+    ``epochs`` says how long it goes on. ``watch`` says when a run that cannot go on ends.
 
-    ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths; ``num_frames``, ``image_size`` and
-    ``batch_size`` are then those of its largest clips, at 16:9, for whoever asks for one size.
+    ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths;
+    ``num_frames``, ``image_size`` and ``batch_size`` are then those of its largest clips, at 16:9,
+    for whoever asks for one size.
     """
 
     precision: Precision = Field(
@@ -328,8 +335,8 @@ class TrainConfig(Common):
         }
         together(
             *(
-                f"got {key} {value!r} beside bucket_config; expected sizes in one place; remove {key}, or set "
-                "bucket_config to None"
+                f"got {key} {value!r} beside bucket_config; expected sizes in one place; remove "
+                f"{key}, or set bucket_config to None"
                 for key, value in beside.items()
                 if value is not None and value != sizes.get(key)
             )
@@ -354,8 +361,8 @@ class TrainConfig(Common):
     def _one_length(self) -> None:
         if (self.max_steps == 0) == (self.epochs is None):
             raise ValueError(
-                f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them to say how long "
-                "the run is; "
+                f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them to "
+                "say how long the run is; "
                 + ("set max_steps" if self.epochs is None else "set max_steps=0, or epochs=None")
             )
 
@@ -372,8 +379,8 @@ class TrainConfig(Common):
             resolve_config(name, **options), "input_size"
         ):
             raise ValueError(
-                f"got bucket_config for the model {name!r}, whose positions are made for one input_size; expected a "
-                "model for any size; take STDiT2 or STDiT3"
+                f"got bucket_config for the model {name!r}, whose positions are made for one "
+                "input_size; expected a model for any size; take STDiT2 or STDiT3"
             )
 
     @field_validator("mask_ratios")
@@ -393,12 +400,13 @@ class TrainConfig(Common):
 class InferenceConfig(Common):
     """A sampling run. Where ``sp_size`` is None, it is chosen by an estimate of the time.
 
-    ``prompts`` are texts, or dicts of ``PromptOptions``; ``num_samples`` videos are made of each, from different noise.
-    Videos are written as ``format``, single frames as PNG.
+    ``prompts`` are texts, or dicts of ``PromptOptions``; ``num_samples`` videos are made of each,
+    from different noise. Videos are written as ``format``, single frames as PNG.
 
-    ``reference_path`` and ``mask_strategy`` say what is given of the videos, where a prompt does not say it itself. A
-    ``loop`` after the first goes on from the last ``condition_frame_length`` latent frames of the one before, which
-    are generated anew in the last ``condition_frame_edit`` of the schedule.
+    ``reference_path`` and ``mask_strategy`` say what is given of the videos, where a prompt does
+    not say it itself. A ``loop`` after the first goes on from the last ``condition_frame_length``
+    latent frames of the one before, which are generated anew in the last ``condition_frame_edit``
+    of the schedule.
     """
 
     sp_size: int | None = Field(  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """Latents to frames, piece by piece, shared by the ranks of an SP group.
 
-A clip falls into pieces that its autoencoder decodes without the rest (``independent_pieces``). In each turn every
-rank decodes one piece, and the frames go to the rank that writes their video. So a rank holds as many decoded pieces as
-there are ranks at most, however long the clip is; and a piece is decoded by the same call whoever does it, so frames
-are the same bits on any number of processes.
+A clip falls into pieces that its autoencoder decodes without the rest (``independent_pieces``). In
+each turn every rank decodes one piece, and the frames go to the rank that writes their video. So a
+rank holds as many decoded pieces as there are ranks at most, however long the clip is; and a piece
+is decoded by the same call whoever does it, so frames are the same bits on any number of processes.
 
 Legend: B videos, c latent channels, f x h x w latent size, P ranks of the SP group.
 """
@@ -24,12 +24,16 @@ from opensora_sp.encoders import Piece, independent_pieces
 from opensora_sp.parallel import SequenceMesh
 
 Frames = Iterator[tuple[int, np.ndarray]]
-"""(place in the batch, frames uint8 ``[F, height, width, 3]``), the pieces of one video in their order."""
+"""(place in the batch, frames uint8 ``[F, height, width, 3]``), the pieces of one video in their
+order.
+"""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of one loop of one video; the first ``skipped`` frames of it are those of the loop before."""
+    """A piece of one loop of one video; the first ``skipped`` frames of it are those of the loop
+    before.
+    """
 
     video: int
     part: int
@@ -50,7 +54,8 @@ def decode(
     overlap: int,
     mesh: SequenceMesh,
 ) -> Frames:
-    """Decode a batch; each rank is given the frames of the videos that it writes (``writer_of``). Collective.
+    """Decode a batch; each rank is given the frames of the videos that it writes (``writer_of``).
+    Collective.
 
     Args:
         parts: latents ``[B, c, f, h, w]`` of each loop, equal on all ranks.
@@ -90,7 +95,9 @@ def writer_of(video: int, mesh: SequenceMesh) -> int:
 
 
 def grouped(pieces: Sequence[Piece], vae: Any) -> list[Piece]:
-    """Single frames as many at a time as the autoencoder takes (``micro_batch_size``; None: all); chunks one by one."""
+    """Single frames as many at a time as the autoencoder takes (``micro_batch_size``; None: all);
+    chunks one by one.
+    """
     alone = getattr(vae, "chunk_latent_frames", None) == 1
     many = (getattr(vae, "micro_batch_size", 1) or len(pieces)) if alone else 1
     runs = [pieces[i : i + many] for i in range(0, len(pieces), many)]
@@ -110,9 +117,11 @@ def frames_of(vae: Any, latent_frames: int, num_frames: int, size: tuple[int, in
 
 
 def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[Unit]]:
-    """What the ranks decode at a time, one unit each at most; ``units`` are those of the first video.
+    """What the ranks decode at a time, one unit each at most; ``units`` are those of the first
+    video.
 
-    P videos at a time are decoded by those who write them, so that nothing is sent; the rest is shared piece by piece.
+    P videos at a time are decoded by those who write them, so that nothing is sent; the rest is
+    shared piece by piece.
     """
     whole = num_videos - num_videos % ranks
     for first in range(0, whole, ranks):
@@ -141,7 +150,9 @@ def _decode_one(vae: Any, latents: Tensor, unit: Unit, size: tuple[int, int]) ->
 
 
 def _to_writers(turn: Sequence[Unit], mine: np.ndarray | None, mesh: SequenceMesh) -> Frames:
-    """Send each unit's frames to its writer; yields those that this rank writes. uint8, through the hosts' group."""
+    """Send each unit's frames to its writer; yields those that this rank writes. uint8, through the
+    hosts' group.
+    """
     group, arriving, under_way = mesh.host_group, dict[int, Tensor](), list[Any]()
     shape = torch.tensor(mine.shape[1:] if mine is not None else (0, 0, 0))
     for rank, unit in enumerate(turn):

@@ -79,7 +79,8 @@ class Pipeline:
 
         Args:
             text: what ``encode`` made of the prompts of this loop, if it has been called.
-            given: for each request, frames of references and where they go; those of other loops are left out.
+            given: for each request, frames of references and where they go; those of other loops
+                are left out.
             loop: which part of a looped video this is.
         """
         num_frames, *pixels = batch[0].shape
@@ -111,16 +112,19 @@ class Pipeline:
         )
         if not latents.isfinite().all():
             raise ValueError(
-                f"got latents that are not finite for {[request.prompt.text for request in batch]}; expected numbers; "
-                "check the checkpoint, or sample with precision 'fp32'"
+                "got latents that are not finite for "
+                f"{[request.prompt.text for request in batch]}; expected numbers; check the "
+                "checkpoint, or sample with precision 'fp32'"
             )
         return latents
 
     @torch.no_grad()
     def encode(self, batch: Sequence[Request], loop: int = 0) -> Text:
-        """What the model is told at every step: the prompts, and with guidance behind them what it moves away from.
+        """What the model is told at every step: the prompts, and with guidance behind them what it
+        moves away from.
 
-        That is the negative prompt, or else no caption. A text that several requests share is encoded once.
+        That is the negative prompt, or else no caption. A text that several requests share is
+        encoded once.
         """
         texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
         drop = torch.zeros(len(batch), dtype=torch.bool)
@@ -158,7 +162,9 @@ class Pipeline:
     def _insert(
         self, z: Tensor, given: Sequence[Given] | None, loop: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Put given frames into the noise; the level of each frame ``[B, f]``, None where nothing is given."""
+        """Put given frames into the noise; the level of each frame ``[B, f]``, None where nothing
+        is given.
+        """
         if given is None or not any(i.loop == loop for one in given for i in one.insertions):
             return z, None
         align = getattr(self.vae, "chunk_latent_frames", None)
@@ -182,7 +188,9 @@ class Pipeline:
     def looped(
         self, batch: Sequence[Request], *, on_step: Callable[[], object] | None = None
     ) -> list[Tensor]:
-        """Latents of all loops, ``[B, c, f, h, w]`` each; a loop after the first begins with the end of the last."""
+        """Latents of all loops, ``[B, c, f, h, w]`` each; a loop after the first begins with the
+        end of the last.
+        """
         cfg, parts = self.cfg, list[Tensor]()
         given = [self.given(request.prompt, request.size) for request in batch]
         told: list[str] = []

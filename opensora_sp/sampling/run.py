@@ -48,11 +48,12 @@ logger = logging.getLogger(__name__)
 def sample(cfg: InferenceConfig) -> list[Path]:
     """Sample the videos that a config asks for; returns the files this rank wrote.
 
-    Every process takes part: groups of ``sp_size`` share the work on a batch of prompts, and several groups share the
-    batches. The processes of a group write the videos of a batch in turn.
+    Every process takes part: groups of ``sp_size`` share the work on a batch of prompts, and
+    several groups share the batches. The processes of a group write the videos of a batch in turn.
 
     Raises:
-        ValueError: before the model is built, if prompts, references, checkpoint and processes do not fit the config.
+        ValueError: before the model is built, if prompts, references, checkpoint and processes do
+            not fit the config.
     """
     with told_to_all_ranks():
         requests, weights = preflight(cfg)
@@ -86,10 +87,12 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
 
 
 def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
-    """Initialise the process group if a launcher started several processes; returns this process's device.
+    """Initialise the process group if a launcher started several processes; returns this process's
+    device.
 
     Raises:
-        ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see ``launching.meet``.
+        ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see
+            ``launching.meet``.
     """
     store = meet(settings)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -168,10 +171,12 @@ def _sample_all(
 def _left_to_do(
     cfg: InferenceConfig, requests: list[Request], weights: Path, folder: Path
 ) -> tuple[list[Request], str]:
-    """The requests that are to be sampled, and the fingerprint of the weights, as rank 0 finds them. Collective.
+    """The requests that are to be sampled, and the fingerprint of the weights, as rank 0 finds
+    them. Collective.
 
     Raises:
-        ValueError: on every rank, if the weights are not those that their checkpoint's manifest lists.
+        ValueError: on every rank, if the weights are not those that their checkpoint's manifest
+            lists.
     """
     found: list[Any] = [None]
     with on_rank_0("checking weights and videos") as here:
@@ -213,7 +218,8 @@ def write_batch(
     folder: Path,
     digest: str | None,
 ) -> list[Path]:
-    """Decode and write what ``Pipeline.looped`` made of a batch; returns the files of this rank. Collective.
+    """Decode and write what ``Pipeline.looped`` made of a batch; returns the files of this rank.
+    Collective.
 
     ``digest`` is the fingerprint of the weights, None while they are being trained.
     """

@@ -1,7 +1,8 @@
-"""Mixed resolutions, lengths and aspect ratios, like the first stage of Open-Sora 1.2; clips are shared by 8 GPUs.
+"""Mixed resolutions, lengths and aspect ratios, like the first stage of Open-Sora 1.2; clips are
+shared by 8 GPUs.
 
-Batch sizes are of the kind that the release uses on one GPU for each batch; ``opensora-sp plan`` says what they take
-here. A manifest with sizes comes from ``opensora-sp index``.
+Batch sizes are of the kind that the release uses on one GPU for each batch; ``opensora-sp plan``
+says what they take here. A manifest with sizes comes from ``opensora-sp index``.
 """
 
 _base_ = ["../../_base_/stdit3_xl2.py", "../../_base_/train.py"]
