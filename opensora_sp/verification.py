@@ -14,10 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from .config import TrainConfig, split_type
+from .config import TrainConfig
 from .encoders import planned_latent_size
-from .models import build_model
-from .models.registry import resolve_config
 from .parallel import (
     Options,
     SequenceMesh,
@@ -80,7 +78,7 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
     """
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     patch, mode = (
-        model_config(cfg).patch_size,
+        cfg.model_spec.config.patch_size,
         mode_of(cfg, ranks, (cfg.batch_size, frames, height, width)),
     )
     while frames * height * width > max_tokens * math.prod(patch) and max(height, width) > 1:
@@ -92,28 +90,22 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
 
 def mode_of(cfg: TrainConfig, ranks: int, shape: Shape) -> str:
     """The name of the way in which ranks share a batch of this shape."""
-    config = model_config(cfg)
+    config = cfg.model_spec.config
     grid = config.grid(shape[0], shape[1:])
     options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
     return choose_mode(options, grid, config.hidden_size, config.num_heads, ranks).__name__
-
-
-def model_config(cfg: TrainConfig) -> Any:
-    name, options = split_type("model", cfg.model)
-    return resolve_config(name, **options)
 
 
 def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
     """The config's model with fewer blocks, in float64, with no parameter left zero, which would
     hide differences.
     """
-    name, options = split_type("model", cfg.model)
-    full = model_config(cfg)
-    smaller: dict[str, Any] = {"depth": min(depth, full.depth)}
-    if hasattr(full, "input_size"):
-        smaller["input_size"] = shape[1:]
+    spec = cfg.model_spec
+    smaller = spec.with_options(depth=min(depth, spec.config.depth))
+    if spec.input_size is not None:
+        smaller = smaller.with_options(input_size=shape[1:])
     torch.manual_seed(cfg.seed)
-    model = build_model(name, **{**options, **smaller}).double()
+    model = smaller.build().double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad and not parameter.any():

@@ -15,7 +15,7 @@ from opensora_sp.checkpoint import check_conversions
 from opensora_sp.data.buckets import Buckets
 from opensora_sp.diffusion import check_mask_ratios
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
-from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.models.registry import model_class
 
 from .components import (
     SCHEDULERS,
@@ -27,6 +27,7 @@ from .components import (
 )
 from .findings import together
 from .geometry import check_input_size, check_latents, check_text_length, latent_size
+from .model_spec import ModelSpec
 from .sections import (
     Dataset,
     Frames,
@@ -134,17 +135,19 @@ class Common(Strict):
         """A model whose positions are made for one latent size gets that of the clips, unless it is
         said.
         """
-        name, options = split_type("model", self.model)
-        if "input_size" not in options and hasattr(model_class(name).Config, "input_size"):
-            latents = latent_size(self.vae, self.num_frames, *self.size)
-            if latents is not None and min(latents) > 0:
-                resolve_config(name, **options, input_size=latents)
-                self.model = {**self.model, "input_size": latents}
+        if "input_size" in self.model or self.model_spec.input_size is None:
+            return
+
+        latents = latent_size(self.vae, self.num_frames, *self.size)
+        if latents is not None and min(latents) > 0:
+            sized = {**self.model, "input_size": latents}
+            ModelSpec.parse(sized)  # raises if the model cannot take this size
+            self.model = sized
 
     def _rules(self) -> Iterator[Callable[[], object]]:
         """What values must be like together; each rule raises ValueError by itself."""
         yield self._scheduler_fits_model
-        yield lambda: check_text_length(self.text_encoder, self.model)
+        yield lambda: check_text_length(self.text_encoder, self.model_spec.config)
         for clip in self._clips():
             yield partial(check_latents, self.vae, *clip)
 
@@ -153,11 +156,9 @@ class Common(Strict):
         return [(self.num_frames, *self.size)]
 
     def _scheduler_fits_model(self) -> None:
-        name, options = split_type("model", self.model)
-        model = resolve_config(name, **options)
-        build_component(self.scheduler, SCHEDULERS).check_channels(
-            model.in_channels, model.out_channels
-        )
+        model = self.model_spec.config
+        scheduler = build_component(self.scheduler, SCHEDULERS)
+        scheduler.check_channels(model.in_channels, model.out_channels)
 
     @field_validator("vae")
     @classmethod
@@ -185,9 +186,14 @@ class Common(Strict):
         name, options = split_type("model", value)
         config = model_class(name).Config
         check_keys("model", options, [field.name for field in dataclasses.fields(config)])
-        options = check_values("model", options, config)
-        resolve_config(name, **options)
-        return {"type": name, **options}
+        checked = {"type": name, **check_values("model", options, config)}
+        ModelSpec.parse(checked)
+        return checked
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """``model``, parsed."""
+        return ModelSpec.parse(self.model)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -346,7 +352,7 @@ class TrainConfig(Common):
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
         if self.bucket_config is None:
-            yield partial(check_input_size, self.vae, self.model, self.num_frames, *self.size)
+            yield self._latents_fit_model
         yield self._one_length
         yield self._buckets_fit
         yield self._training_precision
@@ -357,6 +363,9 @@ class TrainConfig(Common):
         return [
             one.shape_at(9 / 16) for one in Buckets.of(self.bucket_config).entries if one.batch_size
         ]
+
+    def _latents_fit_model(self) -> None:
+        check_input_size(self.model_spec.input_size, self.vae, self.num_frames, *self.size)
 
     def _one_length(self) -> None:
         if (self.max_steps == 0) == (self.epochs is None):
@@ -374,12 +383,10 @@ class TrainConfig(Common):
                 f"got dataset.type {self.dataset.type!r} {found} bucket_config; "
                 "expected 'VariableVideoText' with buckets, 'VideoText' without; change one of them"
             )
-        name, options = split_type("model", self.model)
-        if self.bucket_config is not None and hasattr(
-            resolve_config(name, **options), "input_size"
-        ):
+        spec = self.model_spec
+        if self.bucket_config is not None and spec.input_size is not None:
             raise ValueError(
-                f"got bucket_config for the model {name!r}, whose positions are made for one "
+                f"got bucket_config for the model {spec.name!r}, whose positions are made for one "
                 "input_size; expected a model for any size; take STDiT2 or STDiT3"
             )
 

@@ -18,7 +18,6 @@ from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
 from opensora_sp.diffusion import unguided
 from opensora_sp.models import Text, sample_numbers
-from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import SequenceMesh
 
 from .conditioning import Insertion, Prompt, insert_references, prompt_of_loop
@@ -95,7 +94,7 @@ class Pipeline:
             torch.full((len(batch),), float(side), device=self.device) for side in pixels
         )
         fps = torch.tensor([request.fps for request in batch], device=self.device)
-        names = model_class(self.cfg.model["type"]).sample_inputs
+        names = self.cfg.model_spec.model_class.sample_inputs
         numbers = sample_numbers(names, height=height, width=width, fps=fps, num_frames=num_frames)
         if self.guides:
             numbers = {name: torch.cat([value, value]) for name, value in numbers.items()}

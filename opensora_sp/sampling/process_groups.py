@@ -12,10 +12,9 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from opensora_sp.config import InferenceConfig, build_component, split_type
+from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel.cost_model import FLOPS_PER_ELEMENT
 from opensora_sp.planner.sharing import Shape, busiest_work, options_of
 from opensora_sp.planner.traffic import traffic
@@ -80,8 +79,7 @@ def _deal(
 
 
 def _cost_by_shape(cfg: InferenceConfig, ranks: int) -> Callable[[Batch], float]:
-    name, options = split_type("model", cfg.model)
-    model, how = resolve_config(name, **options), options_of(cfg.sequence_parallel)
+    model, how = cfg.model_spec.config, options_of(cfg.sequence_parallel)
     doubled = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
 
     @functools.cache

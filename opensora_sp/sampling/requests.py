@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from opensora_sp.config import InferenceConfig, PromptOptions, split_type
+from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data.video import UNREADABLE, Probed, probe
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.registry import resolve_config
 from opensora_sp.randomness import normal
 
 from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
@@ -189,13 +188,12 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
         ValueError: if the model has position tables for another size.
     """
     latent_size = planned_latent_size(cfg.vae, *request.shape)
-    name, options = split_type("model", cfg.model)
-    wanted = getattr(resolve_config(name, **options), "input_size", latent_size)
-    if tuple(wanted) != tuple(latent_size):
+    wanted = cfg.model_spec.input_size
+    if wanted is not None and wanted != latent_size:
         raise ValueError(
             f"got {request.num_frames} frames of {request.size[0]}x{request.size[1]} pixels, "
             f"latents of {latent_size}, for {request.prompt.text!r}; expected the model's "
-            f"input_size {tuple(wanted)}; change the size, or take a checkpoint of that size"
+            f"input_size {wanted}; change the size, or take a checkpoint of that size"
         )
     return latent_size[0]
 

@@ -21,12 +21,11 @@ from opensora_sp.checkpoint import (
     saved_config,
     verify,
 )
-from opensora_sp.config import InferenceConfig, build_component, check_launch, split_type
+from opensora_sp.config import InferenceConfig, build_component, check_launch
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import (
     SequenceMesh,
     closing_process_group,
@@ -80,9 +79,8 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")
     weights = find_weights(cfg.ckpt, ema=cfg.use_ema)
     if saved_config(weights) is not None:
-        name, options = split_type("model", cfg.model)
-        config = resolve_config(name, **options)
-        check_model_config(weights, model_class(name).__name__, config, convert=cfg.convert)
+        spec = cfg.model_spec
+        check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
     return requests, weights
 
 
@@ -112,9 +110,8 @@ def build_pipeline(
     """Model with its weights, wrapped for the mesh, and the encoders."""
     vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
-    name, options = split_type("model", cfg.model)
     with torch.device("meta"):
-        model = build_model(name, **options)
+        model = cfg.model_spec.build()
     check_encoders(model.config, vae, text_encoder)
     load_weights(model, weights, cfg)
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
