@@ -144,7 +144,7 @@ def _sample_all(
     pipeline = build_pipeline(cfg, weights, mesh, device)
     is_main, batches = mesh.rank == 0, groups.batches[mesh.dp_rank]
     if is_main:
-        pipeline.tell_truncation(requests)
+        pipeline.warn_of_truncation(requests)
     folder.mkdir(parents=True, exist_ok=True)
     steps = len(batches) * cfg.loop * pipeline.flow.num_sampling_steps
     written = []
