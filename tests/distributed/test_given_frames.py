@@ -53,7 +53,7 @@ def sample(folder: Path, files: list[Path]) -> list[list[torch.Tensor]]:
     ]
     requests = requests_of(cfg, [PromptOptions(**prompt) for prompt in prompts])
     found = [pipeline.looped(batch) for batch in (requests[:1], requests[1:2], requests[::2])]
-    references = pipeline.given(requests[0].prompt, cfg.size).references
+    references = pipeline.conditioning(requests[0].prompt, cfg.size).references
     decoded = collected(pipeline.frames(requests[:1], found[0], mesh), 1)
     return [*found, references, [torch.from_numpy(decoded[0]), pipeline.num_frames(requests[0])]]
 
