@@ -175,6 +175,7 @@ def test_functions_are_replaced_while_recording_only() -> None:
     assert before == {name: getattr(dist, name) for name in before}
 
 
+@pytest.mark.serial
 def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     recorder = CollectiveRecorder(timedelta(seconds=5))
