@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from opensora_sp.config import load_inference_config, load_train_config
-from opensora_sp.console import told_errors
+from opensora_sp.console import report_errors
 from opensora_sp.demo import check_run
 
 
@@ -19,7 +19,7 @@ def main() -> None:
         "--heldout", default="data/toy_heldout/clips.csv", help="manifest of clips not trained on"
     )
     args = parser.parse_args()
-    with told_errors():
+    with report_errors():
         train_cfg = load_train_config(args.run_dir / "config.py")
         findings = check_run(
             args.run_dir, train_cfg, load_inference_config(args.sample_config), args.heldout
