@@ -1,4 +1,5 @@
-"""Write a labelled set of small mp4 files, moving coloured shapes with captions, and its manifest clips.csv.
+"""Write a labelled set of small mp4 files, moving coloured shapes with captions, and its manifest
+clips.csv.
 
 An eighth of all captions is left out, so that a model can be asked for what it was not shown.
 """
@@ -31,7 +32,8 @@ def main() -> None:
     with report_errors():
         if min(args.num, args.num_frames, args.size) < 1:
             raise ValueError(
-                "got a number below 1; expected positive numbers; change --num, --num-frames or --size"
+                "got a number below 1; expected positive numbers; change --num, --num-frames or "
+                "--size"
             )
     args.folder.mkdir(parents=True, exist_ok=True)
     with (args.folder / "clips.csv").open("w", newline="", encoding="utf-8") as file:

@@ -1,7 +1,8 @@
 """Train an STDiT model as a config says.
 
 torchrun --nproc_per_node 8 scripts/train.py configs/stdit3/train/64x512x512_sp8.py
-colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py configs/stdit3/train/64x512x512_sp8.py
+colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py
+configs/stdit3/train/64x512x512_sp8.py
 """
 
 import argparse

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from opensora_sp.checkpoint import check_encoders, newest_checkpoint
-from opensora_sp.config import TrainConfig, dump_config, split_type
+from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.console import exit_interrupted
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
 from opensora_sp.determinism import use_deterministic_kernels
@@ -34,7 +34,7 @@ from opensora_sp.features.build import (
 )
 from opensora_sp.features.corrupt_samples import BrokenClips
 from opensora_sp.features.sharded import SharedClips
-from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models import compile_blocks
 from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, leave_process_group, raise_on_all_ranks
 
@@ -143,9 +143,8 @@ class Run:
         plugin = SequenceParallelPlugin.from_config(cfg)
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         self.source = make_source(cfg, dataset, device)
-        name, options = split_type("model", cfg.model)
         torch.manual_seed(cfg.seed)
-        model = build_model(name, **options)
+        model = cfg.model_spec.build()
         check_encoders(model.config, self.source, self.source)
         freeze(model, cfg.freeze)
         model.set_grad_checkpoint(cfg.grad_checkpoint)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_clips import BUCKETS, write_mixed_set
+from mixed_clips import TRAIN as BUCKETED
 from ranks import run_ranks
 from runs import ROOT, TRAIN, write_toy_set
 from safetensors.torch import load_file
-from test_bucketed_training import BUCKETS, write_mixed_set
-from test_bucketed_training import TRAIN as BUCKETED
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
@@ -146,6 +146,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder)]
 
 
+@pytest.mark.slow
 def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: Path) -> None:
     """In every division of the processes, without any encoder; broken clips get the same replacements."""
     plain = losses(folder / "plain")

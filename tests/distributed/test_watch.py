@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from logs import told, wait_until
 from ranks import run_ranks
 from worlds import in_worlds
 
@@ -20,24 +19,6 @@ from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.runtime import Watchdog, heartbeats
 
 pytestmark = pytest.mark.core  # the watchdog reads what torch does not promise to keep
-
-
-def told() -> list[str]:
-    """What the package will have logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    package = logging.getLogger("opensora_sp")
-    package.handlers[:] = [handler]
-    package.setLevel(logging.INFO)
-    return lines
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def no_step_in_time() -> tuple[list[int], list[str]]:
@@ -187,6 +168,7 @@ def found() -> list:
     return run_ranks(2, all_watches)
 
 
+@pytest.mark.slow
 def test_slow_and_late_ranks_alarm_nobody(found: list) -> None:
     assert [of_rank[0] for of_rank in found] == [[], []]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_backend import AsyncGroup
+from logs import told, wait_until
 from ranks import run_ranks
-from test_watch import told, wait_until
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -118,6 +118,7 @@ def found() -> list[dict[str, list[str]]]:
     return run_ranks(RANKS, all_cases)
 
 
+@pytest.mark.slow
 def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks(
     found: list[dict[str, list[str]]],
 ) -> None:

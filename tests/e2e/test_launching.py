@@ -257,6 +257,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.core
 def test_all_ranks_start_or_all_say_the_same() -> None:
     ports = {case: free_port() for case in CASES}

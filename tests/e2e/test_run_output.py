@@ -48,6 +48,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "a run", found.stdout + found.stderr
 
 
+@pytest.mark.slow
 def test_each_message_stands_once_whatever_the_number_of_ranks(done: tuple[Path, str]) -> None:
     run_dir, output = done
     for text in (output, (run_dir / "train.log").read_text()):
@@ -85,6 +86,7 @@ def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
     assert len(list((run_dir / "samples").glob("*.mp4"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
