@@ -12,10 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from .config import TrainConfig, split_type
+from .config import TrainConfig
 from .encoders import planned_latent_size
-from .models import build_model
-from .models.registry import resolve_config
 from .parallel import (
     Options,
     SequenceMesh,
@@ -88,7 +86,7 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> LatentShape:
     from two on, the smallest with the same strategy is taken.
     """
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
-    patch = model_config(cfg).patch_size
+    patch = cfg.model_spec.config.patch_size
     strategy = config_strategy(cfg, ranks, (cfg.batch_size, frames, height, width))
 
     while frames * height * width > max_tokens * math.prod(patch) and max(height, width) > 1:
@@ -104,14 +102,9 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> LatentShape:
 
 def config_strategy(cfg: TrainConfig, ranks: int, shape: LatentShape) -> type[Strategy]:
     """The parallel strategy of a batch of this shape."""
-    batch = BatchShape.of(model_config(cfg), shape[0], shape[1:])
+    batch = BatchShape.of(cfg.model_spec.config, shape[0], shape[1:])
     options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
     return strategy_for(batch, options, ranks)
-
-
-def model_config(cfg: TrainConfig) -> Any:
-    name, options = split_type("model", cfg.model)
-    return resolve_config(name, **options)
 
 
 def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
@@ -119,14 +112,13 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
 
     No parameter is left zero, which would hide differences.
     """
-    name, options = split_type("model", cfg.model)
-    full = model_config(cfg)
-    smaller: dict[str, Any] = {"depth": min(depth, full.depth)}
-    if hasattr(full, "input_size"):
-        smaller["input_size"] = shape[1:]
+    spec = cfg.model_spec
+    smaller = spec.with_options(depth=min(depth, spec.config.depth))
+    if spec.input_size is not None:
+        smaller = smaller.with_options(input_size=shape[1:])
 
     torch.manual_seed(cfg.seed)
-    model = build_model(name, **{**options, **smaller}).double()
+    model = smaller.build().double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad and not parameter.any():

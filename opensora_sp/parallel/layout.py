@@ -110,7 +110,7 @@ def plan_exchange(
 
 
 def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -> ExchangePlan:
-    """Plan one rank's part in sending entries from the ranks that made them to those that want them.
+    """Plan one rank's part in sending entries from their makers to all that want them.
 
     Args:
         made: for each rank the numbers of its entries, int64, in its own order.

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from opensora_sp.config import InferenceConfig, TrainConfig, build_component, split_type
+from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import strategy_for, strategy_options
@@ -179,8 +178,7 @@ class _Run:
         check_sp_size(self.ranks, num_gpus)
 
         self.options = options_of(getattr(cfg, "sequence_parallel", None))
-        self.name, options = split_type("model", cfg.model)
-        self.config = resolve_config(self.name, **options)
+        self.name, self.config = cfg.model_spec.name, cfg.model_spec.config
         self.dtype = DTYPES[cfg.precision]
 
         self.training = isinstance(cfg, TrainConfig)

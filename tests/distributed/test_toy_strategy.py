@@ -16,8 +16,8 @@ import pytest
 import reference_config
 import torch
 import torch.distributed as dist
+from parity_cases import DEPTH, FULL, PLAIN, Case, assert_one_process_result
 from ranks import run_ranks
-from test_sp_parity import DEPTH, FULL, PLAIN, Case, assert_one_process_result
 
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
@@ -41,7 +41,7 @@ SPATIAL, TEMPORAL = "b t | s", "b s | t"
 
 class TemporalBranch(OneLayout):
     label = option = "temporal_branch"
-    condition = "there are no windows"
+    condition = "for models without windows"
     moves = "input and output of temporal attention"
     stays = "spatial"
 
@@ -153,7 +153,9 @@ def test_config_planner_and_command_line_take_it(
 
     main(["plan", config, "--gpus", "4"])
     table = capsys.readouterr().out
-    assert "temporal_branch: the config sets strategy='temporal_branch'" in table
+    assert (
+        "temporal_branch: the config sets strategy='temporal_branch', for models without" in table
+    )
     assert "moved    input and output of temporal attention" in table
 
     main(["plan", config, "--gpus", "4", "--json"])
@@ -164,7 +166,7 @@ def test_config_planner_and_command_line_take_it(
 
 def test_docs_list_it(toy: None) -> None:
     (row,) = [line for line in reference_config.page().splitlines() if "`temporal_branch`" in line]
-    assert "there are no windows" in row and "input and output of temporal attention" in row
+    assert "for models without windows" in row and "input and output of temporal attention" in row
 
 
 def test_without_registration_it_is_refused(config: str) -> None:

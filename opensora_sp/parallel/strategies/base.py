@@ -16,10 +16,10 @@ of a row. Volumes are elements sent per rank for a spatial and a temporal block,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..batch_shape import BatchShape
 from ..layout import (
@@ -77,7 +77,7 @@ class Strategy:
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
         """Why it was chosen, in one line for the user."""
-        return f"the config sets strategy={cls.option!r}"
+        return f"the config sets strategy={cls.option!r}, {cls.condition}"
 
     @classmethod
     def rows_layout(cls, layout: str, grid: TokenGrid) -> str:
@@ -115,43 +115,16 @@ class Strategy:
     def shard(self, local: Local[Rows], grid: Grid) -> Rows:
         return self.held(self.ends(local(grid))[0])
 
-    def switch(
-        self, local: Local[tuple[Tensor, Rows]], x: Tensor, rows: Rows
-    ) -> tuple[Tensor, Rows]:
-        return local(x, rows)
+    def _local(self, local: Local[Any], *args: Any, **options: Any) -> Any:
+        return local(*args, **options)
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        """``of_rows`` was computed ahead for these rows; without it, it is computed anew."""
-        return local(x, rows, *of_rows)
-
-    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        return local(x, rows, *of_rows)
-
-    def attend_spatial(
-        self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
-    ) -> Tensor:
-        return local(q, k, v, rows)
-
-    def attend_temporal(
-        self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
-    ) -> Tensor:
-        return local(q, k, v, rows)
-
-    def segment(
-        self,
-        local: Local[Any],
-        function: Local[Any],
-        rows: Rows,
-        *args: Any,
-        recompute: bool,
-        last: bool,
-    ) -> Any:
-        return local(function, rows, *args, recompute=recompute, last=last)
-
-    def rowwise(
-        self, local: Local[Any], function: Local[Any], rows: Rows, x: Tensor, *entries: Tensor
-    ) -> Any:
-        return local(function, rows, x, *entries)
+    # switch(local, x, rows) -> x and its rows in the other layout, x ``[R, L, C]``
+    # spatial, temporal(local, x, rows, *of_rows) -> x; ``of_rows`` was computed ahead for these
+    #     rows, and is computed anew where it is left out
+    # attend_spatial, attend_temporal(local, q, k, v, rows) -> output, all ``[R, L, H, D]``
+    # segment(local, function, rows, *args, recompute, last) -> what the function returns
+    # rowwise(local, function, rows, x, *entries) -> what the function returns
+    switch = spatial = temporal = attend_spatial = attend_temporal = segment = rowwise = _local
 
     # Which rows this rank holds, and its part in an exchange.
 
@@ -169,12 +142,21 @@ class Strategy:
         """This rank's run of all rows of a layout."""
         return rows.take(*self.runs(rows)[self.mesh.sp_rank])
 
+    def plans(
+        self, rows: Rows, left: str, entered: str, device: torch.device
+    ) -> Callable[..., ExchangePlan]:
+        """This rank's part in an exchange of the tokens of a batch, or of their heads.
+
+        Called with the number of a chunk and of all chunks, the part of that chunk. Holds nothing
+        of the batch, which it outlives.
+        """
+        axes = axes_of(rows, h=self.heads) if "h" in left.split() else axes_of(rows)
+        ranks, rank, windows = self.mesh.sp_size, self.mesh.sp_rank, rows.grid.windows
+        return partial(plan_exchange, axes, left, entered, ranks, rank, device, windows=windows)
+
     @uncompiled  # plans are cached: they belong to no graph
     def plan(self, rows: Rows, left: str, entered: str, device: torch.device) -> ExchangePlan:
-        """This rank's part in an exchange of the tokens of a batch, or of their heads."""
-        axes = axes_of(rows, h=self.heads) if "h" in left.split() else axes_of(rows)
-        ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
-        return plan_exchange(axes, left, entered, ranks, rank, device, windows=rows.grid.windows)
+        return self.plans(rows, left, entered, device)()
 
     @property
     def group(self) -> Any:

@@ -14,7 +14,6 @@ from ..token_layout import Rows
 from .base import REPLICATED, BlockLayouts, Local, TokenGrid
 from .exchanges import AllGather, Exchange
 from .one_layout import OneLayout
-from .ulysses import baseline_reason
 
 
 class SplitGather(OneLayout):
@@ -24,14 +23,11 @@ class SplitGather(OneLayout):
     """
 
     label = option = "split_gather"
+    condition = "a baseline that sends more than 'switch'"
     moves = "all tokens to all ranks, for every attention"
 
     keeps_received = False
     window_rows = WINDOW_COLUMNS
-
-    @classmethod
-    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
-        return baseline_reason(cls.option)
 
     @classmethod
     def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:

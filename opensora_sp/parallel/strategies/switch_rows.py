@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 from ..batch_shape import BatchShape
 from ..collectives import exchange
 from ..cost_model import FewUnitsCosts
-from ..layout import ExchangePlan, plan_exchange, run_sizes
+from ..layout import ExchangePlan, run_sizes
 from ..options import Options
 from ..overlap import InFlightSwitch
 from ..token_layout import Rows
 from ..typed import uncompiled
-from .base import Local, Strategy, axes_of
+from .base import Local, Strategy
 from .exchanges import AllToAll, Exchange
 
 
@@ -45,10 +44,7 @@ class SwitchRows(Strategy):
 
     @classmethod
     def exchanges(cls, shape: BatchShape, options: Options, element_size: int) -> list[Exchange]:
-        spatial, temporal = (
-            cls.rows_layout("spatial", shape),
-            cls.rows_layout("temporal", shape),
-        )
+        spatial, temporal = cls.token_layouts(shape)
         token = shape.width * element_size
         return [
             AllToAll(shape.depth, spatial, temporal, token),
@@ -124,20 +120,7 @@ class SwitchRows(Strategy):
         return max(1, min(self.options.overlap_chunks, worthwhile, fewest))
 
     def _plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
-        """This rank's part in a switch, or in one of its chunks.
-
-        Holds nothing of the batch, which it outlives.
-        """
-        return partial(
-            plan_exchange,
-            axes_of(rows),
-            self.layout(rows),
-            self.layout(rows.turned()),
-            self.mesh.sp_size,
-            self.mesh.sp_rank,
-            device,
-            windows=rows.grid.windows,
-        )
+        return self.plans(rows, self.layout(rows), self.layout(rows.turned()), device)
 
 
 def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnitsCosts:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..batch_shape import BatchShape
 from ..layout import WINDOW_COLUMNS
-from ..options import Options
 from .base import BlockLayouts, TokenGrid
 from .split_attention import SplitAttention
 
@@ -17,18 +15,11 @@ class Ulysses(SplitAttention):
     """
 
     label = option = "ulysses"
+    condition = "a baseline that sends more than 'switch'"
 
     keeps_received = False
     window_rows = WINDOW_COLUMNS
 
     @classmethod
-    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
-        return baseline_reason(cls.option)
-
-    @classmethod
     def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
         return BlockLayouts("h | b t s", "h | b s t" if grid.windows is None else "h | b w p t")
-
-
-def baseline_reason(option: str) -> str:
-    return f"the config sets strategy={option!r}, a baseline that sends more than 'switch'"
