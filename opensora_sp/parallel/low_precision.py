@@ -76,15 +76,15 @@ def _send(
 
 def to_bytes(x: Tensor, narrow: torch.dtype) -> Tensor:
     """``[n, C]`` -> uint8 ``[n, C + 4]``: 8-bit floats of each token, then the float32 they are to be multiplied by."""
-    largest = (
-        x.detach().abs().amax(dim=1, keepdim=True).float() if len(x) else x.new_zeros(0, 1).float()
-    )
+    largest = x.detach().abs().amax(dim=-1, keepdim=True).float()
     scale = (largest / torch.finfo(narrow).max).clamp(min=torch.finfo(torch.float32).tiny)
     numbers = (x / scale).to(torch.float32).to(narrow)
-    return torch.cat([numbers.view(torch.uint8), scale.view(torch.uint8)], dim=1)
+    return torch.cat([numbers.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
 
 
 def from_bytes(payload: Tensor, narrow: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Undo ``to_bytes``, in ``dtype``."""
-    numbers, scale = payload[:, :-SCALE_BYTES], payload[:, -SCALE_BYTES:].contiguous()
+    # Copied, since the view as float32 needs memory and strides aligned to four bytes.
+    scale = payload[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    numbers = payload[..., :-SCALE_BYTES]
     return (numbers.view(narrow).to(torch.float32) * scale.view(torch.float32)).to(dtype)
