@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 300
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 240
 ) -> list[Any]:
     """``[function(*args) of rank 0, of rank 1, ...]``; ``function`` must be importable and its result picklable.
 
