@@ -4,8 +4,8 @@
     python scripts/mutations.py COMMIT clipping  those whose names have one of these words
 
 Each fault is a replacement of text in a copy of the tree. For each, pytest runs the files that are
-named for it, without the tests marked slow. The exit status is 1 if a fault is not caught, or if its
-text is no longer there: then write the fault anew for the code as it is.
+named for it, without the tests marked slow. The exit status is 1 if a fault is not caught, or if
+its text is no longer there: then adapt the mutation to the code.
 """
 
 from __future__ import annotations
