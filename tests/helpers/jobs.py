@@ -96,12 +96,12 @@ class Job:
     def text(self) -> str:
         return self.log.read_text()
 
-    def until(self, told: str, timeout: float = 120) -> None:
+    def until(self, message: str, timeout: float = 120) -> None:
         """Wait until the log says so."""
         deadline = time.monotonic() + timeout
-        while told not in self.text:
-            assert time.monotonic() < deadline, f"never said {told!r}:\n{self.text}"
-            assert self.left(), f"ended without {told!r}:\n{self.text}"
+        while message not in self.text:
+            assert time.monotonic() < deadline, f"never said {message!r}:\n{self.text}"
+            assert self.left(), f"ended without {message!r}:\n{self.text}"
             time.sleep(0.1)
 
     def until_gone(self, timeout: float, but: str | None = None) -> None:
@@ -142,7 +142,7 @@ def command_of(pid: int) -> list[str]:
         return []
 
 
-def assert_stopped_well(job: Job, told: str) -> int:
+def assert_stopped_well(job: Job, message: str) -> int:
     """Nothing is left, the log says why, the last step has a whole checkpoint; returns that step."""
     newest = newest_checkpoint(job.outputs)
     assert newest is not None, job.text
@@ -152,7 +152,7 @@ def assert_stopped_well(job: Job, told: str) -> int:
     assert (
         newest.name == f"step_{steps[-1]:08d}" and f"stopped after step {steps[-1]} of 1000" in log
     )
-    assert told in log, log
+    assert message in log, log
     return steps[-1]
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 
-def told() -> list[str]:
-    """What the package will have logged."""
+def captured_lines() -> list[str]:
+    """The lines that the package logs from now on, as they come."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -121,7 +121,7 @@ def run_step(
         ranks, shards = mesh.sp_size, dict(output="shards")
     with torch.no_grad():
         whole = model(**inputs)
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         if case.output == "shards":
             losses = velocity_loss(model(**inputs, **shards), target, x_mask)
             rank_loss(losses, global_samples=len(target), world_size=ranks).backward()
@@ -132,7 +132,7 @@ def run_step(
         for gradient in found.values():
             dist.all_reduce(gradient)
             gradient /= ranks
-    return whole, found, ledger
+    return whole, found, counter
 
 
 @cache
@@ -141,7 +141,7 @@ def one_process_step(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor],
 
 
 def assert_one_process_result(case: Case, mesh: SequenceMesh, **options) -> CommLedger:
-    whole, found, ledger = run_step(case, mesh, **options)
+    whole, found, counter = run_step(case, mesh, **options)
     reference, wanted, _ = one_process_step(case)
     largest = max(g.abs().max().item() for g in wanted.values())
     pairs = {"output": (whole, reference), **{name: (found[name], wanted[name]) for name in wanted}}
@@ -151,4 +151,4 @@ def assert_one_process_result(case: Case, mesh: SequenceMesh, **options) -> Comm
         assert difference <= allowed, (
             f"{case} {options}: {name} differs by {difference}, allowed {allowed}"
         )
-    return ledger
+    return counter

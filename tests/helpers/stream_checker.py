@@ -210,7 +210,7 @@ def _caller() -> str:
 
 
 class StreamWork(dist._Work):
-    """A collective under way; ``wait`` makes the current stream wait for it, as NCCL's does."""
+    """A collective in flight; ``wait`` makes the current stream wait for it, as NCCL's does."""
 
     def __init__(self, finished: torch.cuda.Event) -> None:
         super().__init__()
