@@ -48,7 +48,7 @@ class CollectiveError(AssertionError):
 
 
 class Done(dist.Work):
-    """Work under way on the group's own stream, as NCCL's: waiting is the current stream's affair."""
+    """Work in flight on the group's stream, as NCCL's: the current stream waits for it."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         super().__init__()

@@ -48,7 +48,8 @@ def make_model(case: FamilyCase) -> torch.nn.Module:
     )
     model = build_model(
         case.model, in_channels=2, hidden_size=4 * case.heads, depth=BLOCKS, num_heads=case.heads,
-        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0, drop_path=0.3, **own,
+        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
+        drop_path=0.3, **own,
     ).double()  # fmt: skip
     return drawn(model, case)
 
@@ -65,7 +66,10 @@ def make_inputs(case: FamilyCase) -> dict[str, torch.Tensor]:
 def run_step(
     case: FamilyCase, mesh: SequenceMesh | None, **options
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], CommLedger]:
-    """Output (whole), gradients averaged over the ranks, and what was sent; without a mesh, in one process."""
+    """Output (whole), gradients averaged over the ranks, and the communication counted.
+
+    Without a mesh, in one process.
+    """
     model, inputs = case.build(), case.inputs()
     target = torch.randn(
         inputs["x"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
@@ -97,7 +101,10 @@ def run_step(
 
 
 class Parity:
-    """Compares with one process, whose result is computed once per case, and remembers the worst difference."""
+    """Compares with one process, and remembers the largest difference.
+
+    The result of one process is computed once per case.
+    """
 
     def __init__(self, mesh: SequenceMesh) -> None:
         self.mesh, self.worst, self.comparisons = mesh, 0.0, 0
@@ -138,7 +145,7 @@ class Parity:
         assert bool(counter.calls["gather", "forward"]) == (case.output == "full")
 
     def check_overlap(self, case: FamilyCase) -> None:
-        """A block's second part sends its end in chunks; the first, which ends with attention, in one."""
+        """A block's second part sends its end in chunks, the first part (attention) in one."""
         counter = self.check(case, **OVERLAP)
         frames, patches = case.patches
         if (

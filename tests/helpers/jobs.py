@@ -41,7 +41,8 @@ class Job:
         self.pids.mkdir(parents=True)
         self.mark = f"JOB={self.pids}"
         one_node = ["--nproc_per_node", "2", "--master_port", str(port or free_port())]
-        here = "0.0.0.0"  # leads to this machine, as 127.0.0.1 does, which is refused where there are several nodes
+        # This machine, as 127.0.0.1, which is refused where there are several nodes.
+        here = "0.0.0.0"
         nodes = [
             "--nnodes",
             "2",
@@ -105,7 +106,7 @@ class Job:
             time.sleep(0.1)
 
     def until_gone(self, timeout: float, but: str | None = None) -> None:
-        """Wait until no process of the job is left, but for those with this word in their command."""
+        """Wait until no process of the job is left, except those with a word in their command."""
         deadline = time.monotonic() + timeout
         while left := [pid for pid in self.left() if but is None or but not in command_of(pid)]:
             assert time.monotonic() < deadline, f"processes {left} are left behind:\n{self.text}"
@@ -143,7 +144,7 @@ def command_of(pid: int) -> list[str]:
 
 
 def assert_stopped_well(job: Job, message: str) -> int:
-    """Nothing is left, the log says why, the last step has a whole checkpoint; returns that step."""
+    """The log has the reason and the last step a whole checkpoint; returns that step."""
     newest = newest_checkpoint(job.outputs)
     assert newest is not None, job.text
     verify(newest)

@@ -48,8 +48,9 @@ FULL = replace(Case((1, 1, 1, 1)), mask=True, x_mask=True, drop_caption=True, dr
 def make_model(case: Case) -> torch.nn.Module:
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=4 * case.heads, depth=DEPTH, num_heads=case.heads, patch_size=case.patch,
-        caption_channels=5, model_max_length=6, mlp_ratio=2.0, drop_path=0.3, input_sq_size=16,
+        "STDiT3", in_channels=2, hidden_size=4 * case.heads, depth=DEPTH, num_heads=case.heads,
+        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
+        drop_path=0.3, input_sq_size=16,
     ).double()  # fmt: skip
     return drawn(model, case)
 
@@ -109,7 +110,10 @@ def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[s
 def run_step(
     case: Case, mesh: SequenceMesh | None, **options
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], CommLedger]:
-    """Output (whole), gradients averaged over the ranks, and what was sent; without a mesh, in one process."""
+    """Output (whole), gradients averaged over the ranks, and the communication counted.
+
+    Without a mesh, in one process.
+    """
     model, inputs = make_model(case), make_inputs(case)
     target = torch.randn(
         inputs["x"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
