@@ -26,7 +26,7 @@ from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.features.precompute import check_kept
 from opensora_sp.features.sharded import Encoders
-from opensora_sp.runtime import Watch
+from opensora_sp.runtime import Watchdog
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import preflight
 
@@ -262,7 +262,7 @@ def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
 
     started = []
 
-    class Recorded(Watch):
+    class Recorded(Watchdog):
         def __init__(self, **limits: Any) -> None:
             started.append(limits)
             super().__init__(**limits)
@@ -270,7 +270,7 @@ def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
     def fail(*args: Any) -> None:
         raise ValueError("got no plan")
 
-    module.Watch, module.make_plan = Recorded, fail
+    module.Watchdog, module.make_plan = Recorded, fail
     with pytest.raises(ValueError, match="got no plan") as raised:
         module.precompute(load_train_config(config, [*KEPT, "peer_timeout=7"]), str(cache))
     return started and started[0].get("peer_timeout"), getattr(raised.value, "is_logged", False)

@@ -1,8 +1,8 @@
 """Several "hosts" on this machine, each with its own network, processes, mounts, name and sshd.
 
 A host is a process in new namespaces, and all it starts lives in them: when it is killed,
-everything of it is gone, the network included. A bridge in one more such namespace joins the hosts, so the
-machine's network is never touched. If the tests are killed, the hosts are killed with them.
+everything of it is gone, the network included. A bridge in one more such namespace joins the
+hosts, so the machine's network is never touched. If the tests are killed, the hosts are killed with them.
 """
 
 from __future__ import annotations

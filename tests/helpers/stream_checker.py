@@ -7,8 +7,8 @@ writes whole storages. Order comes from events, synchronizations and ``record_st
 torch's trace of its CUDA calls and by the operators. Two accesses of which one writes, and which
 nothing orders, are a race whatever the kernels' speed.
 
-Memory that is freed counts as reused at once: the next operator that runs on the stream for which it
-was allocated may write to it. So a race does not depend on which block the allocator picks.
+Memory that is freed counts as reused at once: the next operator that runs on the stream for which
+it was allocated may write to it. So a race does not depend on which block the allocator picks.
 """
 
 from __future__ import annotations
