@@ -17,7 +17,7 @@ export PATH := $(BIN):$(PATH)
 .PHONY: help demo test test-all test-mutations test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/.installed
 
@@ -41,7 +41,8 @@ demo: $(VENV)/.installed
 # The tiers of tests (tests/README.md). What measures time or uses what the machine has once runs alone, afterwards.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
-PARALLEL := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile
+# A file goes to one worker; unit tests, short and many, come last and even out the workers.
+PARALLEL := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 FAST := not slow and not grid
 SLOW := slow and not grid
 

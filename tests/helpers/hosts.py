@@ -2,7 +2,7 @@
 
 A host is a process in new namespaces, and all it starts lives in them: when it is killed,
 everything of it is gone, the network included. A bridge in one more such namespace joins the
-hosts, so the machine's network is never touched. If the tests are killed, the hosts are killed with them.
+hosts, so the machine's network is never touched. If the tests are killed, so are the hosts.
 """
 
 from __future__ import annotations
