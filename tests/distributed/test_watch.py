@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from logs import captured_lines, wait_until
+from logs import captured_lines
+from polling import wait_until
 from ranks import run_ranks
 from worlds import in_worlds
 

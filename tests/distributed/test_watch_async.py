@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_backend import AsyncGroup
-from logs import captured_lines, wait_until
+from logs import captured_lines
+from polling import wait_until
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from polling import wait_until
 from runs import BIN, ROOT
 
 TOOLS = ("ip", "unshare", "nsenter", "setpriv", "ssh-keygen")
@@ -227,12 +226,3 @@ def _inside(pid: int, *command: str | Path) -> None:
     inside = ["nsenter", "--target", str(pid), "--net", "--uts", "--mount", "--pid", "--"]
     done = subprocess.run([*inside, *map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """The first true value of a condition."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.02)
-    return value

@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from polling import wait_until
 from ranks import free_port
 from runs import BIN, ROOT
 
@@ -98,19 +99,27 @@ class Job:
         return self.log.read_text()
 
     def until(self, message: str, timeout: float = 120) -> None:
-        """Wait until the log says so."""
-        deadline = time.monotonic() + timeout
-        while message not in self.text:
-            assert time.monotonic() < deadline, f"never said {message!r}:\n{self.text}"
-            assert self.left(), f"ended without {message!r}:\n{self.text}"
-            time.sleep(0.1)
+        """Wait until the log has this message."""
+
+        def is_logged() -> bool:
+            if message in self.text:
+                return True
+            assert self.left() or message in self.text, f"ended without {message!r}:\n{self.text}"
+            return False
+
+        wait_until(is_logged, timeout, lambda: f"never logged {message!r}:\n{self.text}")
 
     def until_gone(self, timeout: float, but: str | None = None) -> None:
         """Wait until no process of the job is left, except those with a word in their command."""
-        deadline = time.monotonic() + timeout
-        while left := [pid for pid in self.left() if but is None or but not in command_of(pid)]:
-            assert time.monotonic() < deadline, f"processes {left} are left behind:\n{self.text}"
-            time.sleep(0.1)
+
+        def remaining() -> list[int]:
+            return [pid for pid in self.left() if but is None or but not in command_of(pid)]
+
+        wait_until(
+            lambda: not remaining(),
+            timeout,
+            lambda: f"processes {remaining()} are left behind:\n{self.text}",
+        )
         self.process.wait(5)
 
     def left(self) -> list[int]:

@@ -1,10 +1,8 @@
-"""What the package logs, and waiting for it."""
+"""What the package logs."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 
 
 def captured_lines() -> list[str]:
@@ -16,10 +14,3 @@ def captured_lines() -> list[str]:
     package.handlers[:] = [handler]
     package.setLevel(logging.INFO)
     return lines
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
