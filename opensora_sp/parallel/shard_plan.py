@@ -99,14 +99,14 @@ class ShardPlan:
             raise ValueError(
                 "got strategy 'ulysses' for a ShardPlan of ordinary modules; expected 'switch' or "
                 "'split_gather': queries, keys and values inside of modules are out of reach; "
-                "choose one of these, or write the model with hook points (docs/own_model.md)"
+                "choose one of these, or write the model with hook points (docs/custom_model.md)"
             )
         if options.overlaps:
             raise ValueError(
                 f"got overlap_chunks {options.overlap_chunks} and overlap_backward "
                 f"{options.overlap_backward} for a ShardPlan of ordinary modules; expected 1 and "
                 "False: tokens in flight cannot pass through code between modules; leave the "
-                "overlap out, or write the model with hook points (docs/own_model.md)"
+                "overlap out, or write the model with hook points (docs/custom_model.md)"
             )
         if options.placement == "branch" and self.placement == "stream":
             raise ValueError(
@@ -146,7 +146,7 @@ def plan_of(model: nn.Module) -> ShardPlan:
         raise ValueError(
             f"got a model of class {name} with sharding_points {named!r}; expected a dict that "
             f"names its {sorted(POINTS)} points, or a plan; call register_plan({name}, "
-            "ShardPlan(...)), see docs/own_model.md"
+            "ShardPlan(...)), see docs/custom_model.md"
         )
     return ShardPlan(
         tokens=ROWS,
