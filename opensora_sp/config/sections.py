@@ -110,9 +110,10 @@ def _option_fields() -> dict[str, Any]:
     """The fields of ``Options`` as pydantic reads them: types, defaults and help texts."""
     types, found = get_type_hints(Options), {}
     for one in dataclasses.fields(Options):
-        choices = one.metadata["choices"]
-        annotation = Literal[choices] if choices else types[one.name]
-        found[one.name] = (annotation, Field(one.default, description=one.metadata["help"]))
+        if one.metadata["in_config"]:
+            choices = one.metadata["choices"]
+            annotation = Literal[choices] if choices else types[one.name]
+            found[one.name] = (annotation, Field(one.default, description=one.metadata["help"]))
     return found
 
 

@@ -11,16 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from .cost_model import H100, CostModel
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-STRATEGIES = ("switch", "ulysses", "split_gather")
 PLACEMENTS = ("stream", "branch")
 COMM_DTYPES = ("bf16", "fp8")
 
 
-def _option(default: Any, text: str, choices: tuple[str | None, ...] = ()) -> Any:
-    """A field with its help text and, if only some values are valid, these."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+def _option(
+    default: Any, text: str, choices: tuple[str | None, ...] = (), *, in_config: bool = True
+) -> Any:
+    """A field with its help text, its valid values if these are few, and whether configs have it."""
+    metadata = {"help": text, "choices": choices, "in_config": in_config}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +39,9 @@ class Options:
 
     strategy: str = _option(
         "switch",
-        "What ranks exchange. `switch`: tokens change between spatial and temporal rows. `ulysses` "
-        "(heads) and `split_gather` (all tokens) are exact baselines that send more.",
-        STRATEGIES,
+        "A parallel strategy, see below. `switch`: tokens change between spatial and temporal "
+        "rows. `ulysses` (heads) and `split_gather` (all tokens) are exact baselines that send "
+        "more. Or a registered one.",
     )
     placement: str = _option(
         "stream",
@@ -65,6 +69,12 @@ class Options:
         "With gradient checkpointing, repeat the exchanges inside of blocks in recomputation "
         "instead of keeping what was received: less memory, more communication.",
     )
+    cost_model: CostModel = _option(
+        H100,
+        "Speed of the devices and of their links, by which a strategy is chosen for each shape; "
+        "equal on all ranks.",
+        in_config=False,
+    )
     verify: bool = _option(
         False,
         "Run the first batch with and without sequence parallelism, log the largest relative "
@@ -72,8 +82,13 @@ class Options:
     )
 
     def __post_init__(self) -> None:
+        # Strategies have Options in their signatures.
+        from .strategies import strategy_options
+
         for one in fields(self):
             value, choices = getattr(self, one.name), one.metadata["choices"]
+            if one.name == "strategy":
+                choices = strategy_options()
             if choices and value not in choices:
                 raise ValueError(
                     f"got {one.name} {value!r}; expected one of {choices}; choose one of these"

@@ -25,7 +25,7 @@ from .mesh import SequenceMesh
 from .module_points import ModulePoints
 from .options import Options, takes_options
 from .shard_plan import ShardPlan, find_modules, plan_of
-from .strategies import Local, SplitHeads, SwitchRows, WholeSamples, choose_mode
+from .strategies import Local, SplitAttention, Strategy, SwitchRows, choose_strategy
 from .token_layout import Grid, LatentRows, Rows
 from .typed import Arguments
 
@@ -73,7 +73,7 @@ class SequenceParallel:
         self.options = plan.supported(options)
         self.handles: list[Any] = []
         self._output = "full"
-        self._strategies: dict[tuple[int, ...], WholeSamples] = {}
+        self._strategies: dict[tuple[int, ...], Strategy] = {}
 
         # All modules are found before anything is attached: a wrong plan leaves the model as it
         # was.
@@ -187,15 +187,15 @@ class SequenceParallel:
             )
         return args, kwargs
 
-    def _strategy(self, grid: Any) -> WholeSamples:
+    def _strategy(self, grid: Any) -> Strategy:
         """The strategy for batches of this shape."""
         key = (grid.num_samples, *grid.shape, grid.full)
         if key not in self._strategies:
             width, heads = 1, 1
             if self.plan.names_hook_points:
                 width, heads = self.model.config.hidden_size, self.model.config.num_heads
-            chosen = choose_mode(self.options, grid, width, heads, self.mesh.sp_size)
-            if chosen is SplitHeads and not self.plan.names_hook_points:
+            chosen = choose_strategy(self.options, grid, width, heads, self.mesh.sp_size)
+            if issubclass(chosen, SplitAttention) and not self.plan.names_hook_points:
                 # Ordinary modules hide their heads.
                 chosen = SwitchRows
             self._strategies[key] = chosen(self.mesh, self.options, heads)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from .options import Options
+from .strategies import SplitAttention, registered_strategies
 
 ROWS = "rows"
 TOKENS = (ROWS, "b t s c", "b (t s) c")
@@ -95,11 +96,13 @@ class ShardPlan:
         if self.names_hook_points:
             return options
 
-        if options.strategy == "ulysses":
+        strategies = [one for one in registered_strategies() if one.option == options.strategy]
+        if all(issubclass(one, SplitAttention) for one in strategies):
             raise ValueError(
-                "got strategy 'ulysses' for a ShardPlan of ordinary modules; expected 'switch' or "
-                "'split_gather': queries, keys and values inside of modules are out of reach; "
-                "choose one of these, or write the model with hook points (docs/custom_model.md)"
+                f"got strategy {options.strategy!r} for a ShardPlan of ordinary modules; expected "
+                "'switch' or 'split_gather': queries, keys and values inside of modules are out of "
+                "reach; choose one of these, or write the model with hook points "
+                "(docs/custom_model.md)"
             )
         if options.overlaps:
             raise ValueError(
