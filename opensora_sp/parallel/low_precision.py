@@ -80,13 +80,15 @@ def _send(
 
 def to_bytes(x: Tensor, sent_as: torch.dtype) -> Tensor:
     """``[n, C]`` -> uint8 ``[n, C + 4]``: 8-bit floats of each token, then their fp32 scale."""
-    largest = x.detach().abs().amax(dim=1, keepdim=True).float()
+    largest = x.detach().abs().amax(dim=-1, keepdim=True).float()
     scale = (largest / torch.finfo(sent_as).max).clamp(min=torch.finfo(torch.float32).tiny)
     numbers = (x / scale).to(torch.float32).to(sent_as)
-    return torch.cat([numbers.view(torch.uint8), scale.view(torch.uint8)], dim=1)
+    return torch.cat([numbers.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
 
 
 def from_bytes(payload: Tensor, sent_as: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Undo ``to_bytes``, in ``dtype``."""
-    numbers, scale = payload[:, :-SCALE_BYTES], payload[:, -SCALE_BYTES:].contiguous()
+    # Copied, since the view as float32 needs memory and strides aligned to four bytes.
+    scale = payload[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    numbers = payload[..., :-SCALE_BYTES]
     return (numbers.view(sent_as).to(torch.float32) * scale.view(torch.float32)).to(dtype)
