@@ -69,7 +69,7 @@ class Options:
         "With gradient checkpointing, repeat the exchanges inside of blocks in recomputation "
         "instead of keeping what was received: less memory, more communication.",
     )
-    cost_model: CostModel = _option(
+    cost_model: CostModel = _option(  # noqa: RUF009 (a frozen dataclass)
         H100,
         "Speed of the devices and of their links, by which a strategy is chosen for each shape; "
         "equal on all ranks.",

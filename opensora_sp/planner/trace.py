@@ -67,7 +67,8 @@ def trace_activations(
     small = dataclasses.replace(config, depth=DEPTH)
     model = _model(name, small, dtype)
     model.set_grad_checkpoint(checkpointing)
-    parallelize(model, SequenceMesh.imagined(ranks, ranks - 1), **vars(options))
+    mesh = SequenceMesh.imagined(ranks, ranks - 1)
+    parallelize(model, mesh, dataclasses.replace(options, verify=False))
 
     live = AllocatorPeak() if device == "cuda" else LivePeak()
     at_segments: list[int] = []  # live bytes
