@@ -22,7 +22,7 @@ COMM_DTYPES = ("bf16", "fp8")
 def _option(
     default: Any, text: str, choices: tuple[str | None, ...] = (), *, in_config: bool = True
 ) -> Any:
-    """A field with its help text, its valid values if these are few, and whether configs have it."""
+    """A field with its help text, valid values if these are few, and whether configs have it."""
     metadata = {"help": text, "choices": choices, "in_config": in_config}
     return field(default=default, metadata=metadata)
 
