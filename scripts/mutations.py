@@ -117,9 +117,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a caption's mask ignored",
-        "opensora_sp/models/stdit3.py",
-        "text = self._text(y, mask, drop_caption)",
-        "text = self._text(y, None, drop_caption)",
+        "opensora_sp/models/base.py",
+        "packed, lengths = self.pack_text(y, mask, drop)",
+        "packed, lengths = self.pack_text(y, None, drop)",
         ("tests/unit/test_golden_models.py",),
     ),
 ]
