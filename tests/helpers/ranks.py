@@ -135,6 +135,8 @@ def _worker(
 ) -> None:
     stack = (stacks / f"rank {rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
+    # Ignored in what a shell starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), OMP_NUM_THREADS="1"
