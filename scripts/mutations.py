@@ -143,7 +143,7 @@ def first_failure(tree: Path, tests: tuple[str, ...]) -> str | None:
         capture_output=True,
         text=True,
     )
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M)
     if done.returncode not in (0, 1) or (done.returncode == 1) != bool(found):
         raise RuntimeError(f"pytest exited with status {done.returncode}:\n{done.stdout[-3000:]}")
     return found[1] if found else None
