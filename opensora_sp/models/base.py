@@ -7,7 +7,7 @@ sample (1, or 2 with conditioning frames).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -80,15 +80,8 @@ class ConditionedModel(Pretrained, nn.Module):
         """Captions packed and projected, ``[N, C]``; encoded text is returned as it is."""
         if isinstance(y, Text):
             return y
-        packed, lengths = self.pack_text(y, mask, drop)
-        return Text(packed, lengths)
-
-    def pack_text(
-        self, y: Tensor, mask: Tensor | None, drop: Tensor | None
-    ) -> tuple[Tensor, list[int]]:
-        """Text ``[N, C]``, packed, and each sample's number of tokens."""
         packed, lengths = self.y_embedder.pack(y, mask, drop)  # [N, Cy]
-        return self.y_embedder(packed.to(self.dtype)), lengths
+        return Text(self.y_embedder(packed.to(self.dtype)), lengths)
 
     def patch_grid(
         self,
@@ -136,8 +129,7 @@ class ConditionedModel(Pretrained, nn.Module):
         clips.
         """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        latents: Tensor = self.gather(rows.clear_outside(x), rows)
-        return latents
+        return self.gather(rows.clear_outside(x), rows)
 
     def timesteps(self, timestep: Tensor, x_mask: Tensor | None) -> Tensor:
         """Each sample's timestep and, with a mask, the 0 of its conditioning frames: ``[B, m]``."""
@@ -149,7 +141,7 @@ class ConditionedModel(Pretrained, nn.Module):
         """``[B, frames]``, False for conditioning frames -> ``[B, T]``, True for such patches."""
         return None if x_mask is None else ~x_mask[:, :: self.config.patch_size[0]].bool()
 
-    def branch_scales(self, drop_path: Tensor | None) -> list[Tensor | None]:
+    def branch_scales(self, drop_path: Tensor | None) -> Sequence[Tensor | None]:
         """The factors ``[B]`` of the branches of each of the ``2 * depth`` parts (drop-path)."""
         depth = self.config.depth
         if drop_path is None:
@@ -175,7 +167,7 @@ class ConditionedModel(Pretrained, nn.Module):
         """
         if self.compile_backend is not None:
             part = partial(run_compiled, self.compile_backend, part)
-        tokens: Tensor = self.segment(
+        return self.segment(
             part,
             condition.rows,
             x,
@@ -184,7 +176,6 @@ class ConditionedModel(Pretrained, nn.Module):
             recompute=self.grad_checkpoint and torch.is_grad_enabled(),
             last=last,
         )
-        return tokens
 
     def initialize(self, embedders: Iterable[nn.Module], zero: Iterable[str]) -> None:
         """Initialize as the released models: Xavier weights, and small ones in ``embedders``.

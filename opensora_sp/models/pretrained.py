@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 Model = TypeVar("Model", bound="Pretrained")
@@ -16,38 +14,20 @@ class Pretrained:
     """Loading and saving. ``opensora_sp.checkpoint`` is imported when a method is called."""
 
     @classmethod
-    def from_pretrained(
-        cls: type[Model],
-        path: str | Path,
-        *,
-        allow_pickle: bool = False,
-        strict: bool = True,
-        ema: bool = False,
-        convert: Collection[str] = (),
-        dtype: torch.dtype | None = None,
-        **config: Any,
-    ) -> Model:
+    def from_pretrained(cls: type[Model], path: str | Path, **options: Any) -> Model:
         """Build a model of this class from weights in any layout.
 
-        The arguments are those of ``opensora_sp.checkpoint.from_pretrained``.
+        The options are those of ``opensora_sp.checkpoint.from_pretrained``: ``strict``, ``ema``,
+        ``dtype`` and others, and values of the configuration.
         """
         from opensora_sp.checkpoint import from_pretrained
 
-        return from_pretrained(  # type: ignore[return-value]
-            path,
-            model=cls.__name__,
-            allow_pickle=allow_pickle,
-            strict=strict,
-            ema=ema,
-            convert=convert,
-            dtype=dtype,
-            **config,
-        )
+        return from_pretrained(path, model=cls.__name__, **options)  # type: ignore[return-value]
 
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write ``config.json`` and safetensors into a new folder.
 
-        The arguments are those of ``opensora_sp.checkpoint.save_pretrained``.
+        ``max_shard_size`` is that of ``opensora_sp.checkpoint.save_pretrained``.
         """
         from opensora_sp.checkpoint import save_pretrained
 

@@ -61,7 +61,7 @@ class STDiT(ConditionedModel):
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         self.y_embedder = CaptionEmbedder(config.caption_channels, width, config.model_max_length)
         self.blocks = nn.ModuleList(STDiTBlock(config) for _ in range(config.depth))
-        self.final_layer = FinalLayer.of(config)
+        self.final_layer = FinalLayer(config)
 
         # Without its temporal and text branches, the model begins as an image model.
         self.initialize(
@@ -125,9 +125,11 @@ class STDiT(ConditionedModel):
             x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
 
             last = i + 1 == self.config.depth
-            positions = None if i else self.pos_embed_temporal
+            frame_positions = None if i else self.pos_embed_temporal
             condition = conditioning.temporal(rows)
-            x = self.run_part(block.temporal, x, condition, scales[2 * i + 1], positions, last=last)
+            x = self.run_part(
+                block.temporal, x, condition, scales[2 * i + 1], frame_positions, last=last
+            )
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C], spatial rows
 
@@ -140,7 +142,7 @@ class STDiT(ConditionedModel):
         sizes = zip(config.input_size, config.patch_size, strict=True)
         frames, lines, columns = (torch.arange(size // patch) for size, patch in sizes)
 
-        coordinates = ((axis / config.space_scale).double() for axis in (lines, columns))
-        space = frame_position_embedding(*coordinates, width)
+        lines, columns = lines / config.space_scale, columns / config.space_scale
+        space = frame_position_embedding(lines.double(), columns.double(), width)
         time = position_embedding(frames.double() / config.time_scale, width)
         return {"pos_embed": space.float()[None], "pos_embed_temporal": time.float()[None]}
