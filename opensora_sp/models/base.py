@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,13 @@ from .config import SharedConfig
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
 from .layers import CaptionEmbedder, CrossAttention, PatchEmbed3D
-from .pretrained import Pretrained
 from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows
 
+Model = TypeVar("Model", bound="ConditionedModel")
 
-class ConditionedModel(Pretrained, nn.Module):
+
+class ConditionedModel(nn.Module):
     """Base of the STDiT models.
 
     A subclass builds its embedders, blocks and final layer, in the order of the public checkpoints,
@@ -53,6 +55,30 @@ class ConditionedModel(Pretrained, nn.Module):
         self.grad_checkpoint = False
         self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
+
+    @classmethod
+    def from_pretrained(cls: type[Model], path: str | Path, **options: Any) -> Model:
+        """Build a model of this class from weights in any layout.
+
+        The options are those of ``opensora_sp.checkpoint.from_pretrained``: ``strict``, ``ema``,
+        ``dtype`` and others, and values of the configuration.
+        """
+        from opensora_sp.checkpoint import from_pretrained
+
+        return from_pretrained(path, model=cls.__name__, **options)  # type: ignore[return-value]
+
+    def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write ``config.json`` and safetensors into a new folder.
+
+        ``max_shard_size`` is that of ``opensora_sp.checkpoint.save_pretrained``.
+        """
+        from opensora_sp.checkpoint import save_pretrained
+
+        save_pretrained(self, path, max_shard_size=max_shard_size)
+
+    def position_tables(self) -> dict[str, Tensor]:
+        """Buffers in the state dict that follow from the configuration, by name."""
+        return {}
 
     def set_grad_checkpoint(self, enabled: bool = True) -> None:
         """Keep only the input of each segment in forward, and recompute it in backward."""

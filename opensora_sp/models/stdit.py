@@ -116,8 +116,8 @@ class STDiT(ConditionedModel):
 
         # Embed the patches of the spatial rows held here.
         rows = self.shard(self.patch_grid(x, video_mask))
-        positions = self.pos_embed[0, rows.patches(x.device)]  # [1, S, C]
-        x = self.x_embedder(self.patchify(x, rows)) + positions  # [R, S, C]
+        x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
+        x = x + self.pos_embed[0, rows.patches(x.device)]
 
         scales = self.branch_scales(drop_path)
         for i, block in enumerate(self.blocks):
@@ -125,11 +125,9 @@ class STDiT(ConditionedModel):
             x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
 
             last = i + 1 == self.config.depth
-            frame_positions = None if i else self.pos_embed_temporal
+            positions = None if i else self.pos_embed_temporal
             condition = conditioning.temporal(rows)
-            x = self.run_part(
-                block.temporal, x, condition, scales[2 * i + 1], frame_positions, last=last
-            )
+            x = self.run_part(block.temporal, x, condition, scales[2 * i + 1], positions, last=last)
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C], spatial rows
 

@@ -136,8 +136,8 @@ class STDiT2(ConditionedModel):
         # Embed the patches of the spatial rows held here.
         trained_at = self.config.input_sq_size
         rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
-        positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]
-        x = self.x_embedder(self.patchify(x, rows)) + positions  # [R, S, C]
+        x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
+        x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
         scales = self.branch_scales(drop_path)
         for i, block in enumerate(self.blocks):

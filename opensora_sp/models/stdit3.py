@@ -165,11 +165,10 @@ class STDiT3(ConditionedModel):
         # Embed the patches of the spatial rows held here.
         trained_at = config.input_sq_size
         rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
-        positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]
         x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
         if config.use_cond:
             x = x + self.embed_conditioning_frames(cond, cond_mask, rows)
-        x = x + positions
+        x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
         scales = self.branch_scales(drop_path)
         pairs = zip(self.spatial_blocks, self.temporal_blocks, strict=True)
