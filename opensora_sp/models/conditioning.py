@@ -31,11 +31,14 @@ GATE = 2  # a branch has three entries in a modulation: shift, scale, gate
 class Text:
     """Encoded captions. Those of ``encode_text`` serve any number of calls of the model.
 
-    ``keys`` are the keys and values ``[N, 2 * C]`` of each cross-attention, where precomputed.
+    Attributes:
+        tokens: ``[N, C]``, packed.
+        lengths: tokens of each sample, host integers.
+        keys: keys and values ``[N, 2 * C]`` of each cross-attention, if precomputed.
     """
 
-    tokens: Tensor  # [N, C], packed
-    lengths: Sequence[int]  # tokens of each sample
+    tokens: Tensor
+    lengths: Sequence[int]
     keys: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
     def followed_by(self, other: Text) -> Text:
@@ -57,24 +60,29 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """The conditions of the tokens in one layout's rows, shared by all blocks."""
+    """The conditions of the tokens in one layout's rows, shared by all blocks.
+
+    Attributes:
+        rows: the rows held here.
+        modulation: ``[B, m, k, C]`` in at least fp32, since the gradients of all blocks are summed
+            in it.
+        frames: bool ``[B, 1 or T, 1 or T, 1]``, True for conditioning frames (timestep 0).
+        dtype: the dtype that tokens are computed in.
+        text: ``[N, C]``, packed captions.
+        lengths: numbers of tokens held and of text tokens that belong together.
+        order: int64 ``[R * L]``, the tokens in the order of ``lengths``, if they do not lie in it.
+        keys: see ``Text``.
+        rotation: by which a rotary embedding turns queries and keys of self-attention.
+    """
 
     rows: Rows
-    # [B, m, k, C] in at least fp32: the gradients of all blocks are summed in it.
     modulation: Tensor
-    # [B, 1 or T, 1 or T, 1] bool: True for conditioning frames, which have timestep 0.
     frames: Tensor | None
-    # The dtype that tokens are computed in.
     dtype: torch.dtype
-    # Packed captions, [N, C].
     text: Tensor
-    # Tokens held and text tokens that belong together.
     lengths: Packing
-    # [R * L] int64: the tokens in the order of ``lengths``, where they do not lie in it.
     order: Tensor | None
-    # See ``Text``.
     keys: Mapping[nn.Module, Tensor]
-    # By which a rotary embedding turns queries and keys of self-attention.
     rotation: Tensor | None
 
     def per_token(self, table: Tensor, *, ignore_frames: bool = False) -> tuple[Tensor, ...]:
