@@ -92,10 +92,11 @@ class Condition:
         ``[b, 1, 1, C]`` where samples are held whole.
         """
         states = table[:, :, None, None].unbind(1)  # m of [B, 1, 1, k, C]
-        chosen = states[0]
-        if self.frames is not None and not ignore_frames:
-            is_frame = self.frames[..., None]
-            chosen = torch.where(is_frame, states[1], chosen)  # [B, 1 or T, 1 or T, k, C]
+        if self.frames is None or ignore_frames:
+            chosen = states[0]
+        else:
+            # For each frame: [B, 1 or T, 1 or T, k, C].
+            chosen = torch.where(self.frames[..., None], states[1], states[0])
         return self.rows.spread(chosen.to(self.dtype)).unbind(-2)
 
     def entries(
