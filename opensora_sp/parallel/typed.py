@@ -1,4 +1,5 @@
-"""Types that torch leaves out: decorators that keep what they decorate, and what a forward hook is given."""
+"""What torch has without types or without a public name: decorators, arguments of hooks, the state
+of autograd."""
 
 from __future__ import annotations
 
@@ -20,3 +21,9 @@ def uncompiled(function: Decorated) -> Decorated:
 def once_differentiable(backward: Decorated) -> Decorated:
     """For a backward pass that has none of its own."""
     return cast(Decorated, autograd_function.once_differentiable(backward))
+
+
+def is_backward_running() -> bool:
+    """Whether autograd is running, so that a forward is one of gradient checkpointing's
+    recomputations."""
+    return torch._C._current_graph_task_id() != -1

@@ -24,7 +24,8 @@ class _NotFiniteError(Exception):
 class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     """ZeRO stages 1 and 2 over the whole dp x sp world.
 
-    ZeRO averages gradients over all ranks, which is the rule that the sequence-parallel collectives are made for.
+    ZeRO averages gradients over all ranks, which is the rule that the sequence-parallel collectives
+    are made for.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,7 +34,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         self._grad_streams: list[tuple[Tensor, Any]] = []
 
     def _sanity_checks(self) -> None:
-        # ColossalAI insists on CUDA or NPU here; with the accelerator of this package ZeRO runs on CPU as well.
+        # ColossalAI insists on CUDA or NPU here; with the accelerator of this package ZeRO runs on
+        # CPU as well.
         for group in self.optim.param_groups:
             wrong = next((p for p in group["params"] if p.dtype != self._dtype), None)
             if wrong is not None:
@@ -56,8 +58,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     def _wait_for_gradients(self) -> None:
         """Let the current stream wait for the streams on which the bucket's gradients were summed.
 
-        ColossalAI reads all gradients of a bucket on the stream of the last one. Where autograd uses
-        several streams, nothing else orders these.
+        ColossalAI reads all gradients of a bucket on the stream of the last one. Where autograd
+        uses several streams, nothing else orders these.
         """
         current = get_accelerator().current_stream()
         others = [(param, stream) for param, stream in self._grad_streams if stream != current]
@@ -80,7 +82,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                     torch.cuda.current_stream().wait_stream(store.comm_stream)
 
     def step(self, closure: None = None) -> None:
-        # The new weights are gathered between the end of the wrapped optimizer's step and that of this one.
+        # The new weights are gathered between the end of the wrapped optimizer's step and that of
+        # this one.
         with ExitStack() as gathering:
 
             def gather_next(*_: Any) -> None:
@@ -99,16 +102,19 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     _current_grad_norm: float | None
 
     def step_if_finite(self, loss: Tensor) -> bool:
-        """``step``, unless the loss or a gradient of any rank is infinite or NaN: then all ranks leave it out.
+        """``step``, unless the loss or a gradient of any rank is infinite or NaN: then all ranks
+        leave it out.
 
-        Parameters, moments and masters stay as they are then. Gradients are cleared in either case. The news travels in
-        the sum of squares by which ZeRO finds the gradients' norm: nothing is sent or waited for beyond that.
+        Parameters, moments and masters stay as they are then. Gradients are cleared in either case.
+        The news travels in the sum of squares by which ZeRO finds the gradients' norm: nothing is
+        sent or waited for beyond that.
 
         Args:
             loss: a scalar, of this rank or of all.
 
         Returns:
-            whether the step was taken. In fp16 it is not where the loss scale was too large, either.
+            whether the step was taken. In fp16 it is not where the loss scale was too large,
+            either.
         """
         norm = self._current_grad_norm
         self._witness, self._step_taken = loss.detach().double() * 0.0, False
@@ -141,12 +147,15 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         error_if_nonfinite: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Clip the gradients that the next ``step`` takes to a global norm; returns the norm before.
+        """Clip the gradients that the next ``step`` takes to a global norm; returns the norm
+        before.
 
-        ColossalAI's clips the gradients of the masters, which do not exist before ``step``, and so nothing.
+        ColossalAI's clips the gradients of the masters, which do not exist before ``step``, and so
+        nothing.
 
         Raises:
-            ValueError: if ``norm_type`` is not 2, or on ``error_if_nonfinite`` the norm is not finite.
+            ValueError: if ``norm_type`` is not 2, or on ``error_if_nonfinite`` the norm is not
+                finite.
         """
         if norm_type != 2.0:
             raise ValueError(
@@ -220,7 +229,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 class NamedShards:
     """A boosted model's trainable parameters by name, and what ZeRO keeps of each on this rank.
 
-    A shard is one rank's part of a tensor that was flattened and padded to a multiple of the world size.
+    A shard is one rank's part of a tensor that was flattened and padded to a multiple of the world
+    size.
     """
 
     def __init__(self, module: nn.Module, optimizer: SequenceZeroOptimizer) -> None:
@@ -230,7 +240,8 @@ class NamedShards:
         self.masters: dict[str, Tensor] = {name: masters[id(p)] for name, p in self.working.items()}
 
     def states(self) -> dict[str, dict[str, Tensor | int]]:
-        """The wrapped optimizer's state per parameter name, shards and scalars alike; empty before the first step."""
+        """The wrapped optimizer's state per parameter name, shards and scalars alike; empty before
+        the first step."""
         return {
             name: dict(self.optimizer.optim.state.get(master, {}))
             for name, master in self.masters.items()
@@ -248,7 +259,8 @@ class NamedShards:
         return Part(shard, Spec(shard.dtype, tuple(self.working[name].shape)), sharded=True)
 
     def state_parts(self) -> dict[str, Part]:
-        """The optimizer's state as parts of tensors ``"exp_avg/<parameter>"``, ``"step/<parameter>"``, ..."""
+        """The optimizer's state as parts of tensors ``"exp_avg/<parameter>"``,
+        ``"step/<parameter>"``, ..."""
         parts = {}
         for name, state in self.states().items():
             for kind, value in state.items():
@@ -259,7 +271,8 @@ class NamedShards:
         return parts
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups as JSON values: names of parameters, and what else a group says."""
+        """The optimizer's parameter groups as JSON values: names of parameters, and what else a
+        group says."""
         names = {id(master): name for name, master in self.masters.items()}
         return [
             {"parameters": [names[id(p)] for p in group["params"]], **_json_values(group)}
@@ -267,7 +280,8 @@ class NamedShards:
         ]
 
     def check_groups(self, saved: list[dict[str, Any]], source: Any) -> None:
-        """Raise ValueError unless the saved groups hold the parameters that ours hold, in their order."""
+        """Raise ValueError unless the saved groups hold the parameters that ours hold, in their
+        order."""
         ours = self.groups()
         place = {name: i for i, group in enumerate(ours) for name in group["parameters"]}
         there = {name: i for i, group in enumerate(saved) for name in group["parameters"]}
@@ -286,7 +300,8 @@ class NamedShards:
             )
 
     def check_states(self, found: dict[str, tuple[int, ...]], source: Any) -> None:
-        """Raise ValueError unless the tensors ``kind/<parameter>`` are scalars or of the parameter's shape."""
+        """Raise ValueError unless the tensors ``kind/<parameter>`` are scalars or of the
+        parameter's shape."""
         for key, shape in found.items():
             name = key.partition("/")[2]
             if name not in self.working or shape not in ((), tuple(self.working[name].shape)):
@@ -311,7 +326,8 @@ class NamedShards:
         self.working[name].copy_(whole)
 
     def set_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Replace the optimizer state of one parameter by whole tensors; scalars stay whole, integers become int."""
+        """Replace the optimizer state of one parameter by whole tensors; scalars stay whole,
+        integers become int."""
 
         def own(value: Tensor) -> Tensor | int:
             if value.ndim:
@@ -324,7 +340,8 @@ class NamedShards:
 
 
 def _json_values(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group says beside its parameters, as far as JSON can hold it; tensors become numbers."""
+    """What a parameter group says beside its parameters, as far as JSON can hold it; tensors become
+    numbers."""
     values = {}
     for key, value in group.items():
         if isinstance(value, Tensor):

@@ -37,27 +37,34 @@ Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any]
 
 
 class SequenceParallelPlugin(LowLevelZeroPlugin):
-    """ColossalAI's ``LowLevelZeroPlugin`` with sequence parallelism for models that name their sharding points.
+    """ColossalAI's ``LowLevelZeroPlugin`` with sequence parallelism for models that name their
+    sharding points.
 
-    The processes form ``world / sp_size`` replicas of ``sp_size`` ranks. The ranks of a replica work on the same
-    batches and hold a part of their tokens each; ZeRO shards and averages over the whole world. Create it on every
-    rank, after the process group (``colossalai.launch_from_torch`` or ``torch.distributed``).
+    The processes form ``world / sp_size`` replicas of ``sp_size`` ranks. The ranks of a replica
+    work on the same batches and hold a part of their tokens each; ZeRO shards and averages over the
+    whole world. Create it on every rank, after the process group (``colossalai.launch_from_torch``
+    or ``torch.distributed``).
 
     Args:
         sp_size: ranks that share a batch; must divide the number of processes.
         stage: ZeRO stage, 1 or 2.
         precision: "fp32", "bf16", or on CUDA "fp16". Masters and moments are fp32.
         max_norm: gradients are clipped to this global norm; 0 turns clipping off.
-        cast_inputs: cast floating-point inputs of the model to ``precision``. Off by default: the models of this
-            package cast what they compute on themselves, and a timestep rounded to bf16 is another timestep.
-        overlap_communication: reduce gradients while backward runs; by default on CUDA only, where it exists.
+        cast_inputs: cast floating-point inputs of the model to ``precision``. Off by default: the
+            models of this package cast what they compute on themselves, and a timestep rounded to
+            bf16 is another timestep.
+        overlap_communication: reduce gradients while backward runs; by default on CUDA only, where
+            it exists.
         initial_scale: loss scale that fp16 starts with.
-        sequence_parallel: how the ranks of a replica share a batch: keyword arguments of ``parallelize``.
-        allow_pickle: let ``Booster.load_model`` read pickled weights, which can run code; see ``NamedCheckpointIO``.
+        sequence_parallel: how the ranks of a replica share a batch: keyword arguments of
+            ``parallelize``.
+        allow_pickle: let ``Booster.load_model`` read pickled weights, which can run code; see
+            ``NamedCheckpointIO``.
         options: further arguments of ``LowLevelZeroPlugin``.
 
     Raises:
-        ValueError: if ``sp_size`` does not divide the world, or stage, precision and device do not fit.
+        ValueError: if ``sp_size`` does not divide the world, or stage, precision and device do not
+            fit.
     """
 
     def __init__(
@@ -99,12 +106,12 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
-        """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``, ``precision``, ``grad_clip``
-        and ``sequence_parallel``.
+        """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``,
+        ``precision``, ``grad_clip`` and ``sequence_parallel``.
 
         Args:
-            cfg: a checked training config, or any object with some of these attributes, such as an mmengine
-                ``Config``; what it lacks has defaults.
+            cfg: a checked training config, or any object with some of these attributes, such as an
+                mmengine ``Config``; what it lacks has defaults.
         """
         how = getattr(cfg, "sequence_parallel", None) or {}
         # A config says True for GPUs; where it runs on CPU there is nothing to overlap.
@@ -129,7 +136,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
+        """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by
+        ``Booster.boost``."""
         check_same_model(
             model, current_device()
         )  # before anything that one rank alone would refuse
@@ -141,7 +149,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         ):
             parallelize(_without_peft(model), self.mesh, **self.sequence_parallel)
         if own is not None:
-            # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made here.
+            # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made
+            # here.
             exact = self._exact_weights(model)
             model = LowLevelZeroModel(
                 model,
@@ -191,7 +200,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     def no_sync(
         self, model: nn.Module, optimizer: OptimizerWrapper
     ) -> AbstractContextManager[None]:
-        """Micro-batches whose gradients are summed before they are sent, and no step is taken; stage 1 only.
+        """Micro-batches whose gradients are summed before they are sent, and no step is taken;
+        stage 1 only.
 
         Raises:
             ValueError: at stage 2, which shards gradients after every backward.
@@ -239,9 +249,10 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     ) -> DataLoader[Any]:
         """A loader that gives the ranks of one replica the same batches, and each replica its own.
 
-        ``seed`` reaches the sampler, the loader's generator and the workers; ranks of a replica agree in all three,
-        replicas and workers differ. With ``num_workers=0`` a data set that draws from global generators draws from
-        those of the rank's own process, which ``launch`` seeds alike on all ranks.
+        ``seed`` reaches the sampler, the loader's generator and the workers; ranks of a replica
+        agree in all three, replicas and workers differ. With ``num_workers=0`` a data set that
+        draws from global generators draws from those of the rank's own process, which ``launch``
+        seeds alike on all ranks.
 
         Raises:
             ValueError: if not even one batch comes out.
@@ -281,7 +292,8 @@ def _without_peft(model: nn.Module) -> nn.Module:
 
 
 def _seed_worker(worker: int) -> None:
-    """Seed numpy and random from torch's worker seed, which is the loader's generator plus the worker's number."""
+    """Seed numpy and random from torch's worker seed, which is the loader's generator plus the
+    worker's number."""
     seed = torch.initial_seed() % 2**32
     np.random.seed(seed)
     random.seed(seed)
