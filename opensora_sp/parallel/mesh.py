@@ -42,7 +42,8 @@ class SequenceMesh:
         if not running and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 f"got {os.environ['WORLD_SIZE']} processes without a process group; expected one; "
-                "call colossalai.launch_from_torch() or torch.distributed.init_process_group() first"
+                "call colossalai.launch_from_torch() or torch.distributed.init_process_group() "
+                "first"
             )
 
         world = dist.get_world_size() if running else 1
