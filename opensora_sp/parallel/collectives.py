@@ -174,8 +174,7 @@ class _Once:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Forward gives every rank all rows; backward gives every row's holder the sum of all ranks'
-    gradients."""
+    """Forward gathers all rows on every rank; backward sums each row's gradients on its owner."""
 
     @staticmethod
     def forward(

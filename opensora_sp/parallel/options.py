@@ -125,8 +125,7 @@ class Options:
 
 
 def takes_options(function: Function) -> Function:
-    """Show the fields of ``Options`` in the signature and docstring of a function whose
-    ``**keywords`` they are."""
+    """Show the fields of ``Options`` in place of ``**keywords``, in signature and docstring."""
     signature = inspect.signature(function)
     keyword, named, lines = inspect.Parameter.KEYWORD_ONLY, [], []
     for one in fields(Options):

@@ -8,7 +8,7 @@ Legend: B samples, T frames, S patches, C hidden width, H heads, P ranks of one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -128,6 +128,4 @@ def _idle(what: str, sizes: list[int]) -> str:
 
 def options_of(section: object) -> Options:
     """The options in a config's ``sequence_parallel``: a model, a dict, or None."""
-    values = dict(section) if section else {}  # type: ignore[call-overload]
-    known = {field.name for field in fields(Options)}
-    return Options(**{key: value for key, value in values.items() if key in known})
+    return Options(**dict(section or {}))  # type: ignore[call-overload]

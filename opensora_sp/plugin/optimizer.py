@@ -264,8 +264,7 @@ class NamedShards:
         return Part(shard, Spec(shard.dtype, tuple(self.working[name].shape)), sharded=True)
 
     def state_parts(self) -> dict[str, Part]:
-        """The optimizer's state as parts of tensors ``"exp_avg/<parameter>"``,
-        ``"step/<parameter>"``, ..."""
+        """The optimizer's state as parts of tensors, ``"exp_avg/<parameter>"`` and the like."""
         parts = {}
         for name, state in self.states().items():
             for kind, value in state.items():
@@ -286,8 +285,7 @@ class NamedShards:
         return groups
 
     def check_groups(self, saved: list[dict[str, Any]], source: Any) -> None:
-        """Raise ValueError unless the saved groups hold the parameters that ours hold, in their
-        order."""
+        """Raise ValueError unless the saved groups hold the same parameters as ours."""
         ours = self.groups()
         here, there = _group_numbers(ours), _group_numbers(saved)
 
@@ -308,8 +306,7 @@ class NamedShards:
             )
 
     def check_states(self, found: dict[str, tuple[int, ...]], source: Any) -> None:
-        """Raise ValueError unless the tensors ``kind/<parameter>`` are scalars or of the
-        parameter's shape."""
+        """Raise ValueError unless tensors ``kind/<parameter>`` have the parameter's shape, or none."""
         for key, shape in found.items():
             parameter = self.working.get(key.partition("/")[2])
             if parameter is None or shape not in ((), tuple(parameter.shape)):
@@ -332,8 +329,7 @@ class NamedShards:
         self.working[name].copy_(whole)
 
     def set_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Replace the optimizer state of one parameter by whole tensors; scalars stay whole,
-        integers become int."""
+        """Replace the optimizer state of one parameter by whole tensors; integers become int."""
 
         def own(value: Tensor) -> Tensor | int:
             if value.ndim:
