@@ -157,7 +157,7 @@ class Run:
         shards = NamedShards(model, self.optimizer)
         if cfg.load is not None and checkpoint is None:
             load_model(initial_weights(cfg), model, fixed, shards, convert=cfg.convert)
-        self.ema = ShardedEma(shards.masters, cfg.ema_decay)
+        self.ema = ShardedEma(shards.master_weights, cfg.ema_decay)
         self.tensors = TrainingState(model, fixed, shards, self.ema)
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),
