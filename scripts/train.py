@@ -12,8 +12,8 @@ from opensora_sp.console import (
     config_arguments,
     exit_on_interrupt,
     log_to_terminal,
-    report_errors,
     parse_bool,
+    report_errors,
 )
 
 
