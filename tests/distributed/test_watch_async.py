@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_backend import AsyncGroup
-from logs import told, wait_until
+from logs import captured_lines
+from polling import wait_until
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -106,7 +107,7 @@ def all_cases() -> dict[str, list[str]]:
     assert isinstance(dist.group.WORLD, AsyncGroup)
     found = {}
     for case in (joined_late, zero_step, our_exchange):
-        lines = told()
+        lines = captured_lines()
         case()
         found[case.__name__] = lines
         dist.barrier()
@@ -175,6 +176,7 @@ def test_functions_are_replaced_while_recording_only() -> None:
     assert before == {name: getattr(dist, name) for name in before}
 
 
+@pytest.mark.serial
 def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     recorder = CollectiveRecorder(timedelta(seconds=5))

@@ -20,7 +20,7 @@ from opensora_sp.runtime import versions
 from opensora_sp.runtime.doctor import host_report
 from opensora_sp.runtime.doctor.ssh import Remote, read_hostfile
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 LOOKED_AT = {
     "opensora-sp", "python", "torch", "ColossalAI", "flash-attn", "packages", "torchrun", "memory", "shared memory",

@@ -14,7 +14,7 @@ import sys
 import pytest
 from runs import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 ATTEMPTS = 3
 SMALL = ["--frames", "8", "--pairs", "2", "--chunks", "4", "--repeats", "2", "--only-limits"]

@@ -49,7 +49,6 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 def test_each_bucket_is_traced_once_and_fast(
     stage: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
