@@ -84,7 +84,8 @@ def _is_stale(marker: Path) -> bool:
     pid = _read_pid(marker)
     if not pid or _is_running(pid):
         return False
-    return marker.lstat().st_mtime < psutil.Process().create_time()
+    started: float = psutil.Process().create_time()
+    return marker.lstat().st_mtime < started
 
 
 def _read_pid(marker: Path) -> str:

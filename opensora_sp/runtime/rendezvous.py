@@ -86,7 +86,8 @@ def join_rendezvous(settings: Mapping[str, Any] | None = None) -> dist.Store | N
 
     rendezvous = Rendezvous(launch, join_timeout())
     rendezvous.join(settings or {})
-    return rendezvous.store
+    store: dist.Store = rendezvous.store
+    return store
 
 
 def join_timeout() -> float:

@@ -74,7 +74,7 @@ class Finding:
 def relative_error(ours: Tensor, exact: Tensor, floor: float = 0.0) -> float:
     """``|ours - exact| / max(|exact|, floor)`` of L2 norms, in float64 on the host."""
     exact = exact.detach().double().cpu()
-    difference = (ours.detach().double().cpu() - exact).norm().item()
+    difference: float = (ours.detach().double().cpu() - exact).norm().item()
     scale = max(exact.norm().item(), floor)
     return difference / scale if scale else difference
 
