@@ -19,8 +19,9 @@ from opensora_sp.data import Clip, ClipShape, Entry, MicroBatchPlan, Sample
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.batch import BatchMaker
-from opensora_sp.features.corrupt_samples import BrokenClips
-from opensora_sp.features.sharded import Encoders, SharedClips
+from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.models.layers import used_tokens
 from opensora_sp.sampling.pipeline import Pipeline
@@ -77,7 +78,7 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
     model, source, clips = model_on(device), encoders_on(device), Clips()
     mesh = SimpleNamespace(sp_size=1, sp_rank=0)
     shared = SharedClips(
-        mesh, model, clips, plan, source, BrokenClips(clips.rows, mesh, 1.0), device
+        mesh, model, clips, plan, source, CorruptSamples(clips.rows, mesh, 1.0), device
     )
     phase("train")
     ids, features = shared.take(
