@@ -1,5 +1,4 @@
-"""Buckets in the format of Open-Sora 1.2: which clips are trained on at which resolution and
-length.
+"""Buckets in the format of Open-Sora 1.2: which clips are trained on at which size and length.
 
 ``bucket_config = {"144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27)}}`` maps resolution
 and frames to (keep probability, batch size). A clip is assigned to the largest resolution that it
@@ -112,9 +111,9 @@ class Buckets:
         Args:
             num_frames, height, width: ``[N]``, NaN where not known; 1 frame is an image.
             interval: a clip of f frames is every ``interval``-th of a file, which must have more
-            than ``f * interval``.
+                than ``f * interval``.
             draws: uniform numbers in [0, 1) ``[N, entries, 2]``; an entry with one probability uses
-            the first.
+                the first.
 
         Returns:
             int64 ``[N]``: numbers of entries, or keys of ``DROPPED``.

@@ -1,5 +1,4 @@
-"""A dataset of precomputed latents and text features, and its file format
-(``features/precompute.py`` writes it).
+"""A dataset of precomputed latents and text features, and its files.
 
     cache/
       index.json                the fingerprint, the shard of each clip, and the corrupt clips
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,26 +85,31 @@ class Shard:
         return cls(path, fps, texts, corrupt)
 
 
-def shard_bytes(
-    latents: dict[Key, Tensor],
-    fps: dict[Key, float],
-    texts: dict[int, Tensor],
-    corrupt: dict[Key, tuple[str, str]],
-) -> bytes:
-    """The content of a shard file."""
-    from safetensors.torch import save
+@dataclass
+class ShardContent:
+    """What one shard file holds: latents by clip and shape, captions' features by clip."""
 
-    tensors = {}
-    for (clip, shape), z in latents.items():
-        tensors[f"latents/{clip}/{shape_name(shape)}"] = in_fewest_bits(z)
-    for clip, features in texts.items():
-        tensors[f"text/{clip}"] = in_fewest_bits(features)
+    latents: dict[Key, Tensor] = field(default_factory=dict)
+    fps: dict[Key, float] = field(default_factory=dict)
+    texts: dict[int, Tensor] = field(default_factory=dict)
+    corrupt: dict[Key, tuple[str, str]] = field(default_factory=dict)
 
-    header = {
-        "fps": [[clip, shape_name(shape), rate] for (clip, shape), rate in fps.items()],
-        "broken": [[clip, shape_name(shape), *why] for (clip, shape), why in corrupt.items()],
-    }
-    return save(tensors, {"clips": json.dumps(header)})
+    def to_bytes(self) -> bytes:
+        """The file."""
+        from safetensors.torch import save
+
+        tensors = {}
+        for (clip, shape), z in self.latents.items():
+            tensors[f"latents/{clip}/{shape_name(shape)}"] = in_fewest_bits(z)
+        for clip, features in self.texts.items():
+            tensors[f"text/{clip}"] = in_fewest_bits(features)
+
+        header: dict[str, list[Any]] = {"fps": [], "broken": []}
+        for (clip, shape), rate in self.fps.items():
+            header["fps"].append([clip, shape_name(shape), rate])
+        for (clip, shape), why in self.corrupt.items():
+            header["broken"].append([clip, shape_name(shape), *why])
+        return save(tensors, {"clips": json.dumps(header)})
 
 
 def in_fewest_bits(x: Tensor) -> Tensor:
@@ -199,8 +203,7 @@ class LatentColumns(NamedTuple):
 
 
 class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
-    """Clips of a feature cache, by ``Sample``, as ``CachedClip``; those that could not be read as
-    ``CorruptSample``.
+    """Clips of a feature cache, indexed by ``Sample``. Corrupt ones are ``CorruptSample``s.
 
     ``Sample.frames`` count latent frames here, each of which can be read by itself.
 
@@ -272,10 +275,9 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         from safetensors import safe_open
 
         with safe_open(self.folder / self.index["shards"][shard], "pt") as file:
-            if frames is None:
-                return file.get_tensor(name)
-            latents: Tensor = file.get_slice(name)[:, frames]
-            return latents
+            tensor: Tensor
+            tensor = file.get_tensor(name) if frames is None else file.get_slice(name)[:, frames]
+            return tensor
 
 
 def _find(clips: np.ndarray, clip: int) -> int:

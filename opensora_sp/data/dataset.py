@@ -17,8 +17,7 @@ from .video import UNREADABLE, count_frames, read_video
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip, or some of its frames: ``video`` uint8 ``[3, F, height, width]``, its caption and
-    frame rate.
+    """A clip, or some frames of it: ``video`` uint8 ``[3, F, height, width]``, caption, frame rate.
 
     ``transforms.scale`` converts it to what a VAE takes, on the device, so loaders transfer a
     quarter of the bytes.
@@ -46,8 +45,7 @@ class ClipShape(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One use of a clip: its number, the epoch (which random crops depend on), the shape it is cut
-    to.
+    """One use of a clip: its number, the epoch (random crops depend on it), and its shape.
 
     ``frames`` are those of the cut clip that are requested, ``[first, stop)``; all by default.
     """
@@ -59,8 +57,7 @@ class Sample(NamedTuple):
 
 
 class VideoTextDataset(Dataset["Clip | CorruptSample"]):
-    """Clips from a manifest, indexed by ``Sample``. Items that cannot be read are
-    ``CorruptSample``s.
+    """Clips from a manifest, indexed by ``Sample``. Corrupt ones are ``CorruptSample``s.
 
     A clip is ``shape.num_frames`` frames, every ``frame_interval``-th, resized to cover the shape
     and cropped. Random crops and starts are drawn from (seed, epoch, clip), so parts of a clip that

@@ -26,8 +26,9 @@ class Index:
 
 
 def find_files(folder: Path) -> list[Path]:
-    """Videos and images in a folder and its subfolders, sorted; hidden ones are skipped. Links are
-    followed, once.
+    """Videos and images in a folder and its subfolders, sorted.
+
+    Hidden files are skipped. Links are followed, once.
 
     Raises:
         ValueError: if the folder does not exist or holds none.

@@ -1,5 +1,4 @@
-"""Loading of training data, step by step: what a replica's ranks read is paired with its
-micro-batch.
+"""Loading of training data, step by step: items come together with their micro-batch.
 
 The batch sampler decides which samples a micro-batch needs, the workers read them, and both come
 back together. So the training loop never works out a second time which micro-batch the items belong
@@ -58,7 +57,7 @@ class StepLoader:
         dataset: indexed by ``Sample``.
         num_workers: processes that read; 0 reads in this one.
         seed: of the generator from which workers are seeded, so that the global one stays
-        untouched.
+            untouched.
         worker_init_fn: called in each worker with its number.
     """
 
@@ -77,7 +76,8 @@ class StepLoader:
             MicroBatchReader(dataset),
             batch_size=None,
             sampler=batches,
-            collate_fn=_unchanged,
+            # In the place of torch's conversion, which would turn tuples into lists.
+            collate_fn=tuple,
             num_workers=num_workers,
             worker_init_fn=worker_init_fn,
             generator=torch.Generator().manual_seed(seed),
@@ -102,8 +102,3 @@ class StepLoader:
                 batch = next(loaded)
             self.waited += time.perf_counter() - start
             yield batch
-
-
-def _unchanged(batch: Any) -> Any:
-    """In the place of torch's conversion, which would turn tuples into lists."""
-    return batch

@@ -31,8 +31,7 @@ WHOLE = ("num_frames", "height", "width")
 
 
 class Manifest(Sequence[Entry]):
-    """The lines of a manifest, kept by column: every process of a loader holds a copy, of millions
-    of clips.
+    """The lines of a manifest, kept by column: each process of a loader has a copy of them.
 
     Relative paths resolve against the file.
 
@@ -79,8 +78,9 @@ class Manifest(Sequence[Entry]):
 
 
 def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:
-    """Write a CSV, JSONL or Parquet file, by the suffix of ``path``. Paths are kept, unknown
-    numbers are empty cells.
+    """Write a CSV, JSONL or Parquet file, by the suffix of ``path``.
+
+    Paths are kept as they are, unknown numbers are empty cells.
 
     The file appears under its name when it is complete, and replaces a former one only then.
 

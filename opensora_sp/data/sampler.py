@@ -64,8 +64,7 @@ class BatchPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """Clips of one shape. Micro-batch ``m`` takes the next ``batch_size`` ids of an epoch's
-    permutation.
+    """Clips of one shape: micro-batch ``m`` is the next part of an epoch's permutation.
 
     ``too_short`` are ids of clips that have too few frames according to the manifest. They are
     skipped.
@@ -141,8 +140,7 @@ def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 
 
 def snake_order(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:
-    """Distribute the micro-batches of a step to replicas: for each replica its places in ``costs``,
-    all equally long.
+    """For each replica the places in ``costs`` of its micro-batches, all equally many.
 
     Replicas average gradients after each micro-batch, so those of one round shall cost the same.
     Rounds are cut from the order of decreasing costs and distributed in snake order: every second
@@ -165,8 +163,7 @@ def micro_batches_of(
 
 
 class ReplicaBatches:
-    """Sampler of one replica, for steps ``start`` up to ``stop``: each micro-batch, with the
-    samples to read for it.
+    """Sampler of one replica: each of its micro-batches, with the samples to read for it.
 
     Where the replica has no micro-batch left in a step's last round, it yields one without ids, of
     the shape that costs least in this step, and no samples.

@@ -1,5 +1,4 @@
-"""Toy clips: coloured shapes that move over a plain background, each with a caption that describes
-it.
+"""Toy clips: coloured shapes that move over a plain background, with captions.
 
 Clip ``i`` of a seed is always the same; any two indices are independent draws.
 """
@@ -59,11 +58,16 @@ class ToyClip:
 
     def _distance(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Distance to the shape's edge at an offset from its centre, negative inside."""
+        radius = self.radius
+        distance: np.ndarray
         if self.shape == "circle":
-            return np.hypot(x, y) - self.radius
-        if self.shape == "square":
-            return np.maximum(abs(x), abs(y)) - 0.9 * self.radius
-        return np.maximum(y - 0.8 * self.radius, (0.894 * abs(x) - 0.447 * y) - 0.55 * self.radius)
+            distance = np.hypot(x, y) - radius
+        elif self.shape == "square":
+            distance = np.maximum(abs(x), abs(y)) - 0.9 * radius
+        else:
+            sides = 0.894 * abs(x) - 0.447 * y - 0.55 * radius
+            distance = np.maximum(y - 0.8 * radius, sides)
+        return distance
 
 
 def is_held_out(caption: str) -> bool:

@@ -22,7 +22,7 @@ def resize_and_crop(
         frames: uint8 ``[F, height, width, 3]``.
         size: height and width of the result.
         place: position of the crop, from (0, 0) top left to (1, 1) bottom right; the centre by
-        default.
+            default.
 
     Returns:
         uint8 ``[3, F, *size]``.

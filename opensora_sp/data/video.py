@@ -38,8 +38,7 @@ def read_video(
     start: int | None = None,
     time_limit: float | None = None,
 ) -> tuple[np.ndarray, float]:
-    """Decode ``num_frames`` frames, every ``interval``-th, of a video, or the one frame of an
-    image.
+    """Decode ``num_frames`` frames of a video, every ``interval``-th, or an image.
 
     Frames are counted in display order, as ``ffmpeg -fps_mode passthrough`` writes them, and
     rotated by the file's rotation.
@@ -53,8 +52,9 @@ def read_video(
         rate over ``interval``.
 
     Raises:
-        ValueError: if the file has too few frames, or some of these cannot be decoded. OSError,
-        IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes too long.
+        ValueError: if the file has too few frames, or some of these cannot be decoded.
+        OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes too
+            long.
     """
     span = (num_frames - 1) * interval + 1
     if start is None:

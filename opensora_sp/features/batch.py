@@ -1,5 +1,4 @@
-"""One micro-batch of a training step: noised latents, and everything that is drawn at random about
-them.
+"""One micro-batch of a training step: noised latents, and all that is drawn about them.
 
 Legend: B clips, c latent channels, f x h x w latent size.
 """
@@ -27,8 +26,7 @@ from .sources import Source
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of the model and the loss. ``inputs`` are the model's keyword arguments beside
-    ``x``.
+    """Arguments of the model and the loss; ``inputs`` are keyword arguments beside ``x``.
 
     Under sequence parallelism, latents that this rank neither embeds nor compares are NaN, see
     ``Features``.

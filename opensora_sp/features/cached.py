@@ -1,5 +1,4 @@
-"""Training from a feature cache: a source that reads features, and the checks that the cache fits a
-config.
+"""Training from a feature cache: its source, and the checks that it fits a config.
 
 Legend: c latent channels, f x h x w latent size, L text tokens, W their width.
 """
@@ -65,8 +64,7 @@ class CachedSource:
 
 
 def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:
-    """The fingerprint of a feature cache: everything that its features depend on, by the config's
-    keys.
+    """The fingerprint of a feature cache: all that its features depend on, by config key.
 
     That is the encoders with digests of their weights, how clips are cut, and the manifest. The
     digest is None where an encoder's weights are not on this machine.

@@ -54,15 +54,15 @@ class CorruptSamples:
         return next(reversed((self.found | self._unreported).items()), None)
 
     def report(self, device: torch.device) -> int:
-        """Log new corrupt files, each path once, on rank 0; returns the clips substituted so far.
-        Collective.
+        """Log new corrupt files on rank 0; returns the clips substituted so far. Collective.
 
         Raises:
             ValueError: if too many clips are corrupt.
         """
         counts = torch.tensor([self.read, self.substituted, len(self._unreported)], device=device)
         dist.all_reduce(counts)
-        read, substituted, unreported = counts.tolist()
+        read, substituted, unreported = map(int, counts.tolist())
+        # Every rank of a group has counted the clips of the group.
         read, substituted = read // self.mesh.sp_size, substituted // self.mesh.sp_size
 
         if unreported:

@@ -1,5 +1,4 @@
-"""Which rank of a sequence-parallel group encodes what, and the layout of what the ranks send each
-other.
+"""Which rank of a group encodes what, and the layout of what ranks send each other.
 
 A clip falls into pieces that are encoded independently: frames, chunks, or the whole clip. The
 pieces of all clips of a micro-batch, clip by clip, are distributed in contiguous, balanced runs. So
@@ -40,7 +39,7 @@ class Portion(NamedTuple):
     @property
     def has_caption(self) -> bool:
         """Whoever reads a clip's first frame encodes its caption."""
-        return self.frames.start == 0
+        return bool(self.frames.start == 0)
 
 
 def distribute_pieces(
@@ -84,8 +83,7 @@ class ReadStatus:
     fps: Tensor  # float64 [n], 0 where this rank has read nothing
 
     def agreed(self, mesh: SequenceMesh) -> ReadStatus:
-        """The status that holds for the group: corrupt is what any rank could not read. Collective
-        on the host.
+        """The status of the group: corrupt is what any rank could not read. Collective.
 
         The message has two rows of float64: 1 for a corrupt clip, and the frame rate. Ranks take
         the maximum of both.

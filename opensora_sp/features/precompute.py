@@ -12,7 +12,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from opensora_sp.data import (
     VideoTextDataset,
     write_manifest,
 )
-from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_bytes
+from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, ShardContent, index_of
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, raise_on_all_ranks
 
@@ -98,16 +97,6 @@ def check_reproducible(cfg: TrainConfig) -> None:
             "got dataset.type 'CachedFeatures' to make a feature cache of; expected 'VideoText' or "
             "'VariableVideoText'; pass the config that reads the files"
         )
-
-
-@dataclass
-class ShardContent:
-    """What is encoded for one shard, by clip and shape; captions by clip."""
-
-    latents: dict[Key, torch.Tensor] = field(default_factory=dict)
-    fps: dict[Key, float] = field(default_factory=dict)
-    captions: dict[int, torch.Tensor] = field(default_factory=dict)
-    corrupt: dict[Key, tuple[str, str]] = field(default_factory=dict)
 
 
 class CacheWriter:
@@ -226,9 +215,9 @@ class CacheWriter:
         loader: Iterator[list[Any]],
         with_caption: set[int],
     ) -> None:
-        made = self._encode(batches, loader, with_caption)
+        content = self._encode(batches, loader, with_caption)
         path = self.folder / f"shard-{number:06d}.safetensors"
-        self.disk.write_file(path, shard_bytes(made.latents, made.fps, made.captions, made.corrupt))
+        self.disk.write_file(path, content.to_bytes())
 
     @torch.no_grad()
     def _encode(
@@ -252,12 +241,12 @@ class CacheWriter:
 
             new = {}
             for (clip, _), item in read.items():
-                if clip not in with_caption and clip not in content.captions:
+                if clip not in with_caption and clip not in content.texts:
                     new[clip] = item
             if new:
                 y, mask = self.encoders.texts(list(new.values()))
                 for clip, features, length in zip(new, y[:, 0], mask.sum(1).tolist(), strict=True):
-                    content.captions[clip] = features[:length]
+                    content.texts[clip] = features[:length]
         return content
 
     def _write_index(self, used: list[ClipShape], shards: list[Shard]) -> None:

@@ -1,5 +1,4 @@
-"""The latents and text features of a micro-batch, made once by the ranks of a sequence-parallel
-group.
+"""The latents and text features of a micro-batch, computed once by a group of ranks.
 
 1. Each rank reads its portions of the clips (``exchange.distribute_pieces``).
 2. The ranks agree on the host which clips could be read, and on their frame rates.
@@ -78,8 +77,7 @@ class Features:
 
 
 class SharedClips:
-    """Clips of micro-batches as ``Features``, read and encoded by the ranks of ``mesh.sp_group``
-    together.
+    """Clips of micro-batches as ``Features``, encoded by the ranks of a group together.
 
     Args:
         model: the parallelized model, whose token layout decides what each rank needs.
@@ -108,8 +106,7 @@ class SharedClips:
         return self._samples(micro_batch, micro_batch.ids, range(len(micro_batch.ids)))
 
     def take(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[list[int], Features]:
-        """The ids to train on and their features, given the items of ``samples``. Collective in the
-        group.
+        """The ids to train on and their features, from the items read. Collective in the group.
 
         Raises:
             ValueError: if no substitute of a corrupt clip can be read either.
@@ -142,8 +139,7 @@ class SharedClips:
     def share(
         self, features: Features, ids: Sequence[int], places: Sequence[int], items: Sequence[Any]
     ) -> list[int]:
-        """Encode this rank's portions of the clips at ``places`` of ``ids``, and fill in what it
-        needs of all.
+        """Encode this rank's portions of the clips at ``places``, and exchange features.
 
         Returns:
             The places of clips that some rank could not read, the same on all. Collective in the

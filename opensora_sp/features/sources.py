@@ -1,5 +1,4 @@
-"""Sources of latents and text features: encoders that compute them, or a cache of what they
-computed (``cached``).
+"""Sources of latents and text features: encoders, or a cache of what they computed.
 
 Legend: c latent channels, f x h x w latent size, L text tokens, W their width.
 """

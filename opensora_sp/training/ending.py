@@ -65,7 +65,7 @@ def _command_of_launcher() -> list[str]:
     if not found or found[-1] is None:
         return []
     try:
-        parts = found[-1].cmdline()
+        parts: list[str] = found[-1].cmdline()
     except psutil.Error:
         return []
 

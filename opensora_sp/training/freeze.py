@@ -12,8 +12,7 @@ from opensora_sp.config import TrainConfig
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze parameters whose name matches a pattern; the last match decides, and ``!pattern``
-    trains.
+    """Freeze parameters by patterns of names; the last match decides, ``!pattern`` trains.
 
     Raises:
         ValueError: if a pattern matches no parameter, or no parameter is trained.

@@ -104,8 +104,7 @@ class Meter:
         self._work += self.flops.step(tuple(batch.x_t.shape), text)
 
     def measure(self, waited: float, *, steps: int, seconds: float, left: int) -> dict[str, float]:
-        """Metrics of all ranks, over ``steps`` optimizer steps that took ``seconds``. One
-        collective.
+        """Metrics of all ranks over ``steps`` steps that took ``seconds``. One collective.
 
         Args:
             waited: seconds that this rank waited for data.
@@ -148,7 +147,7 @@ def text_tokens(lengths: Sequence[int], drop: Tensor | None, null_caption: int) 
     Args:
         lengths: tokens of each caption, B of them.
         drop: bool ``[B]`` on the CPU, True for samples that get the null caption of
-        ``null_caption`` tokens instead.
+            ``null_caption`` tokens instead.
     """
     tokens = torch.tensor(lengths).clamp(min=1)
     if drop is not None:

@@ -1,5 +1,4 @@
-"""A check that ranks which must hold the same numbers still do: weights, and the batches of a
-group.
+"""A check that ranks agree: on the weights, and within a group on its batches.
 
 The working weights are whole on every rank (ZeRO gathers the trained ones after each step) and must
 be equal everywhere. A batch must be the same on the ranks of a sequence-parallel group, and another
@@ -58,12 +57,11 @@ class SyncCheck:
                 self._batches += self._sums(tensors)
 
     def compare(self, step: int) -> None:
-        """Compare the inputs of a step, if it is checked: before ZeRO overwrites the weights with
-        new ones.
+        """Compare weights and batches of a step, if it is checked; call it before the update.
 
         Raises:
             ValueError: on every rank, naming the first tensor that differs and the ranks where it
-            does.
+                does.
         """
         if not self.due(step):
             return

@@ -65,8 +65,8 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         ValueError: before any process group or model exists, if files, checkpoint and processes do
             not fit the config; later, on every rank, if the run cannot continue.
         SystemExit: with status 1 if another rank has failed; where the run was asked to stop before
-            its end (see ``runtime.watchdog``), with 130 after Ctrl-C, else with ``cfg.stopped_exit_code``
-            unless that is 0.
+            its end (see ``runtime.watchdog``), with 130 after Ctrl-C, else with
+            ``cfg.stopped_exit_code`` unless that is 0.
     """
     traced = None if profile is None else Steps.parse(profile)
     with raise_on_all_ranks():
@@ -194,8 +194,7 @@ class Trainer:
     def train(
         self, run_dir: Path, traced: Steps | None = None, watch: Watchdog | None = None
     ) -> bool:
-        """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every``
-        and at the end.
+        """Train up to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end.
 
         Where the watchdog of any rank was asked to stop, the current step is the last one and is
         followed by a checkpoint. Returns whether ``max_steps`` was reached.
@@ -362,8 +361,9 @@ class Trainer:
             return self.batches.make(micro_batch.number, ids, features)
 
     def _update(self, step: int, loss: torch.Tensor, watch: Watchdog | None) -> Outcome:
-        """Update the weights, unless the loss or a gradient is not finite: then batches and
-        learning rate are used up.
+        """Update the weights, if the loss and all gradients are finite.
+
+        A skipped step still consumes its batches and its learning rate.
 
         Args:
             loss: this rank's part of the step's mean loss, ``[]``.

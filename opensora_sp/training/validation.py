@@ -115,8 +115,7 @@ class Validator:
             )
 
     def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watchdog | None) -> float:
-        """Validate if this step is one of ``validation.every``; returns the seconds that took.
-        Collective.
+        """Validate every ``validation.every`` steps; returns the seconds it took. Collective.
 
         Where a rank was asked to stop since the step, validation is skipped: the next step is the
         last one.
@@ -225,8 +224,7 @@ class Validator:
 
 @contextmanager
 def ema_weights(shards: NamedShards, ema: ShardedEma) -> Iterator[None]:
-    """Inside, the model computes with the EMA weights; afterwards it has the same bits as before.
-    Collective.
+    """Inside, the model has the EMA weights; then the same bits as before. Collective.
 
     The working weights are kept on the CPU meanwhile.
     """
