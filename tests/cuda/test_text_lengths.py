@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_stub import phase, requires_stub, run_on_stub
 
-from opensora_sp.config import load_inference_config
+from opensora_sp.config import ModelSpec, load_inference_config
 from opensora_sp.data import Clip, ClipShape, Entry, MicroBatchPlan, Sample
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
@@ -87,7 +87,10 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
     assert ids == [0, 1, 2, 3] and features.text_lengths == [5, 0, 6, 1]
 
     cfg = SimpleNamespace(
-        seed=3, scheduler={"type": "rflow"}, mask_ratios={"random": 0.7}, model=MODEL
+        seed=3,
+        scheduler={"type": "rflow"},
+        mask_ratios={"random": 0.7},
+        model_spec=ModelSpec.parse(MODEL),
     )
     config = SimpleNamespace(patch_size=(1, 2, 2), class_dropout_prob=drop_rate, drop_path=0.0)
     maker = BatchMaker(cfg, config, source, device)

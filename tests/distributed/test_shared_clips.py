@@ -16,6 +16,7 @@ from runs import write_toy_set
 from torch import Tensor
 from worlds import in_worlds
 
+from opensora_sp.config import ModelSpec
 from opensora_sp.data import (
     Clip,
     ClipShape,
@@ -226,7 +227,10 @@ def shared(
     micro_batch = plan.step(0)[0]._replace(ids=tuple(ids))
     scheduler = {"type": "iddpm"} if MODELS[name][1].get("pred_sigma") else {"type": "rflow"}
     cfg = SimpleNamespace(
-        seed=3, scheduler=scheduler, mask_ratios={"random": 0.7}, model={"type": MODELS[name][0]}
+        seed=3,
+        scheduler=scheduler,
+        mask_ratios={"random": 0.7},
+        model_spec=ModelSpec.parse({"type": MODELS[name][0]}),
     )
 
     def features_of(mesh: Any, model: Any) -> tuple[Any, Counting, Drawn]:
