@@ -138,8 +138,8 @@ def _shown_packets(container: Any, stream: Any) -> Iterator[Any]:
 def _frames_from(container: Any, stream: Any, start: int, last: int) -> Iterator[tuple[int, Any]]:
     """(number, frame), from some frame at or before ``start`` on.
 
-    Far into a file, decoding starts at the last key frame before ``start``. Otherwise, and where
-    display times do not tell which that is, all frames are decoded and counted.
+    Far into a file, decoding starts at the last key frame before ``start``. Near its start, and in
+    files without usable display times, all frames are decoded and counted.
     """
     times = []
     if start > READ_AHEAD and stream.codec_context.name in ONE_FRAME_PER_PACKET:

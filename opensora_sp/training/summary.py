@@ -60,15 +60,15 @@ def session_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def write_summary(trainer: Trainer, run_dir: Path, ledger: CommLedger) -> None:
+def write_summary(trainer: Trainer, run_dir: Path, counter: CommLedger) -> None:
     """Write ``summary.json``: what the ranks sent each other, and what was read. Rank 0 writes."""
     corrupt = trainer.corrupt.found
-    switches = ledger.calls["switch", "forward"]
+    switches = counter.calls["switch", "forward"]
     summary = {
         "dp_size": trainer.mesh.dp_size,
         "sp_size": trainer.mesh.sp_size,
         "switches": switches,
-        "elements_sent": {" ".join(key): count for key, count in sorted(ledger.elements.items())},
+        "elements_sent": {" ".join(key): count for key, count in sorted(counter.elements.items())},
         "files_read": dict(trainer.corrupt.files_read),
         "broken_clips": corrupt,
         "sync_check": trainer.sync_check.cost,

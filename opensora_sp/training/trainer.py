@@ -204,7 +204,7 @@ class Trainer:
         reporter = Reporter(
             run_dir, cfg, enabled=is_main, start=self.start, session=session_of(self)
         )
-        profiler, ledger = StepProfiler(self.module, run_dir, traced), CommLedger()
+        profiler, counter = StepProfiler(self.module, run_dir, traced), CommLedger()
         # The launcher, whose command line this is, may have ended when the run stops.
         command = command_to_resume()
         began = time.perf_counter()
@@ -212,7 +212,7 @@ class Trainer:
         done, stopped = self.start, False
 
         for step, batches in enumerate(self.loader, self.start):
-            with ledger, self.meter.timer, profiler.step(step + 1):
+            with counter, self.meter.timer, profiler.step(step + 1):
                 outcome = self._step(step, batches, watch)
             done = step + 1
             stopped = outcome.stop and done < cfg.max_steps
@@ -240,7 +240,7 @@ class Trainer:
             message = "stopped after step %d of %d (%s), with a checkpoint; resume with: %s"
             logger.info(message, done, cfg.max_steps, watch.why_to_stop(), command)
         else:
-            write_summary(self, run_dir, ledger)
+            write_summary(self, run_dir, counter)
             if is_main:
                 conclude(cfg, run_dir, time.perf_counter() - began)
         return not stopped
