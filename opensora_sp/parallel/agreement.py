@@ -46,8 +46,7 @@ def gathered(own: Entries, group: dist.ProcessGroup | None) -> dict[int, Entries
 
 
 def differences(seen: Mapping[int, Entries]) -> list[str]:
-    """The entries in which ranks differ, in order, with what each rank has: the same list on all of
-    them."""
+    """The entries that differ between ranks, in order, with each rank's value."""
     names = dict.fromkeys(name for entries in seen.values() for name in entries)
     found = []
     for name in names:
@@ -73,8 +72,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Shape and dtype of a tensor, plain values as they are, of anything else what is in it or its
-    type."""
+    """Shape and dtype of a tensor, a plain value as it is, or what a container holds; else the type."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {_dtype(value)}"
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -100,8 +98,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def describe_model(model: nn.Module) -> Entries:
-    """Class, config, and name, shape, dtype and trainability of each parameter. Values are not
-    looked at."""
+    """Class, config, and name, shape, dtype and trainability of each parameter; no values."""
     entries = {"the class": f"{type(model).__module__}.{type(model).__qualname__}"}
     for name, value in _config(model):
         entries[f"config.{name}"] = describe(value)
@@ -111,8 +108,7 @@ def describe_model(model: nn.Module) -> Entries:
 
 
 def _config(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    """Of a dataclass, a dict, or what has ``to_dict``, without what libraries keep there for
-    themselves."""
+    """Entries of a config: a dataclass, a dict, or an object with ``to_dict``; no private ones."""
     config: Any = getattr(model, "config", None)
     if is_dataclass(config):
         config = fields_of(config)
@@ -123,8 +119,7 @@ def _config(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 class ModelForm:
-    """The digest of a model's description, made again only when dtype or trainability of a
-    parameter has changed."""
+    """The digest of a model's description, cached until a dtype or a trainability changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -140,8 +140,10 @@ def exchange(
 
 
 def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of forward and of recomputation, for ``torch.utils.checkpoint``: the first keeps what
-    exchanges return, so that the second sends nothing again."""
+    """Contexts of forward and of recomputation, for ``torch.utils.checkpoint``.
+
+    The first keeps what exchanges return, so that the second sends nothing again.
+    """
     keeping, using = create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
     return keeping, _Once(using)
 
@@ -172,8 +174,7 @@ class _Once:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Forward gives every rank all rows; backward gives every row's holder the sum of all ranks'
-    gradients."""
+    """Forward gathers all rows on every rank; backward sums each row's gradients on its owner."""
 
     @staticmethod
     def forward(

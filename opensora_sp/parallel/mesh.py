@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opensora_sp.process_groups import host_backend
+from opensora_sp.backends import host_backend
 
 from .numerics import accumulate_in_fp32
 
@@ -42,7 +42,8 @@ class SequenceMesh:
         if not running and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 f"got {os.environ['WORLD_SIZE']} processes without a process group; expected one; "
-                "call colossalai.launch_from_torch() or torch.distributed.init_process_group() first"
+                "call colossalai.launch_from_torch() or torch.distributed.init_process_group() "
+                "first"
             )
 
         world = dist.get_world_size() if running else 1
@@ -65,8 +66,7 @@ class SequenceMesh:
 
     @classmethod
     def imagined(cls, sp_size: int, sp_rank: int) -> SequenceMesh:
-        """The mesh of one rank of ``sp_size``, without processes, to trace a model with fake
-        tensors."""
+        """The mesh of one rank, without processes, to trace a model with fake tensors."""
         mesh = cls.__new__(cls)
         mesh.world_size, mesh.rank = sp_size, sp_rank
         mesh.sp_size, mesh.dp_size, mesh.sp_rank, mesh.dp_rank = sp_size, 1, sp_rank, 0

@@ -43,8 +43,7 @@ class ModulePoint:
         self._own: dict[str, Any] = {}
 
     def attach(self, function: Callable[..., Any]) -> None:
-        """Run ``function(local, *args, **kwargs)`` instead of the module's ``forward``, which is
-        ``local``."""
+        """Run ``function(local, *args, **kwargs)`` from now on; ``local`` is the own ``forward``."""
         instance, local = vars(self.module), self.module.forward
         self._own = {"forward": instance["forward"]} if "forward" in instance else {}
 
@@ -53,16 +52,14 @@ class ModulePoint:
         instance["forward"] = attached
 
     def detach(self) -> None:
-        """Restore ``forward``. Of several points of one module, the last one attached goes
-        first."""
+        """Restore ``forward``. Points of one module are detached last to first."""
         del vars(self.module)["forward"]
         vars(self.module).update(self._own)
 
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The tokens of a batch: frames x patches, each ``[b, c]``; ``axes`` as in
-    ``ShardPlan.tokens``."""
+    """The tokens of a batch: frames x patches, each ``[b, c]``; ``axes`` is ``ShardPlan.tokens``."""
 
     b: int
     frames: int
@@ -86,8 +83,7 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The rows ``[start, stop)`` of a layout: frames ("spatial") or patches ("temporal") of all
-    samples."""
+    """The rows ``[start, stop)``: frames ("spatial") or patches ("temporal") of all samples."""
 
     grid: TokenGrid
     layout: str
@@ -161,8 +157,7 @@ class _Call:
         return tokens
 
     def run(self, tokens: Tensor) -> Any:
-        """The output for these tokens; of a tuple its first entry, with the others kept for
-        ``returned``."""
+        """The output tokens; the other entries of a tuple are kept for ``returned``."""
         self.arguments[self._first] = tokens
         out = self.local(*self._bound.args, **self._bound.kwargs)
         if isinstance(out, tuple):

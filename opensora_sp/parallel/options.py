@@ -19,11 +19,9 @@ PLACEMENTS = ("stream", "branch")
 COMM_DTYPES = ("bf16", "fp8")
 
 
-def _option(
-    default: Any, text: str, choices: tuple[str | None, ...] = (), *, in_config: bool = True
-) -> Any:
-    """A field with its help text, valid values if these are few, and whether configs have it."""
-    metadata = {"help": text, "choices": choices, "in_config": in_config}
+def _option(default: Any, text: str, choices: tuple[str | None, ...] = ()) -> Any:
+    """A field with its help text and, if these are few, its valid values."""
+    metadata = {"help": text, "choices": choices, "in_config": True}
     return field(default=default, metadata=metadata)
 
 
@@ -69,11 +67,14 @@ class Options:
         "With gradient checkpointing, repeat the exchanges inside of blocks in recomputation "
         "instead of keeping what was received: less memory, more communication.",
     )
-    cost_model: CostModel = _option(  # noqa: RUF009 (a frozen dataclass)
-        H100,
-        "Speed of the devices and of their links, by which a strategy is chosen for each shape; "
-        "equal on all ranks.",
-        in_config=False,
+    cost_model: CostModel = field(
+        default=H100,
+        metadata={
+            "help": "Speed of the devices and of their links, by which a strategy is chosen for "
+            "each shape; equal on all ranks.",
+            "choices": (),
+            "in_config": False,
+        },
     )
     verify: bool = _option(
         False,
@@ -124,8 +125,7 @@ class Options:
 
 
 def takes_options(function: Function) -> Function:
-    """Show the fields of ``Options`` in the signature and docstring of a function whose
-    ``**keywords`` they are."""
+    """Show the fields of ``Options`` in place of ``**keywords``, in signature and docstring."""
     signature = inspect.signature(function)
     keyword, named, lines = inspect.Parameter.KEYWORD_ONLY, [], []
     for one in fields(Options):

@@ -111,8 +111,7 @@ class SequenceParallel:
             self._attach()
 
     def ends(self, grid: Grid) -> list[list[LatentRows]]:
-        """For each rank of the group the rows that it holds where tokens enter and where they
-        leave."""
+        """For each rank of the group its rows where tokens enter and where they leave."""
         strategy = self._strategy(grid)
         of_ranks: list[list[Any]] = [[] for _ in range(self.mesh.sp_size)]
         for rows in strategy.ends(grid.rows("spatial")):
@@ -244,8 +243,7 @@ def parallelize(
 
 
 def held_rows(model: nn.Module, grid: Grid) -> list[list[LatentRows]]:
-    """The rows of a batch that each rank of the group holds where tokens enter and where they
-    leave.
+    """For each rank of the group its rows of a batch, where tokens enter and where they leave.
 
     With ``output="shards"`` a rank reads these rows of x alone, and returns the latter.
 

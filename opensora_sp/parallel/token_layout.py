@@ -16,8 +16,10 @@ from .layout import Partition
 
 
 class Grid(Protocol):
-    """The patches of a batch: B samples of T frames of S patches. ``full``: all tokens of a sample
-    attend together."""
+    """The patches of a batch: B samples of T frames of S patches.
+
+    ``full``: all tokens of a sample attend together.
+    """
 
     @property
     def num_samples(self) -> int: ...
@@ -35,8 +37,7 @@ class Grid(Protocol):
 
 
 class Rows(Protocol):
-    """The rows ``[start, stop)`` of all rows of a layout, "spatial" or "temporal", each of
-    ``length`` tokens."""
+    """The rows ``[start, stop)`` of a layout, "spatial" or "temporal", of ``length`` tokens each."""
 
     @property
     def grid(self) -> Grid: ...

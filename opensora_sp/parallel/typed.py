@@ -1,5 +1,4 @@
-"""What torch has without types or without a public name: decorators, arguments of hooks, the state
-of autograd."""
+"""What torch has without types or public names: decorators, hook arguments, autograd's state."""
 
 from __future__ import annotations
 
@@ -24,6 +23,5 @@ def once_differentiable(backward: Decorated) -> Decorated:
 
 
 def is_backward_running() -> bool:
-    """Whether autograd is running, so that a forward is one of gradient checkpointing's
-    recomputations."""
+    """Whether autograd is running: a forward is then a recomputation of checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -196,10 +196,11 @@ def recomputed() -> None:
     mesh = SequenceMesh(dist.get_world_size())
     register_plan(Branches, PLAN)
     x = torch.randn(1, 5, 7, 6).double()
+    # The exchange of an output is not recomputed: nothing behind it is saved for backward.
     for options, first, later in [
-        ({}, 4, 0),
-        (dict(recompute_communication=True), 4, 4),
-        (dict(placement="branch", comm_dtype="bf16"), 4, 0),
+        ({}, 2, 0),
+        (dict(recompute_communication=True), 2, 2),
+        (dict(placement="branch", comm_dtype="bf16"), 2, 0),
     ]:
         torch.manual_seed(2)
         model = parallelize(Branches().double(), mesh, **options)
@@ -267,7 +268,7 @@ def refused_plans() -> None:
             parallelize(model, mesh)
         assert_bare(model)
     register_plan(Branches, replace(PLAN, placement="stream" if mesh.sp_rank else "branch"))
-    with pytest.raises(ValueError, match="got different plan on .*: placement is 'branch' on rank 0"):
+    with pytest.raises(ValueError, match="got different plan on .*: placement is 'branch' on "):
         parallelize(Branches(), mesh)(x)
     register_plan(Branches, PLAN)
     model = parallelize(Branches(), mesh, verify=True)

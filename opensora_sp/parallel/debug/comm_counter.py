@@ -98,7 +98,7 @@ def record(kind: str, *, backward: bool, elements: int, element_size: int) -> No
     """Count one collective in every counter that is entered."""
     phase = "recompute" if is_backward_running() else "forward"
     key = kind, "backward" if backward else phase
-    for ledger in _open:
-        ledger.calls[key] += 1
-        ledger.elements[key] += elements
-        ledger.bytes[key] += elements * element_size
+    for counter in _open:
+        counter.calls[key] += 1
+        counter.elements[key] += elements
+        counter.bytes[key] += elements * element_size

@@ -87,8 +87,10 @@ class InputCheck:
             self._refuse(model, own)
 
     def _entries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entries:
-        """What decides which bytes are sent, by kind: options, plan, modes, and of the inputs, also
-        inside of containers, shapes, dtypes and plain values."""
+        """What decides which bytes are sent: options, plan, modes, and the form of the inputs.
+
+        Of inputs, also inside of containers, these are shapes, dtypes and plain values.
+        """
         entries = dict(self._fixed)
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"

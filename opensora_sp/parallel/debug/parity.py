@@ -164,9 +164,11 @@ def _step(
 
 
 def _own(value: Any) -> Any:
-    """A copy of a tensor, or of the tensors of a dataclass (encoded text), without its graph,
-    through which two steps would go back. Inference tensors, which autograd cannot save, become
-    normal ones."""
+    """A copy of a tensor, or of the tensors of a dataclass (encoded text), without its graph.
+
+    Two steps would go back through that graph. Inference tensors, which autograd cannot save,
+    become normal ones.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if is_dataclass(value) and not isinstance(value, type):
