@@ -15,9 +15,7 @@ BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch"},
 }  # beside the standard library
-WHEN_CALLED = {
-    "pretrained.py": "opensora_sp.checkpoint"
-}  # methods of models that read and write them
+WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them
 
 
 def imported(path: Path) -> set[str]:
