@@ -118,8 +118,8 @@ MUTATIONS = [
     Mutation(
         "a caption's mask ignored",
         "opensora_sp/models/base.py",
-        "packed, lengths = self.pack_text(y, mask, drop)",
-        "packed, lengths = self.pack_text(y, None, drop)",
+        "packed, lengths = self.y_embedder.pack(y, mask, drop)",
+        "packed, lengths = self.y_embedder.pack(y, None, drop)",
         ("tests/unit/test_golden_models.py",),
     ),
 ]
