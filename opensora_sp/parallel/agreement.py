@@ -72,7 +72,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Shape and dtype of a tensor, a plain value as it is, or what a container holds; else the type."""
+    """Shape and dtype of a tensor, a plain value as it is, what a container holds, or the type."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {_dtype(value)}"
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -43,7 +43,7 @@ class ModulePoint:
         self._own: dict[str, Any] = {}
 
     def attach(self, function: Callable[..., Any]) -> None:
-        """Run ``function(local, *args, **kwargs)`` from now on; ``local`` is the own ``forward``."""
+        """Run ``function(local, *args, **kwargs)``, where ``local`` is the module's ``forward``."""
         instance, local = vars(self.module), self.module.forward
         self._own = {"forward": instance["forward"]} if "forward" in instance else {}
 
@@ -59,7 +59,7 @@ class ModulePoint:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The tokens of a batch: frames x patches, each ``[b, c]``; ``axes`` is ``ShardPlan.tokens``."""
+    """The tokens of a batch: frames x patches of ``[b, c]``; ``axes`` is ``ShardPlan.tokens``."""
 
     b: int
     frames: int

@@ -72,6 +72,7 @@ class ShardPlan:
                 f"got placement {self.placement!r}; expected 'stream' or 'branch'; choose one of "
                 "them"
             )
+
         for name, axes in self.arguments.items():
             if not axes or set(axes.split()) - {"b", "t", "s", "c"}:
                 raise ValueError(
