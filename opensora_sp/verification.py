@@ -103,8 +103,7 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> LatentShape:
 def config_strategy(cfg: TrainConfig, ranks: int, shape: LatentShape) -> type[Strategy]:
     """The parallel strategy of a batch of this shape."""
     batch = BatchShape.of(cfg.model_spec.config, shape[0], shape[1:])
-    options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
-    return strategy_for(batch, options, ranks)
+    return strategy_for(batch, Options(**dict(cfg.sequence_parallel)), ranks)
 
 
 def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:

@@ -73,11 +73,12 @@ class CostModel:
         )
 
 
-# One rate for each device, which a model of some ten thousand tokens a rank reaches, not a peak.
+# Rates that models reach, not peaks: 400 of 989 TFLOP/s in bf16. The latency makes 256 tokens of
+# STDiT3-XL/2 the smallest chunk.
 H100 = CostModel(flops=400e12, bandwidth=100e9, latency=5.9e-6)
 
-# 90 % of the 790 TFLOP/s measured for bf16 products on one H200, and an all-to-all over NVLink 4 at
-# the 350 GB/s that the estimates for eight of them assume. The latency is that of an H100.
+# 90 % of the 790 TFLOP/s measured for bf16 products on one H200, and an all-to-all among eight of
+# them over NVLink at an assumed 350 GB/s. The latency is that of an H100.
 H200 = CostModel(flops=711e12, bandwidth=350e9, latency=5.9e-6)
 
 

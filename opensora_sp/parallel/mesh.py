@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opensora_sp.process_groups import host_backend
+from opensora_sp.backends import host_backend
 
 from .numerics import accumulate_in_fp32
 

@@ -18,7 +18,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import strategy_for, strategy_options
 
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
-from .sharing import Sharing, options_of, sharing_of
+from .sharing import Sharing, sharing_of
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, tokens_changing_rank, traffic
 
@@ -177,7 +177,7 @@ class _Run:
         self.ranks = cfg.sp_size or num_gpus  # a sampling config without sp_size takes all
         check_sp_size(self.ranks, num_gpus)
 
-        self.options = options_of(getattr(cfg, "sequence_parallel", None))
+        self.options = Options(**dict(cfg.sequence_parallel))
         self.name, self.config = cfg.model_spec.name, cfg.model_spec.config
         self.dtype = DTYPES[cfg.precision]
 

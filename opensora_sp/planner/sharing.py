@@ -124,8 +124,3 @@ def _idle(what: str, sizes: list[int]) -> str:
         f"{what} are {sum(sizes)}, fewer than the {len(sizes)} ranks: {len(without)} of these hold "
         f"no unit and wait (rank {listed})"
     )
-
-
-def options_of(section: object) -> Options:
-    """The options in a config's ``sequence_parallel``: a model, a dict, or None."""
-    return Options(**dict(section or {}))  # type: ignore[call-overload]

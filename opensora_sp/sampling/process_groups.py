@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size
+from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.planner.sharing import busiest_work, options_of
+from opensora_sp.planner.sharing import busiest_work
 from opensora_sp.planner.traffic import traffic
 
 from .requests import Request, batches_of
@@ -79,7 +80,7 @@ def _deal(
 
 
 def _cost_by_shape(cfg: InferenceConfig, ranks: int) -> Callable[[Batch], float]:
-    model, how = cfg.model_spec.config, options_of(cfg.sequence_parallel)
+    model, how = cfg.model_spec.config, Options(**dict(cfg.sequence_parallel))
     doubled = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
 
     @functools.cache

@@ -339,6 +339,11 @@ def test_advice_names_changes_that_balance_better(small: str) -> None:
     assert plan(load_train_config(small, ["num_frames=4"]), 4).buckets[0].advice == []
 
 
+def test_verify_is_left_to_the_run(small: str) -> None:
+    cfg = load_train_config(small, ["sequence_parallel.verify=True"])
+    assert plan(cfg, 4).buckets == plan(load_train_config(small), 4).buckets
+
+
 def test_memory_that_does_not_fit_is_told(small: str) -> None:
     cfg = load_train_config(small, ["num_frames=64"])
     memory = plan(cfg, 4).buckets[0].memory

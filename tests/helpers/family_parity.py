@@ -80,9 +80,11 @@ def run_step(
     )
     masks = inputs.get("x_mask"), inputs.get("video_mask")
     ranks, shards = 1, {}
+
     if mesh is not None:
         parallelize(model, mesh, **options)
         ranks, shards = mesh.sp_size, dict(output="shards")
+
     with CommLedger() as counter:
         if case.output == "shards":
             losses = velocity_loss(model(**inputs, **shards), target, *masks)
@@ -93,6 +95,7 @@ def run_step(
     if case.output == "shards":
         with torch.no_grad():
             output = model(**inputs)
+
     found = gradients(model, inputs)
     if mesh is not None:
         together = torch.cat([gradient.flatten() for gradient in found.values()])

@@ -38,7 +38,7 @@ from .exchanges import Exchange
 
 Result = TypeVar("Result")
 Local = Callable[..., Result]  # what a hook point does on one rank
-TokenGrid: TypeAlias = Grid | BatchShape
+GridOrShape: TypeAlias = Grid | BatchShape
 REPLICATED = "replicated"  # in place of a layout: every rank attends to all tokens of the batch
 
 
@@ -80,19 +80,19 @@ class Strategy:
         return f"the config sets strategy={cls.option!r}, {cls.condition}"
 
     @classmethod
-    def rows_layout(cls, layout: str, grid: TokenGrid) -> str:
+    def rows_layout(cls, layout: str, grid: GridOrShape) -> str:
         """How all "spatial" or "temporal" rows are distributed to the ranks."""
         if layout == "spatial":
             return SPATIAL_ROWS
         return TEMPORAL_ROWS if grid.windows is None else cls.window_rows
 
     @classmethod
-    def token_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         """The layouts in which tokens are held."""
         return BlockLayouts(cls.rows_layout("spatial", grid), cls.rows_layout("temporal", grid))
 
     @classmethod
-    def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         """The layouts in which tokens attend."""
         return cls.token_layouts(grid)
 

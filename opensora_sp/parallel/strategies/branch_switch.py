@@ -11,7 +11,7 @@ from ..layout import SPATIAL_ROWS
 from ..low_precision import bytes_per_token, low_precision_exchange
 from ..options import Options
 from ..token_layout import Rows
-from .base import BlockLayouts, Local, TokenGrid
+from .base import BlockLayouts, GridOrShape, Local
 from .exchanges import AllToAll, Exchange
 from .one_layout import OneLayout
 
@@ -39,7 +39,7 @@ class BranchSwitch(OneLayout):
         )
 
     @classmethod
-    def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts(SPATIAL_ROWS, cls.rows_layout("temporal", grid))
 
     @classmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..collectives import keep_exchanged
 from ..options import Options
 from ..token_layout import Rows
-from .base import BlockLayouts, Local, Strategy, TokenGrid
+from .base import BlockLayouts, GridOrShape, Local, Strategy
 
 
 class OneLayout(Strategy):
@@ -24,7 +24,7 @@ class OneLayout(Strategy):
     keeps_received: ClassVar[bool] = True
 
     @classmethod
-    def token_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         held = cls.rows_layout(cls.stays, grid)
         return BlockLayouts(held, held)
 

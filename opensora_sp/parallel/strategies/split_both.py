@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..batch_shape import BatchShape
 from ..layout import WINDOW_COLUMNS
 from ..options import Options
-from .base import BlockLayouts, TokenGrid
+from .base import BlockLayouts, GridOrShape
 from .split_attention import SplitAttention
 from .split_heads import FRAME_HEADS
 from .split_windows import WINDOW_HEADS, few_windows, few_windows_reason
@@ -31,5 +31,5 @@ class SplitBoth(SplitAttention):
         return few_windows_reason(few, ranks)
 
     @classmethod
-    def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts(FRAME_HEADS, WINDOW_HEADS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..batch_shape import BatchShape
 from ..options import Options
-from .base import BlockLayouts, TokenGrid
+from .base import BlockLayouts, GridOrShape
 from .split_attention import SplitAttention
 
 CLIP_HEADS = "b h | s t"
@@ -28,5 +28,5 @@ class SplitClips(SplitAttention):
         )
 
     @classmethod
-    def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts(CLIP_HEADS, CLIP_HEADS)

@@ -11,7 +11,7 @@ from ..collectives import gather_rows
 from ..layout import WINDOW_COLUMNS
 from ..options import Options
 from ..token_layout import Rows
-from .base import REPLICATED, BlockLayouts, Local, TokenGrid
+from .base import REPLICATED, BlockLayouts, GridOrShape, Local
 from .exchanges import AllGather, Exchange
 from .one_layout import OneLayout
 
@@ -30,7 +30,7 @@ class SplitGather(OneLayout):
     window_rows = WINDOW_COLUMNS
 
     @classmethod
-    def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts(REPLICATED, REPLICATED)
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..batch_shape import BatchShape
 from ..options import Options
-from .base import BlockLayouts, TokenGrid
+from .base import BlockLayouts, GridOrShape
 from .split_attention import SplitAttention
 from .switch_rows import few_frames_costs, few_frames_reason
 
@@ -32,5 +32,5 @@ class SplitHeads(SplitAttention):
         return few_frames_reason(shape, options, ranks, choice)
 
     @classmethod
-    def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts(FRAME_HEADS, cls.rows_layout("temporal", grid))

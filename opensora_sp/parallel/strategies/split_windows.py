@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..batch_shape import BatchShape
 from ..layout import SPATIAL_ROWS
 from ..options import Options
-from .base import BlockLayouts, TokenGrid
+from .base import BlockLayouts, GridOrShape
 from .split_attention import SplitAttention
 
 WINDOW_HEADS = "b w h | p t"
@@ -29,7 +29,7 @@ class SplitWindows(SplitAttention):
         return few_windows_reason(f"B*W={shape.num_samples * shape.num_windows} windows", ranks)
 
     @classmethod
-    def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts(SPATIAL_ROWS, WINDOW_HEADS)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..layout import WINDOW_COLUMNS
-from .base import BlockLayouts, TokenGrid
+from .base import BlockLayouts, GridOrShape
 from .split_attention import SplitAttention
 
 
@@ -21,5 +21,5 @@ class Ulysses(SplitAttention):
     window_rows = WINDOW_COLUMNS
 
     @classmethod
-    def attention_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts("h | b t s", "h | b s t" if grid.windows is None else "h | b w p t")

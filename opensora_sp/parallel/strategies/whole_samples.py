@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..batch_shape import BatchShape
 from ..options import Options
-from .base import BlockLayouts, Strategy, TokenGrid
+from .base import BlockLayouts, GridOrShape, Strategy
 
 SAMPLES = "b | t s"
 
@@ -28,5 +28,5 @@ class WholeSamples(Strategy):
         return f"{ranks} ranks divide B={B}: each holds {B // ranks} whole samples, no token moves"
 
     @classmethod
-    def token_layouts(cls, grid: TokenGrid) -> BlockLayouts:
+    def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts(SAMPLES, SAMPLES)
