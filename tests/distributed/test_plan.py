@@ -293,6 +293,8 @@ def test_bad_plans_are_refused() -> None:
         (dict(tokens="b c t s"), "got tokens 'b c t s'; expected one of"),
         (dict(placement="around"), "got placement 'around'; expected 'stream' or 'branch'"),
         (dict(arguments={"mask": "b x"}), "got axes 'b x' for argument 'mask'"),
+        (dict(tokens="rows"), "expected modules of all three with tokens 'rows'"),
+        (dict(switch=("turn",)), "and none otherwise; correct the ShardPlan"),
     ]:
         with pytest.raises(ValueError) as error:
             ShardPlan(**{**dict(enter="a", spatial=(), temporal=(), leave="b"), **field})
