@@ -47,7 +47,7 @@ def gathered(own: Entries, group: dist.ProcessGroup | None) -> dict[int, Entries
 
 def differences(seen: Mapping[int, Entries]) -> list[str]:
     """The entries that differ between ranks, in order, with each rank's value."""
-    names = dict.fromkeys(name for entries in seen.values() for name in entries)
+    names = dict.fromkeys(chain.from_iterable(seen.values()))
     found = []
     for name in names:
         values: dict[str, list[int]] = {}

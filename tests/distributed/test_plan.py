@@ -1,4 +1,4 @@
-"""Models without hook points, by a plan: the worked example of the docs, every option, and what is refused."""
+"""Models without hook points, by a plan: the example of the docs, every option, refusals."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class Stream(Branches):
 
 
 PLAN = ShardPlan(
-    enter="enter", spatial=("spatial.*",), temporal=("temporal.*",), leave="head", placement="branch",
-    arguments={"mask": "b t s"},
+    enter="enter", spatial=("spatial.*",), temporal=("temporal.*",), leave="head",
+    placement="branch", arguments={"mask": "b t s"},
 )  # fmt: skip
 STREAM_PLAN = replace(PLAN, enter="spatial.0", placement="stream")
 KEPT = [{}, dict(recompute_communication=True), dict(strategy="split_gather")]
