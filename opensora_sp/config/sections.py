@@ -120,7 +120,7 @@ def _option_fields() -> dict[str, Any]:
 _OptionFields: Any = create_model("_OptionFields", __base__=Strict, **_option_fields())
 
 
-class SequenceParallel(_OptionFields):  # type: ignore[misc]
+class SequenceParallel(_OptionFields):
     """How ``sp_size`` ranks share a batch: the fields of ``opensora_sp.parallel.Options``."""
 
     @model_validator(mode="after")

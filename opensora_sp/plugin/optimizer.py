@@ -306,7 +306,7 @@ class NamedShards:
             )
 
     def check_states(self, found: dict[str, tuple[int, ...]], source: Any) -> None:
-        """Raise ValueError unless tensors ``kind/<parameter>`` have the parameter's shape, or none."""
+        """Raise ValueError unless ``kind/<parameter>`` are scalars or shaped as parameters."""
         for key, shape in found.items():
             parameter = self.working.get(key.partition("/")[2])
             if parameter is None or shape not in ((), tuple(parameter.shape)):

@@ -315,6 +315,7 @@ def _check_arguments(
 ) -> None:
     if stage not in (1, 2):
         raise ValueError(f"got ZeRO stage {stage}; expected 1 or 2; choose one of these")
+
     if precision not in ("fp32", "bf16", "fp16"):
         raise ValueError(
             f"got precision {precision!r}; expected 'fp32', 'bf16' or 'fp16'; choose one of these"
@@ -323,6 +324,7 @@ def _check_arguments(
         raise ValueError(
             "got precision 'fp16' on CPU; expected 'fp32' or 'bf16' there; fp16 training needs CUDA"
         )
+
     if overlap and not on_cuda:
         raise ValueError(
             "got overlap_communication=True on CPU; expected CUDA streams; leave it out"
