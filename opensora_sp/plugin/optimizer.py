@@ -7,11 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from opensora_sp.checkpoint import Part, Spec
+from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel.debug.comm_timing import communicating
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator
@@ -215,120 +213,3 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
         # ColossalAI leaves the fp16 loss scale in the norm that it reports.
         self._current_grad_norm = total_norm / self._loss_scale()
-
-
-class NamedShards:
-    """A boosted model's trainable parameters by name, and what ZeRO keeps of each on this rank.
-
-    A shard is one rank's part of a tensor that was flattened and padded to a multiple of the world size.
-    """
-
-    def __init__(self, module: nn.Module, optimizer: SequenceZeroOptimizer) -> None:
-        self.optimizer = optimizer
-        masters = optimizer.get_working_to_master_map()
-        self.working = {name: p for name, p in module.named_parameters() if id(p) in masters}
-        self.masters: dict[str, Tensor] = {name: masters[id(p)] for name, p in self.working.items()}
-
-    def states(self) -> dict[str, dict[str, Tensor | int]]:
-        """The wrapped optimizer's state per parameter name, shards and scalars alike; empty before the first step."""
-        return {
-            name: dict(self.optimizer.optim.state.get(master, {}))
-            for name, master in self.masters.items()
-        }
-
-    def whole(self, name: str, shard: Tensor) -> Tensor:
-        """The whole tensor, on every rank and its device. Collective."""
-        like = self.working[name]
-        flat = shard.new_empty(shard.numel() * dist.get_world_size())
-        dist.all_gather_into_tensor(flat, shard.contiguous())
-        return flat[: like.numel()].view(like.shape)
-
-    def part(self, name: str, shard: Tensor) -> Part:
-        """What this rank gives to a checkpoint's tensor of a parameter's shape."""
-        return Part(shard, Spec(shard.dtype, tuple(self.working[name].shape)), sharded=True)
-
-    def state_parts(self) -> dict[str, Part]:
-        """The optimizer's state as parts of tensors ``"exp_avg/<parameter>"``, ``"step/<parameter>"``, ..."""
-        parts = {}
-        for name, state in self.states().items():
-            for kind, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    parts[f"{kind}/{name}"] = self.part(name, value)
-                elif value is not None:  # HybridAdam counts its steps in an int
-                    parts[f"{kind}/{name}"] = Part.whole(torch.as_tensor(value))
-        return parts
-
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups as JSON values: names of parameters, and what else a group says."""
-        names = {id(master): name for name, master in self.masters.items()}
-        return [
-            {"parameters": [names[id(p)] for p in group["params"]], **_json_values(group)}
-            for group in self.optimizer.param_groups
-        ]
-
-    def check_groups(self, saved: list[dict[str, Any]], source: Any) -> None:
-        """Raise ValueError unless the saved groups hold the parameters that ours hold, in their order."""
-        ours = self.groups()
-        place = {name: i for i, group in enumerate(ours) for name in group["parameters"]}
-        there = {name: i for i, group in enumerate(saved) for name in group["parameters"]}
-        differences = [f"missing {name}" for name in place if name not in there]
-        differences += [f"unexpected {name}" for name in there if name not in place]
-        differences += [
-            f"{name} is in group {there[name]} there, in group {i} here"
-            for name, i in place.items()
-            if there.get(name, i) != i
-        ]
-        if differences or len(ours) != len(saved):
-            raise ValueError(
-                f"got optimizer state of other parameter groups in {source} ({len(saved)} groups there, {len(ours)} "
-                f"here; {', '.join(differences[:4])}); expected the same parameters in the same groups; build the "
-                "optimizer as it was when the state was saved"
-            )
-
-    def check_states(self, found: dict[str, tuple[int, ...]], source: Any) -> None:
-        """Raise ValueError unless the tensors ``kind/<parameter>`` are scalars or of the parameter's shape."""
-        for key, shape in found.items():
-            name = key.partition("/")[2]
-            if name not in self.working or shape not in ((), tuple(self.working[name].shape)):
-                wanted = (
-                    list(self.working[name].shape) if name in self.working else "no such parameter"
-                )
-                raise ValueError(
-                    f"got optimizer state of another model in {source}: {key} is {list(shape)}; expected {wanted}; "
-                    "change the checkpoint or the model"
-                )
-
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's shard of a whole tensor, on the device and in the dtype of the master."""
-        master, world = self.masters[name], dist.get_world_size()
-        flat = F.pad(whole.reshape(-1), (0, master.numel() * world - whole.numel()))
-        return flat.view(world, -1)[dist.get_rank()].to(master).clone()
-
-    @torch.no_grad()
-    def set_weight(self, name: str, whole: Tensor) -> None:
-        """Put a whole fp32 tensor into the master shard and the working parameter."""
-        self.masters[name].copy_(self.cut(name, whole))
-        self.working[name].copy_(whole)
-
-    def set_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Replace the optimizer state of one parameter by whole tensors; scalars stay whole, integers become int."""
-
-        def own(value: Tensor) -> Tensor | int:
-            if value.ndim:
-                return self.cut(name, value)
-            return value.clone() if value.is_floating_point() else int(value)
-
-        self.optimizer.optim.state[self.masters[name]] = {
-            key: own(value) for key, value in state.items()
-        }
-
-
-def _json_values(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group says beside its parameters, as far as JSON can hold it; tensors become numbers."""
-    values = {}
-    for key, value in group.items():
-        if isinstance(value, Tensor):
-            value = value.item()
-        if key != "params" and isinstance(value, bool | int | float | str | list | tuple | None):
-            values[key] = value
-    return values

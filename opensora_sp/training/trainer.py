@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-from opensora_sp.checkpoint import check_encoders, newest_checkpoint
+from opensora_sp.checkpoint import check_encoders, fitted, load_model, newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config, split_type
 from opensora_sp.console import exit_interrupted
 from opensora_sp.data import ClipShape, MicroBatch, ReplicaBatches, share
@@ -38,7 +38,7 @@ from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
 from opensora_sp.runtime import Watch, backend_timeout, leave_process_group, told_to_all_ranks
 
-from .checkpointing import Checkpoints, TrainingState, choose_checkpoint, load_model
+from .checkpointing import Checkpoints, TrainingState, choose_checkpoint
 from .ema import ShardedEma
 from .ending import command_to_resume, conclude, nothing_left, short_patience
 from .freeze import freeze
@@ -157,7 +157,8 @@ class Run:
         self.module = model
         shards = NamedShards(model, self.optimizer)
         if cfg.load is not None and checkpoint is None:
-            load_model(initial_weights(cfg), model, fixed, shards, convert=cfg.convert)
+            weights = fitted(initial_weights(cfg), model, convert=cfg.convert)
+            load_model(weights, model, shards, fixed)
         self.ema = ShardedEma(shards.masters, cfg.ema_decay)
         self.tensors = TrainingState(model, fixed, shards, self.ema)
         self.checkpoints = Checkpoints(

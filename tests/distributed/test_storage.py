@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
-    Disk,
+    FileSystem,
     Part,
     SaveJob,
     Saver,
@@ -39,7 +39,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch.distributed", "opensora_sp.checkpoint"])
 
 
-class Recorder(Disk):
+class Recorder(FileSystem):
     """Notes every operation; ``before`` and ``after`` may do something to one of them."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Recorder(Disk):
         return action()
 
 
-class Killer(Disk):
+class Killer(FileSystem):
     """Sends SIGKILL to its own process before, within (half a write is done) or after the n-th operation."""
 
     def __init__(self, number: int, when: str) -> None:
@@ -78,10 +78,10 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def save(run_dir: Path, step: int, disk: Disk | None = None, **keep: int) -> None:
+def save(run_dir: Path, step: int, filesystem: FileSystem | None = None, **keep: int) -> None:
     """One process saves a checkpoint of two tensor files and some JSON."""
     folder = CheckpointFolder(
-        run_dir / checkpoint_name(step), {"state.json": b"{}\n"}, disk=disk, **keep
+        run_dir / checkpoint_name(step), {"state.json": b"{}\n"}, filesystem=filesystem, **keep
     )
     parts = {name: Part.whole(tensor) for name, tensor in tensors(step).items()}
     Saver().save(
@@ -110,9 +110,9 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorded(run_dir: Path) -> list[tuple[str, Path]]:
-    disk = Recorder()
-    save(run_dir, 3, disk, keep_last=2)
-    return disk.done
+    recorder = Recorder()
+    save(run_dir, 3, recorder, keep_last=2)
+    return recorder.done
 
 
 def points(operations: list[tuple[str, Path]]) -> list[tuple[int, str]]:
@@ -273,7 +273,7 @@ def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "kept" / "file").write_text("x")
     (tmp_path / "run" / "folder").mkdir(parents=True)
     (tmp_path / "run" / "folder" / "link").symlink_to(tmp_path / "kept")
-    Disk().remove_tree(tmp_path / "run")
+    FileSystem().remove_tree(tmp_path / "run")
     assert (tmp_path / "kept" / "file").is_file() and not (tmp_path / "run").exists()
     (tmp_path / "step_00000001").mkdir()
     assert set_aside(tmp_path / "step_00000001").name == "step_00000001.damaged"
@@ -317,7 +317,7 @@ def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
     wanted = {f"{i}": torch.arange(7 * i).reshape(7, i).to(dtype) for i, dtype in enumerate(dtypes)}
     wanted["scalar"] = torch.tensor(3.5)
     file = TensorFile(
-        Disk(), tmp_path / "a", {name: Spec.of(tensor) for name, tensor in wanted.items()}
+        FileSystem(), tmp_path / "a", {name: Spec.of(tensor) for name, tensor in wanted.items()}
     )
     from opensora_sp.checkpoint.tensor_file import file_order
 
@@ -336,8 +336,8 @@ def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
     assert struct.unpack("<Q", (tmp_path / "a").read_bytes()[:8])[0] % 8 == 0
 
 
-class Full(Disk):
-    """A disk with no room for anything after so many bytes."""
+class Full(FileSystem):
+    """A full disk: no write succeeds after so many bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -361,10 +361,10 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
     }
     shards = {name: tensor.view(world, length)[rank].clone() for name, tensor in padded.items()}
 
-    def job(step: int, disk: Disk | None = None) -> SaveJob:
+    def job(step: int, filesystem: FileSystem | None = None) -> SaveJob:
         parts = {name: Part(shards[name], Spec.of(whole[name]), sharded=True) for name in whole}
         return SaveJob(
-            CheckpointFolder(run_dir / checkpoint_name(step), {}, disk=disk),
+            CheckpointFolder(run_dir / checkpoint_name(step), {}, filesystem=filesystem),
             {"a.safetensors": parts},
         )
 
