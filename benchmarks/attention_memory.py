@@ -1,12 +1,14 @@
-"""Peak memory of one spatial and one temporal block, with and without masks, against the tensors that must exist.
+"""Peak memory of one spatial and one temporal block, with and without masks, against the tensors
+that must exist.
 
     python benchmarks/attention_memory.py               200,000 tokens a clip (minutes and 15 GB on CPU)
     python benchmarks/attention_memory.py --tokens 20000
     python benchmarks/attention_memory.py --full        full 3D attention, forward, one head of width 16
 
-On CPU live tensor bytes are counted one by one, on CUDA the allocator is asked. Two clips of different sizes share the
-batch; a fifth or more of the text and of the video lies outside. What must exist are all tensors that autograd saves in
-the run without masks, the gradients of the weights, and one gradient of the tokens.
+On CPU live tensor bytes are counted one by one, on CUDA the allocator is asked. Two clips of
+different sizes share the batch; a fifth or more of the text and of the video lies outside. What
+must exist are all tensors that autograd saves in the run without masks, the gradients of the
+weights, and one gradient of the tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ MOST = 200_000
 
 
 def batch(tokens: int, masks: bool, device: torch.device) -> dict[str, Tensor]:
-    """Two clips; with masks one is shorter and one smaller than there is room for, and captions differ in length."""
+    """Two clips; with masks one is shorter and one smaller than there is room for, and captions
+    differ in length.
+    """
     size = (FRAMES, tokens // FRAMES // COLUMNS, COLUMNS)
     inputs = dict(
         x=torch.randn(2, 4, *size, device=device),
@@ -138,7 +142,8 @@ def full(tokens: int, device: torch.device) -> None:
         model(x, torch.tensor([500.0], device=device), torch.randn(1, 1, TEXT, 64, device=device))
     seconds = time.perf_counter() - start
     print(
-        f"full 3D attention, {tokens:,} tokens: largest tensor {largest.bytes / 1e6:.1f} MB (bound 64)"
+        f"full 3D attention, {tokens:,} tokens: largest tensor {largest.bytes / 1e6:.1f} MB (bound "
+        "64)"
     )
     print(f"a matrix of scores would be {tokens**2 * 4 / 1e9:.0f} GB ({seconds:.0f} s)")
 

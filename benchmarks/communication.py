@@ -1,4 +1,5 @@
-"""Count what one training step sends, per rank, against the prediction. Counted, not timed; runs on CPU.
+"""Count what one training step sends, per rank, against the prediction. Counted, not timed; runs on
+CPU.
 
 python benchmarks/communication.py                                     # the tables of docs/communication.md
 python benchmarks/communication.py --batch 3 --frames 5 --ranks 8      # another shape
@@ -24,7 +25,9 @@ DEPTH, HEADS = 4, 4
 
 @dataclass(frozen=True)
 class Case:
-    """One training step: a batch of B clips of T frames of S patches, C wide, and how ranks share it."""
+    """One training step: a batch of B clips of T frames of S patches, C wide, and how ranks share
+    it.
+    """
 
     batch: int
     frames: int
@@ -49,10 +52,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     args = parser.parse_args()
     print(
-        f"T={args.frames} S={args.patches} C=288, {DEPTH} pairs, fp32; MB = 1e6 bytes sent per rank and step\n"
+        f"T={args.frames} S={args.patches} C=288, {DEPTH} pairs, fp32; MB = 1e6 bytes sent per "
+        "rank and step\n"
     )
     print(
-        "| ranks | B | how | checkpointing | mean MB | busiest MB | of it recompute | predicted mean MB |"
+        "| ranks | B | how | checkpointing | mean MB | busiest MB | of it recompute | predicted "
+        "mean MB |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for ranks in args.ranks:
@@ -69,8 +74,9 @@ def main() -> None:
             mean, busiest, again = (value / 1e6 for value in sent)
             predicted = predicted_bytes(case, ranks)
             print(
-                f"| {ranks} | {case.batch} | {case.name} | {'yes' if case.checkpointing else 'no'} | {mean:.2f} | "
-                f"{busiest:.2f} | {again:.2f} | {'' if predicted is None else f'{predicted / 1e6:.2f}'} |"
+                f"| {ranks} | {case.batch} | {case.name} | {'yes' if case.checkpointing else 'no'} "
+                f"| {mean:.2f} | {busiest:.2f} | {again:.2f} | "
+                f"{'' if predicted is None else f'{predicted / 1e6:.2f}'} |"
             )
 
 
@@ -85,7 +91,9 @@ WAYS: list[dict[str, Any]] = [
 
 
 def count(cases: list[Case], ranks: int) -> list[tuple[float, float, float]]:
-    """For each case the bytes of the mean rank, of the busiest one, and of the mean rank in recompute."""
+    """For each case the bytes of the mean rank, of the busiest one, and of the mean rank in
+    recompute.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -137,7 +145,9 @@ def step(case: Case, mesh: SequenceMesh) -> CommLedger:
 
 
 def predicted_bytes(case: Case, ranks: int) -> float | None:
-    """Bytes of the mean rank, by brute force over all tokens; None for ways that this says nothing of."""
+    """Bytes of the mean rank, by brute force over all tokens; None for ways that this says nothing
+    of.
+    """
     token = {None: 4 * case.width, "bf16": 2 * case.width, "fp8": case.width + 4}[
         case.options.get("comm_dtype")
     ]

@@ -2,8 +2,8 @@
 
 OMP_NUM_THREADS=1 python benchmarks/data_loading.py --workers 2
 
-Both decode the same frames of the same files to the same clips (compared first). They take turns; what is told is the
-median of the rounds' ratios.
+Both decode the same frames of the same files to the same clips (compared first). They take turns;
+what is told is the median of the rounds' ratios.
 """
 
 import argparse
@@ -69,13 +69,15 @@ def main() -> None:
     plain, loaded = (median(round[way] for round in rounds) for way in (0, 1))
     ratio = median(loaded / plain for plain, loaded in rounds)
     print(
-        f"{shape.num_frames} frames of {SIZE}x{SIZE} to {shape.height}x{shape.width}, {args.clips} clips a round"
+        f"{shape.num_frames} frames of {SIZE}x{SIZE} to {shape.height}x{shape.width}, {args.clips} "
+        "clips a round"
     )
     print(
         f"plain loop {plain:.2f} clips/s, loader with {args.workers} workers {loaded:.2f} clips/s"
     )
     print(
-        f"ratio: median {ratio:.2f} of {args.rounds} rounds: {', '.join(f'{b / a:.2f}' for a, b in rounds)}"
+        f"ratio: median {ratio:.2f} of {args.rounds} rounds: "
+        f"{', '.join(f'{b / a:.2f}' for a, b in rounds)}"
     )
 
 

@@ -1,8 +1,10 @@
-"""Step time of a run that encodes its clips against one from a feature cache: same clips, model and losses.
+"""Step time of a run that encodes its clips against one from a feature cache: same clips, model and
+losses.
 
 OMP_NUM_THREADS=1 python benchmarks/feature_cache.py
 
-The autoencoder is one of Stable Diffusion's kind with random weights and a quarter of its width; captions take no time.
+The autoencoder is one of Stable Diffusion's kind with random weights and a quarter of its width;
+captions take no time.
 """
 
 import argparse
@@ -56,7 +58,8 @@ def main() -> None:
             cached, same = train(config, folder / f"cached {number}", *from_cache)
             apart = max(abs(a - b) / a for a, b in zip(losses, same, strict=True))
             print(
-                f"{encoding:.3f} s a step encoding, {cached:.3f} s from the cache; losses {apart:.0e} apart"
+                f"{encoding:.3f} s a step encoding, {cached:.3f} s from the cache; losses "
+                f"{apart:.0e} apart"
             )
             ratios.append(encoding / cached)
     print(f"ratio: median {median(ratios):.1f} of {', '.join(f'{ratio:.1f}' for ratio in ratios)}")

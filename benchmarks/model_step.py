@@ -1,13 +1,14 @@
 """Time a step, forward and backward, of the plain model against a naive reading of its equations.
 
 python benchmarks/model_step.py                                 the two sizes, C=288, depth 4; the ratios should hold
-python benchmarks/model_step.py --xl --compile --attention auto  tokens/s and MFU of STDiT3-XL/2, for a GPU
+python benchmarks/model_step.py --xl --compile --attention auto  tokens/s and MFU of STDiT3-XL/2,
+for a GPU
 
-The naive model has the same parameters and gives the same output: softmax of explicit scores, each step of modulation,
-norm and rotation an operation of its own, tokens rearranged from one layout to the other around each temporal
-attention. Both take turns in one process on one thread, and the ratio is the median of the rounds'. On CPU it is of
-the processor time of the process, which others on the machine disturb less than the time of day; on CUDA, in bf16, of
-the time of day.
+The naive model has the same parameters and gives the same output: softmax of explicit scores, each
+step of modulation, norm and rotation an operation of its own, tokens rearranged from one layout to
+the other around each temporal attention. Both take turns in one process on one thread, and the
+ratio is the median of the rounds'. On CPU it is of the processor time of the process, which others
+on the machine disturb less than the time of day; on CUDA, in bf16, of the time of day.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"torch {torch.__version__}, {args.device}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        f"torch {torch.__version__}, {args.device}, load {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} cores"
     )
     if args.xl:
         for shape in XL_SHAPES:
@@ -89,9 +91,9 @@ def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> bool:
     ours_s, naive_s = (median(times) for times in zip(*rounds, strict=True))
     kept = median(ratios) >= at_least
     print(
-        f"T={T} S={S} C=288 depth 4, {dtype}: naive {naive_s:.3f} s / ours {ours_s:.3f} s: median of the ratios "
-        f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), limit {at_least}: "
-        f"{'kept' if kept else 'MISSED'}; load {os.getloadavg()[0]:.1f}"
+        f"T={T} S={S} C=288 depth 4, {dtype}: naive {naive_s:.3f} s / ours {ours_s:.3f} s: median "
+        f"of the ratios {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), limit "
+        f"{at_least}: {'kept' if kept else 'MISSED'}; load {os.getloadavg()[0]:.1f}"
     )
     return kept
 
@@ -115,8 +117,8 @@ def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> None:
         3 * tokens * of_token / taken
     )  # backward is twice the forward; what is recomputed does not count
     print(
-        f"T={T} S={S} B={B}: {taken:.3f} s, {tokens / taken:,.0f} tokens/s, {rate / 1e12:.0f} TFLOP/s, "
-        f"MFU {rate / 1e12 / args.peak_tflops:.1%}"
+        f"T={T} S={S} B={B}: {taken:.3f} s, {tokens / taken:,.0f} tokens/s, {rate / 1e12:.0f} "
+        f"TFLOP/s, MFU {rate / 1e12 / args.peak_tflops:.1%}"
     )
 
 
@@ -147,7 +149,9 @@ def seconds(step: Callable[[], None], device: str) -> float:
 
 
 def naive(model: nn.Module, x: Tensor, timestep: Tensor, y: Tensor) -> Tensor:
-    """The equations of STDiT3 with the parameters of ``model``, one after the other; tokens are ``[B, T * S, C]``."""
+    """The equations of STDiT3 with the parameters of ``model``, one after the other; tokens are
+    ``[B, T * S, C]``.
+    """
     B, _, T, H, W = (*x.shape[:3], x.shape[3] // 2, x.shape[4] // 2)
     x = rearrange(model.x_embedder.proj(x.to(model.dtype)), "b c t h w -> b t (h w) c")
     positions = model.pos_embed(

@@ -2,8 +2,8 @@
 
 python benchmarks/one_process.py --repeats 15
 
-The same operators run (``tests/distributed/test_engine.py`` counts them); what could cost time is Python alone. Also timed, on two
-processes: the comparison of shapes before each forward.
+The same operators run (``tests/distributed/test_engine.py`` counts them); what could cost time is
+Python alone. Also timed, on two processes: the comparison of shapes before each forward.
 """
 
 import argparse
@@ -36,7 +36,8 @@ def main() -> None:
     rounds = [[seconds(step) for step in steps] for _ in range(args.repeats + 1)][1:]
     ratios = [parallelized / bare for bare, parallelized in rounds]
     print(
-        f"parallelized / bare: median {median(ratios):.3f}, of {min(ratios):.3f} to {max(ratios):.3f}"
+        f"parallelized / bare: median {median(ratios):.3f}, of {min(ratios):.3f} to "
+        f"{max(ratios):.3f}"
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -78,7 +79,8 @@ def compare_shapes(rank: int, port: int) -> None:
     taken = [seconds(lambda: check(None, (x,), inputs)) for _ in range(300)]  # type: ignore[arg-type]
     if rank == 0:
         print(
-            f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds a forward"
+            f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds "
+            "a forward"
         )
     shutdown_process_group()
 

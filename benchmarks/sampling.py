@@ -1,11 +1,12 @@
-"""Time of a sampling step on 2 processes against 1, and what is done once: ratios and counts of one run.
+"""Time of a sampling step on 2 processes against 1, and what is done once: ratios and counts of one
+run.
 
 python benchmarks/sampling.py --repeats 5
 
-Each process computes with one thread. In each repeat they take turns: one process while the other waits, then both.
-Beside the time itself stands the processor's time in it, which other programs on the machine hardly change.
-Also counted: how often text is encoded in a whole sampling loop, and the peak of live bytes while a video is decoded,
-for videos of different lengths.
+Each process computes with one thread. In each repeat they take turns: one process while the other
+waits, then both. Beside the time itself stands the processor's time in it, which other programs on
+the machine hardly change. Also counted: how often text is encoded in a whole sampling loop, and the
+peak of live bytes while a video is decoded, for videos of different lengths.
 """
 
 import argparse
@@ -92,8 +93,9 @@ def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
                 one, two = ([times[place] for times in seconds[processes]] for processes in (1, 2))
                 ratios = [b / a for a, b in zip(one, two, strict=True)]
                 print(
-                    f"  {kind}: {median(one):.3f} on 1 process, {median(two):.3f} on 2; ratio, median of "
-                    f"{len(ratios)}: {median(ratios):.3f} (of {min(ratios):.3f} to {max(ratios):.3f})",
+                    f"  {kind}: {median(one):.3f} on 1 process, {median(two):.3f} on 2; ratio, "
+                    f"median of {len(ratios)}: {median(ratios):.3f} (of {min(ratios):.3f} to "
+                    f"{max(ratios):.3f})",
                     flush=True,
                 )
     shutdown_process_group()
@@ -116,7 +118,9 @@ def make_pipeline(args: argparse.Namespace, scale: float) -> Pipeline:
 
 
 def count_encodings(pipeline: Pipeline, request: list) -> None:
-    """Calls of the text encoder, of the model's text embedder and of the blocks' keys, in a loop of six steps."""
+    """Calls of the text encoder, of the model's text embedder and of the blocks' keys, in a loop of
+    six steps.
+    """
     calls: Counter = Counter()
     hooks = [
         getattr(module, part).register_forward_hook(lambda *_, part=part: calls.update([part]))
@@ -131,7 +135,8 @@ def count_encodings(pipeline: Pipeline, request: list) -> None:
         hook.remove()
     blocks = sum(isinstance(module, CrossAttention) for module in pipeline.model.modules())
     print(
-        f"a loop of 6 steps: text embedded {calls['y_proj']} x, keys made {calls['kv_linear'] / blocks:g} x a block"
+        f"a loop of 6 steps: text embedded {calls['y_proj']} x, keys made "
+        f"{calls['kv_linear'] / blocks:g} x a block"
     )
 
 

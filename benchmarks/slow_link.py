@@ -1,13 +1,16 @@
-"""Time one training step of two ranks on a link so slow that plain ``switch`` spends half of its step on it.
+"""Time one training step of two ranks on a link so slow that plain ``switch`` spends half of its
+step on it.
 
 python benchmarks/slow_link.py    # the table, about four minutes, --repeats 1 two; fails where a limit is missed
 
-Each rank lives in a network namespace of its own; ``tc`` holds back what leaves either. The rate is set so that a
-checkpointed step of plain ``switch`` takes twice as long as without a limit, and all cases run at that rate, in turn.
-A step is forward and backward on shards, without averaging gradients, which costs all cases the same.
+Each rank lives in a network namespace of its own; ``tc`` holds back what leaves either. The rate is
+set so that a checkpointed step of plain ``switch`` takes twice as long as without a limit, and all
+cases run at that rate, in turn. A step is forward and backward on shards, without averaging
+gradients, which costs all cases the same.
 
-gloo answers "ready to receive" behind what it is sending already, so that one all_to_all mostly uses one direction
-after the other and carries half of the rate. Several under way fill both directions: a part of what chunks gain here.
+gloo answers "ready to receive" behind what it is sending already, so that one all_to_all mostly
+uses one direction after the other and carries half of the rate. Several under way fill both
+directions: a part of what chunks gain here.
 
 Needs root and iproute2 (``ip``, ``tc``); exits with 2 without them.
 """
@@ -71,7 +74,8 @@ def main() -> None:
     ]
     if lacking:
         print(
-            f"slow_link.py needs root and iproute2 to slow a link down; missing here: {', '.join(lacking)}."
+            "slow_link.py needs root and iproute2 to slow a link down; missing here: "
+            f"{', '.join(lacking)}."
         )
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go in any case
@@ -160,7 +164,8 @@ def work(args: argparse.Namespace) -> int:
         for n in args.chunks
     ]
     bench.say(
-        "| case | checkpointing | seconds | ratio to switch | MB sent per rank and step |\n|---|---|---|---|---|"
+        "| case | checkpointing | seconds | ratio to switch | MB sent per rank and step "
+        "|\n|---|---|---|---|---|"
     )
     seconds = bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=True)
     if not args.only_limits:
@@ -175,7 +180,8 @@ def work(args: argparse.Namespace) -> int:
         ratio = seconds[case.name] / seconds[base.name]
         missed += ratio > limit
         bench.say(
-            f"{case.name} / {base.name}: {ratio:.2f}, limit {limit}: {'missed' if ratio > limit else 'kept'}"
+            f"{case.name} / {base.name}: {ratio:.2f}, limit {limit}: "
+            f"{'missed' if ratio > limit else 'kept'}"
         )
     shutdown_process_group()
     return int(
@@ -210,14 +216,17 @@ class Bench:
             print(line, flush=True)
 
     def set_rate(self) -> None:
-        """Find the rate at which communication takes as long as everything else, in two steps, and say what it is."""
+        """Find the rate at which communication takes as long as everything else, in two steps, and
+        say what it is.
+        """
         self.step(FREE)
         free, sent = self.several(FREE)
         self.rate = 8 * sent / free
         slowed, _ = self.several(PLAIN)
         if abs(share(slowed, free) - 0.5) > 0.03:
             self.say(
-                f"at {self.rate / 1e6:.1f} Mbit/s communication is {share(slowed, free):.0%} of a step; adjusted"
+                f"at {self.rate / 1e6:.1f} Mbit/s communication is {share(slowed, free):.0%} of a "
+                "step; adjusted"
             )
             self.rate *= min(
                 max((slowed - free) / free, 0.5), 3.0
@@ -225,10 +234,10 @@ class Bench:
             slowed, _ = self.several(PLAIN)
         broadcast = self.carried(lambda received, _: dist.broadcast(received[0], 0))
         self.say(
-            f"without a limit a step takes {free:.2f} s and each rank sends {sent / 1e6:.2f} MB; at "
-            f"{self.rate / 1e6:.1f} Mbit/s it takes {slowed:.2f} s: communication is {share(slowed, free):.0%}\n"
-            f"a message travels at {broadcast:.1f} Mbit/s one way, "
-            f"in an all_to_all at {self.carried(dist.all_to_all_single):.1f} each way\n"
+            f"without a limit a step takes {free:.2f} s and each rank sends {sent / 1e6:.2f} MB; "
+            f"at {self.rate / 1e6:.1f} Mbit/s it takes {slowed:.2f} s: communication is "
+            f"{share(slowed, free):.0%}\na message travels at {broadcast:.1f} Mbit/s one way, in "
+            f"an all_to_all at {self.carried(dist.all_to_all_single):.1f} each way\n"
         )
 
     def several(self, case: Case) -> tuple[float, int]:
@@ -237,7 +246,9 @@ class Bench:
         return median(seconds), sent[0]
 
     def time_all(self, cases: list[Case], *, checkpointing: bool) -> dict[str, float]:
-        """Median seconds of each case, and a table's rows. Rounds in turn: what slows the machine hits all alike."""
+        """Median seconds of each case, and a table's rows. Rounds in turn: what slows the machine
+        hits all alike.
+        """
         repeats = (
             self.repeats if checkpointing else (self.repeats + 1) // 2
         )  # no limit is set for the latter

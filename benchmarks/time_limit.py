@@ -1,4 +1,5 @@
-"""A time limit for every process of a benchmark: one that hangs ends with the stacks of its threads.
+"""A time limit for every process of a benchmark: one that hangs ends with the stacks of its
+threads.
 
 ``BENCHMARK_TIME_LIMIT=7200 python benchmarks/...`` sets another one, in seconds.
 """

@@ -1,4 +1,6 @@
-"""Classes that configs name: those of this package by a short name, any other by where it is imported from."""
+"""Classes that configs name: those of this package by a short name, any other by where it is
+imported from.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any
 
 
 def component_class(key: str, name: str, known: Mapping[str, Any]) -> Any:
-    """The class that ``type=name`` of ``key`` means: one of ``known``, or an importable ``"my_package.MyClass"``.
+    """The class that ``type=name`` of ``key`` means: one of ``known``, or an importable
+    ``"my_package.MyClass"``.
 
     Raises:
         ValueError: if it is neither.
@@ -18,15 +21,16 @@ def component_class(key: str, name: str, known: Mapping[str, Any]) -> Any:
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError(
-            f"got {key}.type {name!r}; expected one of {sorted(known)}, or a class of yours like 'my_package.MyClass'; "
-            "choose one of these"
+            f"got {key}.type {name!r}; expected one of {sorted(known)}, or a class of yours like "
+            "'my_package.MyClass'; choose one of these"
         )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"got {key}.type {name!r}, which cannot be imported ({error}); expected 'module.Class'; check the name, "
-            "and that the module is installed or its folder in PYTHONPATH"
+            f"got {key}.type {name!r}, which cannot be imported ({error}); expected "
+            "'module.Class'; check the name, and that the module is installed or its folder in "
+            "PYTHONPATH"
         ) from error
 
 

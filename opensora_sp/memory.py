@@ -13,12 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class LivePeak(TorchDispatchMode):
-    """Counts the bytes of the storages that torch operations allocate while it is entered, forward and backward.
+    """Counts the bytes of the storages that torch operations allocate while it is entered, forward
+    and backward.
 
-    A storage counts once, however many views of it exist, from the operation that returns it until its last tensor is
-    gone, even if that is after the exit. Tensors that existed before do not count. Works on CPU, on CUDA and with fake
-    tensors, which hold no data. Not seen: what an operation allocates and frees inside itself, and what an allocator
-    adds by rounding and fragmentation.
+    A storage counts once, however many views of it exist, from the operation that returns it until
+    its last tensor is gone, even if that is after the exit. Tensors that existed before do not
+    count. Works on CPU, on CUDA and with fake tensors, which hold no data. Not seen: what an
+    operation allocates and frees inside itself, and what an allocator adds by rounding and
+    fragmentation.
 
     ``live`` and ``peak`` are bytes. Trackers may be nested; each counts for itself.
     """
@@ -70,7 +72,9 @@ class LivePeak(TorchDispatchMode):
 
 @cache
 def _allocates(func: Any) -> bool:
-    """Whether an operation may return memory that its inputs do not hold: no plain view does, and most are these."""
+    """Whether an operation may return memory that its inputs do not hold: no plain view does, and
+    most are these.
+    """
     if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default):
         return True
     returns = func._schema.returns

@@ -1,7 +1,9 @@
-"""Counter-based randomness: every draw is named by (seed, purpose, counters), never by rank, worker or history.
+"""Counter-based randomness: every draw is named by (seed, purpose, counters), never by rank, worker
+or history.
 
-Two processes that ask for the same name get the same numbers, whatever they drew before; so runs with another
-``sp_size`` or world see the same data, noise and timesteps, and a resumed run needs no saved generator state.
+Two processes that ask for the same name get the same numbers, whatever they drew before; so runs
+with another ``sp_size`` or world see the same data, noise and timesteps, and a resumed run needs no
+saved generator state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Named frame sizes and frame counts of Open-Sora 1.2, for configs, prompts and buckets.
 
-A resolution ("240p", "512") stands for a number of pixels, and has one size for each of its aspect ratios, which are
-height / width to two decimals ("0.56"). Names of ratios are height:width as well: "9:16" is a wide frame.
+A resolution ("240p", "512") stands for a number of pixels, and has one size for each of its aspect
+ratios, which are height / width to two decimals ("0.56"). Names of ratios are height:width as well:
+"9:16" is a wide frame.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def _all_sizes() -> dict[str, dict[str, tuple[int, int]]]:
 
 
 SIZES: dict[str, dict[str, tuple[int, int]]] = _all_sizes()
-"""Resolution -> aspect ratio (key) -> (height, width) in pixels. Of equally near ratios the first one is taken."""
+"""Resolution -> aspect ratio (key) -> (height, width) in pixels. Of equally near ratios the first
+one is taken.
+"""
 
 
 def num_pixels(resolution: str) -> int:
@@ -141,19 +144,21 @@ def sizes_of(resolution: str) -> dict[str, tuple[int, int]]:
 
 
 def named_size(resolution: str, aspect_ratio: str) -> tuple[int, int]:
-    """(height, width) of a resolution at an aspect ratio, a name ("9:16") or a key of the resolution ("0.56").
+    """(height, width) of a resolution at an aspect ratio, a name ("9:16") or a key of the
+    resolution ("0.56").
 
     Raises:
-        ValueError: for unknown names, and ratios that the resolution does not have. "512" and its kin have ratios of
-            their own, whose names are not those of "480p" and its kin: write "1.0" there, not "1:1".
+        ValueError: for unknown names, and ratios that the resolution does not have. "512" and its
+            kin have ratios of their own, whose names are not those of "480p" and its kin: write
+            "1.0" there, not "1:1".
     """
     sizes = sizes_of(resolution)
     key = ASPECT_RATIOS.get(aspect_ratio, aspect_ratio)
     if key not in sizes:
         names = [name for name, of_name in ASPECT_RATIOS.items() if of_name in sizes]
         raise ValueError(
-            f"got aspect_ratio {aspect_ratio!r} with resolution {resolution!r}; expected one of {[*names, *sizes]}; "
-            "choose one of these, or give the size in pixels instead"
+            f"got aspect_ratio {aspect_ratio!r} with resolution {resolution!r}; expected one of "
+            f"{[*names, *sizes]}; choose one of these, or give the size in pixels instead"
         )
     return sizes[key]
 
@@ -173,6 +178,7 @@ def named_frames(name: str | int) -> int:
         return FRAMES[str(name)]
     if not str(name).isdecimal() or int(name) < 1:
         raise ValueError(
-            f"got num_frames {name!r}; expected a positive number or one of {list(FRAMES)}; write one"
+            f"got num_frames {name!r}; expected a positive number or one of {list(FRAMES)}; write "
+            "one"
         )
     return int(name)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor.to(device)``, queued behind what a GPU is at; from pageable memory the host would wait for all of that.
+    """``tensor.to(device)``, queued behind what a GPU is at; from pageable memory the host would
+    wait for all of that.
 
     For what is small: pinned memory is kept for later copies.
     """

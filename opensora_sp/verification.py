@@ -1,4 +1,6 @@
-"""One small step of a config's model with and without sequence parallelism, on processes of its own, on CPU."""
+"""One small step of a config's model with and without sequence parallelism, on processes of its
+own, on CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from .config import TrainConfig, split_type
+from .config import TrainConfig
 from .encoders import planned_latent_size
-from .models import build_model
-from .models.registry import resolve_config
 from .parallel import (
     Options,
     SequenceMesh,
@@ -32,17 +32,20 @@ Shape = tuple[int, int, int, int]  # samples, and frames, height and width of th
 def verify_config(
     cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int
 ) -> tuple[Shape, str, Verdict]:
-    """Compare in float64 on ``ranks`` processes, with ``depth`` blocks and about ``max_tokens`` tokens of a sample.
+    """Compare in float64 on ``ranks`` processes, with ``depth`` blocks and about ``max_tokens``
+    tokens of a sample.
 
     Returns:
-        The shape of the batch, the way in which it was shared (a class of ``parallel/strategies.py``), and the verdict.
+        The shape of the batch, the way in which it was shared (a class of
+        ``parallel/strategies.py``), and the verdict.
 
     Raises:
         ValueError: if there are fewer than two ranks to share a batch.
     """
     if ranks < 2:
         raise ValueError(
-            f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks 2"
+            f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks "
+            "2"
         )
     results = mp.get_context("spawn").SimpleQueue()
     with TemporaryDirectory() as folder:
@@ -69,11 +72,13 @@ def _verify_on(
 
 
 def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
-    """Samples and latent size: frames are kept, their size is halved until a sample has few tokens, and of the numbers
-    of samples with which ranks share the batch as they will share the config's the smallest is taken, from two on."""
+    """Samples and latent size: frames are kept, their size is halved until a sample has few tokens,
+    and of the numbers of samples with which ranks share the batch as they will share the config's
+    the smallest is taken, from two on.
+    """
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     patch, mode = (
-        model_config(cfg).patch_size,
+        cfg.model_spec.config.patch_size,
         mode_of(cfg, ranks, (cfg.batch_size, frames, height, width)),
     )
     while frames * height * width > max_tokens * math.prod(patch) and max(height, width) > 1:
@@ -85,26 +90,22 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
 
 def mode_of(cfg: TrainConfig, ranks: int, shape: Shape) -> str:
     """The name of the way in which ranks share a batch of this shape."""
-    config = model_config(cfg)
+    config = cfg.model_spec.config
     grid = config.grid(shape[0], shape[1:])
     options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
     return choose_mode(options, grid, config.hidden_size, config.num_heads, ranks).__name__
 
 
-def model_config(cfg: TrainConfig) -> Any:
-    name, options = split_type("model", cfg.model)
-    return resolve_config(name, **options)
-
-
 def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
-    """The config's model with fewer blocks, in float64, with no parameter left zero, which would hide differences."""
-    name, options = split_type("model", cfg.model)
-    full = model_config(cfg)
-    smaller: dict[str, Any] = {"depth": min(depth, full.depth)}
-    if hasattr(full, "input_size"):
-        smaller["input_size"] = shape[1:]
+    """The config's model with fewer blocks, in float64, with no parameter left zero, which would
+    hide differences.
+    """
+    spec = cfg.model_spec
+    smaller = spec.with_options(depth=min(depth, spec.config.depth))
+    if spec.input_size is not None:
+        smaller = smaller.with_options(input_size=shape[1:])
     torch.manual_seed(cfg.seed)
-    model = build_model(name, **{**options, **smaller}).double()
+    model = smaller.build().double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad and not parameter.any():

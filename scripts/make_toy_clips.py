@@ -1,4 +1,5 @@
-"""Write a labelled set of small mp4 files, moving coloured shapes with captions, and its manifest clips.csv.
+"""Write a labelled set of small mp4 files, moving coloured shapes with captions, and its manifest
+clips.csv.
 
 An eighth of all captions is left out, so that a model can be asked for what it was not shown.
 """
@@ -8,7 +9,7 @@ import csv
 from itertools import count, islice
 from pathlib import Path
 
-from opensora_sp.console import told_errors
+from opensora_sp.console import report_errors
 from opensora_sp.data import is_held_out, toy_clip, write_video
 
 
@@ -28,10 +29,11 @@ def main() -> None:
         "--all-captions", action="store_true", help="also those that training sets leave out"
     )
     args = parser.parse_args()
-    with told_errors():
+    with report_errors():
         if min(args.num, args.num_frames, args.size) < 1:
             raise ValueError(
-                "got a number below 1; expected positive numbers; change --num, --num-frames or --size"
+                "got a number below 1; expected positive numbers; change --num, --num-frames or "
+                "--size"
             )
     args.folder.mkdir(parents=True, exist_ok=True)
     with (args.folder / "clips.csv").open("w", newline="", encoding="utf-8") as file:

@@ -15,5 +15,6 @@ model = dict(
     input_sq_size=64,
     pred_sigma=False,
 )
-# Towards noise, where a clip's layout is decided: by default so small a frame would be drawn towards data.
+# The shift towards noise, where the layout of a clip is decided. The default for such small frames
+# shifts timesteps towards data.
 scheduler = dict(type="rflow", use_timestep_transform=True, transform_scale=10.0)

@@ -1,4 +1,4 @@
-"""STDiT3-XL/2 (1.2 B parameters) on the latents of a Stable Diffusion VAE, frame by frame, with T5-XXL text.
+"""STDiT3-XL/2 (1.2 B parameters) on latents of the Stable Diffusion VAE, with T5-XXL text.
 
 ``from_pretrained`` takes a hub name or a local folder.
 """

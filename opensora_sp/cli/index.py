@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> None:
         sys.stderr.write(f"left out {broken.path}: {broken.reason}\n")
     if not found.entries:
         raise ValueError(
-            f"got {len(files)} files in {str(args.folder)!r}, none of which can be read; expected videos or images; "
-            "check them"
+            f"got {len(files)} files in {str(args.folder)!r}, none of which can be read; expected "
+            "videos or images; check them"
         )
     near = [
         entry._replace(path=Path(_relative(entry.path, args.output.parent)))
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
     ]
     write_manifest(args.output, near)
     sys.stdout.write(
-        f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a caption; "
-        f"{len(found.broken)} files cannot be read and were left out\n"
+        f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a "
+        f"caption; {len(found.broken)} files cannot be read and were left out\n"
     )
 
 
@@ -84,7 +84,8 @@ def _check_writable(file: Path) -> None:
         problem = f"cannot be written ({error})"
     if problem:
         raise ValueError(
-            f"got --output {str(file)!r}, which {problem}; expected a file to write; choose another name"
+            f"got --output {str(file)!r}, which {problem}; expected a file to write; choose "
+            "another name"
         )
 
 

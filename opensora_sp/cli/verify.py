@@ -1,4 +1,6 @@
-"""``opensora-sp verify``: one step of a config's model with and without sequence parallelism, compared."""
+"""``opensora-sp verify``: one step of a config's model with and without sequence parallelism,
+compared.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def run(args: argparse.Namespace) -> None:
         if value not in (None, False, 1)
     }
     sys.stdout.write(
-        f"{cfg.model['type']} on {ranks} ranks and on one, float64, latents {list(shape)}, {options}\n"
+        f"{cfg.model['type']} on {ranks} ranks and on one, float64, latents {list(shape)}, "
+        f"{options}\n"
     )
     nothing = (
         ": no token moves, nothing of the exchanges is tested" if mode == "WholeSamples" else ""

@@ -1,15 +1,19 @@
-"""Configs: mmengine-style files, a schema that refuses what it does not know, overrides that are data."""
+"""Configs: mmengine-style files, a schema that refuses what it does not know, overrides that are
+data.
+"""
 
 from .components import build_component, split_type
 from .findings import explain
 from .launch import check_launch
 from .load import dump_config, load_either, load_inference_config, load_train_config, sources
+from .model_spec import ModelSpec
 from .options import parse_override
 from .schema import InferenceConfig, TrainConfig
 from .sections import PromptOptions
 
 __all__ = [
     "InferenceConfig",
+    "ModelSpec",
     "PromptOptions",
     "TrainConfig",
     "build_component",

@@ -1,4 +1,6 @@
-"""``dict(type=..., **options)``: the parts of a config that become objects, checked without being built."""
+"""``dict(type=..., **options)``: the parts of a config that become objects, checked without being
+built.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def split_type(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def check_component(
     key: str, value: dict[str, Any], known: dict[str, Any], protocol: type | None = None
 ) -> dict[str, Any]:
-    """Check ``type``, a known class or an importable one, and the options against the constructor's arguments."""
+    """Check ``type``, a known class or an importable one, and the options against the constructor's
+    arguments.
+    """
     name, options = split_type(key, value)
     cls = component_class(key, name, known)
     check_options(key, name, options, cls)

@@ -17,7 +17,9 @@ def dotted(key: Key) -> str:
 
 
 class Draft:
-    """Nested values, and ``origins``: key -> place. What lies below a key is from there too, unless it has its own."""
+    """Nested values, and ``origins``: key -> place. What lies below a key is from there too, unless
+    it has its own.
+    """
 
     def __init__(
         self, values: dict[str, Any] | None = None, origins: dict[Key, str] | None = None
@@ -49,16 +51,17 @@ class Draft:
         """Set a value. A dict takes the place of the one that is there; None takes it away.
 
         Raises:
-            ValueError: if one of the keys above holds something else than a dict, or a dict would give way to
-                something that is none.
+            ValueError: if one of the keys above holds something else than a dict, or a dict would
+                give way to something that is none.
         """
         there = self._above(key, origin)
         last = _as_known(there, key[-1])
         key = (*key[:-1], last)
         if isinstance(there.get(last), dict) and value is not None and not isinstance(value, dict):
             raise ValueError(
-                f"got {dotted(key)} = {value!r} in the place of a dict (of {self.origin(key)}); expected a dict; write "
-                f"{dotted(key)}.part=value for a part of it, or {dotted(key)}=None to have none [{origin}]"
+                f"got {dotted(key)} = {value!r} in the place of a dict (of {self.origin(key)}); "
+                f"expected a dict; write {dotted(key)}.part=value for a part of it, or "
+                f"{dotted(key)}=None to have none [{origin}]"
             )
         self.forget(key)
         there[last] = _without_delete(value)
@@ -82,7 +85,8 @@ class Draft:
             there = there.setdefault(_as_known(there, part), {})
             if not isinstance(there, dict):
                 raise ValueError(
-                    f"got {origin}, but {dotted(key[: i + 1])} is {there!r}; expected a dict there; check the key"
+                    f"got {origin}, but {dotted(key[: i + 1])} is {there!r}; expected a dict "
+                    "there; check the key"
                 )
         return there
 
@@ -97,7 +101,9 @@ def leaves(values: dict[Any, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]
 
 
 def _as_known(there: dict[Any, Any], part: Any) -> Any:
-    """The key itself, or the number that it spells where the dict has numbers: bucket_config.240p.51."""
+    """The key itself, or the number that it spells where the dict has numbers:
+    bucket_config.240p.51.
+    """
     number = int(part) if isinstance(part, str) and part.isdecimal() else part
     return number if any(isinstance(one, int) for one in there) else part
 

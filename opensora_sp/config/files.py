@@ -1,7 +1,8 @@
-"""Config files, mmengine-style Python with ``_base_`` lists, with the file and line that each value comes from.
+"""Config files, mmengine-style Python with ``_base_`` lists, with the file and line that each value
+comes from.
 
-mmengine reads the values. What it does without a word is refused here: a value in the place of an inherited dict, and
-a key that two bases have.
+mmengine reads the values. What it does without a word is refused here: a value in the place of an
+inherited dict, and a key that two bases have.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ NOT_DATA = (ModuleType, FunctionType, BuiltinFunctionType, type)
 def read_config(path: str | Path) -> Draft:
     """The values of a file and of those that it is based on.
 
-    Names with a leading underscore, modules, classes and functions are the file's own business. An empty dict says
-    nothing, so ``dict(_delete_=True)`` takes an inherited dict away.
+    Names with a leading underscore, modules, classes and functions are the file's own business. An
+    empty dict says nothing, so ``dict(_delete_=True)`` takes an inherited dict away.
 
     Raises:
         ValueError: if a file is missing, cannot be run, or contradicts those that it is based on.
@@ -50,8 +51,8 @@ def read_config(path: str | Path) -> Draft:
 def _read(path: str, *, within: tuple[str, ...]) -> Draft:
     if path in within:
         raise ValueError(
-            f"got config {path!r}, which is based on itself ({' -> '.join((*within, path))}); expected no circle; "
-            "take one of the _base_ out"
+            f"got config {path!r}, which is based on itself ({' -> '.join((*within, path))}); "
+            "expected no circle; take one of the _base_ out"
         )
     tree = _parsed(path)
     bases = [_read(base, within=(*within, path)) for base in _bases(path, tree)]
@@ -82,8 +83,8 @@ def _bases(path: str, tree: ast.Module) -> list[str]:
                 named = ast.literal_eval(node.value)
             except ValueError as error:
                 raise ValueError(
-                    f"got a _base_ that is computed; expected a path or a list of paths; write them out "
-                    f"[{path}:{node.lineno}]"
+                    "got a _base_ that is computed; expected a path or a list of paths; write "
+                    f"them out [{path}:{node.lineno}]"
                 ) from error
             folder = str(Path(path).parent)
             listed = [
@@ -94,8 +95,8 @@ def _bases(path: str, tree: ast.Module) -> list[str]:
             for base in found:
                 if not Path(base).is_file():
                     raise ValueError(
-                        f"got the base {base!r}, which cannot be loaded (FileNotFoundError); expected a file; correct "
-                        f"_base_ [{path}:{node.lineno}]"
+                        f"got the base {base!r}, which cannot be loaded (FileNotFoundError); "
+                        f"expected a file; correct _base_ [{path}:{node.lineno}]"
                     )
             return found
     return []
@@ -105,7 +106,8 @@ def _values(path: str, tree: ast.Module) -> dict[str, Any]:
     from mmengine.config import Config
 
     try:
-        # Told that imports are not lazy, mmengine does not guess it from where the modules imported lie.
+        # Told that imports are not lazy, mmengine does not guess it from where the modules imported
+        # lie.
         return Config.fromfile(path, lazy_import=False).to_dict()
     except Exception as error:  # whatever the file's own code, or mmengine reading it, may raise
         ours = [
@@ -118,8 +120,8 @@ def _values(path: str, tree: ast.Module) -> dict[str, Any]:
 
 def _unreadable(path: str, error: Exception, line: int | None) -> ValueError:
     return ValueError(
-        f"got config {path!r}, which cannot be loaded ({type(error).__name__}: {error}); expected a Python file whose "
-        f"_base_ files exist; correct it [{path}{f':{line}' if line else ''}]"
+        f"got config {path!r}, which cannot be loaded ({type(error).__name__}: {error}); expected "
+        f"a Python file whose _base_ files exist; correct it [{path}{f':{line}' if line else ''}]"
     )
 
 
@@ -127,8 +129,9 @@ def _joined(path: str, bases: list[Draft]) -> Draft:
     def join(left: Draft, right: Draft) -> Draft:
         together(
             *(
-                f"got {key!r} in two files that {path} is based on ({left.origin((key,))}, {right.origin((key,))}); "
-                "expected each key in one of them; base one of the two on the other"
+                f"got {key!r} in two files that {path} is based on ({left.origin((key,))}, "
+                f"{right.origin((key,))}); expected each key in one of them; base one of the two "
+                "on the other"
                 for key in left.values
                 if key in right.values and not key.startswith("_")
             )
@@ -147,9 +150,10 @@ def _replaced(inherited: Draft, draft: Draft) -> Iterator[str]:
         if key in draft and not isinstance(draft.get(key), dict):
             name = dotted(key)
             yield (
-                f"got {name} = {draft.get(key)!r} in the place of an inherited dict (of {inherited.origin(key)}); "
-                f"expected a dict, which adds to it; write {name}=dict(_delete_=True, ...) for another one, or "
-                f"{name}=dict(_delete_=True) to have none [{draft.origin(key)}]"
+                f"got {name} = {draft.get(key)!r} in the place of an inherited dict (of "
+                f"{inherited.origin(key)}); expected a dict, which adds to it; write "
+                f"{name}=dict(_delete_=True, ...) for another one, or {name}=dict(_delete_=True) "
+                f"to have none [{draft.origin(key)}]"
             )
 
 

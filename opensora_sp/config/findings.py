@@ -27,7 +27,9 @@ def messages_of(error: ValueError) -> list[str]:
 
 
 def together(*checks: Callable[[], object] | str) -> None:
-    """Run all checks, and raise one ValueError with whatever they raised; a text is a problem found already."""
+    """Run all checks, and raise one ValueError with whatever they raised; a text is a problem found
+    already.
+    """
     found: list[str] = []
     for check in checks:
         if isinstance(check, str):
@@ -44,7 +46,9 @@ def together(*checks: Callable[[], object] | str) -> None:
 def explain(
     error: ValidationError, schema: type[BaseModel], place: str, draft: Draft | None = None
 ) -> str:
-    """Every finding on a line of its own, with the places where ``draft`` says that its keys were set."""
+    """Every finding on a line of its own, with the places where ``draft`` says that its keys were
+    set.
+    """
     lines = []
     for finding in error.errors():
         for message in _messages(finding, schema):
@@ -62,7 +66,8 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
         return [f"got the unknown key {key!r}; expected a known one; {advice}"]
     if finding["type"] == "missing":
         return [
-            f"got no {key!r}; expected a value; set it in the config or with --cfg-options {key}=..."
+            f"got no {key!r}; expected a value; set it in the config or with --cfg-options "
+            f"{key}=..."
         ]
     if finding["type"] == "value_error":
         return messages_of(finding["ctx"]["error"])
@@ -71,7 +76,9 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
 
 
 def _places(draft: Draft, loc: Key, message: str) -> str:
-    """Where the keys of a finding were set: those that its message names below ``loc``, else ``loc`` itself."""
+    """Where the keys of a finding were set: those that its message names below ``loc``, else
+    ``loc`` itself.
+    """
     got = message.partition("; ")[0]
     inside = [key for key in draft.origins if key[: len(loc)] == loc and len(key) > len(loc)]
     below = [key for key in inside if len(key) == len(loc) + 1]

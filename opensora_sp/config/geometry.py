@@ -7,7 +7,6 @@ from typing import Any
 
 from opensora_sp.components import component_class
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
-from opensora_sp.models.registry import resolve_config
 
 from .components import split_type
 
@@ -15,7 +14,9 @@ from .components import split_type
 def latent_size(
     vae: dict[str, Any], num_frames: int, height: int, width: int
 ) -> tuple[int, int, int] | None:
-    """Frames, height and width of the latents of a clip; None if only the autoencoder itself could say."""
+    """Frames, height and width of the latents of a clip; None if only the autoencoder itself could
+    say.
+    """
     cls = component_class("vae", vae["type"], LATENT_ENCODERS)
     if vae["type"] not in LATENT_ENCODERS and not hasattr(cls, "planned_latent_size"):
         return None
@@ -27,22 +28,25 @@ def check_latents(vae: dict[str, Any], num_frames: int, height: int, width: int)
     latents = latent_size(vae, num_frames, height, width)
     if latents is not None and min(latents) < 1:
         raise ValueError(
-            f"got {_told(num_frames, height, width)}, of which the vae {vae['type']!r} makes latents of {latents}; "
-            "expected at least one in each direction; enlarge the frames"
+            f"got {_told(num_frames, height, width)}, of which the vae {vae['type']!r} makes "
+            f"latents of {latents}; expected at least one in each direction; enlarge the frames"
         )
 
 
 def check_input_size(
-    vae: dict[str, Any], model: dict[str, Any], num_frames: int, height: int, width: int
+    input_size: tuple[int, int, int] | None,
+    vae: dict[str, Any],
+    num_frames: int,
+    height: int,
+    width: int,
 ) -> None:
-    """Raise ValueError if the model has positions for latents of another size than those of the clips."""
-    name, options = split_type("model", model)
-    wanted = getattr(resolve_config(name, **options), "input_size", None)
+    """Raise ValueError if a model's ``input_size`` differs from the latent size of the clips."""
     latents = latent_size(vae, num_frames, height, width)
-    if wanted is not None and latents is not None and tuple(wanted) != tuple(latents):
+    if input_size is not None and latents is not None and input_size != tuple(latents):
         raise ValueError(
-            f"got {_told(num_frames, height, width)}, latents of {latents}, and model.input_size {tuple(wanted)}; "
-            "expected the same; leave input_size out, which is then that of the clips, or change the clips"
+            f"got {_told(num_frames, height, width)}, latents of {latents}, and model.input_size "
+            f"{input_size}; expected the same; leave input_size out, which is then that of the "
+            "clips, or change the clips"
         )
 
 
@@ -50,21 +54,19 @@ def _told(num_frames: int, height: int, width: int) -> str:
     return f"{num_frames} frames of {height}x{width} pixels (num_frames, image_size)"
 
 
-def check_text_length(text_encoder: dict[str, Any], model: dict[str, Any]) -> None:
-    """Raise ValueError if captions can be longer than the model takes, or are not what it takes."""
+def check_text_length(text_encoder: dict[str, Any], model: Any) -> None:
+    """Raise ValueError if captions can be longer than a model's configuration allows."""
     name, options = split_type("text_encoder", text_encoder)
     parameters = inspect.signature(component_class("text_encoder", name, TEXT_ENCODERS)).parameters
     length = options.get("max_length", getattr(parameters.get("max_length"), "default", None))
-    model_name, model_options = split_type("model", model)
-    config = resolve_config(model_name, **model_options)
-    if getattr(config, "skip_y_embedder", False):
+    if getattr(model, "skip_y_embedder", False):
         raise ValueError(
-            "got model.skip_y_embedder=True, for text that others have projected; expected False, since runs take text "
-            "from text_encoder; leave it out"
+            "got model.skip_y_embedder=True, for text that others have projected; expected False, "
+            "since runs take text from text_encoder; leave it out"
         )
-    taken = config.model_max_length
+    taken = model.model_max_length
     if isinstance(length, int) and length > taken:
         raise ValueError(
-            f"got text_encoder.max_length {length} over model.model_max_length {taken}; expected at most that; lower "
-            "the one or raise the other"
+            f"got text_encoder.max_length {length} over model.model_max_length {taken}; expected "
+            "at most that; lower the one or raise the other"
         )

@@ -13,7 +13,8 @@ from .schema import InferenceConfig, TrainConfig
 
 
 def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
-    """Raise ValueError, with all that is wrong, if a config cannot run on so many processes of this machine.
+    """Raise ValueError, with all that is wrong, if a config cannot run on so many processes of this
+    machine.
 
     Nothing is built and no process group is needed.
     """
@@ -34,8 +35,8 @@ def _check_precision(precision: str) -> None:
     device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise ValueError(
-            f"got precision 'bf16' on {torch.cuda.get_device_name(device)}, which computes it in software; expected a "
-            "device of compute capability 8.0 or more; set precision='fp16'"
+            f"got precision 'bf16' on {torch.cuda.get_device_name(device)}, which computes it in "
+            "software; expected a device of compute capability 8.0 or more; set precision='fp16'"
         )
 
 
@@ -46,6 +47,6 @@ def _check_optimizer(cfg: TrainConfig | InferenceConfig) -> None:
         and not torch.cuda.is_available()
     ):
         raise ValueError(
-            "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where HybridAdam's kernels do not "
-            "build; change optimizer.type"
+            "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where "
+            "HybridAdam's kernels do not build; change optimizer.type"
         )

@@ -1,7 +1,8 @@
-"""Configs of Open-Sora 1.0 to 1.2 for STDiT models: what becomes of each key that is said otherwise here.
+"""Configs of Open-Sora 1.0 to 1.2 for STDiT models: what becomes of each key that is said otherwise
+here.
 
-``RULES`` is the whole of it; ``translate.py`` carries it out. A key in no rule means here what it meant there
-(``KEPT``), or is refused as unknown.
+``RULES`` is the whole of it; ``translate.py`` carries it out. A key in no rule means here what it
+meant there (``KEPT``), or is refused as unknown.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ KEPT = (
 
 AUTOENCODER = "take a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
 OTHER_MODEL = (
-    "take an STDiT model, or parallelize a model of your own by a plan (docs/own_model.md)"
+    "take an STDiT model, or parallelize a model of your own by a plan (docs/custom_model.md)"
 )
 FAMILIES = {
     "DiT": OTHER_MODEL,
@@ -103,7 +104,8 @@ FAMILIES = {
     "OpenSoraVAE": AUTOENCODER,
     "VAE_Temporal": AUTOENCODER,
 }
-"""What ``model.type`` begins with in configs for other models than STDiT, and what to do instead."""
+"""What ``model.type`` begins with in configs for other models than STDiT, and what to do instead.
+"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Rule:
         new: the key here; None where there is none, since ``note`` (or it is refused).
         note: why, or what to know; part of the printed line and of the docs.
         run: the kind of config; None for both.
-        value: the value here, from the value there and the draft; or a table of the values that change.
+        value: the value here, from the value there and the draft; or a table of the values that
+            change.
         inert: values that say nothing; the key is then left out without a word.
         refused: why, and what to write instead; of a table, only these values are refused.
         when: whether the rule is for this draft.
@@ -170,7 +173,9 @@ def _frozen_by_name(value: Any, draft: Draft) -> tuple[str, ...]:
 
 
 def _masks(value: Any, draft: Draft) -> Any:
-    """1.0: five ratios; before 1.1: names without image or quarter, for 1 to 4 frames, the quarter of 16."""
+    """1.0: five ratios; before 1.1: names without image or quarter, for 1 to 4 frames, the quarter
+    of 16.
+    """
     names = ("identity", "quarter_random", "quarter_head", "quarter_tail", "quarter_head_tail")
     if isinstance(value, (list, tuple)):
         return dict(zip(names, value, strict=False)) if len(value) == len(names) else value

@@ -9,9 +9,11 @@ from .draft import DELETE, Key
 
 
 def set_lines(tree: ast.Module) -> tuple[dict[Key, int], set[Key]]:
-    """Key -> line of the last statement that sets it, and the keys whose value is no dict that adds to another.
+    """Key -> line of the last statement that sets it, and the keys whose value is no dict that adds
+    to another.
 
-    Dicts are looked into where they are written out, as ``dict(...)`` or ``{...}``. Functions are not followed.
+    Dicts are looked into where they are written out, as ``dict(...)`` or ``{...}``. Functions are
+    not followed.
     """
     lines: dict[Key, int] = {}
     whole: set[Key] = set()
@@ -65,7 +67,9 @@ def _keys(target: ast.expr) -> list[Key]:
 
 
 def _inside(key: Key, value: ast.expr | None, line: int) -> Iterator[tuple[Key, int, bool]]:
-    """A key and, where its value is a dict written out, the keys inside: (key, line, takes the place of another)."""
+    """A key and, where its value is a dict written out, the keys inside: (key, line, takes the
+    place of another).
+    """
     entries: list[tuple[object, ast.expr]] | None = None
     if isinstance(value, ast.Dict):
         entries = [

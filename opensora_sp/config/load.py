@@ -1,7 +1,8 @@
 """From a config file and command-line overrides to checked values.
 
-Files are mmengine-style Python (``_base_`` lists, inherited dicts); they are code and run when loaded. Overrides are
-data: ``key.sub=value``, where the value is a Python literal or else a string. Keys of Open-Sora become ours.
+Files are mmengine-style Python (``_base_`` lists, inherited dicts); they are code and run when
+loaded. Overrides are data: ``key.sub=value``, where the value is a Python literal or else a string.
+Keys of Open-Sora become ours.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def load_train_config(path: str | Path, overrides: list[str] | None = None) -> T
     """Load and check a training config.
 
     Raises:
-        ValueError: naming the file, the line and the key, for all that is missing, unknown or does not fit.
+        ValueError: naming the file, the line and the key, for all that is missing, unknown or does
+            not fit.
     """
     return _checked(TrainConfig, load_draft(path, overrides, run="train"), path)
 
@@ -41,7 +43,8 @@ def load_inference_config(
 ) -> InferenceConfig:
     """Load and check a sampling config; see ``load_train_config``.
 
-    ``values`` are put over the config last, by dotted keys, as they are. A size among them replaces the config's.
+    ``values`` are put over the config last, by dotted keys, as they are. A size among them replaces
+    the config's.
     """
     return _checked(InferenceConfig, load_draft(path, overrides, values, run="sample"), path)
 
@@ -49,7 +52,9 @@ def load_inference_config(
 def load_either(
     path: str | Path, overrides: list[str] | None = None
 ) -> tuple[TrainConfig | InferenceConfig, Draft]:
-    """A training config, which has clips, or else a sampling config; and where its values come from."""
+    """A training config, which has clips, or else a sampling config; and where its values come
+    from.
+    """
     draft = read_config(path)
     trains = any((key,) in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
     run: Run = "train" if trains else "sample"
@@ -64,7 +69,9 @@ def load_draft(
     *,
     run: Run,
 ) -> Draft:
-    """What a file and the command line say, in our keys, not checked yet; logs what became of others."""
+    """What a file and the command line say, in our keys, not checked yet; logs what became of
+    others.
+    """
     draft = read_config(path)
     place = str(path)
     try:
@@ -106,7 +113,9 @@ FROM = {  # what is made of other values where it is not said
 
 
 def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
-    """Key, value and where it comes from: a file and its line, an option, other keys, or the default."""
+    """Key, value and where it comes from: a file and its line, an option, other keys, or the
+    default.
+    """
     for key, value in leaves(config.model_dump()):
         name, said = dotted(key), key in draft
         made = [

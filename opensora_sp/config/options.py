@@ -12,24 +12,27 @@ from .findings import together
 FLAG = "--cfg-options"
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 UNQUOTED = (
-    "colossalai run passes options on without quotes, so spaces, quotes and brackets get lost: start with torchrun, or "
-    "write the value into a config file"
+    "colossalai run passes options on without quotes, so spaces, quotes and brackets get lost: "
+    "start with torchrun, or write the value into a config file"
 )
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
     """``a.b=value`` -> (["a", "b"], value).
 
-    A value is a Python literal (also ``dict(a=1)``), true, false, none or null in any case, or else a text.
+    A value is a Python literal (also ``dict(a=1)``), true, false, none or null in any case, or else
+    a text.
 
     Raises:
-        ValueError: without ``=``, and for what begins like a list, a dict or a quoted text and is none.
+        ValueError: without ``=``, and for what begins like a list, a dict or a quoted text and is
+            none.
     """
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ValueError(
-            f"got {FLAG} {text!r}; expected key=value; write for example sp_size=4. Was it longer? {UNQUOTED}"
+            f"got {FLAG} {text!r}; expected key=value; write for example sp_size=4. Was it longer? "
+            f"{UNQUOTED}"
         )
     value = value.strip()
     if value.lower() in WORDS:
@@ -39,8 +42,8 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         if value.startswith(("[", "(", "{", "'", '"', "dict(")):
             raise ValueError(
-                f"got {FLAG} {text!r}, whose value begins like a list, a dict or a quoted text and ends otherwise; "
-                f"expected a whole one, with its texts in quotes; {UNQUOTED}"
+                f"got {FLAG} {text!r}, whose value begins like a list, a dict or a quoted text and "
+                f"ends otherwise; expected a whole one, with its texts in quotes; {UNQUOTED}"
             ) from None
         return parts, value
 
@@ -68,7 +71,8 @@ def _check_braces(text: str, value: Any, before: str | None) -> None:
     """A shell makes ``x={a:1,b:2}`` into ``x=a:1 x=b:2``."""
     if before is not None and isinstance(value, str) and ":" in value and ":" in before:
         raise ValueError(
-            f"got {FLAG} {before!r} and {text!r}; expected a key once. Are they parts of one dict? Then {UNQUOTED}"
+            f"got {FLAG} {before!r} and {text!r}; expected a key once. Are they parts of one dict? "
+            f"Then {UNQUOTED}"
         )
 
 

@@ -1,4 +1,6 @@
-"""What a config may say. Unknown keys are errors; every value is checked before a process or a model exists."""
+"""What a config may say. Unknown keys are errors; every value is checked before a process or a
+model exists.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from opensora_sp.checkpoint import check_conversions
 from opensora_sp.data.buckets import Buckets
 from opensora_sp.diffusion import check_mask_ratios
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
-from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.models.registry import model_class
 
 from .components import (
     SCHEDULERS,
@@ -25,6 +27,7 @@ from .components import (
 )
 from .findings import together
 from .geometry import check_input_size, check_latents, check_text_length, latent_size
+from .model_spec import ModelSpec
 from .sections import (
     Dataset,
     Frames,
@@ -52,9 +55,10 @@ __all__ = [
 class Common(Strict):
     """What training and sampling share.
 
-    The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p" with its
-    ``aspect_ratio``, "9:16"); ``num_frames`` a number or a name such as "2s". Names are those of Open-Sora 1.2.
-    ``allow_pickle`` and ``convert`` are about the weights to begin with (``load``, ``ckpt``); see ``weights``.
+    The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p"
+    with its ``aspect_ratio``, "9:16"); ``num_frames`` a number or a name such as "2s". Names are
+    those of Open-Sora 1.2. ``allow_pickle`` and ``convert`` are about the weights to begin with
+    (``load``, ``ckpt``); see ``weights``.
     """
 
     num_frames: Frames = Field(description="Frames of a clip, 1 for images, or a name such as 2s.")
@@ -109,13 +113,14 @@ class Common(Strict):
         """``image_size``, whichever way the size is said."""
         if (self.resolution is None) == (self.image_size is None):
             raise ValueError(
-                f"got resolution {self.resolution!r} and image_size {self.image_size!r}; expected exactly one of them; "
-                "set resolution='512x512' or image_size=(512, 512)"
+                f"got resolution {self.resolution!r} and image_size {self.image_size!r}; expected "
+                "exactly one of them; set resolution='512x512' or image_size=(512, 512)"
             )
         if self.resolution is None and self.aspect_ratio is not None:
             raise ValueError(
-                f"got aspect_ratio {self.aspect_ratio!r} with image_size {self.image_size}; expected it with a named "
-                "resolution; write resolution='240p' instead of image_size, or leave it away"
+                f"got aspect_ratio {self.aspect_ratio!r} with image_size {self.image_size}; "
+                "expected it with a named resolution; write resolution='240p' instead of "
+                "image_size, or leave it away"
             )
         if self.resolution is not None:
             self.image_size = frame_size(self.resolution, self.aspect_ratio)
@@ -127,18 +132,22 @@ class Common(Strict):
             )
 
     def _one_latent_size(self) -> None:
-        """A model whose positions are made for one latent size gets that of the clips, unless it is said."""
-        name, options = split_type("model", self.model)
-        if "input_size" not in options and hasattr(model_class(name).Config, "input_size"):
-            latents = latent_size(self.vae, self.num_frames, *self.size)
-            if latents is not None and min(latents) > 0:
-                resolve_config(name, **options, input_size=latents)
-                self.model = {**self.model, "input_size": latents}
+        """A model whose positions are made for one latent size gets that of the clips, unless it is
+        said.
+        """
+        if "input_size" in self.model or self.model_spec.input_size is None:
+            return
+
+        latents = latent_size(self.vae, self.num_frames, *self.size)
+        if latents is not None and min(latents) > 0:
+            sized = {**self.model, "input_size": latents}
+            ModelSpec.parse(sized)  # raises if the model cannot take this size
+            self.model = sized
 
     def _rules(self) -> Iterator[Callable[[], object]]:
         """What values must be like together; each rule raises ValueError by itself."""
         yield self._scheduler_fits_model
-        yield lambda: check_text_length(self.text_encoder, self.model)
+        yield lambda: check_text_length(self.text_encoder, self.model_spec.config)
         for clip in self._clips():
             yield partial(check_latents, self.vae, *clip)
 
@@ -147,11 +156,9 @@ class Common(Strict):
         return [(self.num_frames, *self.size)]
 
     def _scheduler_fits_model(self) -> None:
-        name, options = split_type("model", self.model)
-        model = resolve_config(name, **options)
-        build_component(self.scheduler, SCHEDULERS).check_channels(
-            model.in_channels, model.out_channels
-        )
+        model = self.model_spec.config
+        scheduler = build_component(self.scheduler, SCHEDULERS)
+        scheduler.check_channels(model.in_channels, model.out_channels)
 
     @field_validator("vae")
     @classmethod
@@ -179,9 +186,14 @@ class Common(Strict):
         name, options = split_type("model", value)
         config = model_class(name).Config
         check_keys("model", options, [field.name for field in dataclasses.fields(config)])
-        options = check_values("model", options, config)
-        resolve_config(name, **options)
-        return {"type": name, **options}
+        checked = {"type": name, **check_values("model", options, config)}
+        ModelSpec.parse(checked)
+        return checked
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """``model``, parsed."""
+        return ModelSpec.parse(self.model)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -193,12 +205,13 @@ class Common(Strict):
 class TrainConfig(Common):
     """A training run.
 
-    An optimizer step consumes ``micro_batches_per_step`` micro-batches of ``batch_size`` clips over all replicas (by
-    default one each), whatever the number of processes is. ``max_steps`` or ``epochs`` says how long it goes on.
-    ``watch`` says when a run that cannot go on ends.
+    An optimizer step consumes ``micro_batches_per_step`` micro-batches of ``batch_size`` clips over
+    all replicas (by default one each), whatever the number of processes is. ``max_steps`` or
+    ``epochs`` says how long it goes on. ``watch`` says when a run that cannot go on ends.
 
-    ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths; ``num_frames``, ``image_size`` and
-    ``batch_size`` are then those of its largest clips, at 16:9, for whoever asks for one size.
+    ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths;
+    ``num_frames``, ``image_size`` and ``batch_size`` are then those of its largest clips, at 16:9,
+    for whoever asks for one size.
     """
 
     precision: Precision = Field(
@@ -328,8 +341,8 @@ class TrainConfig(Common):
         }
         together(
             *(
-                f"got {key} {value!r} beside bucket_config; expected sizes in one place; remove {key}, or set "
-                "bucket_config to None"
+                f"got {key} {value!r} beside bucket_config; expected sizes in one place; remove "
+                f"{key}, or set bucket_config to None"
                 for key, value in beside.items()
                 if value is not None and value != sizes.get(key)
             )
@@ -339,7 +352,7 @@ class TrainConfig(Common):
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
         if self.bucket_config is None:
-            yield partial(check_input_size, self.vae, self.model, self.num_frames, *self.size)
+            yield self._latents_fit_model
         yield self._one_length
         yield self._buckets_fit
         yield self._training_precision
@@ -351,11 +364,14 @@ class TrainConfig(Common):
             one.shape_at(9 / 16) for one in Buckets.of(self.bucket_config).entries if one.batch_size
         ]
 
+    def _latents_fit_model(self) -> None:
+        check_input_size(self.model_spec.input_size, self.vae, self.num_frames, *self.size)
+
     def _one_length(self) -> None:
         if (self.max_steps == 0) == (self.epochs is None):
             raise ValueError(
-                f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them to say how long "
-                "the run is; "
+                f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them to "
+                "say how long the run is; "
                 + ("set max_steps" if self.epochs is None else "set max_steps=0, or epochs=None")
             )
 
@@ -367,13 +383,11 @@ class TrainConfig(Common):
                 f"got dataset.type {self.dataset.type!r} {found} bucket_config; "
                 "expected 'VariableVideoText' with buckets, 'VideoText' without; change one of them"
             )
-        name, options = split_type("model", self.model)
-        if self.bucket_config is not None and hasattr(
-            resolve_config(name, **options), "input_size"
-        ):
+        spec = self.model_spec
+        if self.bucket_config is not None and spec.input_size is not None:
             raise ValueError(
-                f"got bucket_config for the model {name!r}, whose positions are made for one input_size; expected a "
-                "model for any size; take STDiT2 or STDiT3"
+                f"got bucket_config for the model {spec.name!r}, whose positions are made for one "
+                "input_size; expected a model for any size; take STDiT2 or STDiT3"
             )
 
     @field_validator("mask_ratios")
@@ -393,12 +407,13 @@ class TrainConfig(Common):
 class InferenceConfig(Common):
     """A sampling run. Where ``sp_size`` is None, it is chosen by an estimate of the time.
 
-    ``prompts`` are texts, or dicts of ``PromptOptions``; ``num_samples`` videos are made of each, from different noise.
-    Videos are written as ``format``, single frames as PNG.
+    ``prompts`` are texts, or dicts of ``PromptOptions``; ``num_samples`` videos are made of each,
+    from different noise. Videos are written as ``format``, single frames as PNG.
 
-    ``reference_path`` and ``mask_strategy`` say what is given of the videos, where a prompt does not say it itself. A
-    ``loop`` after the first goes on from the last ``condition_frame_length`` latent frames of the one before, which
-    are generated anew in the last ``condition_frame_edit`` of the schedule.
+    ``reference_path`` and ``mask_strategy`` say what is given of the videos, where a prompt does
+    not say it itself. A ``loop`` after the first goes on from the last ``condition_frame_length``
+    latent frames of the one before, which are generated anew in the last ``condition_frame_edit``
+    of the schedule.
     """
 
     sp_size: int | None = Field(  # type: ignore[assignment]

@@ -1,4 +1,6 @@
-"""The parts of a config that are objects of their own: data, optimizer, sequence parallelism, prompts, validation."""
+"""The parts of a config that are objects of their own: data, optimizer, sequence parallelism,
+prompts, validation.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ class Strict(BaseModel):
 
 
 class Dataset(Strict):
-    """Clips to train on: a CSV, JSONL or Parquet manifest with the columns path,text; see ``data.VideoTextDataset``.
+    """Clips to train on: a CSV, JSONL or Parquet manifest with the columns path,text; see
+    ``data.VideoTextDataset``.
 
-    "VideoText" cuts all clips to one shape, "VariableVideoText" to those of ``bucket_config``, for which the manifest
-    has num_frames, height and width.
+    "VideoText" cuts all clips to one shape, "VariableVideoText" to those of ``bucket_config``, for
+    which the manifest has num_frames, height and width.
     """
 
     type: Literal["VideoText", "VariableVideoText", "CachedFeatures"] = Field(
@@ -67,12 +70,14 @@ class Dataset(Strict):
         )
         if getattr(self, wanted) is None or (other == "path" and self.path is not None):
             raise ValueError(
-                f"got dataset.type {self.type!r} with manifest {self.manifest!r} and path {self.path!r}; expected a "
-                f"{wanted}; set dataset.{wanted}, and path for 'CachedFeatures' alone"
+                f"got dataset.type {self.type!r} with manifest {self.manifest!r} and path "
+                f"{self.path!r}; expected a {wanted}; set dataset.{wanted}, and path for "
+                "'CachedFeatures' alone"
             )
         if self.type == "CachedFeatures" and self.cache:
             raise ValueError(
-                "got dataset.cache with 'CachedFeatures'; expected one of them; remove dataset.cache"
+                "got dataset.cache with 'CachedFeatures'; expected one of them; remove "
+                "dataset.cache"
             )
         return self
 
@@ -94,7 +99,9 @@ class Optimizer(Strict):
 
 
 class SequenceParallel(Strict):
-    """How ``sp_size`` ranks share a batch: the keyword arguments of ``opensora_sp.parallel.parallelize``."""
+    """How ``sp_size`` ranks share a batch: the keyword arguments of
+    ``opensora_sp.parallel.parallelize``.
+    """
 
     strategy: Literal["switch", "ulysses", "split_gather"] = Field(
         "switch", description="What travels: rows at each change of layout, heads, or all tokens."
@@ -127,7 +134,9 @@ class SequenceParallel(Strict):
 
 
 class PromptOptions(Strict):
-    """A prompt, and what it says for itself; the rest is as in the config. The columns of a prompt file."""
+    """A prompt, and what it says for itself; the rest is as in the config. The columns of a prompt
+    file.
+    """
 
     prompt: str = Field(
         description="The text; `|0| ... |2| ...` changes it from a loop on, `{...}` gives references."
@@ -160,13 +169,14 @@ class PromptOptions(Strict):
         pixels = (self.height is None, self.width is None)
         if pixels[0] != pixels[1] or (self.resolution is not None and not all(pixels)):
             raise ValueError(
-                f"got height {self.height}, width {self.width} and resolution {self.resolution!r} for {self.prompt!r}; "
-                "expected height and width, or resolution, or none of them; give one size"
+                f"got height {self.height}, width {self.width} and resolution {self.resolution!r} "
+                f"for {self.prompt!r}; expected height and width, or resolution, or none of them; "
+                "give one size"
             )
         if self.aspect_ratio is not None and self.resolution is None:
             raise ValueError(
-                f"got aspect_ratio {self.aspect_ratio!r} without resolution for {self.prompt!r}; expected both; add "
-                "for example resolution 240p"
+                f"got aspect_ratio {self.aspect_ratio!r} without resolution for {self.prompt!r}; "
+                "expected both; add for example resolution 240p"
             )
         if self.resolution is not None:
             frame_size(self.resolution, self.aspect_ratio)  # known names
@@ -193,8 +203,10 @@ Prompts = Annotated[list[PromptOptions], BeforeValidator(_prompts)]
 
 
 class Validation(Strict):
-    """What is looked at ``every`` so many steps of training: videos of ``prompts``, and the loss of the clips of
-    ``manifest`` in ``bins`` of timesteps. Left out are what the training config says and the scheduler's defaults."""
+    """What is looked at ``every`` so many steps of training: videos of ``prompts``, and the loss of
+    the clips of ``manifest`` in ``bins`` of timesteps. Left out are what the training config says
+    and the scheduler's defaults.
+    """
 
     every: int = Field(ge=1, description="Optimizer steps from one look to the next.")
     prompts: Prompts = Field(
@@ -217,20 +229,22 @@ class Validation(Strict):
     def _looks_at_something(self) -> Validation:
         if not self.prompts and self.manifest is None:
             raise ValueError(
-                "got validation without prompts and manifest; expected at least one of them; add prompts=['...'], or "
-                "remove validation"
+                "got validation without prompts and manifest; expected at least one of them; add "
+                "prompts=['...'], or remove validation"
             )
         return self
 
 
 def frame_size(resolution: str | int, aspect_ratio: str | None) -> tuple[int, int]:
-    """Height and width in pixels of "HxW", of one number (a square), or of a named resolution and aspect ratio."""
+    """Height and width in pixels of "HxW", of one number (a square), or of a named resolution and
+    aspect ratio.
+    """
     if aspect_ratio is not None:
         return named_size(str(resolution), aspect_ratio)
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", str(resolution))
     if match is None:
         raise ValueError(
-            f"got resolution {resolution!r}; expected 'HxW' or a number, or a name and an aspect_ratio; write '512x512'"
-            " or for example resolution='240p', aspect_ratio='9:16'"
+            f"got resolution {resolution!r}; expected 'HxW' or a number, or a name and an "
+            "aspect_ratio; write '512x512' or for example resolution='240p', aspect_ratio='9:16'"
         )
     return int(match[1]), int(match[2] or match[1])

@@ -40,7 +40,8 @@ def check_family(draft: Draft) -> None:
         )
         origin = draft.origin(("model", "type"))
         raise ValueError(
-            f"got model.type = {name!r} ({kind} here); expected one of {list(PRESETS)}; {advice} [{origin}]"
+            f"got model.type = {name!r} ({kind} here); expected one of {list(PRESETS)}; {advice} "
+            f"[{origin}]"
         )
 
 
@@ -94,7 +95,8 @@ def _check_refused(rule: Rule, value: Any, origin: str) -> None:
         instead = rule.refused
     if instead is not None:
         raise ValueError(
-            f"got {rule.old} = {value!r} of Open-Sora; expected a key that can be honoured; {instead} [{origin}]"
+            f"got {rule.old} = {value!r} of Open-Sora; expected a key that can be honoured; "
+            f"{instead} [{origin}]"
         )
 
 
@@ -104,14 +106,15 @@ def _changed(rule: Rule, value: Any, draft: Draft, origin: str) -> Any:
             return rule.value(value, draft)
         except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise ValueError(
-                f"got {rule.old} = {value!r} ({error}); expected a value of Open-Sora's; correct it [{origin}]"
+                f"got {rule.old} = {value!r} ({error}); expected a value of Open-Sora's; correct "
+                f"it [{origin}]"
             ) from None
     if rule.value is None:
         return value
     if not _known(rule.value, value):
         raise ValueError(
-            f"got {rule.old} = {value!r}; expected one of {list(rule.value)}; choose one, or set {rule.new} instead "
-            f"[{origin}]"
+            f"got {rule.old} = {value!r}; expected one of {list(rule.value)}; choose one, or set "
+            f"{rule.new} instead [{origin}]"
         )
     return rule.value[value]
 
@@ -121,13 +124,16 @@ def _known(table: Mapping[Any, Any], value: Any) -> bool:
 
 
 def _may_move(rule: Rule, new: Key, origin: str, draft: Draft) -> bool:
-    """Whether the new key is free, or the command line says the old one over it; an error where both are meant."""
+    """Whether the new key is free, or the command line says the old one over it; an error where
+    both are meant.
+    """
     if draft.get(new) is None or rule.new == "freeze":
         return True
     there = draft.origin(new) or ""
     if origin.startswith(OPTION) == there.startswith(OPTION) and not rule.yields:
         raise ValueError(
-            f"got both {rule.old} [{origin}] and {rule.new} [{there}]; expected one of them; remove {rule.old}"
+            f"got both {rule.old} [{origin}] and {rule.new} [{there}]; expected one of them; "
+            f"remove {rule.old}"
         )
     return origin.startswith(OPTION) and not there.startswith(OPTION)
 
@@ -158,8 +164,8 @@ def _spread(draft: Draft) -> None:
         prompts = draft.get(("prompts",)) or []
         if len(prompts) != len(listed):
             raise ValueError(
-                f"got {len(listed)} entries of {name} for {len(prompts)} prompts; expected one for each; write prompts "
-                f"= [dict(prompt=..., {name}=...), ...] [{origin}]"
+                f"got {len(listed)} entries of {name} for {len(prompts)} prompts; expected one for "
+                f"each; write prompts = [dict(prompt=..., {name}=...), ...] [{origin}]"
             )
         said = [one if isinstance(one, dict) else {"prompt": one} for one in prompts]
         merged = [

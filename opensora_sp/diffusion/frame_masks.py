@@ -1,8 +1,9 @@
 """Frame masks of training: which frames of a clip are given, and which the model learns to predict.
 
-The strategies of Open-Sora 1.1 and 1.2. A mask is bool ``[T]``: True for frames that are noised and learned, False for
-frames that are given (the first, the last, some between, ..), so that the trained model can extend, loop and
-interpolate videos. Random numbers come from a generator that the caller names; nothing is drawn from global state.
+The strategies of Open-Sora 1.1 and 1.2. A mask is bool ``[T]``: True for frames that are noised and
+learned, False for frames that are given (the first, the last, some between, ..), so that the
+trained model can extend, loop and interpolate videos. Random numbers come from a generator that the
+caller names; nothing is drawn from global state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Draws(Protocol):
 
 
 def strategy_named(name: str) -> str:
-    """The strategy behind a name of Open-Sora 1.1 ("mask_no", "mask_image_head"), 1.2 ("intepolate") or ours.
+    """The strategy behind a name of Open-Sora 1.1 ("mask_no", "mask_image_head"), 1.2
+    ("intepolate") or ours.
 
     Raises:
         ValueError: for an unknown name, naming the nearest known one.
@@ -47,7 +49,8 @@ def strategy_named(name: str) -> str:
         close = difflib.get_close_matches(plain, STRATEGIES, n=1)
         advice = f"did you mean {close[0]!r}?" if close else "take one of these"
         raise ValueError(
-            f"got the mask strategy {name!r} in mask_ratios; expected one of {list(STRATEGIES)}; {advice}"
+            f"got the mask strategy {name!r} in mask_ratios; expected one of {list(STRATEGIES)}; "
+            f"{advice}"
         )
     return plain
 
@@ -56,15 +59,16 @@ def check_mask_ratios(ratios: Mapping[str, float]) -> dict[str, float]:
     """The ratios by strategy, in the order given.
 
     Raises:
-        ValueError: for unknown names, two names of one strategy, ratios that are no numbers in [0, 1], or a sum over 1.
+        ValueError: for unknown names, two names of one strategy, ratios that are no numbers in [0,
+            1], or a sum over 1.
     """
     checked: dict[str, float] = {}
     for name, ratio in ratios.items():
         strategy = strategy_named(name)
         if strategy in checked:
             raise ValueError(
-                f"got mask_ratios with two names of the strategy {strategy!r}; expected each strategy once; add the "
-                "ratios up"
+                f"got mask_ratios with two names of the strategy {strategy!r}; expected each "
+                "strategy once; add the ratios up"
             )
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
             raise ValueError(
@@ -73,14 +77,15 @@ def check_mask_ratios(ratios: Mapping[str, float]) -> dict[str, float]:
         checked[strategy] = float(ratio)
     if (total := math.fsum(checked.values())) > 1 + 1e-6:
         raise ValueError(
-            f"got mask_ratios that sum to {total:g}; expected at most 1 (what is left goes to 'identity', no frame "
-            "given); lower some"
+            f"got mask_ratios that sum to {total:g}; expected at most 1 (what is left goes to "
+            "'identity', no frame given); lower some"
         )
     return checked
 
 
 def draw_frame_mask(ratios: Mapping[str, float], num_frames: int, draws: Draws) -> Tensor:
-    """A mask bool ``[T]``: one uniform number picks the strategy, in the order of ``ratios``, then it draws its own.
+    """A mask bool ``[T]``: one uniform number picks the strategy, in the order of ``ratios``, then
+    it draws its own.
 
     Args:
         ratios: probability of each strategy; the rest is "identity".
@@ -100,13 +105,15 @@ def draw_frame_mask(ratios: Mapping[str, float], num_frames: int, draws: Draws) 
 def frame_mask(strategy: str, num_frames: int, draws: Draws) -> Tensor:
     """The mask of a strategy, bool ``[T]``, True for frames to be predicted. At least one frame is.
 
-    "identity" gives no frame. "quarter_*" give 1 to T // 4 frames, "image_*" one frame, at the "head", the "tail",
-    both, or from a "random" place on; "interpolate" gives every second frame; "random" gives each frame with a chance
-    that is drawn from 0.1 to 0.9. A single frame is never given.
+    "identity" gives no frame. "quarter_*" give 1 to T // 4 frames, "image_*" one frame, at the
+    "head", the "tail", both, or from a "random" place on; "interpolate" gives every second frame;
+    "random" gives each frame with a chance that is drawn from 0.1 to 0.9. A single frame is never
+    given.
 
-    Where Open-Sora fails (quarters of 2 or 3 frames) or gives all frames (head and tail of 2), this takes the nearest
-    mask that leaves something to learn: a quarter is at least one frame, and where all would be given, the last is
-    predicted, so that the fewest frames differ and the beginning stays given.
+    Where Open-Sora fails (quarters of 2 or 3 frames) or gives all frames (head and tail of 2), this
+    takes the nearest mask that leaves something to learn: a quarter is at least one frame, and
+    where all would be given, the last is predicted, so that the fewest frames differ and the
+    beginning stays given.
     """
     strategy, T = strategy_named(strategy), num_frames
     mask = torch.ones(T, dtype=torch.bool)

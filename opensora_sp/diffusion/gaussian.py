@@ -1,10 +1,12 @@
-"""Noise schedules of Gaussian diffusion, their tables, and the elementwise terms of its variational bound.
+"""Noise schedules of Gaussian diffusion, their tables, and the elementwise terms of its variational
+bound.
 
-Follows Ho et al., 2020 (linear schedule, posterior), Nichol & Dhariwal, 2021 (cosine schedule, respacing, learned
-variance); names of schedules and the way respacing is written are those of the public implementations.
+Follows Ho et al., 2020 (linear schedule, posterior), Nichol & Dhariwal, 2021 (cosine schedule,
+respacing, learned variance); names of schedules and the way respacing is written are those of the
+public implementations.
 
-Legend: N steps after respacing, B samples; the notation of the papers is alpha_bar for what is left of the signal's
-variance, beta for the noise added in one step.
+Legend: N steps after respacing, B samples; the notation of the papers is alpha_bar for what is left
+of the signal's variance, beta for the noise added in one step.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def named_betas(name: str, num_steps: int) -> Tensor:
         stretch = 1000 / num_steps  # so that any number of steps ends at the same noise
         if 0.02 * stretch >= 1:
             raise ValueError(
-                f"got {num_steps} diffusion steps with the linear schedule; expected more than 20; take few of many "
-                "steps with timestep_respacing"
+                f"got {num_steps} diffusion steps with the linear schedule; expected more than 20; "
+                "take few of many steps with timestep_respacing"
             )
         return torch.linspace(stretch * 0.0001, stretch * 0.02, num_steps, dtype=torch.float64)
     if name == "squaredcos_cap_v2":
@@ -41,7 +43,8 @@ def named_betas(name: str, num_steps: int) -> Tensor:
         left = torch.cos((at + 0.008) / 1.008 * math.pi / 2).square()  # alpha_bar
         return (1 - left[1:] / left[:-1]).clamp(max=LARGEST_BETA)
     raise ValueError(
-        f"got noise_schedule {name!r}; expected 'linear' or 'squaredcos_cap_v2' (cosine); choose one of them"
+        f"got noise_schedule {name!r}; expected 'linear' or 'squaredcos_cap_v2' (cosine); choose "
+        "one of them"
     )
 
 
@@ -49,8 +52,9 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
     """Which of ``num_steps`` steps are kept, ascending.
 
     Args:
-        spacing: "" keeps all; "ddimN" takes N at an even integer stride from 0 (Song et al., 2020); "n" or "n1,n2,.."
-            divides the steps into as many sections and takes so many of each, first and last included.
+        spacing: "" keeps all; "ddimN" takes N at an even integer stride from 0 (Song et al., 2020);
+            "n" or "n1,n2,.." divides the steps into as many sections and takes so many of each,
+            first and last included.
 
     Raises:
         ValueError: if the steps cannot be divided so.
@@ -61,8 +65,8 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
     counts = [int(part) if part.strip().isdecimal() else 0 for part in wanted.split(",")]
     if min(counts) < 1 or (wanted != spacing and len(counts) > 1):
         raise ValueError(
-            f"got timestep_respacing {spacing!r}; expected numbers of steps as '100' or '10,15,20', or 'ddim20'; "
-            "write it so"
+            f"got timestep_respacing {spacing!r}; expected numbers of steps as '100' or "
+            "'10,15,20', or 'ddim20'; write it so"
         )
     if wanted != spacing:
         return _strided(num_steps, counts[0])
@@ -71,8 +75,8 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
     for size, count in zip(sizes, counts, strict=True):
         if count > size:
             raise ValueError(
-                f"got timestep_respacing {spacing!r}, {count} steps out of a section of {size}; expected at most "
-                f"{size}; take fewer"
+                f"got timestep_respacing {spacing!r}, {count} steps out of a section of {size}; "
+                f"expected at most {size}; take fewer"
             )
         stride = (size - 1) / (count - 1) if count > 1 else 1.0
         places = itertools.accumulate(
@@ -91,8 +95,8 @@ def _strided(num_steps: int, count: int) -> list[int]:
     possible = {len(range(0, num_steps, stride)) for stride in range(1, num_steps + 1)}
     nearest = min(possible, key=lambda other: abs(other - count))
     raise ValueError(
-        f"got timestep_respacing 'ddim{count}' of {num_steps} steps; expected a number of steps that an integer stride "
-        f"gives; take 'ddim{nearest}', or '{count}' for strides that differ"
+        f"got timestep_respacing 'ddim{count}' of {num_steps} steps; expected a number of steps "
+        f"that an integer stride gives; take 'ddim{nearest}', or '{count}' for strides that differ"
     )
 
 
@@ -118,7 +122,9 @@ class Steps:
 
     @classmethod
     def of(cls, alpha_bar: Tensor, dtype: torch.dtype) -> Steps:
-        """The tables of the steps that leave ``alpha_bar`` float64 ``[N]`` of the signal, derived in ``dtype``."""
+        """The tables of the steps that leave ``alpha_bar`` float64 ``[N]`` of the signal, derived
+        in ``dtype``.
+        """
         one = alpha_bar.new_ones(1)
         beta = (1 - alpha_bar / torch.cat([one, alpha_bar[:-1]])).to(dtype)
         alpha_bar = (1 - beta).cumprod(0)
@@ -144,7 +150,9 @@ class Steps:
         )
 
     def at(self, t: Tensor, like: Tensor) -> Steps:
-        """Of the steps t ``[B]``, shaped ``[B, 1, ..]`` to multiply ``like`` ``[B, ..]``, in its dtype."""
+        """Of the steps t ``[B]``, shaped ``[B, 1, ..]`` to multiply ``like`` ``[B, ..]``, in its
+        dtype.
+        """
         tables = torch.stack([getattr(self, field.name) for field in fields_of(self)]).to(t.device)
         chosen = tables[:, t].to(like.dtype)
         return Steps(*chosen.view(len(tables), -1, *[1] * (like.ndim - 1)))
@@ -160,10 +168,11 @@ def gaussian_kl(
 
 
 def discretised_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Negative log probability of the grey level of x in [-1, 1] under a Gaussian, elementwise, in nats.
+    """Negative log probability of the grey level of x in [-1, 1] under a Gaussian, elementwise, in
+    nats.
 
-    256 levels are spread over [-1, 1], the outermost reach to infinity; the cumulative normal is the tanh
-    approximation that the public implementations take.
+    256 levels are spread over [-1, 1], the outermost reach to infinity; the cumulative normal is
+    the tanh approximation that the public implementations take.
     """
     distance, precision = x - mean, torch.exp(-0.5 * log_variance)
     below_upper = _cumulative_normal(precision * (distance + PIXEL))

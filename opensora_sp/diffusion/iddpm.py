@@ -1,8 +1,10 @@
-"""Improved denoising diffusion (Nichol & Dhariwal, 2021; Ho et al., 2020), as Open-Sora 1.0 and 1.1 use it.
+"""Improved denoising diffusion (Nichol & Dhariwal, 2021; Ho et al., 2020), as Open-Sora 1.0 and 1.1
+use it.
 
-The network predicts the noise in ``x_t = signal_t x_0 + noise_t noise`` and, in a second set of channels, where the
-variance of the step back lies between its smallest and largest value. Timesteps t number the N steps that respacing
-leaves, 0 (data) to N - 1 (noise); the network is told which of the ``diffusion_steps`` each of them is.
+The network predicts the noise in ``x_t = signal_t x_0 + noise_t noise`` and, in a second set of
+channels, where the variance of the step back lies between its smallest and largest value. Timesteps
+t number the N steps that respacing leaves, 0 (data) to N - 1 (noise); the network is told which of
+the ``diffusion_steps`` each of them is.
 
 Legend: B samples, c latent channels, F latent frames, h x w latent size.
 """
@@ -40,25 +42,25 @@ class IDDPM:
     """Timesteps, forward process, losses and samplers; options are named as in Open-Sora.
 
     Args:
-        num_sampling_steps: so many steps, evenly spaced, the same as ``timestep_respacing="n"``; 0 leaves it to that.
-            Once built it is the number of steps in either case. Training, too, is on these steps only: leave both away
-            to train on all.
+        num_sampling_steps: so many steps, evenly spaced, the same as ``timestep_respacing="n"``; 0
+            leaves it to that. Once built it is the number of steps in either case. Training, too,
+            is on these steps only: leave both away to train on all.
         timestep_respacing: "100", "10,15,20" or "ddim20"; see ``respaced_steps``.
         noise_schedule: "linear", or "squaredcos_cap_v2", the cosine one.
         diffusion_steps: steps before respacing.
-        learn_sigma: the network predicts the variance in a second set of channels. Without, the variance is beta, or
-            with ``sigma_small`` that of the posterior.
+        learn_sigma: the network predicts the variance in a second set of channels. Without, the
+            variance is beta, or with ``sigma_small`` that of the posterior.
         predict_xstart: the network predicts the data, not the noise.
-        use_kl: the loss is the variational bound, times the number of steps. Otherwise it is the squared error, plus
-            with ``learn_sigma`` the bound (in bits) as a function of the variance alone; ``rescale_learned_sigmas``
-            scales that by N / 1000.
+        use_kl: the loss is the variational bound, times the number of steps. Otherwise it is the
+            squared error, plus with ``learn_sigma`` the bound (in bits) as a function of the
+            variance alone; ``rescale_learned_sigmas`` scales that by N / 1000.
         cfg_scale: guidance; 1 is the captioned prediction alone.
         cfg_channel: guide this many channels only; Open-Sora 1.0 guides 3 of 4. None guides all.
-        sampler: "ancestral", or "ddim" (Song et al., 2020) with ``ddim_eta``: 0 draws no noise, 1 as much as
-            ancestral with ``sigma_small``.
+        sampler: "ancestral", or "ddim" (Song et al., 2020) with ``ddim_eta``: 0 draws no noise, 1
+            as much as ancestral with ``sigma_small``.
         clip_denoised: clip predicted data to [-1, 1] while sampling; for pixels, not latents.
-        table_dtype: what the tables are derived in. "float32" gives the numbers of Open-Sora 1.2, which are inexact in
-            the last steps by up to 0.5 % of the loss; "float64" those of 1.0.
+        table_dtype: what the tables are derived in. "float32" gives the numbers of Open-Sora 1.2,
+            which are inexact in the last steps by up to 0.5 % of the loss; "float64" those of 1.0.
 
     Raises:
         ValueError: for values that do not exist or do not fit each other.
@@ -83,18 +85,20 @@ class IDDPM:
     def __post_init__(self) -> None:
         if self.num_sampling_steps < 0 or self.diffusion_steps < 1:
             raise ValueError(
-                f"got num_sampling_steps {self.num_sampling_steps} and diffusion_steps {self.diffusion_steps}; "
-                "expected none negative, and at least one diffusion step; change them"
+                f"got num_sampling_steps {self.num_sampling_steps} and diffusion_steps "
+                f"{self.diffusion_steps}; expected none negative, and at least one diffusion step; "
+                "change them"
             )
         if not 0 <= self.ddim_eta <= 1:
             raise ValueError(
-                f"got ddim_eta {self.ddim_eta}; expected 0 (no noise) to 1 (as much as ancestral with sigma_small); "
-                "change it: more noise than a step holds has no root"
+                f"got ddim_eta {self.ddim_eta}; expected 0 (no noise) to 1 (as much as ancestral "
+                "with sigma_small); change it: more noise than a step holds has no root"
             )
         for name, known in (("sampler", ("ancestral", "ddim")), ("table_dtype", tuple(DTYPES))):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"got {name} {getattr(self, name)!r}; expected one of {list(known)}; choose one of these"
+                    f"got {name} {getattr(self, name)!r}; expected one of {list(known)}; choose "
+                    "one of these"
                 )
         if self.cfg_channel is not None and self.cfg_channel < 1:
             raise ValueError(
@@ -103,8 +107,9 @@ class IDDPM:
         wanted, found = self.num_sampling_steps, len(self.timestep_map)
         if self.timestep_respacing and wanted not in (0, found):
             raise ValueError(
-                f"got num_sampling_steps {wanted} and timestep_respacing {self.timestep_respacing!r}, which makes "
-                f"{found} steps; expected one of the two, or the same number; remove num_sampling_steps"
+                f"got num_sampling_steps {wanted} and timestep_respacing "
+                f"{self.timestep_respacing!r}, which makes {found} steps; expected one of the two, "
+                "or the same number; remove num_sampling_steps"
             )
         self.steps  # noqa: B018  # so that a schedule that does not exist is refused here
         object.__setattr__(self, "num_sampling_steps", found)
@@ -127,8 +132,9 @@ class IDDPM:
         """Raise ValueError if a model does not predict the variance that ``learn_sigma`` asks for."""
         if self.learn_sigma and out_channels != 2 * in_channels:
             raise ValueError(
-                f"got a scheduler with learn_sigma and a model with {out_channels} output channels for {in_channels} "
-                f"of the latent; expected {2 * in_channels}; set model.pred_sigma=True, or scheduler.learn_sigma=False"
+                f"got a scheduler with learn_sigma and a model with {out_channels} output channels "
+                f"for {in_channels} of the latent; expected {2 * in_channels}; set "
+                "model.pred_sigma=True, or scheduler.learn_sigma=False"
             )
 
     def geometry(
@@ -156,7 +162,9 @@ class IDDPM:
     def noisy_input(
         self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None
     ) -> Tensor:
-        """What the network sees: ``x_t``; given frames (``x_mask`` False) are noised by the first step alone."""
+        """What the network sees: ``x_t``; given frames (``x_mask`` False) are noised by the first
+        step alone.
+        """
         x_t = self.add_noise(x_start, noise, t)
         if x_mask is None:
             return x_t
@@ -176,8 +184,8 @@ class IDDPM:
         """ "mse" and "vb", whichever the options ask for, each ``[B]``.
 
         Args:
-            prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds; then the terms are parts
-                of the sample's, which sum to them over the ranks.
+            prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds; then
+                the terms are parts of the sample's, which sum to them over the ranks.
         """
         masks = dict(x_mask=noised.x_mask, video_mask=noised.video_mask)
         here = Positions.of(prediction, noised.target, noised.x_start, noised.x_t, **masks)
@@ -203,7 +211,9 @@ class IDDPM:
     def _bound(
         self, step: Steps, first: Tensor, rest: Tensor, x_start: Tensor, x_t: Tensor
     ) -> Tensor:
-        """The step's term of the variational bound, in bits, elementwise over channels-last positions."""
+        """The step's term of the variational bound, in bits, elementwise over channels-last
+        positions.
+        """
         ours = self._step_back(step, first, rest, x_t, clip=False)
         true_mean = step.mean_of_start * x_start + step.mean_of_x * x_t
         kl = gaussian_kl(true_mean, step.log_smallest, ours.mean, ours.log_variance)
@@ -213,7 +223,9 @@ class IDDPM:
     def step_back(
         self, predicted: Tensor, x_t: Tensor, t: Tensor, *, clip: bool = False
     ) -> StepBack:
-        """What a prediction ``[B, C_out, F, h, w]`` says about the step back from ``x_t`` at t int64 ``[B]``."""
+        """What a prediction ``[B, C_out, F, h, w]`` says about the step back from ``x_t`` at t
+        int64 ``[B]``.
+        """
         channels = x_t.shape[1]
         return self._step_back(
             self.steps.at(t, x_t), predicted[:, :channels], predicted[:, channels:], x_t, clip=clip
@@ -245,7 +257,9 @@ class IDDPM:
     def ddim_step(
         self, predicted: Tensor, x_t: Tensor, t: Tensor, noise: Tensor | None = None
     ) -> Tensor:
-        """``x_{t-1}`` after Song et al., 2020; ``noise`` shaped like it is needed for ``ddim_eta`` above 0."""
+        """``x_{t-1}`` after Song et al., 2020; ``noise`` shaped like it is needed for ``ddim_eta``
+        above 0.
+        """
         step = self.steps.at(t, x_t)
         x_start = self.step_back(predicted, x_t, t, clip=self.clip_denoised).x_start
         direction = (
@@ -263,7 +277,9 @@ class IDDPM:
     def guide(
         self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
     ) -> Prediction:
-        """The guided prediction of a model, with the variance of its captioned half; see ``guided``."""
+        """The guided prediction of a model, with the variance of its captioned half; see
+        ``guided``.
+        """
         return guided(
             model, self.cfg_scale, drop_caption=drop_caption, channels=self.cfg_channel, **inputs
         )
@@ -284,11 +300,13 @@ class IDDPM:
             predict: the guided network, with all its channels; it is told ``network_time``.
             z: noise ``[B, c, F, h, w]``, holding given frames where ``frame_levels`` is below 1.
             geometry: not used.
-            frame_levels: ``[B, F]`` in [0, 1], the share of the steps that a frame still has to go: 1 generates it, 0
-                keeps it, values between edit it. As in Open-Sora a frame is noised at the step where it begins, of
-                which the network is told that it is given; kept frames so go through step 0, where the noise is least.
-            draw_noise: ``draw_noise(k)`` shaped like z, the k-th draw of the loop: one a step, or none for "ddim" with
-                ``ddim_eta`` 0; with ``frame_levels`` one more a step, before the other.
+            frame_levels: ``[B, F]`` in [0, 1], the share of the steps that a frame still has to go:
+                1 generates it, 0 keeps it, values between edit it. As in Open-Sora a frame is
+                noised at the step where it begins, of which the network is told that it is given;
+                kept frames so go through step 0, where the noise is least.
+            draw_noise: ``draw_noise(k)`` shaped like z, the k-th draw of the loop: one a step, or
+                none for "ddim" with ``ddim_eta`` 0; with ``frame_levels`` one more a step, before
+                the other.
             on_step: called after each step.
 
         Raises:
@@ -298,7 +316,8 @@ class IDDPM:
             frame_levels is not None or self.sampler == "ancestral" or self.ddim_eta
         ):
             raise ValueError(
-                "got no draw_noise; expected noise for the steps of this sampler; pass it, or use DDIM"
+                "got no draw_noise; expected noise for the steps of this sampler; pass it, or use "
+                "DDIM"
             )
         count, draws = len(self.timestep_map), 0
 

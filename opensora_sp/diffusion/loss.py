@@ -1,10 +1,12 @@
 """The training losses, on whole outputs or on the rows that one rank holds.
 
-The rule of sequence parallelism: a rank sums over the positions that it holds and divides by the count of the whole
-sample, so the parts of all ranks add up to the sample's mean. Positions that pad the latent up to whole patches, those
-outside of a clip that is smaller than its batch, and frames that are given, count nowhere.
+The rule of sequence parallelism: a rank sums over the positions that it holds and divides by the
+count of the whole sample, so the parts of all ranks add up to the sample's mean. Positions that pad
+the latent up to whole patches, those outside of a clip that is smaller than its batch, and frames
+that are given, count nowhere.
 
-Legend: B samples, c latent channels, F x h x w latent size, R rows held, L tokens of a row, V patch volume.
+Legend: B samples, c latent channels, F x h x w latent size, R rows held, L tokens of a row, V patch
+volume.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Positions:
-    """The latent positions held here, as N units of equal size that each belong to one sample, channels last.
+    """The latent positions held here, as N units of equal size that each belong to one sample,
+    channels last.
 
-    For a whole output the units are the samples, ``* = F, h, w``; for a shard its rows, ``* = L, V``. An elementwise
-    term of a loss reads the same for both.
+    For a whole output the units are the samples, ``* = F, h, w``; for a shard its rows, ``* = L,
+    V``. An elementwise term of a loss reads the same for both.
     """
 
     predicted: Tensor  # [N, *, C_out]; zero where nothing counts, so that no term overflows there
@@ -45,8 +48,8 @@ class Positions:
             prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds.
             wholes: ``[B, c, F, h, w]`` each, whole in either case.
             x_mask: bool ``[B, F]``; frames where it is False do not count.
-            video_mask: bool ``[B, F, h, w]`` as the model was given it; positions where it is False do not count. A
-                shard knows its own.
+            video_mask: bool ``[B, F, h, w]`` as the model was given it; positions where it is False
+                do not count. A shard knows its own.
         """
         num_samples, channels, *size = wholes[0].shape
         if not isinstance(prediction, Tensor) and prediction.layout.grid.mask is not None:
@@ -63,8 +66,9 @@ class Positions:
         return cls(predicted, cuts, sample, counted, count * channels)
 
     def means(self, values: Tensor) -> Tensor:
-        """Elementwise values ``[N, *, c]`` -> ``[B]``: what is held of each sample's mean, 0 for one that counts
-        nowhere."""
+        """Elementwise values ``[N, *, c]`` -> ``[B]``: what is held of each sample's mean, 0 for
+        one that counts nowhere.
+        """
         sums = values.sum(-1)  # [N, *]
         if self.counted is not None:
             sums = sums * self.counted
@@ -112,29 +116,32 @@ def velocity_loss(
     x_mask: Tensor | None = None,
     video_mask: Tensor | None = None,
 ) -> Tensor:
-    """Squared error of each sample: the sum over what is held here, over the count of the whole sample.
+    """Squared error of each sample: the sum over what is held here, over the count of the whole
+    sample.
 
     Args:
-        prediction: a model's output ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds. Channels
-            beyond those of the target are ignored.
+        prediction: a model's output ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank
+            holds. Channels beyond those of the target are ignored.
         target: ``[B, c, F, h, w]``, whole in either case.
         x_mask: bool ``[B, F]``; frames where it is False do not count.
-        video_mask: bool ``[B, F, h, w]``, as the model was given it: clips of different sizes weigh alike, whatever
-            their batch has around them.
+        video_mask: bool ``[B, F, h, w]``, as the model was given it: clips of different sizes weigh
+            alike, whatever their batch has around them.
 
     Returns:
-        ``[B]``: for a whole output each sample's mean; for shards a part of it, which sums to the mean over the
-        ranks. A sample without a frame that counts gives 0.
+        ``[B]``: for a whole output each sample's mean; for shards a part of it, which sums to the
+        mean over the ranks. A sample without a frame that counts gives 0.
     """
     here = Positions.of(prediction, target, x_mask=x_mask, video_mask=video_mask)
     return here.means((here.predicted[..., : target.shape[1]] - here.wholes[0]).square())
 
 
 def rank_loss(sample_losses: Tensor, *, global_samples: int, world_size: int) -> Tensor:
-    """What one rank calls ``backward`` on, so that the mean gradient over the world is that of the global mean.
+    """What one rank calls ``backward`` on, so that the mean gradient over the world is that of the
+    global mean.
 
     Args:
-        sample_losses: ``[B]`` from ``velocity_loss`` or ``losses`` of a process; of shards under sequence parallelism.
+        sample_losses: ``[B]`` from ``velocity_loss`` or ``losses`` of a process; of shards under
+            sequence parallelism.
         global_samples: samples in the whole optimizer step, over all replicas and micro-batches.
         world_size: ranks whose gradients are averaged, dp x sp.
     """

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 Prediction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""``predict(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> the network's output ``[B, C_out, F, h, w]``."""
+"""``predict(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> the network's output ``[B, C_out,
+F, h, w]``.
+"""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a timestep transform needs of each sample, each ``[B]``: pixel size, and frames of the latent or the video.
+    """What a timestep transform needs of each sample, each ``[B]``: pixel size, and frames of the
+    latent or the video.
 
     ``RectifiedFlow.geometry`` fills in the frames that it counts.
     """
@@ -50,7 +53,9 @@ class Noised:
         t: Tensor,
         x_mask: Tensor | None,
     ) -> Noised:
-        """Noise a batch ``[B, c, F, h, w]`` up to t ``[B]``; frames with ``x_mask`` False are given."""
+        """Noise a batch ``[B, c, F, h, w]`` up to t ``[B]``; frames with ``x_mask`` False are
+        given.
+        """
         x_t = process.noisy_input(x_start, noise, t, x_mask)
         return cls(
             x_t=x_t, target=process.target(x_start, noise), x_start=x_start, t=t, x_mask=x_mask
@@ -58,7 +63,9 @@ class Noised:
 
 
 class DiffusionProcess(Protocol):
-    """Timesteps, forward process, loss and sampler. It draws nothing itself: random numbers are arguments."""
+    """Timesteps, forward process, loss and sampler. It draws nothing itself: random numbers are
+    arguments.
+    """
 
     @property
     def num_sampling_steps(self) -> int:
@@ -70,7 +77,9 @@ class DiffusionProcess(Protocol):
     def geometry(
         self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int
     ) -> Geometry:
-        """What ``timesteps_from`` and ``sample`` want to know of samples of this size in pixels, each ``[B]``."""
+        """What ``timesteps_from`` and ``sample`` want to know of samples of this size in pixels,
+        each ``[B]``.
+        """
 
     def timesteps_from(self, uniform: Tensor, geometry: Geometry | None = None) -> Tensor:
         """Training timesteps ``[B]`` from uniform numbers in [0, 1) ``[B]``."""
@@ -87,14 +96,18 @@ class DiffusionProcess(Protocol):
         """What the network learns to predict, ``[B, c, F, h, w]``."""
 
     def losses(self, prediction: Tensor | Any, noised: Noised) -> Tensor:
-        """Each sample's loss ``[B]`` for a model's whole output; for a ``Shard`` the part of it that is held here."""
+        """Each sample's loss ``[B]`` for a model's whole output; for a ``Shard`` the part of it
+        that is held here.
+        """
 
     cfg_scale: float
 
     def guide(
         self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
     ) -> Prediction:
-        """The guided prediction of a model; ``drop_caption`` and ``inputs`` are for the doubled batch."""
+        """The guided prediction of a model; ``drop_caption`` and ``inputs`` are for the doubled
+        batch.
+        """
 
     def sample(
         self,
@@ -106,7 +119,9 @@ class DiffusionProcess(Protocol):
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
-        """From noise ``z`` ``[B, c, F, h, w]`` to data; ``draw_noise(k)`` is the k-th draw of the loop."""
+        """From noise ``z`` ``[B, c, F, h, w]`` to data; ``draw_noise(k)`` is the k-th draw of the
+        loop.
+        """
 
 
 def unguided(model: Callable[..., Tensor], **inputs: Any) -> Prediction:
@@ -128,8 +143,8 @@ def guided(
         model: called as ``model(x, t, **inputs)`` on the doubled batch.
         scale: 1 is the captioned prediction alone.
         drop_caption: bool ``[2 * B]``, passed to the model; None with text that was encoded ahead.
-        channels: how many of the first output channels to guide, by default as many as x has; further ones, such as a
-            learned variance, are those of the captioned half.
+        channels: how many of the first output channels to guide, by default as many as x has;
+            further ones, such as a learned variance, are those of the captioned half.
         inputs: further model inputs for the doubled batch.
     """
 

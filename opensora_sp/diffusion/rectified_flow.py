@@ -1,7 +1,8 @@
 """Rectified flow (Liu et al., 2022; schedule and guidance as in Open-Sora 1.2).
 
-Data and noise are joined by a straight line, ``x_t = (1 - t/N) x_0 + (t/N) noise`` for t in 0 (data) .. N (noise), and
-the network learns its velocity ``x_0 - noise``. Sampling follows the velocity from t = N to 0 in Euler steps.
+Data and noise are joined by a straight line, ``x_t = (1 - t/N) x_0 + (t/N) noise`` for t in 0
+(data) .. N (noise), and the network learns its velocity ``x_0 - noise``. Sampling follows the
+velocity from t = N to 0 in Euler steps.
 
 Legend: B samples, c channels, F latent frames, n sampling steps, N ``num_timesteps``.
 """
@@ -23,12 +24,14 @@ from .process import Geometry, Noised, Prediction, by_frame, guided, per_sample
 class RectifiedFlow:
     """Timesteps, forward process, loss and sampler.
 
-    ``use_timestep_transform`` moves timesteps towards noise for larger and longer videos, ``transform_scale`` times as
-    far. ``legacy_frame_count`` estimates latent frames as Open-Sora 1.2 does, 5 for each whole 17 frames of a video,
-    which is right for its own VAE and collapses to none below 17 frames.
+    ``use_timestep_transform`` moves timesteps towards noise for larger and longer videos,
+    ``transform_scale`` times as far. ``legacy_frame_count`` estimates latent frames as Open-Sora
+    1.2 does, 5 for each whole 17 frames of a video, which is right for its own VAE and collapses to
+    none below 17 frames.
 
-    ``sample_method`` "logit-normal" trains on timesteps whose logit is normal with mean ``loc`` and deviation ``scale``
-    (Esser et al., 2024), more of them in the middle of the path than "uniform" does.
+    ``sample_method`` "logit-normal" trains on timesteps whose logit is normal with mean ``loc`` and
+    deviation ``scale`` (Esser et al., 2024), more of them in the middle of the path than "uniform"
+    does.
 
     Raises:
         ValueError: for numbers of steps below 1, or a scale that is not positive.
@@ -53,7 +56,8 @@ class RectifiedFlow:
                 )
         if self.sample_method not in ("uniform", "logit-normal"):
             raise ValueError(
-                f"got sample_method {self.sample_method!r}; expected 'uniform' or 'logit-normal'; choose one of them"
+                f"got sample_method {self.sample_method!r}; expected 'uniform' or 'logit-normal'; "
+                "choose one of them"
             )
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:
@@ -90,7 +94,9 @@ class RectifiedFlow:
     def noisy_input(
         self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None
     ) -> Tensor:
-        """What the network sees: ``x_t``, and ``x_start`` itself in frames that are given (``x_mask`` False)."""
+        """What the network sees: ``x_t``, and ``x_start`` itself in frames that are given
+        (``x_mask`` False).
+        """
         x_t = self.add_noise(x_start, noise, t)
         if x_mask is None:
             return x_t
@@ -114,7 +120,9 @@ class RectifiedFlow:
     def sampling_timesteps(
         self, num_samples: int, geometry: Geometry | None = None, **options: Any
     ) -> list[Tensor]:
-        """The n timesteps visited, each ``[B]``, from N down; ``options`` are the dtype and device of the latents."""
+        """The n timesteps visited, each ``[B]``, from N down; ``options`` are the dtype and device
+        of the latents.
+        """
         n = self.num_sampling_steps
         steps = [(1 - i / n) * self.num_timesteps for i in range(n)]
         if self.use_discrete_timesteps:
@@ -132,13 +140,14 @@ class RectifiedFlow:
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
-        """Follow the velocity from noise ``z`` to data in n Euler steps; returns data, shaped like ``z``.
+        """Follow the velocity from noise ``z`` to data in n Euler steps; returns data, shaped like
+        ``z``.
 
         Args:
             predict: the guided network; output channels beyond those of z are ignored.
             z: noise ``[B, c, F, h, w]``, holding given frames where ``frame_levels`` is below 1.
-            frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a frame still has to go:
-                1 generates it, 0 keeps it, values between edit it.
+            frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a
+                frame still has to go: 1 generates it, 0 keeps it, values between edit it.
             draw_noise: ``draw_noise(step)`` shaped like z, needed with ``frame_levels``.
             on_step: called after each step.
         """
@@ -174,8 +183,8 @@ class RectifiedFlow:
             return t
         if geometry is None:
             raise ValueError(
-                "got no geometry; expected height, width and num_frames with use_timestep_transform; "
-                "pass them or turn the transform off"
+                "got no geometry; expected height, width and num_frames with "
+                "use_timestep_transform; pass them or turn the transform off"
             )
         ratio_space = (geometry.height * geometry.width / 512**2).sqrt()
         frames = geometry.num_frames

@@ -1,4 +1,6 @@
-"""Video autoencoders and text encoders, behind two small protocols; weights are loaded when one is built."""
+"""Video autoencoders and text encoders, behind two small protocols; weights are loaded when one is
+built.
+"""
 
 from typing import Any
 
@@ -20,7 +22,9 @@ TEXT_ENCODERS: dict[str, Any] = {"HashedBagOfWords": HashedBagOfWords, "t5": T5T
 def planned_latent_size(
     vae: dict[str, Any], num_frames: int, height: int, width: int
 ) -> tuple[int, int, int]:
-    """The size (frames, height, width) of the latents that a config's ``vae`` would make; no weights are loaded."""
+    """The size (frames, height, width) of the latents that a config's ``vae`` would make; no
+    weights are loaded.
+    """
     options = {key: value for key, value in vae.items() if key != "type"}
     encoder = component_class("vae", vae["type"], LATENT_ENCODERS)
     if hasattr(encoder, "planned_latent_size"):

@@ -2,7 +2,8 @@
 
 Legend: B samples, F frames of video, c latent channels, f x h x w latent size, L text tokens.
 
-Any class with these members can stand in a config by its importable name, ``vae=dict(type="my_package.MyVAE", ...)``.
+Any class with these members can stand in a config by its importable name,
+``vae=dict(type="my_package.MyVAE", ...)``.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from torch import Tensor
 
 @runtime_checkable
 class LatentEncoder(Protocol):
-    """Videos ``[B, 3, F, height, width]`` in [-1, 1] to latents ``[B, c, f, h, w]`` float32, and back.
+    """Videos ``[B, 3, F, height, width]`` in [-1, 1] to latents ``[B, c, f, h, w]`` float32, and
+    back.
 
-    Both directions take and return tensors on the device of ``to``. Latents are ``(z - shift) / scale`` of what the
-    network itself yields, ``z``, so that the diffusion model sees numbers of about unit size.
+    Both directions take and return tensors on the device of ``to``. Latents are ``(z - shift) /
+    scale`` of what the network itself yields, ``z``, so that the diffusion model sees numbers of
+    about unit size.
 
-    Two attributes, which may be left out, say how a clip falls into parts that depend on nothing else
-    (``independent_pieces``): ``chunk_frames`` and ``chunk_latent_frames``, the frames and latent frames of such a part.
-    1 and 1 mean that every frame stands alone; None (the default) that a clip is one whole. Where frames stand alone,
-    ``micro_batch_size`` says how many are decoded by one call, None for all; 1 where it is left out.
+    Two attributes, which may be left out, say how a clip falls into parts that depend on nothing
+    else (``independent_pieces``): ``chunk_frames`` and ``chunk_latent_frames``, the frames and
+    latent frames of such a part. 1 and 1 mean that every frame stands alone; None (the default)
+    that a clip is one whole. Where frames stand alone, ``micro_batch_size`` says how many are
+    decoded by one call, None for all; 1 where it is left out.
 
-    A class whose construction loads weights gives a classmethod ``planned_latent_size(num_frames, height, width,
-    **options)`` beside ``latent_size``, which the planner calls instead.
+    A class whose construction loads weights gives a classmethod ``planned_latent_size(num_frames,
+    height, width, **options)`` beside ``latent_size``, which the planner calls instead.
     """
 
     channels: int
@@ -44,11 +48,12 @@ class LatentEncoder(Protocol):
 
 @runtime_checkable
 class TextEncoder(Protocol):
-    """Captions to features ``[B, 1, L, width]`` float32 and their lengths as a mask ``[B, L]`` int64.
+    """Captions to features ``[B, 1, L, width]`` float32 and their lengths as a mask ``[B, L]``
+    int64.
 
-    ``L`` is ``max_length``. The mask is 1 for tokens in use, which come first: a caption's length is its row's sum, and
-    that is ``min(num_tokens(text), max_length)``. The mask lies on the CPU, so that nobody waits for a device to know
-    how long a text is.
+    ``L`` is ``max_length``. The mask is 1 for tokens in use, which come first: a caption's length
+    is its row's sum, and that is ``min(num_tokens(text), max_length)``. The mask lies on the CPU,
+    so that nobody waits for a device to know how long a text is.
     """
 
     width: int
@@ -64,11 +69,13 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a clip that is encoded and decoded without the rest: its frames, and the latent frames it stands for.
+    """A part of a clip that is encoded and decoded without the rest: its frames, and the latent
+    frames it stands for.
 
-    For every piece, and for every run of neighbouring ones taken from the first's start to the last's stop,
-    ``encode(video[:, :, frames])`` is ``encode(video)[:, :, latents]``, and
-    ``decode(z[:, :, latents], num_frames=frames.stop - frames.start)`` is ``decode(z, num_frames=F)[:, :, frames]``.
+    For every piece, and for every run of neighbouring ones taken from the first's start to the
+    last's stop, ``encode(video[:, :, frames])`` is ``encode(video)[:, :, latents]``, and
+    ``decode(z[:, :, latents], num_frames=frames.stop - frames.start)`` is ``decode(z,
+    num_frames=F)[:, :, frames]``.
     """
 
     frames: slice
@@ -76,12 +83,14 @@ class Piece:
 
 
 def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list[Piece]:
-    """The parts of a clip that ``vae`` treats by themselves, first to last; ranks can share them out.
+    """The parts of a clip that ``vae`` treats by themselves, first to last; ranks can share them
+    out.
 
     Args:
         vae: a ``LatentEncoder``.
         num_frames: frames of the clip.
-        latent_frames: latent frames of the clip, ``vae.latent_size(...)[0]`` or ``latents.shape[2]``.
+        latent_frames: latent frames of the clip, ``vae.latent_size(...)[0]`` or
+            ``latents.shape[2]``.
 
     Raises:
         ValueError: if the clip falls into another number of parts than its latents.
@@ -98,16 +107,19 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
     ]
     if len(frames) != len(latents):
         raise ValueError(
-            f"got {num_frames} frames and {latent_frames} latent frames, which are {len(frames)} and {len(latents)} "
-            f"chunks of {step} and {latent_step}; expected as many; pass the frame count that the latents were made of"
+            f"got {num_frames} frames and {latent_frames} latent frames, which are {len(frames)} "
+            f"and {len(latents)} chunks of {step} and {latent_step}; expected as many; pass the "
+            "frame count that the latents were made of"
         )
     return [Piece(*piece) for piece in zip(frames, latents, strict=True)]
 
 
 def check_latent_frames(latents: Tensor, num_frames: int, expected: int) -> None:
-    """Raise ValueError unless ``latents`` ``[B, c, f, h, w]`` has the ``expected`` number of frames."""
+    """Raise ValueError unless ``latents`` ``[B, c, f, h, w]`` has the ``expected`` number of
+    frames.
+    """
     if latents.shape[2] != expected:
         raise ValueError(
-            f"got {latents.shape[2]} latent frames to decode to {num_frames} frames; expected {expected}; pass the "
-            "frame count that the latents were made of"
+            f"got {latents.shape[2]} latent frames to decode to {num_frames} frames; expected "
+            f"{expected}; pass the frame count that the latents were made of"
         )

@@ -1,4 +1,6 @@
-"""Pretrained weights: found in a folder or on the Hugging Face hub, only read, and off the GPU while idle if wished."""
+"""Pretrained weights: found in a folder or on the Hugging Face hub, only read, and off the GPU
+while idle if wished.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ class FrozenEncoder(nn.Module):
     """A network that is only used, never trained.
 
     Args:
-        offload: keep the weights on the CPU and bring them to the device of ``to`` for each ``encode`` and ``decode``
-            only. Going back costs nothing: they have not changed, so the copy on the device is dropped.
+        offload: keep the weights on the CPU and bring them to the device of ``to`` for each
+            ``encode`` and ``decode`` only. Going back costs nothing: they have not changed, so the
+            copy on the device is dropped.
     """
 
     def __init__(self, *, offload: bool) -> None:
@@ -85,7 +88,8 @@ def load_pretrained(cls: Any, source: str, key: str, **options: Any) -> Any:
         )
         if found["missing_keys"]:
             raise ValueError(
-                f"{len(found['missing_keys'])} tensors are missing, {found['missing_keys'][0]} is one"
+                f"{len(found['missing_keys'])} tensors are missing, {found['missing_keys'][0]} is "
+                "one"
             )
     return model
 
@@ -120,8 +124,10 @@ def find_file(source: str, name: str, key: str) -> Path:
 
 
 def weights_digest(source: str, subfolder: str | None = None) -> str | None:
-    """SHA-256 of the weights and configuration of a local folder, or of what the hub's cache has of a repository; None
-    where neither is on this machine. Nothing is loaded; reading takes about a second for each GB."""
+    """SHA-256 of the weights and configuration of a local folder, or of what the hub's cache has of
+    a repository; None where neither is on this machine. Nothing is loaded; reading takes about a
+    second for each GB.
+    """
     folder = Path(source, subfolder or "")
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -146,8 +152,9 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
 
 @contextmanager
 def explained(what: str, source: str, key: str) -> Iterator[bool]:
-    """Make one error, which names the local-folder way, of all that can go wrong in loading; yields whether only files
-    of this machine can be used."""
+    """Make one error, which names the local-folder way, of all that can go wrong in loading; yields
+    whether only files of this machine can be used.
+    """
     from safetensors import SafetensorError
 
     local = Path(source).is_dir() or not _hub_answers()
@@ -161,9 +168,10 @@ def explained(what: str, source: str, key: str) -> Iterator[bool]:
         else:
             reason = f"a name that {what} cannot be loaded by ({_shortly(error)})"
         raise ValueError(
-            f"got {key}.from_pretrained {source!r}, {reason}; expected a local folder with the weights and their "
-            f"config.json, or a name on the hub and a network to fetch it; set {key}.from_pretrained to a folder "
-            "(`hf download NAME --local-dir FOLDER` makes one on a machine with a network)"
+            f"got {key}.from_pretrained {source!r}, {reason}; expected a local folder with the "
+            "weights and their config.json, or a name on the hub and a network to fetch it; set "
+            f"{key}.from_pretrained to a folder (`hf download NAME --local-dir FOLDER` makes one "
+            "on a machine with a network)"
         ) from error
 
 
@@ -174,7 +182,9 @@ def saved_config(folder: str | Path, subfolder: str | None = None) -> dict[str, 
 
 
 def _hub_answers() -> bool:
-    """One quick question, since the libraries themselves try for a minute before they say that there is no network."""
+    """One quick question, since the libraries themselves try for a minute before they say that
+    there is no network.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

@@ -1,6 +1,8 @@
-"""The video autoencoder of Open-Sora 1.2: an image autoencoder inside a temporal one, on chunks of 17 frames.
+"""The video autoencoder of Open-Sora 1.2: an image autoencoder inside a temporal one, on chunks of
+17 frames.
 
-Legend: B samples, F frames of video, c latent channels, f x h x w latent size; ``height = 8 h``, ``width = 8 w``.
+Legend: B samples, F frames of video, c latent channels, f x h x w latent size; ``height = 8 h``,
+``width = 8 w``.
 
     video  [B, 3, F, height, width]   chunks of 17 frames, the last one shorter; each by itself:
       | AutoencoderKL, frame by frame, in micro-batches; times 0.18215
@@ -74,15 +76,19 @@ class ChunkVAE(nn.Module):
 
 
 class OpenSoraVAE(FrozenEncoder):
-    """``OpenSoraVAE_V1_2``, on whose latents the released STDiT3 works (Zheng et al., 2024, Open-Sora).
+    """``OpenSoraVAE_V1_2``, on whose latents the released STDiT3 works (Zheng et al., 2024,
+    Open-Sora).
 
-    Latents are posterior means; with noise given, samples of both posteriors, as the release always draws them.
+    Latents are posterior means; with noise given, samples of both posteriors, as the release always
+    draws them.
 
     Args:
-        from_pretrained: local folder with the release's ``config.json`` and ``model.safetensors``, or a hub name.
+        from_pretrained: local folder with the release's ``config.json`` and ``model.safetensors``,
+            or a hub name.
         micro_frame_size: frames of a chunk; None takes a clip as one.
         micro_batch_size: frames that the image autoencoder sees at a time; None for all of a chunk.
-        dtype: "fp32", "bf16" or "fp16"; latents and videos come out in float32, shift and scale are applied in it.
+        dtype: "fp32", "bf16" or "fp16"; latents and videos come out in float32, shift and scale are
+            applied in it.
         offload: keep the weights on the CPU between calls.
 
     Raises:
@@ -100,7 +106,8 @@ class OpenSoraVAE(FrozenEncoder):
         super().__init__(offload=offload)
         if micro_frame_size is not None and micro_frame_size < 1:
             raise ValueError(
-                f"got micro_frame_size {micro_frame_size}; expected >= 1; change vae.micro_frame_size"
+                f"got micro_frame_size {micro_frame_size}; expected >= 1; change "
+                "vae.micro_frame_size"
             )
         described = json.loads(find_file(from_pretrained, "config.json", "vae").read_text())
         with torch.device("meta"):  # the weights come from the file
@@ -203,8 +210,9 @@ def latent_size_of(
 def latent_size_of(
     num_frames: int | None, height: int | None, width: int | None, *, micro_frame_size: int | None
 ) -> tuple[int | None, int | None, int | None]:
-    """Latent size of a clip: every chunk is rounded up by itself, height and width are rounded down. What is not known
-    yet, None, stays so."""
+    """Latent size of a clip: every chunk is rounded up by itself, height and width are rounded
+    down. What is not known yet, None, stays so.
+    """
     return (
         None if num_frames is None else _latent_frames(num_frames, micro_frame_size),
         None if height is None else height // SPATIAL_FACTOR,
@@ -218,11 +226,12 @@ def _latent_frames(num_frames: int, micro_frame_size: int | None) -> int:
 
 
 def build_parts(described: dict[str, Any], source: str) -> tuple[Any, TemporalVAE]:
-    """The image and the temporal autoencoder that a released ``config.json`` describes, without weights.
+    """The image and the temporal autoencoder that a released ``config.json`` describes, without
+    weights.
 
-    Its ``vae_2d`` names the image autoencoder that training began with. Where that is a folder of this machine, or in
-    ``source``, the ``config.json`` there counts, otherwise the usual one of Stable Diffusion. Its ``vae_temporal`` has
-    constructor values.
+    Its ``vae_2d`` names the image autoencoder that training began with. Where that is a folder of
+    this machine, or in ``source``, the ``config.json`` there counts, otherwise the usual one of
+    Stable Diffusion. Its ``vae_temporal`` has constructor values.
 
     Raises:
         ValueError: if they are unknown, or this is another autoencoder than that of Open-Sora 1.2.
@@ -245,14 +254,15 @@ def build_parts(described: dict[str, Any], source: str) -> tuple[Any, TemporalVA
         temporal_vae = TemporalVAE(**options)
     except TypeError as error:
         raise ValueError(
-            f"got vae_temporal {options} in the config.json of {source} ({error}); expected the constructor values of "
-            "VAE_Temporal; correct it"
+            f"got vae_temporal {options} in the config.json of {source} ({error}); expected the "
+            "constructor values of VAE_Temporal; correct it"
         ) from error
     factors = temporal_vae.time_factor, spatial_factor(image_vae.config.block_out_channels)
     if factors != (TIME_FACTOR, SPATIAL_FACTOR):
         raise ValueError(
-            f"got an autoencoder in {source} with {factors[0]} frames and {factors[1]} pixels to a latent position; "
-            f"expected {TIME_FACTOR} and {SPATIAL_FACTOR}, as in Open-Sora 1.2; choose another vae.from_pretrained"
+            f"got an autoencoder in {source} with {factors[0]} frames and {factors[1]} pixels to a "
+            f"latent position; expected {TIME_FACTOR} and {SPATIAL_FACTOR}, as in Open-Sora 1.2; "
+            "choose another vae.from_pretrained"
         )
     return image_vae, temporal_vae
 
@@ -286,8 +296,8 @@ def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
     if differences:
         raise ValueError(
             f"got weights of another autoencoder in {source} ({len(differences)} differences: "
-            f"{', '.join(differences[:4])}); expected those of OpenSoraVAE_V1_2 as its config.json describes it; "
-            "choose another vae.from_pretrained"
+            f"{', '.join(differences[:4])}); expected those of OpenSoraVAE_V1_2 as its config.json "
+            "describes it; choose another vae.from_pretrained"
         )
     chunk_vae.load_state_dict(state, assign=True)
 

@@ -1,4 +1,5 @@
-"""The encoders of real models: diffusers' image autoencoder applied frame by frame, transformers' T5.
+"""The encoders of real models: diffusers' image autoencoder applied frame by frame, transformers'
+T5.
 
 Legend: B samples, F frames, c latent channels, f x h x w latent size, L text tokens.
 """
@@ -34,7 +35,8 @@ class FrameAutoencoder(nn.Module):
         super().__init__()
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(
-                f"got micro_batch_size {micro_batch_size}; expected >= 1; change vae.micro_batch_size"
+                f"got micro_batch_size {micro_batch_size}; expected >= 1; change "
+                "vae.micro_batch_size"
             )
         self.module = module
         self.scaling_factor = scaling_factor
@@ -43,7 +45,9 @@ class FrameAutoencoder(nn.Module):
         self.factor = spatial_factor(module.config.block_out_channels)
 
     def encode(self, video: Tensor, noise: Tensor | None = None) -> Tensor:
-        """``[B, 3, F, height, width]`` -> ``[B, c, F, h, w]``: posterior means, or samples if given normal numbers."""
+        """``[B, 3, F, height, width]`` -> ``[B, c, F, h, w]``: posterior means, or samples if given
+        normal numbers.
+        """
         frames = rearrange(video, "b c f h w -> (b f) c h w")
         noises = None if noise is None else rearrange(noise, "b c f h w -> (b f) c h w")
         parts = []
@@ -73,16 +77,19 @@ class FrameAutoencoder(nn.Module):
 
 
 class ImageVAE(FrozenEncoder):
-    """diffusers' ``AutoencoderKL`` (Rombach et al., 2022) frame by frame; latents are scaled posterior means.
+    """diffusers' ``AutoencoderKL`` (Rombach et al., 2022) frame by frame; latents are scaled
+    posterior means.
 
     Args:
         from_pretrained: local folder, or name on the Hugging Face hub.
         subfolder: folder of the autoencoder inside a pipeline.
         micro_batch_size: frames encoded or decoded at a time; None for all.
         dtype: "fp32", "bf16" or "fp16"; latents and videos come out in float32.
-        scaling_factor: what latents are multiplied by; None for what the autoencoder's own configuration says.
-        round_down: take frames that do not divide by 8 (pixels to a latent position) as Open-Sora 1.2 does, latents
-            and decoded videos being rounded down; False refuses them as Open-Sora 1.0 does.
+        scaling_factor: what latents are multiplied by; None for what the autoencoder's own
+            configuration says.
+        round_down: take frames that do not divide by 8 (pixels to a latent position) as Open-Sora
+            1.2 does, latents and decoded videos being rounded down; False refuses them as Open-Sora
+            1.0 does.
         offload: keep the weights on the CPU between calls.
 
     Raises:
@@ -144,8 +151,9 @@ class ImageVAE(FrozenEncoder):
         round_down: bool = True,
         **_: Any,
     ) -> tuple[int, int, int]:
-        """``latent_size`` of an autoencoder that is not loaded: by its folder's ``config.json``, or, where only a name
-        on the hub is known, with 8 pixels to a latent position."""
+        """``latent_size`` of an autoencoder that is not loaded: by its folder's ``config.json``,
+        or, where only a name on the hub is known, with 8 pixels to a latent position.
+        """
         described = saved_config(from_pretrained, subfolder)
         factor = SD_FACTOR if described is None else spatial_factor(described["block_out_channels"])
         return frame_latent_size(num_frames, height, width, factor, round_down=round_down)
@@ -166,14 +174,16 @@ def frame_latent_size(
     """
     if not round_down and (height % factor or width % factor):
         raise ValueError(
-            f"got frames of {height}x{width} for an autoencoder with {factor} pixels to a latent position; expected "
-            f"multiples of that; take {height - height % factor}x{width - width % factor}, or set vae.round_down=True"
+            f"got frames of {height}x{width} for an autoencoder with {factor} pixels to a latent "
+            "position; expected multiples of that; take "
+            f"{height - height % factor}x{width - width % factor}, or set vae.round_down=True"
         )
     return num_frames, height // factor, width // factor
 
 
 class T5TextEncoder(FrozenEncoder):
-    """transformers' T5 encoder (Raffel et al., 2020) with its tokenizer; captions are cut at ``max_length`` tokens.
+    """transformers' T5 encoder (Raffel et al., 2020) with its tokenizer; captions are cut at
+    ``max_length`` tokens.
 
     Args:
         from_pretrained: local folder, or name on the Hugging Face hub.
@@ -233,11 +243,12 @@ class T5TextEncoder(FrozenEncoder):
         if lengths[longest] > self.max_length:
             self._said_that_captions_are_cut = True
             logger.warning(
-                "a caption of %d tokens is cut at text_encoder.max_length = %d (said once): %.80s...",
+                "a caption of %d tokens is cut at text_encoder.max_length = %d (said once): "
+                "%.80s...",
                 lengths[longest],
                 self.max_length,
                 texts[longest],
-                extra={"of_rank": True},  # see console.only_of_this_rank
+                extra={"is_rank_local": True},  # see console.RANK_LOCAL
             )
 
     def num_tokens(self, text: str) -> int:
@@ -246,10 +257,11 @@ class T5TextEncoder(FrozenEncoder):
 
 
 def clean_caption(text: str) -> str:
-    """A caption in lower case without addresses, markup, numbers of articles, file names and the like.
+    """A caption in lower case without addresses, markup, numbers of articles, file names and the
+    like.
 
-    The rules are those of DeepFloyd IF, as diffusers keeps them; Open-Sora trained on captions that had gone through
-    them twice.
+    The rules are those of DeepFloyd IF, as diffusers keeps them; Open-Sora trained on captions that
+    had gone through them twice.
     """
     from diffusers.pipelines.deepfloyd_if import IFPipeline
 

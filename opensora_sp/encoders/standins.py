@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 
 class PatchPoolVAE(nn.Module):
-    """CPU stand-in for a VAE: latents are means over ``pool`` = (frames, height, width); decoding interpolates.
+    """CPU stand-in for a VAE: latents are means over ``pool`` = (frames, height, width); decoding
+    interpolates.
 
-    Frames stand alone where ``pool`` takes one at a time; otherwise decoding interpolates between them.
+    Frames stand alone where ``pool`` takes one at a time; otherwise decoding interpolates between
+    them.
     """
 
     channels = 3
@@ -47,7 +49,9 @@ class PatchPoolVAE(nn.Module):
 
 
 class HashedBagOfWords(nn.Module):
-    """CPU stand-in for a language model: one fixed random vector for each word and each pair of neighbouring words."""
+    """CPU stand-in for a language model: one fixed random vector for each word and each pair of
+    neighbouring words.
+    """
 
     def __init__(self, width: int = 64, max_length: int = 24) -> None:
         super().__init__()

@@ -1,10 +1,13 @@
-"""The temporal autoencoder of Open-Sora 1.2: latents of single images to latents of clips, a quarter as many in time.
+"""The temporal autoencoder of Open-Sora 1.2: latents of single images to latents of clips, a
+quarter as many in time.
 
-Causal 3D convolutions and residual blocks as in MAGVIT-v2 (Yu et al., 2023); only frames are resampled, never height
-and width. Group norm takes its statistics over all frames, so the network as a whole is not causal: it matters how a
-clip is cut (``open_sora_vae.py``). Parameter names are those of the public Open-Sora checkpoints.
+Causal 3D convolutions and residual blocks as in MAGVIT-v2 (Yu et al., 2023); only frames are
+resampled, never height and width. Group norm takes its statistics over all frames, so the network
+as a whole is not causal: it matters how a clip is cut (``open_sora_vae.py``). Parameter names are
+those of the public Open-Sora checkpoints.
 
-Legend: B samples, C channels (c of latents), T frames, f latent frames, H x W height and width of the image latents.
+Legend: B samples, C channels (c of latents), T frames, f latent frames, H x W height and width of
+the image latents.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ ACTIVATIONS: dict[str, Activation] = {"swish": F.silu, "relu": F.relu}  # by the
 class CausalConv3d(nn.Module):
     """A convolution that sees no later frame: all padding in time is in front.
 
-    With ``stride`` 2 in time the window ends at every second frame, so that a multiple of 2 frames is halved.
+    With ``stride`` 2 in time the window ends at every second frame, so that a multiple of 2 frames
+    is halved.
     """
 
     def __init__(
@@ -61,7 +65,9 @@ class CausalConv3d(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Twice norm, activation, convolution, added to the input; ``conv3`` fits the input where the channels change."""
+    """Twice norm, activation, convolution, added to the input; ``conv3`` fits the input where the
+    channels change.
+    """
 
     def __init__(
         self,
@@ -98,7 +104,9 @@ def res_blocks(
 
 
 class Encoder(nn.Module):
-    """``[B, c_in, T, H, W]`` -> ``[B, c_out, f, H, W]``; ``halves[i]`` says whether level i ends in half the frames."""
+    """``[B, c_in, T, H, W]`` -> ``[B, c_out, f, H, W]``; ``halves[i]`` says whether level i ends in
+    half the frames.
+    """
 
     def __init__(
         self,
@@ -137,7 +145,9 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``[B, c_in, f, H, W]`` -> ``[B, c_out, T, H, W]``: the encoder's levels from the last to the first."""
+    """``[B, c_in, f, H, W]`` -> ``[B, c_out, T, H, W]``: the encoder's levels from the last to the
+    first.
+    """
 
     def __init__(
         self,
@@ -197,7 +207,9 @@ class DiagonalGaussian:
         return self.mean if noise is None else self.mean + self.std * noise
 
     def kl(self, other: DiagonalGaussian | None = None) -> Tensor:
-        """Kullback-Leibler divergence from ``other``, by default the standard normal distribution, in nats, ``[B]``."""
+        """Kullback-Leibler divergence from ``other``, by default the standard normal distribution,
+        in nats, ``[B]``.
+        """
         zero = torch.zeros_like(self.mean)
         other = other or DiagonalGaussian(zero, zero)
         distance = (self.mean - other.mean) ** 2 / other.logvar.exp()
@@ -211,16 +223,18 @@ class DiagonalGaussian:
 
 
 class TemporalVAE(nn.Module):
-    """Image latents ``[B, c, T, H, W]`` to clip latents ``[B, c, f, H, W]`` and back; ``f = ceil(T / time_factor)``.
+    """Image latents ``[B, c, T, H, W]`` to clip latents ``[B, c, f, H, W]`` and back; ``f = ceil(T
+    / time_factor)``.
 
-    Every T is taken: frames of zeros are put in front up to a multiple of ``time_factor``, and cut off when decoding.
-    The defaults are those of the released weights.
+    Every T is taken: frames of zeros are put in front up to a multiple of ``time_factor``, and cut
+    off when decoding. The defaults are those of the released weights.
 
     Args:
         in_out_channels: channels of the image latents.
         latent_embed_dim: channels inside, between the two 1x1x1 convolutions.
         embed_dim: channels of the clip latents.
-        filters: width of the outermost level; ``channel_multipliers`` has that of every level, relative to it.
+        filters: width of the outermost level; ``channel_multipliers`` has that of every level,
+            relative to it.
         temporal_downsample: for every level but the last, whether it ends in half as many frames.
         num_groups: of group norm.
         activation_fn: "swish" or "relu".
@@ -241,13 +255,14 @@ class TemporalVAE(nn.Module):
         super().__init__()
         if activation_fn not in ACTIVATIONS:
             raise ValueError(
-                f"got activation_fn {activation_fn!r}; expected one of {sorted(ACTIVATIONS)}; correct vae_temporal in "
-                "the autoencoder's config.json"
+                f"got activation_fn {activation_fn!r}; expected one of {sorted(ACTIVATIONS)}; "
+                "correct vae_temporal in the autoencoder's config.json"
             )
         if len(temporal_downsample) != len(channel_multipliers) - 1:
             raise ValueError(
                 f"got temporal_downsample {tuple(temporal_downsample)} for channel_multipliers "
-                f"{tuple(channel_multipliers)}; expected one entry for every level but the last; change one of them"
+                f"{tuple(channel_multipliers)}; expected one entry for every level but the last; "
+                "change one of them"
             )
         widths = [filters * multiplier for multiplier in channel_multipliers]
         levels = (
@@ -269,5 +284,7 @@ class TemporalVAE(nn.Module):
         return DiagonalGaussian.of(self.quant_conv(self.encoder(x)))
 
     def decode(self, z: Tensor, *, num_frames: int) -> Tensor:
-        """``[B, c, f, H, W]`` -> ``[B, c, num_frames, H, W]``, if f is what ``num_frames`` frames are encoded to."""
+        """``[B, c, f, H, W]`` -> ``[B, c, num_frames, H, W]``, if f is what ``num_frames`` frames
+        are encoded to.
+        """
         return self.decoder(self.post_quant_conv(z))[:, :, -num_frames % self.time_factor :]

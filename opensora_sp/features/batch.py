@@ -17,7 +17,6 @@ from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import ClipShape
 from opensora_sp.diffusion import DiffusionProcess, Noised, draw_frame_mask
 from opensora_sp.models import sample_numbers
-from opensora_sp.models.registry import model_class
 from opensora_sp.randomness import generator, normal, uniform
 from opensora_sp.transfer import to_device
 
@@ -88,7 +87,7 @@ class BatchMaker:
             drop_caption=self._drop_caption(keys),
             drop_path=self._drop_path(keys),
         )
-        names = model_class(cfg.model["type"]).sample_inputs
+        names = cfg.model_spec.model_class.sample_inputs
         inputs |= sample_numbers(
             names, height=height, width=width, fps=features.fps, num_frames=num_frames
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opensora_sp.config import TrainConfig, build_component, split_type
+from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.data import (
     BatchPlan,
     BucketPlan,
@@ -20,7 +20,6 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.buckets import Buckets
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
-from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.sharing import Shape, busiest_work
 
@@ -133,8 +132,7 @@ class Work:
     """Tokens and estimated work of the model on clips of a shape; a cache knows their latents, or else the planner."""
 
     def __init__(self, cfg: TrainConfig, dataset: TrainingSet | None = None) -> None:
-        name, options = split_type("model", cfg.model)
-        self.vae, self.model = cfg.vae, resolve_config(name, **options)
+        self.vae, self.model = cfg.vae, cfg.model_spec.config
         self.sizes = dataset.sizes if isinstance(dataset, CachedFeatures) else {}
         self.shape_of = lru_cache(maxsize=None)(self._shape_of)
 

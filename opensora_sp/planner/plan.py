@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from opensora_sp.config import InferenceConfig, TrainConfig, build_component, split_type
+from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, check_sp_size
 
 from .memory import Kept, ModelSizes, Peak, Zero, sampling_peak, training_peak
@@ -163,8 +162,8 @@ class _Run:
         self.ranks = cfg.sp_size or num_gpus  # a sampling config without sp_size takes all
         check_sp_size(self.ranks, num_gpus)
         self.options = options_of(getattr(cfg, "sequence_parallel", None))
-        self.name, options = split_type("model", cfg.model)
-        self.config = resolve_config(self.name, **options)
+        spec = cfg.model_spec
+        self.name, self.config = spec.name, spec.config
         self.dtype = DTYPES[cfg.precision]
         self.training = isinstance(cfg, TrainConfig)
         self.guides = (

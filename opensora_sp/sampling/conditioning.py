@@ -1,11 +1,14 @@
-"""What is given of a video: frames of references, put into its latent before sampling, and prompts that change.
+"""What is given of a video: frames of references, put into its latent before sampling, and prompts
+that change.
 
-The notation is that of Open-Sora 1.2: insertions separated by ``;``, each up to six numbers separated by ``,``
+The notation is that of Open-Sora 1.2: insertions separated by ``;``, each up to six numbers
+separated by ``,``
 
     loop, reference, first frame of the reference, first frame of the video, frames, edit
 
-of which those left out are ``0, 0, 0, 0, 1, 0.0``. Frames are frames of latents, and a negative first frame counts from
-the end. ``edit`` is the share of the noise schedule in which a frame is generated: 0 keeps it, 1 replaces it.
+of which those left out are ``0, 0, 0, 0, 1, 0.0``. Frames are frames of latents, and a negative
+first frame counts from the end. ``edit`` is the share of the noise schedule in which a frame is
+generated: 0 keeps it, 1 replaces it.
 
 Legend: c latent channels, f latent frames, h x w latent size.
 """
@@ -41,8 +44,8 @@ def parse_mask_strategy(text: str) -> list[Insertion]:
     """``"0,0,0,0,1,0.0;1,0,-1"`` -> insertions; empty text gives none.
 
     Raises:
-        ValueError: for anything but up to six numbers, a loop or reference below 0, a length below 1, or an edit
-            outside [0, 1].
+        ValueError: for anything but up to six numbers, a loop or reference below 0, a length below
+            1, or an edit outside [0, 1].
     """
     return [_parse_insertion(part.strip(), text) for part in text.split(";") if part.strip()]
 
@@ -66,8 +69,9 @@ def _parse_insertion(part: str, text: str) -> Insertion:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"got {part!r} in mask strategy {text!r}; expected up to six numbers: loop, reference, first frame of the "
-            "reference, first frame of the video, frames (at least 1), edit (0 to 1); write for example '0,0,0,0,1,0.0'"
+            f"got {part!r} in mask strategy {text!r}; expected up to six numbers: loop, reference, "
+            "first frame of the reference, first frame of the video, frames (at least 1), edit (0 "
+            "to 1); write for example '0,0,0,0,1,0.0'"
         ) from None
     return insertion
 
@@ -85,9 +89,10 @@ def insert_references(
     Args:
         latent: ``[c, f, h, w]``, the noise or latent to put them into; not changed.
         references: latents ``[c, f_i, h, w]``.
-        insertions: those of other loops than ``loop`` are left out; a later one wins over an earlier one.
-        align: move first frames to the nearest multiple of this, the latent frames of a chunk of the autoencoder; None
-            leaves them.
+        insertions: those of other loops than ``loop`` are left out; a later one wins over an
+            earlier one.
+        align: move first frames to the nearest multiple of this, the latent frames of a chunk of
+            the autoencoder; None leaves them.
 
     Returns:
         The latent, and float ``[f]``: the edit of each frame, 1 where it is generated from noise.
@@ -114,18 +119,20 @@ def insert_references(
 def check_insertions(
     insertions: Sequence[Insertion], references: Sequence[int], *, frames: int, loops: int
 ) -> None:
-    """Raise ValueError for what ``insert_references`` would, and for loops that there are not, from counts alone.
+    """Raise ValueError for what ``insert_references`` would, and for loops that there are not, from
+    counts alone.
 
     Args:
         references: latent frames of each reference.
-        frames: latent frames of the video, of each of its ``loops`` parts. From the second part on the one before is
-            one more reference.
+        frames: latent frames of the video, of each of its ``loops`` parts. From the second part on
+            the one before is one more reference.
     """
     for insertion in insertions:
         if insertion.loop >= loops:
             raise ValueError(
-                f"got mask strategy {insertion} for loop {insertion.loop} of a video with {loops} of them, counted "
-                "from 0; expected a loop that is sampled; change the first number, or raise loop"
+                f"got mask strategy {insertion} for loop {insertion.loop} of a video with {loops} "
+                "of them, counted from 0; expected a loop that is sampled; change the first "
+                "number, or raise loop"
             )
         known = [*references, *([frames] if insertion.loop else [])]
         _check_reference(insertion, len(known))
@@ -138,8 +145,8 @@ def check_insertions(
 def _check_reference(insertion: Insertion, count: int) -> None:
     if insertion.reference >= count:
         raise ValueError(
-            f"got mask strategy {insertion} with {count} references; expected a reference below that number (the first "
-            "is 0); pass more references or change the second number"
+            f"got mask strategy {insertion} with {count} references; expected a reference below "
+            "that number (the first is 0); pass more references or change the second number"
         )
 
 
@@ -149,21 +156,24 @@ def _first_frame(
     first = start + frames if start < 0 else start
     if not 0 <= first < frames:
         raise ValueError(
-            f"got mask strategy {insertion} for a {what} of {frames} latent frames; expected a first frame from "
-            f"{-frames} to {frames - 1}; change it"
+            f"got mask strategy {insertion} for a {what} of {frames} latent frames; expected a "
+            f"first frame from {-frames} to {frames - 1}; change it"
         )
     return first if align is None else nearest_point(first, align, frames)
 
 
 def nearest_point(value: int, grid: int, maximum: int) -> int:
-    """The multiple of ``grid`` nearest to ``value`` (the lower of two) whose whole stretch lies below ``maximum``."""
+    """The multiple of ``grid`` nearest to ``value`` (the lower of two) whose whole stretch lies
+    below ``maximum``.
+    """
     below, rest = divmod(value, grid)
     rounds_up = 2 * rest > grid and below + 1 < maximum // grid
     return (below + rounds_up) * grid
 
 
 def prompt_of_loop(prompt: str, loop: int) -> str:
-    """``"|0|a cat|2|a dog"`` means a cat from loop 0 on, a dog from loop 2 on; other prompts hold for all loops.
+    """``"|0|a cat|2|a dog"`` means a cat from loop 0 on, a dog from loop 2 on; other prompts hold
+    for all loops.
 
     Raises:
         ValueError: if a number is missing or none is 0.
@@ -177,8 +187,8 @@ def prompt_of_loop(prompt: str, loop: int) -> str:
         or int(numbers[0]) != 0
     ):
         raise ValueError(
-            f"got prompt {prompt!r}; expected '|0|first|2|from loop 2 on', numbers and texts in turn from 0 on; "
-            "correct it, or start it with another sign than |"
+            f"got prompt {prompt!r}; expected '|0|first|2|from loop 2 on', numbers and texts in "
+            "turn from 0 on; correct it, or start it with another sign than |"
         )
     begun = [text for number, text in zip(numbers, texts, strict=True) if int(number) <= loop]
     return begun[-1]
@@ -186,7 +196,9 @@ def prompt_of_loop(prompt: str, loop: int) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A caption, and what is given of its video: files, and where their frames go (``parse_mask_strategy``)."""
+    """A caption, and what is given of its video: files, and where their frames go
+    (``parse_mask_strategy``).
+    """
 
     text: str
     reference_path: str | None = None  # files, separated by ;
@@ -209,7 +221,8 @@ class Prompt:
 def parse_prompt(
     text: str, reference_path: str | None = None, mask_strategy: str | None = None
 ) -> Prompt:
-    """``'a cat{"reference_path": "cat.png", "mask_strategy": "0"}'`` -> its parts, the notation of Open-Sora 1.2.
+    """``'a cat{"reference_path": "cat.png", "mask_strategy": "0"}'`` -> its parts, the notation of
+    Open-Sora 1.2.
 
     Args:
         reference_path, mask_strategy: for prompts that do not say.
@@ -228,8 +241,8 @@ def parse_prompt(
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"got prompt {text!r}; expected text, then at most a JSON object with the texts reference_path and "
-                "mask_strategy; correct what stands in braces"
+                f"got prompt {text!r}; expected text, then at most a JSON object with the texts "
+                "reference_path and mask_strategy; correct what stands in braces"
             ) from None
     prompt = Prompt(
         caption.strip(),

@@ -33,7 +33,9 @@ def write_contact_sheet(
 
 
 def shown_frames(available: int, num_frames: int = 8) -> np.ndarray:
-    """Which frames a strip shows: spread over the video, first and last among them, int ``[<= num_frames]``."""
+    """Which frames a strip shows: spread over the video, first and last among them, int ``[<=
+    num_frames]``.
+    """
     return np.unique(np.linspace(0, available - 1, num_frames).round().astype(int))
 
 

@@ -1,9 +1,9 @@
-"""Latents to frames, piece by piece, shared by the ranks of an SP group.
+"""Latents to frames, in pieces that are distributed over the ranks of an SP group.
 
-A clip falls into pieces that its autoencoder decodes without the rest (``independent_pieces``). In each turn every
-rank decodes one piece, and the frames go to the rank that writes their video. So a rank holds as many decoded pieces as
-there are ranks at most, however long the clip is; and a piece is decoded by the same call whoever does it, so frames
-are the same bits on any number of processes.
+The autoencoder decodes each piece of a clip independently (``independent_pieces``). In each turn
+every rank decodes one piece and sends the frames to the rank that writes their video. So a rank
+holds at most P decoded pieces, however long the clip is. A piece is decoded by the same call on
+every rank, so the frames are bitwise equal on any number of processes.
 
 Legend: B videos, c latent channels, f x h x w latent size, P ranks of the SP group.
 """
@@ -24,12 +24,12 @@ from opensora_sp.encoders import Piece, independent_pieces
 from opensora_sp.parallel import SequenceMesh
 
 Frames = Iterator[tuple[int, np.ndarray]]
-"""(place in the batch, frames uint8 ``[F, height, width, 3]``), the pieces of one video in their order."""
+"""(place in the batch, frames uint8 ``[F, height, width, 3]``); pieces of a video are in order."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of one loop of one video; the first ``skipped`` frames of it are those of the loop before."""
+    """A piece of one loop of one video; its first ``skipped`` frames repeat the loop before."""
 
     video: int
     part: int
@@ -50,22 +50,23 @@ def decode(
     overlap: int,
     mesh: SequenceMesh,
 ) -> Frames:
-    """Decode a batch; each rank is given the frames of the videos that it writes (``writer_of``). Collective.
+    """Decode a batch; each rank yields frames of the videos that it writes. Collective.
 
     Args:
         parts: latents ``[B, c, f, h, w]`` of each loop, equal on all ranks.
         num_frames: frames of a loop.
         size: height and width of the videos.
-        overlap: latent frames that a loop shares with the one before; their frames are left out.
+        overlap: latent frames that a loop shares with the one before; their frames are skipped.
     """
     count, _, latent_frames = parts[0].shape[:3]
-    pieces = grouped(
-        independent_pieces(vae, num_frames=num_frames, latent_frames=latent_frames), vae
-    )
+    pieces = independent_pieces(vae, num_frames=num_frames, latent_frames=latent_frames)
+    pieces = grouped(pieces, vae)
     shared = frames_of(vae, overlap, num_frames, size) if len(parts) > 1 else 0
-    units = [
-        one for part in range(len(parts)) for one in _units(part, pieces, shared if part else 0)
-    ]
+
+    units: list[Unit] = []
+    for part in range(len(parts)):
+        units += _units(part, pieces, shared if part else 0)
+
     for turn in turns(units, count, mesh.sp_size):
         frames = None
         if mesh.sp_rank < len(turn):
@@ -75,13 +76,12 @@ def decode(
 
 
 def collected(frames: Frames, count: int) -> list[np.ndarray]:
-    """The videos of a batch of ``count``, whole; of those that this rank does not write no frame."""
+    """The whole videos of a batch of ``count``; empty for videos that another rank writes."""
+    empty = np.empty((0, 0, 0, 3), np.uint8)
     pieces: list[list[np.ndarray]] = [[] for _ in range(count)]
     for place, piece in frames:
         pieces[place].append(piece)
-    return [
-        np.concatenate(of_one) if of_one else np.empty((0, 0, 0, 3), np.uint8) for of_one in pieces
-    ]
+    return [np.concatenate(video) if video else empty for video in pieces]
 
 
 def writer_of(video: int, mesh: SequenceMesh) -> int:
@@ -90,35 +90,46 @@ def writer_of(video: int, mesh: SequenceMesh) -> int:
 
 
 def grouped(pieces: Sequence[Piece], vae: Any) -> list[Piece]:
-    """Single frames as many at a time as the autoencoder takes (``micro_batch_size``; None: all); chunks one by one."""
-    alone = getattr(vae, "chunk_latent_frames", None) == 1
-    many = (getattr(vae, "micro_batch_size", 1) or len(pieces)) if alone else 1
-    runs = [pieces[i : i + many] for i in range(0, len(pieces), many)]
-    return [
-        Piece(
-            slice(run[0].frames.start, run[-1].frames.stop),
-            slice(run[0].latents.start, run[-1].latents.stop),
+    """Merge single frames into pieces of the autoencoder's ``micro_batch_size`` (None: all).
+
+    Chunks of several frames stay as they are.
+    """
+    if getattr(vae, "chunk_latent_frames", None) != 1:
+        return list(pieces)
+
+    size = getattr(vae, "micro_batch_size", 1) or len(pieces)
+    merged = []
+    for start in range(0, len(pieces), size):
+        first, last = pieces[start], pieces[min(start + size, len(pieces)) - 1]
+        merged.append(
+            Piece(
+                frames=slice(first.frames.start, last.frames.stop),
+                latents=slice(first.latents.start, last.latents.stop),
+            )
         )
-        for run in runs
-    ]
+    return merged
 
 
 def frames_of(vae: Any, latent_frames: int, num_frames: int, size: tuple[int, int]) -> int:
-    """Frames of a video, ``num_frames`` at most, that so many latent frames stand for."""
+    """Most frames of a video, up to ``num_frames``, that ``latent_frames`` encode."""
     counts = range(1, num_frames + 1)
     return max((n for n in counts if vae.latent_size(n, *size)[0] <= latent_frames), default=0)
 
 
 def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[Unit]]:
-    """What the ranks decode at a time, one unit each at most; ``units`` are those of the first video.
+    """The units decoded in each turn, at most one per rank; ``units`` are those of one video.
 
-    P videos at a time are decoded by those who write them, so that nothing is sent; the rest is shared piece by piece.
+    Of P whole videos each rank decodes the one that it writes, without communication. The units of
+    the remaining videos are distributed one by one.
     """
     whole = num_videos - num_videos % ranks
     for first in range(0, whole, ranks):
         for unit in units:
             yield [replace(unit, video=video) for video in range(first, first + ranks)]
-    rest = [replace(unit, video=video) for video in range(whole, num_videos) for unit in units]
+
+    rest: list[Unit] = []
+    for video in range(whole, num_videos):
+        rest += [replace(unit, video=video) for unit in units]
     for start in range(0, len(rest), ranks):
         yield rest[start : start + ranks]
 
@@ -133,41 +144,43 @@ def _units(part: int, pieces: Sequence[Piece], shared: int) -> Iterator[Unit]:
 @torch.no_grad()
 def _decode_one(vae: Any, latents: Tensor, unit: Unit, size: tuple[int, int]) -> np.ndarray:
     """uint8 ``[F, height, width, 3]`` of one unit of latents ``[c, f, h, w]``."""
-    count = unit.piece.frames.stop - unit.piece.frames.start
-    video = vae.decode(latents[None, :, unit.piece.latents].float(), num_frames=count)[
-        0
-    ]  # [3, F, height, width]
+    num_frames = unit.num_frames + unit.skipped
+    decoded = vae.decode(latents[None, :, unit.piece.latents].float(), num_frames=num_frames)
+    video = decoded[0]  # [3, F, height, width]
     return to_frames(video[:, unit.skipped :, : size[0], : size[1]])
 
 
 def _to_writers(turn: Sequence[Unit], mine: np.ndarray | None, mesh: SequenceMesh) -> Frames:
-    """Send each unit's frames to its writer; yields those that this rank writes. uint8, through the hosts' group."""
-    group, arriving, under_way = mesh.host_group, dict[int, Tensor](), list[Any]()
+    """Send each unit's frames to its writer; yields those that this rank writes.
+
+    Frames are uint8 and travel through the CPU process group (gloo).
+    """
+    group = mesh.host_group
+    received: dict[int, Tensor] = {}
+    requests: list[Any] = []
     shape = torch.tensor(mine.shape[1:] if mine is not None else (0, 0, 0))
     for rank, unit in enumerate(turn):
         writer = writer_of(unit.video, mesh)
         if mesh.sp_rank == rank != writer:
             assert mine is not None and group is not None
-            target, tensor = (
-                dist.get_global_rank(group, writer),
-                torch.from_numpy(np.ascontiguousarray(mine)),
-            )
-            under_way += [
-                dist.isend(shape, target, group, tag=0),
-                dist.isend(tensor, target, group, tag=1),
-            ]
+            target = dist.get_global_rank(group, writer)
+            tensor = torch.from_numpy(np.ascontiguousarray(mine))
+            requests.append(dist.isend(shape, target, group, tag=0))
+            requests.append(dist.isend(tensor, target, group, tag=1))
         elif mesh.sp_rank == writer != rank:
             assert group is not None
             source = dist.get_global_rank(group, rank)
             found = torch.empty(3, dtype=torch.int64)
             dist.recv(found, source, group, tag=0)
-            arriving[rank] = torch.empty((unit.num_frames, *found.tolist()), dtype=torch.uint8)
-            under_way.append(dist.irecv(arriving[rank], source, group, tag=1))
-    for work in under_way:
-        work.wait()
+            received[rank] = torch.empty((unit.num_frames, *found.tolist()), dtype=torch.uint8)
+            requests.append(dist.irecv(received[rank], source, group, tag=1))
+
+    for request in requests:
+        request.wait()
+
     for rank, unit in enumerate(turn):
         if rank == mesh.sp_rank == writer_of(unit.video, mesh):
             assert mine is not None
             yield unit.video, mine
-        elif rank in arriving:
-            yield unit.video, arriving[rank].numpy()
+        elif rank in received:
+            yield unit.video, received[rank].numpy()

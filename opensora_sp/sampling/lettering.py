@@ -1,7 +1,9 @@
-"""Text in any script on an image: each character from the first installed font that has it, never a box.
+"""Text in any script on an image: each character from the first installed font that has it, never a
+box.
 
-Fonts are matplotlib's DejaVu Sans (Latin, Greek, Cyrillic, Arabic, Hebrew, ...), then those of the extra ``fonts``
-(Chinese, Japanese, Korean), then those of the system. Characters that none of them has are left out.
+Fonts are matplotlib's DejaVu Sans (Latin, Greek, Cyrillic, Arabic, Hebrew, ...), then those of the
+extra ``fonts`` (Chinese, Japanese, Korean), then those of the system. Characters that none of them
+has are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ IGNORED = (*JOINERS, "\ufe0e", "\ufe0f")
 
 
 def drawable(text: str, otherwise: str) -> str:
-    """The characters of ``text`` that some font has; ``otherwise`` where no letter, digit or symbol is left."""
+    """The characters of ``text`` that some font has; ``otherwise`` where no letter, digit or symbol
+    is left.
+    """
     kept = "".join(
         c if not c.isspace() else " "
         for c in text
@@ -57,7 +61,9 @@ def runs(text: str) -> list[tuple[str, str]]:
 
 @cache
 def font_of(character: str) -> str | None:
-    """The first font that has a character; None if there is none, or it cannot be put into its place."""
+    """The first font that has a character; None if there is none, or it cannot be put into its
+    place.
+    """
     if unicodedata.bidirectional(character) in ("R", "AL") and not features.check("raqm"):
         return None  # it would be drawn from left to right
     return next((file for file in font_files() if ord(character) in _characters(file)), None)
@@ -85,7 +91,9 @@ def font_files() -> list[str]:
 
 @cache
 def _characters(file: str) -> frozenset[int]:
-    """Code points that a font draws in outlines; none of a file that cannot be read, or not be drawn with."""
+    """Code points that a font draws in outlines; none of a file that cannot be read, or not be
+    drawn with.
+    """
     from fontTools.ttLib import TTFont
 
     try:

@@ -1,7 +1,8 @@
-"""Files of a sampling run: mp4, GIF or PNG, a contact sheet, and a JSON that says how the video came about.
+"""Files of a sampling run: mp4, GIF or PNG, a contact sheet, and a JSON that says how the video
+came about.
 
-Frames are written as they arrive. Every file appears under its name when it is complete, and the JSON comes last: where
-it is, the others are.
+Frames are written as they arrive. Every file appears under its name when it is complete, and the
+JSON comes last: where it is, the others are.
 """
 
 from __future__ import annotations
@@ -163,13 +164,16 @@ class Output:
             write_contact_sheet(_partial(sheet), [(self.title, np.stack(self.shown))])
             os.replace(_partial(sheet), sheet)
         text = json.dumps(self.facts, indent=1, ensure_ascii=False) + "\n"
-        # What is no character, such as a byte of a command line that is not UTF-8, becomes an escape of JSON.
+        # What is no character, such as a byte of a command line that is not UTF-8, becomes an
+        # escape of JSON.
         _partial(describing).write_bytes(text.encode("utf-8", "backslashreplace"))
         os.replace(_partial(describing), describing)
         return self.path
 
     def abort(self) -> None:
-        """Remove what has been written and has no name yet. A file that cannot be closed may be the reason for it."""
+        """Remove what has been written and has no name yet. A file that cannot be closed may be the
+        reason for it.
+        """
         with suppress(Exception):
             self._close()
         self.partial.unlink(missing_ok=True)
@@ -187,8 +191,8 @@ def check_writable(folder: Path) -> None:
         place = place.parent
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ValueError(
-            f"got outputs {str(folder)!r}, but {place} is no folder that can be written; expected one; pass another "
-            "--outputs"
+            f"got outputs {str(folder)!r}, but {place} is no folder that can be written; expected "
+            "one; pass another --outputs"
         )
 
 
@@ -229,7 +233,9 @@ def facts_of(
 
 
 def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[str] | None:
-    """What the JSON of an existing, complete video says differently, by key; None if there is no such video."""
+    """What the JSON of an existing, complete video says differently, by key; None if there is no
+    such video.
+    """
     path = media_path(folder, request, facts)
     describing = path.with_suffix(".json")
     if not describing.is_file():

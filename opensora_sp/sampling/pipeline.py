@@ -1,4 +1,4 @@
-"""From requests to latents, on however many processes share the model.
+"""From requests to latents, on the ranks that share the model.
 
 Legend: B videos, c latent channels, f x h x w latent size, L text tokens.
 """
@@ -18,7 +18,6 @@ from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
 from opensora_sp.diffusion import unguided
 from opensora_sp.models import Text, sample_numbers
-from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import SequenceMesh
 
 from .conditioning import Insertion, Prompt, insert_references, prompt_of_loop
@@ -29,18 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Given:
-    """What is given of one video: latents ``[c, f_i, h, w]``, and where their frames go."""
+class ConditioningFrames:
+    """Conditioning frames of one video: reference latents ``[c, f_i, h, w]`` and their places."""
 
     references: list[Tensor]
     insertions: list[Insertion]
 
-    def going_on(self, last: Tensor, end: Insertion) -> Given:
-        """With the latents of the loop before as one more reference."""
-        return Given(
-            [*self.references, last],
-            [replace(end, reference=len(self.references)), *self.insertions],
-        )
+    def with_reference(self, latents: Tensor, insertion: Insertion) -> ConditioningFrames:
+        """Add a reference; ``insertion`` says where its frames are placed."""
+        added = replace(insertion, reference=len(self.references))
+        return ConditioningFrames([*self.references, latents], [added, *self.insertions])
+
+    def in_loop(self, loop: int) -> bool:
+        """Whether any frame is placed in this loop."""
+        return any(insertion.loop == loop for insertion in self.insertions)
 
 
 class Pipeline:
@@ -54,13 +55,12 @@ class Pipeline:
         text_encoder: Any,
         device: torch.device,
     ) -> None:
-        self.cfg, self.model, self.vae, self.text_encoder, self.device = (
-            cfg,
-            model,
-            vae,
-            text_encoder,
-            device,
-        )
+        self.cfg = cfg
+        self.model = model
+        self.vae = vae
+        self.text_encoder = text_encoder
+        self.device = device
+
         self.flow = build_component(cfg.scheduler, SCHEDULERS)  # a DiffusionProcess
         self.guides = self.flow.cfg_scale != 1
         self.dtype = torch.float64 if cfg.precision == "fp64" else torch.float32
@@ -71,132 +71,172 @@ class Pipeline:
         batch: Sequence[Request],
         *,
         text: Text | None = None,
-        given: Sequence[Given] | None = None,
+        conditioning: Sequence[ConditioningFrames] | None = None,
         loop: int = 0,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
         """Sample latents ``[B, c, f, h, w]``. Collective in the SP group.
 
         Args:
-            text: what ``encode`` made of the prompts of this loop, if it has been called.
-            given: for each request, frames of references and where they go; those of other loops are left out.
+            text: the result of ``encode`` for the prompts of this loop; encoded here if None.
+            conditioning: for each request, its conditioning frames; other loops' are ignored.
             loop: which part of a looped video this is.
+            on_step: called after each sampling step.
+
+        Raises:
+            ValueError: if the latents are not finite.
         """
-        num_frames, *pixels = batch[0].shape
-        shape = (self.vae.channels, *self.vae.latent_size(num_frames, *pixels))
+        num_frames, height, width = batch[0].shape
+        shape = (self.vae.channels, *self.vae.latent_size(num_frames, height, width))
 
         def noise(purpose: str, *counters: int) -> Tensor:
             drawn = [request.noise(shape, purpose, *counters, loop=loop) for request in batch]
             return torch.stack(drawn).to(self.device, self.dtype)
 
-        z, levels = self._insert(noise("sample"), given, loop)
-        height, width = (
-            torch.full((len(batch),), float(side), device=self.device) for side in pixels
-        )
-        fps = torch.tensor([request.fps for request in batch], device=self.device)
-        names = model_class(self.cfg.model["type"]).sample_inputs
-        numbers = sample_numbers(names, height=height, width=width, fps=fps, num_frames=num_frames)
-        if self.guides:
-            numbers = {name: torch.cat([value, value]) for name, value in numbers.items()}
-        predict = self.flow.guide if self.guides else unguided
+        z, levels = noise("sample"), None
+        if conditioning is not None and any(one.in_loop(loop) for one in conditioning):
+            z, levels = self._insert(z, conditioning, loop)
+
         latents = self.flow.sample(
-            predict(self.model, y=text or self.encode(batch, loop), **numbers),
+            self._prediction(batch, text or self.encode(batch, loop)),
             z,
             geometry=self.flow.geometry(
-                height, width, latent_frames=z.shape[2], video_frames=num_frames
+                self._filled(batch, height),
+                self._filled(batch, width),
+                latent_frames=z.shape[2],
+                video_frames=num_frames,
             ),
             frame_levels=levels,
             draw_noise=lambda k: noise("sample_draw", k),
             on_step=on_step,
         )
+
         if not latents.isfinite().all():
             raise ValueError(
-                f"got latents that are not finite for {[request.prompt.text for request in batch]}; expected numbers; "
-                "check the checkpoint, or sample with precision 'fp32'"
+                "got latents that are not finite for "
+                f"{[request.prompt.text for request in batch]}; expected numbers; check the "
+                "checkpoint, or sample with precision 'fp32'"
             )
         return latents
 
+    def _filled(self, batch: Sequence[Request], value: float) -> Tensor:
+        """``[B]``, one value for all requests."""
+        return torch.full((len(batch),), float(value), device=self.device)
+
+    def _prediction(self, batch: Sequence[Request], text: Text) -> Callable[..., Tensor]:
+        """The model's prediction as a function of latents and timestep, guided where asked for."""
+        num_frames, height, width = batch[0].shape
+        numbers = sample_numbers(
+            self.cfg.model_spec.model_class.sample_inputs,
+            height=self._filled(batch, height),
+            width=self._filled(batch, width),
+            fps=torch.tensor([request.fps for request in batch], device=self.device),
+            num_frames=num_frames,
+        )
+        if not self.guides:
+            return unguided(self.model, y=text, **numbers)
+
+        doubled = {name: torch.cat([value, value]) for name, value in numbers.items()}
+        return self.flow.guide(self.model, y=text, **doubled)
+
     @torch.no_grad()
     def encode(self, batch: Sequence[Request], loop: int = 0) -> Text:
-        """What the model is told at every step: the prompts, and with guidance behind them what it moves away from.
+        """The text condition of every step: the prompts and, with guidance, the negative prompts.
 
-        That is the negative prompt, or else no caption. A text that several requests share is encoded once.
+        A request without a negative prompt is guided away from the unconditional prediction. A text
+        that several requests share is encoded once.
         """
         texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
-        drop = torch.zeros(len(batch), dtype=torch.bool)
+        drop = [False] * len(batch)
         if self.guides:
-            drop = torch.cat(
-                [drop, torch.tensor([request.negative_prompt is None for request in batch])]
-            )
-            texts += [
-                text if r.negative_prompt is None else r.negative_prompt
-                for text, r in zip(texts, batch)
-            ]
+            negative = [request.negative_prompt for request in batch]
+            drop += [text is None for text in negative]
+            texts += [prompt if text is None else text for prompt, text in zip(texts, negative)]
+
         distinct = list(dict.fromkeys(texts))
         y, mask = self.text_encoder.encode(distinct)
         places = [distinct.index(text) for text in texts]
         y, mask = (torch.stack([z[place] for place in places]) for z in (y, mask))
-        # The mask and what is dropped stay on the CPU, where the model counts text tokens.
-        return self.model.encode_text(y.to(self.device), mask.cpu(), drop)  # type: ignore[operator]
 
-    def tell_truncation(self, requests: Sequence[Request]) -> None:
-        """Warn of texts that are longer than the model takes."""
-        texts = [
-            prompt_of_loop(r.prompt.text, loop) for r in requests for loop in range(self.cfg.loop)
-        ]
-        texts += [request.negative_prompt or "" for request in requests]
-        room = self.text_encoder.max_length
+        # The mask and ``drop`` stay on the CPU, where the model counts text tokens.
+        dropped = torch.tensor(drop)
+        return self.model.encode_text(y.to(self.device), mask.cpu(), dropped)  # type: ignore[operator]
+
+    def warn_of_truncation(self, requests: Sequence[Request]) -> None:
+        """Warn of texts with more tokens than the model takes."""
+        texts = [request.negative_prompt or "" for request in requests]
+        for request in requests:
+            texts += [prompt_of_loop(request.prompt.text, loop) for loop in range(self.cfg.loop)]
+
+        limit = self.text_encoder.max_length
         for text in dict.fromkeys(texts):
-            if (count := self.text_encoder.num_tokens(text)) > room:
+            count = self.text_encoder.num_tokens(text)
+            if count > limit:
                 logger.warning(
-                    "got %d tokens, of which the model takes %d; the last are left out: %r",
+                    "got %d tokens, of which the model takes %d; the last are truncated: %r",
                     count,
-                    room,
+                    limit,
                     text,
                 )
 
     def _insert(
-        self, z: Tensor, given: Sequence[Given] | None, loop: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Put given frames into the noise; the level of each frame ``[B, f]``, None where nothing is given."""
-        if given is None or not any(i.loop == loop for one in given for i in one.insertions):
-            return z, None
+        self, z: Tensor, conditioning: Sequence[ConditioningFrames], loop: int
+    ) -> tuple[Tensor, Tensor]:
+        """Put conditioning frames into the noise; also returns the level of each frame ``[B, f]``.
+
+        The level is the share of the noise schedule in which a frame is generated.
+        """
         align = getattr(self.vae, "chunk_latent_frames", None)
-        placed = [
-            insert_references(one_z, one.references, one.insertions, loop=loop, align=align)
-            for one_z, one in zip(z, given, strict=True)
-        ]
-        return torch.stack([one_z for one_z, _ in placed]), torch.stack(
-            [levels for _, levels in placed]
-        ).to(z.dtype)
+        latents, levels = [], []
+        for noise, one in zip(z, conditioning, strict=True):
+            inserted, level = insert_references(
+                noise, one.references, one.insertions, loop=loop, align=align
+            )
+            latents.append(inserted)
+            levels.append(level)
+        return torch.stack(latents), torch.stack(levels).to(z.dtype)
 
     @torch.no_grad()
-    def given(self, prompt: Prompt, size: tuple[int, int]) -> Given:
-        """Read and encode a prompt's references, resized to the video's size."""
+    def conditioning(self, prompt: Prompt, size: tuple[int, int]) -> ConditioningFrames:
+        """Read and encode a prompt's references, resized to the video's (height, width)."""
         latents = []
         for path in prompt.references:
             clip = to_clip(read_frames(path), size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))
-        return Given(latents, prompt.insertions)
+        return ConditioningFrames(latents, prompt.insertions)
 
     def looped(
         self, batch: Sequence[Request], *, on_step: Callable[[], object] | None = None
     ) -> list[Tensor]:
-        """Latents of all loops, ``[B, c, f, h, w]`` each; a loop after the first begins with the end of the last."""
+        """Latents ``[B, c, f, h, w]`` of each loop. Collective in the SP group.
+
+        A loop after the first begins with the last frames of the loop before.
+        """
         cfg, parts = self.cfg, list[Tensor]()
-        given = [self.given(request.prompt, request.size) for request in batch]
-        told: list[str] = []
+        conditioning = [self.conditioning(request.prompt, request.size) for request in batch]
+        length = cfg.condition_frame_length
+        texts, text = list[str](), None
+
         for loop in range(cfg.loop):
             if parts:
-                end = Insertion(loop, 0, -cfg.condition_frame_length, 0, cfg.condition_frame_length)
-                end = replace(end, edit=cfg.condition_frame_edit)
-                given = [
-                    one.going_on(last, end) for one, last in zip(given, parts[-1], strict=True)
+                end = Insertion(
+                    loop, reference_start=-length, length=length, edit=cfg.condition_frame_edit
+                )
+                conditioning = [
+                    one.with_reference(last, end)
+                    for one, last in zip(conditioning, parts[-1], strict=True)
                 ]
-            texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
-            if texts != told:
-                told, text = texts, self.encode(batch, loop)
-            parts.append(self.latents(batch, text=text, given=given, loop=loop, on_step=on_step))
+
+            # Most prompts are the same in all loops, and encoding is expensive.
+            loop_texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
+            if loop_texts != texts:
+                texts, text = loop_texts, self.encode(batch, loop)
+
+            parts.append(
+                self.latents(
+                    batch, text=text, conditioning=conditioning, loop=loop, on_step=on_step
+                )
+            )
         return parts
 
     def num_frames(self, request: Request) -> int:
@@ -209,7 +249,7 @@ class Pipeline:
     def frames(
         self, batch: Sequence[Request], parts: Sequence[Tensor], mesh: SequenceMesh
     ) -> Frames:
-        """Decode the latents of ``looped``; see ``decode``. Overlaps of loops are left out."""
+        """Decode the latents of ``looped``, without the overlaps of loops; see ``decode``."""
         return decode(
             self.vae,
             parts,

@@ -1,7 +1,9 @@
-"""Replicas and sequence parallelism mixed: how many ranks share a batch, and which group samples which batches.
+"""Replicas and sequence parallelism mixed: how many ranks share a batch, and which group samples
+which batches.
 
-The estimate counts what ``planner`` and ``parallel/cost_model.py`` count: the busiest rank's operations and what it sends,
-for one step of each batch. Encoding, decoding and writing are shared alike in all cases and left out.
+The estimate counts what ``planner`` and ``parallel/cost_model.py`` count: the busiest rank's
+operations and what it sends, for one step of each batch. Encoding, decoding and writing are shared
+alike in all cases and left out.
 """
 
 from __future__ import annotations
@@ -10,10 +12,9 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from opensora_sp.config import InferenceConfig, build_component, split_type
+from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel.cost_model import FLOPS_PER_ELEMENT
 from opensora_sp.planner.sharing import Shape, busiest_work, options_of
 from opensora_sp.planner.traffic import traffic
@@ -33,7 +34,9 @@ class Groups:
 
 
 def choose_groups(cfg: InferenceConfig, requests: Sequence[Request], world_size: int) -> Groups:
-    """The ``sp_size`` of the config, or the one of the smallest estimated time, the smaller of equals."""
+    """The ``sp_size`` of the config, or the one of the smallest estimated time, the smaller of
+    equals.
+    """
     sizes = (
         [cfg.sp_size]
         if cfg.sp_size
@@ -62,7 +65,9 @@ def choose_groups(cfg: InferenceConfig, requests: Sequence[Request], world_size:
 def _deal(
     cfg: InferenceConfig, requests: Sequence[Request], sp_size: int, groups: int
 ) -> tuple[float, list[list[Batch]]]:
-    """Time of the busiest group, in FLOPs, and the batches of each: the longest first, each to who is free first."""
+    """Time of the busiest group, in FLOPs, and the batches of each: the longest first, each to who
+    is free first.
+    """
     costs = _cost_by_shape(cfg, sp_size)
     batches = batches_of(requests, cfg.batch_size, groups)
     loads, dealt = [0.0] * groups, [list[Batch]() for _ in range(groups)]
@@ -74,8 +79,7 @@ def _deal(
 
 
 def _cost_by_shape(cfg: InferenceConfig, ranks: int) -> Callable[[Batch], float]:
-    name, options = split_type("model", cfg.model)
-    model, how = resolve_config(name, **options), options_of(cfg.sequence_parallel)
+    model, how = cfg.model_spec.config, options_of(cfg.sequence_parallel)
     doubled = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
 
     @functools.cache

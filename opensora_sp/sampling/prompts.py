@@ -17,16 +17,18 @@ ENCODING = (
 def read_prompts(path: str | Path) -> list[PromptOptions]:
     """Prompts of a .txt file (one a line) or a .csv file; lines without a prompt are skipped.
 
-    A .csv has a column ``prompt`` (or ``text``), and further ones named as in ``PromptOptions``: what a prompt says for
-    itself. Empty cells say nothing.
+    A .csv has a column ``prompt`` (or ``text``), and further ones named as in ``PromptOptions``:
+    what a prompt says for itself. Empty cells say nothing.
 
     Raises:
-        ValueError: if the file is missing, of another kind, holds no prompt, or says something impossible.
+        ValueError: if the file is missing, of another kind, holds no prompt, or says something
+            impossible.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(
-            f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the path"
+            f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the "
+            "path"
         )
     if path.suffix not in (".txt", ".csv"):
         raise ValueError(
@@ -36,7 +38,8 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
         prompts = _rows(path) if path.suffix == ".csv" else _lines(path)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
-            f"got prompts file {str(path)!r}, which cannot be read ({error}); expected UTF-8; save it as that"
+            f"got prompts file {str(path)!r}, which cannot be read ({error}); expected UTF-8; save "
+            "it as that"
         ) from None
     if not prompts:
         raise ValueError(
@@ -56,7 +59,8 @@ def _rows(path: Path) -> list[PromptOptions]:
         columns = ["prompt" if name == "text" else name.strip() for name in reader.fieldnames or []]
         if columns.count("prompt") != 1:
             raise ValueError(
-                f"got {str(path)!r} with the columns {reader.fieldnames}; expected 'prompt' or 'text'; rename one"
+                f"got {str(path)!r} with the columns {reader.fieldnames}; expected 'prompt' or "
+                "'text'; rename one"
             )
         reader.fieldnames = columns
         return [
@@ -69,7 +73,8 @@ def _rows(path: Path) -> list[PromptOptions]:
 def _checked(row: dict[str, str | None], place: str) -> PromptOptions:
     if None in row:
         raise ValueError(
-            f"in {place}: got more cells than columns; expected as many; quote cells that hold commas"
+            f"in {place}: got more cells than columns; expected as many; quote cells that hold "
+            "commas"
         )
     try:
         return PromptOptions(

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from opensora_sp.config import InferenceConfig, PromptOptions, split_type
+from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data.video import UNREADABLE, Probed, probe
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.registry import resolve_config
 from opensora_sp.randomness import normal
 
 from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
@@ -30,9 +29,9 @@ NAME_CHARACTERS, NAME_BYTES = 60, 200
 class Request:
     """One video to sample.
 
-    Its noise depends on ``seed``, ``place`` and ``sample`` alone, so the number of processes and the batches do not
-    change what is sampled. ``place`` is that of its prompt in the list, or 0 where the prompt has a seed of its own:
-    then it gives the same video wherever it stands.
+    Its noise depends on ``seed``, ``place`` and ``sample`` alone, so the number of processes and
+    the batches do not change what is sampled. ``place`` is that of its prompt in the list, or 0
+    where the prompt has a seed of its own: then it gives the same video wherever it stands.
     """
 
     prompt: Prompt
@@ -65,8 +64,8 @@ class Request:
 def file_name(text: str) -> str:
     """A text as part of a file's name: letters, digits and signs of all scripts stay.
 
-    Separators, control characters and the punctuation of ASCII become ``-``. File systems take 255 bytes, of which
-    number, ending and the name while the file is written need some.
+    Separators, control characters and the punctuation of ASCII become ``-``. File systems take 255
+    bytes, of which number, ending and the name while the file is written need some.
     """
     plain = unicodedata.normalize("NFC", text).lower()
     kept = "".join(one if _stays(one) else "-" for one in plain)
@@ -83,7 +82,8 @@ def _stays(character: str) -> bool:
 def requests_of(
     cfg: InferenceConfig, prompts: Sequence[str | PromptOptions] | None = None
 ) -> list[Request]:
-    """The videos that a config asks for, in the order of its prompts (or of others); samples of a prompt in a row.
+    """The videos that a config asks for, in the order of its prompts (or of others); samples of a
+    prompt in a row.
 
     Raises:
         ValueError: if a prompt's braces hold something else than they may; see ``parse_prompt``.
@@ -119,7 +119,8 @@ def _request(cfg: InferenceConfig, said: PromptOptions, index: int, sample: int)
 
 
 def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
-    """A prompt that ends, for each of its loops, in the scores of the config, worded as Open-Sora 1.2 was trained.
+    """A prompt that ends, for each of its loops, in the scores of the config, worded as Open-Sora
+    1.2 was trained.
 
     What a prompt says itself stays.
     """
@@ -144,7 +145,9 @@ def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
 def batches_of(
     requests: Sequence[Request], batch_size: int, groups: int = 1
 ) -> list[list[Request]]:
-    """Requests of one shape side by side, at most ``batch_size``, and fewer where more groups would find work."""
+    """Requests of one shape side by side, at most ``batch_size``, and fewer where more groups would
+    find work.
+    """
     by_shape: dict[tuple[int, int, int], list[Request]] = {}
     for request in requests:
         by_shape.setdefault(request.shape, []).append(request)
@@ -166,8 +169,9 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
         prompt_of_loop(request.prompt.text, cfg.loop - 1)
         if cfg.loop > 1 and cfg.condition_frame_length >= frames:
             raise ValueError(
-                f"got loop {cfg.loop} with condition_frame_length {cfg.condition_frame_length}; expected fewer than "
-                f"the {frames} latent frames of a part, so that some are new; lower it or raise num_frames"
+                f"got loop {cfg.loop} with condition_frame_length {cfg.condition_frame_length}; "
+                f"expected fewer than the {frames} latent frames of a part, so that some are new; "
+                "lower it or raise num_frames"
             )
         counts = []
         for path in request.prompt.references:
@@ -184,13 +188,12 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
         ValueError: if the model has position tables for another size.
     """
     latent_size = planned_latent_size(cfg.vae, *request.shape)
-    name, options = split_type("model", cfg.model)
-    wanted = getattr(resolve_config(name, **options), "input_size", latent_size)
-    if tuple(wanted) != tuple(latent_size):
+    wanted = cfg.model_spec.input_size
+    if wanted is not None and wanted != latent_size:
         raise ValueError(
-            f"got {request.num_frames} frames of {request.size[0]}x{request.size[1]} pixels, latents of {latent_size}, "
-            f"for {request.prompt.text!r}; expected the model's input_size {tuple(wanted)}; change the size, or take a "
-            "checkpoint of that size"
+            f"got {request.num_frames} frames of {request.size[0]}x{request.size[1]} pixels, "
+            f"latents of {latent_size}, for {request.prompt.text!r}; expected the model's "
+            f"input_size {wanted}; change the size, or take a checkpoint of that size"
         )
     return latent_size[0]
 
@@ -210,12 +213,13 @@ def probe_reference(path: Path) -> Probed:
     """
     if not path.is_file():
         raise ValueError(
-            f"got reference {str(path)!r}, which is not a file; expected an image or a video; check it"
+            f"got reference {str(path)!r}, which is not a file; expected an image or a video; "
+            "check it"
         )
     try:
         return probe(path)
     except UNREADABLE as error:
         raise ValueError(
-            f"got reference {str(path)!r}, which cannot be decoded ({error or 'no frames'}); expected an image or a "
-            "video; check the file"
+            f"got reference {str(path)!r}, which cannot be decoded ({error or 'no frames'}); "
+            "expected an image or a video; check the file"
         ) from None

@@ -21,19 +21,18 @@ from opensora_sp.checkpoint import (
     saved_config,
     verify,
 )
-from opensora_sp.config import InferenceConfig, build_component, check_launch, split_type
+from opensora_sp.config import InferenceConfig, build_component, check_launch
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import (
     SequenceMesh,
     closing_process_group,
     drain_process_group,
     parallelize,
 )
-from opensora_sp.runtime import Watch, backend_timeout, meet, told_to_all_ranks
+from opensora_sp.runtime import Watchdog, backend_timeout, join_rendezvous, raise_on_all_ranks
 
 from .decoding import writer_of
 from .outputs import Output, check_writable, differences, facts_of, fingerprint, media_path
@@ -48,16 +47,17 @@ logger = logging.getLogger(__name__)
 def sample(cfg: InferenceConfig) -> list[Path]:
     """Sample the videos that a config asks for; returns the files this rank wrote.
 
-    Every process takes part: groups of ``sp_size`` share the work on a batch of prompts, and several groups share the
-    batches. The processes of a group write the videos of a batch in turn.
+    Every process takes part: groups of ``sp_size`` share the work on a batch of prompts, and
+    several groups share the batches. The processes of a group write the videos of a batch in turn.
 
     Raises:
-        ValueError: before the model is built, if prompts, references, checkpoint and processes do not fit the config.
+        ValueError: before the model is built, if prompts, references, checkpoint and processes do
+            not fit the config.
     """
-    with told_to_all_ranks():
+    with raise_on_all_ranks():
         requests, weights = preflight(cfg)
     device = join_processes(cfg.model_dump(mode="json"))
-    with closing_process_group(), Watch(grace_time=0):
+    with closing_process_group(), Watchdog(grace_time=0):
         written = _sample_all(cfg, requests, weights, device)
         drain_process_group()
     return written
@@ -79,19 +79,20 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")
     weights = find_weights(cfg.ckpt, ema=cfg.use_ema)
     if saved_config(weights) is not None:
-        name, options = split_type("model", cfg.model)
-        config = resolve_config(name, **options)
-        check_model_config(weights, model_class(name).__name__, config, convert=cfg.convert)
+        spec = cfg.model_spec
+        check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
     return requests, weights
 
 
 def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
-    """Initialise the process group if a launcher started several processes; returns this process's device.
+    """Initialise the process group if a launcher started several processes; returns this process's
+    device.
 
     Raises:
-        ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see ``launching.meet``.
+        ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see
+            ``join_rendezvous``.
     """
-    store = meet(settings)
+    store = join_rendezvous(settings)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -109,9 +110,8 @@ def build_pipeline(
     """Model with its weights, wrapped for the mesh, and the encoders."""
     vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
-    name, options = split_type("model", cfg.model)
     with torch.device("meta"):
-        model = build_model(name, **options)
+        model = cfg.model_spec.build()
     check_encoders(model.config, vae, text_encoder)
     load_weights(model, weights, cfg)
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
@@ -144,7 +144,7 @@ def _sample_all(
     pipeline = build_pipeline(cfg, weights, mesh, device)
     is_main, batches = mesh.rank == 0, groups.batches[mesh.dp_rank]
     if is_main:
-        pipeline.tell_truncation(requests)
+        pipeline.warn_of_truncation(requests)
     folder.mkdir(parents=True, exist_ok=True)
     steps = len(batches) * cfg.loop * pipeline.flow.num_sampling_steps
     written = []
@@ -168,10 +168,12 @@ def _sample_all(
 def _left_to_do(
     cfg: InferenceConfig, requests: list[Request], weights: Path, folder: Path
 ) -> tuple[list[Request], str]:
-    """The requests that are to be sampled, and the fingerprint of the weights, as rank 0 finds them. Collective.
+    """The requests that are to be sampled, and the fingerprint of the weights, as rank 0 finds
+    them. Collective.
 
     Raises:
-        ValueError: on every rank, if the weights are not those that their checkpoint's manifest lists.
+        ValueError: on every rank, if the weights are not those that their checkpoint's manifest
+            lists.
     """
     found: list[Any] = [None]
     with on_rank_0("checking weights and videos") as here:
@@ -213,7 +215,8 @@ def write_batch(
     folder: Path,
     digest: str | None,
 ) -> list[Path]:
-    """Decode and write what ``Pipeline.looped`` made of a batch; returns the files of this rank. Collective.
+    """Decode and write what ``Pipeline.looped`` made of a batch; returns the files of this rank.
+    Collective.
 
     ``digest`` is the fingerprint of the weights, None while they are being trained.
     """

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from opensora_sp.config import TrainConfig, split_type
-from opensora_sp.models import build_model
+from opensora_sp.config import TrainConfig
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -40,6 +39,5 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def check_freeze(cfg: TrainConfig) -> None:
     """What ``freeze`` would raise, without building the model."""
     if cfg.freeze:
-        name, options = split_type("model", cfg.model)
         with torch.device("meta"):
-            freeze(build_model(name, **options), cfg.freeze)
+            freeze(cfg.model_spec.build(), cfg.freeze)

@@ -15,7 +15,7 @@ from opensora_sp.checkpoint import (
     newest_checkpoint,
     open_weights,
 )
-from opensora_sp.config import TrainConfig, check_launch, split_type
+from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import CachedFeatures
 from opensora_sp.features.build import (
     TrainingSet,
@@ -26,8 +26,6 @@ from opensora_sp.features.build import (
     with_length,
 )
 from opensora_sp.features.cached import check_cache, check_clips
-from opensora_sp.models import build_model
-from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.runtime import check_shared_memory
 
 from .checkpointing import find_checkpoint
@@ -66,10 +64,8 @@ def preflight(
             "run to be continued; pass --resume auto or another --cfg-options outputs=..."
         )
     if checkpoint is not None:
-        name, options = split_type("model", cfg.model)
-        check_model_config(
-            checkpoint / "model", model_class(name).__name__, resolve_config(name, **options)
-        )
+        spec = cfg.model_spec
+        check_model_config(checkpoint / "model", spec.model_class.__name__, spec.config)
     elif cfg.load is not None:
         check_initial_weights(cfg)
     if traced is not None:
@@ -116,9 +112,10 @@ def initial_weights(cfg: TrainConfig) -> Weights:
 def check_initial_weights(cfg: TrainConfig) -> None:
     """Raise ValueError if ``cfg.load`` cannot be read, or holds weights of another model."""
     weights = initial_weights(cfg)
-    name, options = split_type("model", cfg.model)
+    spec = cfg.model_spec
     if weights.config is not None:
-        cls, config = model_class(name), resolve_config(name, **options)
-        check_model_config(weights.path, cls.__name__, config, convert=cfg.convert)
+        check_model_config(
+            weights.path, spec.model_class.__name__, spec.config, convert=cfg.convert
+        )
     with torch.device("meta"):
-        fitted(weights, build_model(name, **options), convert=cfg.convert)
+        fitted(weights, spec.build(), convert=cfg.convert)

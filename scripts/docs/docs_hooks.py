@@ -1,4 +1,6 @@
-"""What MkDocs calls while it builds the site: the reference pages are made from the code, not kept in ``docs/``."""
+"""What MkDocs calls while it builds the site: the reference pages are made from the code, not kept
+in ``docs/``.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     fetched = FETCHED.search(output)
     if fetched:
         raise PluginError(
-            f"got {fetched[0]} in {page.file.src_path}; expected nothing from the network; keep a copy"
+            f"got {fetched[0]} in {page.file.src_path}; expected nothing from the network; keep a "
+            "copy"
         )
     return output

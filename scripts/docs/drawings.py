@@ -1,4 +1,5 @@
-"""The drawings of docs/images: who holds what is asked of the layouts that the engine uses, so they cannot differ.
+"""The drawings of docs/images: who holds what is asked of the layouts that the engine uses, so they
+cannot differ.
 
 python scripts/docs/drawings.py
 """

@@ -1,4 +1,6 @@
-"""The reference page of the Python API: a directive of mkdocstrings for every public name of every package."""
+"""The reference page of the Python API: a directive of mkdocstrings for every public name of every
+package.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Made from the docstrings when this site was built: every name that a package exp
 
 
 def public_names(package: str) -> Iterator[tuple[str, str]]:
-    """(name, the module that it is imported from) of a package's ``__all__``, in the order of its imports."""
+    """(name, the module that it is imported from) of a package's ``__all__``, in the order of its
+    imports.
+    """
     tree = ast.parse((ROOT / "opensora_sp" / package.replace(".", "/") / "__init__.py").read_text())
     exported: list[str] = []
     homes: dict[str, str] = {}

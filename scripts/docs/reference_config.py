@@ -1,7 +1,8 @@
-"""The reference page of config keys, made from the schema: every key with its type, default and meaning.
+"""The reference page of config keys, made from the schema: every key with its type, default and
+meaning.
 
-A section for what both runs know, one for each run, one for each dict inside, and one for each kind of component
-(``dict(type=...)``), whose options are the constructor arguments of its classes.
+A section for what both runs know, one for each run, one for each dict inside, and one for each kind
+of component (``dict(type=...)``), whose options are the constructor arguments of its classes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def _is_shared(key: str) -> bool:
 
 
 def nested() -> Iterator[tuple[str, type[BaseModel]]]:
-    """(key, schema) of every dict with a schema of its own, wherever it is in the two configs; each schema once."""
+    """(key, schema) of every dict with a schema of its own, wherever it is in the two configs; each
+    schema once.
+    """
     seen: set[type[BaseModel]] = set()
     waiting: list[type[BaseModel]] = [TrainConfig, InferenceConfig]
     while waiting:
@@ -174,8 +177,9 @@ def _names() -> str:
     ]
     frames = ", ".join(f'`"{name}"` {count}' for name, count in FRAMES.items())
     return (
-        "## Sizes and lengths by name\n\nHeight x width for each aspect ratio of a `resolution`:\n\n"
-        f"{_table(('resolution', 'height x width'), sizes)}\nFrames of a `num_frames`: {frames}.\n"
+        "## Sizes and lengths by name\n\nHeight x width for each aspect ratio of a "
+        f"`resolution`:\n\n{_table(('resolution', 'height x width'), sizes)}\nFrames of a "
+        f"`num_frames`: {frames}.\n"
     )
 
 

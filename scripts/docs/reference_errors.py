@@ -1,7 +1,9 @@
-"""The reference page of error messages: every message that the package raises for users, read from its source.
+"""The reference page of error messages: every message that the package raises for users, read from
+its source.
 
-A message is a ``ValueError`` in three parts, got ...; expected ...; what to do. What is filled in at run time is shown
-as an ellipsis. Nothing is imported, so the page does not depend on what is installed.
+A message is a ``ValueError`` in three parts, got ...; expected ...; what to do. What is filled in
+at run time is shown as an ellipsis. Nothing is imported, so the page does not depend on what is
+installed.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def messages() -> Iterator[Message]:
 
 
 def _told(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is a warning) of what a piece of code tells users: errors, warnings, other texts "got ..."."""
+    """(text, whether it is a warning) of what a piece of code tells users: errors, warnings, other
+    texts "got ...".
+    """
     if (
         isinstance(node, ast.Raise)
         and isinstance(node.exc, ast.Call)

@@ -126,6 +126,7 @@ def gradients(
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, adds.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 28])
 def test_bf16_gradients_are_those_of_fp32_where_sums_are_rounded_add_by_add(depth: int) -> None:
     exact, _ = gradients(depth, torch.float32)

@@ -8,6 +8,7 @@ was never used, without the seconds that imports take.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -45,6 +46,10 @@ def _preload() -> None:
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=answer))
         for module in PRELOADED:
             importlib.import_module(module)
+
+    # Collections of garbage in the children pass over what was imported.
+    gc.collect()
+    gc.freeze()
 
 
 def _serve(folder: Path) -> None:

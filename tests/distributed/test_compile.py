@@ -6,12 +6,12 @@ import copy
 import pickle
 from dataclasses import replace
 
+import parity_cases
 import pytest
-import test_sp_parity
 import torch
 import torch.distributed as dist
+from parity_cases import Case, assert_one_process_result
 from ranks import run_ranks
-from test_sp_parity import Case, assert_one_process_result
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from opensora_sp.models import build_model, compile_blocks
@@ -58,6 +58,7 @@ def step(
     return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *learned])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), [("STDiT3", "aot_eager"), ("STDiT2", "eager")])
 def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: str) -> None:
     plain, counter = small(name), CompileCounterWithBackend(backend)
@@ -117,6 +118,7 @@ V13 = dict(
 PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "masked", "graphs"),
     [
@@ -198,7 +200,7 @@ def compiled_in_parallel() -> None:
     ) -> torch.nn.Module:
         return compile_blocks(parallelize(model, mesh, **options), backend=counter)
 
-    test_sp_parity.parallelize = parallelize_compiled  # what assert_one_process_result calls
+    parity_cases.parallelize = parallelize_compiled  # what assert_one_process_result calls
     for case, options in WAYS:
         torch._dynamo.reset()
         before = counter.frame_count
@@ -211,5 +213,6 @@ def compiled_in_parallel() -> None:
         assert counter.frame_count == compiled, (case, options)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_under_sequence_parallelism() -> None:
     run_ranks(2, compiled_in_parallel, timeout=600)

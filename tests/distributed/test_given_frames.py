@@ -1,6 +1,5 @@
 """Sampling with frames given: image to video, both ends, loops; on several processes, and what is refused."""
 
-# ruff: noqa: F401, F811  (a fixture is imported)
 from __future__ import annotations
 
 import json
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from PIL import Image
 from ranks import run_ranks
 from runs import run
-from test_sampling import trained
 
 from opensora_sp.config import PromptOptions, load_inference_config
 from opensora_sp.data import read_video, toy_clip, write_video
@@ -55,7 +53,7 @@ def sample(folder: Path, files: list[Path]) -> list[list[torch.Tensor]]:
     ]
     requests = requests_of(cfg, [PromptOptions(**prompt) for prompt in prompts])
     found = [pipeline.looped(batch) for batch in (requests[:1], requests[1:2], requests[::2])]
-    references = pipeline.given(requests[0].prompt, cfg.size).references
+    references = pipeline.conditioning(requests[0].prompt, cfg.size).references
     decoded = collected(pipeline.frames(requests[:1], found[0], mesh), 1)
     return [*found, references, [torch.from_numpy(decoded[0]), pipeline.num_frames(requests[0])]]
 
@@ -93,6 +91,7 @@ def test_any_number_of_processes(
             assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()
 
 
+@pytest.mark.slow
 def test_the_script_takes_references_and_a_negative_prompt(
     trained: Path, files: list[Path], tmp_path: Path
 ) -> None:

@@ -254,6 +254,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_all_places_hold_the_same_numbers(trained: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -8,11 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import ROOT, run
-
-from opensora_sp.data import Manifest, is_held_out, toy_clip
-from opensora_sp.data.toy import COLOURS
-from opensora_sp.demo import (
+from check_demo import (
     LinearPredictor,
     background_of,
     border_colour,
@@ -23,6 +19,10 @@ from opensora_sp.demo import (
     distinct_captions,
     swap,
 )
+from runs import ROOT, run
+
+from opensora_sp.data import Manifest, is_held_out, toy_clip
+from opensora_sp.data.toy import COLOURS
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.encoders import PatchPoolVAE
 from opensora_sp.randomness import normal
@@ -79,6 +79,7 @@ def test_the_linear_predictor_is_the_least_squares_one() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_demo_asks_for_captions_that_training_leaves_out(tmp_path: Path) -> None:
     for more, held_out in [((), False), (("--all-captions",), True)]:
         done = run(

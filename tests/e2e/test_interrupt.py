@@ -6,32 +6,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import TRAIN, write_toy_set
-from test_faults import FOR_LONG, Job, assert_stopped_well, command_of
+from jobs import FOR_LONG, Job, assert_stopped_well, command_of
+
+pytestmark = pytest.mark.slow
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts|tests)/')
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("set")
-    (folder / "config.py").write_text(TRAIN.format(manifest=str(write_toy_set(folder, 14))))
-    return folder / "config.py"
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """Jobs of a test, none of which outlives it."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        for pid in job.left():
-            os.kill(pid, signal.SIGKILL)
-        job.process.wait()
 
 
 def ctrl_c(job: Job) -> None:

@@ -19,6 +19,8 @@ from opensora_sp.config import load_train_config
 from opensora_sp.training import train
 from opensora_sp.training.metrics import read_metrics
 
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
 NOTICED = 60.0  # seconds after which a rank must have ended when the rank of another host is dead
 
 

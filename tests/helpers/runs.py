@@ -65,6 +65,27 @@ def write_toy_set(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Pat
     return folder / "clips.csv"
 
 
+def write_random_model(folder: Path) -> Path:
+    """A sampling config, ``sample.py``, and a checkpoint of its model with weights drawn at random."""
+    import torch
+    from safetensors.torch import save_file
+
+    from opensora_sp.checkpoint import write_model_config
+    from opensora_sp.config import load_inference_config
+    from opensora_sp.models import build_model
+
+    (folder / "sample.py").write_text(SAMPLE)
+    cfg = load_inference_config(folder / "sample.py")
+    model = build_model(cfg.model["type"], **{k: v for k, v in cfg.model.items() if k != "type"})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    write_model_config(folder, "STDiT3", model.config)
+    return folder
+
+
 def features_of(source: Any, clips: list[Any]) -> Any:
     """Features of whole clips, made by one process."""
     import torch

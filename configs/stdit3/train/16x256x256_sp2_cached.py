@@ -1,6 +1,7 @@
-"""As 16x256x256_sp2.py, from features made ahead: no autoencoder and no language model is loaded.
+"""As 16x256x256_sp2.py, from precomputed features: loads no autoencoder and no text encoder.
 
-torchrun --nproc_per_node 8 scripts/precompute.py configs/stdit3/train/16x256x256_sp2.py -o cache/16x256x256
+torchrun --nproc_per_node 8 scripts/precompute.py \\
+    configs/stdit3/train/16x256x256_sp2.py -o cache/16x256x256
 """
 
 _base_ = ["16x256x256_sp2.py"]

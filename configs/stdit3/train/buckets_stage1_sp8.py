@@ -1,7 +1,7 @@
-"""Mixed resolutions, lengths and aspect ratios, like the first stage of Open-Sora 1.2; clips are shared by 8 GPUs.
+"""Buckets of resolutions and lengths as in stage 1 of Open-Sora 1.2; 8 GPUs share each batch.
 
-Batch sizes are of the kind that the release uses on one GPU for each batch; ``opensora-sp plan`` says what they take
-here. A manifest with sizes comes from ``opensora-sp index``.
+Batch sizes are similar to the release's, which runs each batch on one GPU. ``opensora-sp plan``
+estimates their memory. ``opensora-sp index`` writes a manifest with sizes.
 """
 
 _base_ = ["../../_base_/stdit3_xl2.py", "../../_base_/train.py"]
