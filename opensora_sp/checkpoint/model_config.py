@@ -65,7 +65,7 @@ def parse_model_config(
     _refuse_unknown(name, {key: saved[key] for key in saved if key in others}, place, known)
     notes = [f"config.json: ignored {', '.join(sorted(others))}"] if others else []
 
-    # Open-Sora writes every key, so the keys tell its versions apart.
+    # Open-Sora writes every key of its version, so the keys identify the version.
     is_open_sora = "_class_name" not in saved
     has_legacy_norm = bool(values.get("qk_norm")) and "qk_norm_legacy" not in saved
     if name == "STDiT2" and is_open_sora and has_legacy_norm:

@@ -45,20 +45,22 @@ class NamedShards:
 
     Attributes:
         working: the model's own parameters, in the training's precision.
-        masters: this rank's shards of the fp32 master weights.
+        master_weights: this rank's shards of the fp32 master weights.
     """
 
     def __init__(self, module: nn.Module, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
-        masters = optimizer.get_working_to_master_map()
-        self.working = {name: p for name, p in module.named_parameters() if id(p) in masters}
-        self.masters: dict[str, Tensor] = {name: masters[id(p)] for name, p in self.working.items()}
+        master_of = optimizer.get_working_to_master_map()
+        self.working = {name: p for name, p in module.named_parameters() if id(p) in master_of}
+        self.master_weights: dict[str, Tensor] = {
+            name: master_of[id(p)] for name, p in self.working.items()
+        }
 
     def states(self) -> dict[str, dict[str, Tensor | int]]:
         """The optimizer's state by parameter, shards and scalars; empty before the first step."""
         return {
             name: dict(self.optimizer.optim.state.get(master, {}))
-            for name, master in self.masters.items()
+            for name, master in self.master_weights.items()
         }
 
     def whole(self, name: str, shard: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ class NamedShards:
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor, on the device and in the dtype of the master."""
-        master, world = self.masters[name], dist.get_world_size()
+        master, world = self.master_weights[name], dist.get_world_size()
         flat = F.pad(whole.reshape(-1), (0, master.numel() * world - whole.numel()))
         return flat.view(world, -1)[dist.get_rank()].to(master).clone()
 
@@ -94,7 +96,7 @@ class NamedShards:
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups as JSON values: names of parameters, and options."""
-        names = {id(master): name for name, master in self.masters.items()}
+        names = {id(master): name for name, master in self.master_weights.items()}
         return [
             {"parameters": [names[id(p)] for p in group["params"]], **_json_values(group)}
             for group in self.optimizer.param_groups
@@ -167,7 +169,7 @@ class NamedShards:
     @torch.no_grad()
     def set_weight(self, name: str, whole: Tensor) -> None:
         """Copy a whole fp32 tensor into the master shard and the working parameter."""
-        self.masters[name].copy_(self.cut(name, whole))
+        self.master_weights[name].copy_(self.cut(name, whole))
         self.working[name].copy_(whole)
 
     def set_state(self, name: str, state: dict[str, Tensor]) -> None:
@@ -179,7 +181,7 @@ class NamedShards:
             else:
                 own[kind] = value.clone() if value.is_floating_point() else int(value)
 
-        self.optimizer.optim.state[self.masters[name]] = own
+        self.optimizer.optim.state[self.master_weights[name]] = own
 
 
 def load_model(
@@ -201,7 +203,7 @@ def load_model(
     tensors = module.state_dict()
     for name, stored in weights.tensors.items():
         whole = stored.read()
-        if shards is not None and name in shards.masters:
+        if shards is not None and name in shards.master_weights:
             shards.set_weight(name, whole)
             continue
 

@@ -71,7 +71,7 @@ class TrainingState:
         """The tensor files of a checkpoint: for each, this rank's part of each tensor."""
         fixed = {name: Part.whole(tensor, constant=True) for name, tensor in self.fixed.items()}
         return {
-            "model/model.safetensors": {**fixed, **self._parts(self.shards.masters)},
+            "model/model.safetensors": {**fixed, **self._parts(self.shards.master_weights)},
             "ema/model.safetensors": {**fixed, **self._parts(self.ema.shards)},
             "optimizer.safetensors": self.shards.state_parts(),
         }

@@ -158,7 +158,7 @@ class Run:
         if cfg.load is not None and checkpoint is None:
             weights = fitted(initial_weights(cfg), model, convert=cfg.convert)
             load_model(weights, model, shards, fixed)
-        self.ema = ShardedEma(shards.masters, cfg.ema_decay)
+        self.ema = ShardedEma(shards.master_weights, cfg.ema_decay)
         self.tensors = TrainingState(model, fixed, shards, self.ema)
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),

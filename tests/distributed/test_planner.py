@@ -203,7 +203,7 @@ def measured_peak(cfg: TrainConfig) -> int:
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
         fixed = fixed_tensors(model)
         boosted, optimizer, *_ = booster.boost(model, optimizer)
-        ema = ShardedEma(NamedShards(model, optimizer).masters, cfg.ema_decay)
+        ema = ShardedEma(NamedShards(model, optimizer).master_weights, cfg.ema_decay)
         source = Encoders(PatchPoolVAE((1, 4, 4)), HashedBagOfWords(64, 20), torch.device("cpu"))
         maker = BatchMaker(cfg, model.config, source, torch.device("cpu"))
         live.reset_peak()

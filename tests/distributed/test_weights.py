@@ -254,7 +254,7 @@ def booster_folders(folder: Path) -> None:
     load_model(weights, bare, shards, fixed)
     wanted = other.state_dict()
     assert same(bare.state_dict(), wanted) and same(fixed, {name: wanted[name] for name in fixed})
-    for name, master in shards.masters.items():
+    for name, master in shards.master_weights.items():
         assert torch.equal(master, shards.cut(name, wanted[name])), name
 
 
