@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> None:
     taken = sorted(options.keys() & inspect.signature(from_pretrained).parameters.keys())
     if taken:
         raise ValueError(
-            f"got --options {taken[0]}=...; expected a setting of the model; remove it, or see --help"
+            f"got --options {taken[0]}=...; expected a setting of the model; remove it, or see "
+            "--help"
         )
 
     convert = []
@@ -117,6 +118,6 @@ def run(args: argparse.Namespace) -> None:
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     files = len(list(Path(args.target).glob("*.safetensors")))
     sys.stdout.write(
-        f"wrote {type(model).__name__}, {millions:.1f} M parameters, {model.dtype}, {files} files to "
-        f"{args.target}\n"
+        f"wrote {type(model).__name__}, {millions:.1f} M parameters, {model.dtype}, {files} files "
+        f"to {args.target}\n"
     )
