@@ -2,6 +2,7 @@
 # make test   the tests of the fast tier, in five minutes on two cores
 # make test-all   those, then all other tests that CI runs; test-docs, test-faults, test-reshard, test-resume and
 #                 test-shutdown do in full what it samples
+# make test-mutations   ten planted faults, each of which make test has to catch
 # make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
 # make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
 # make docs   the documentation as a site, build/site/index.html
@@ -13,10 +14,10 @@ DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-all test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
+.PHONY: help demo test test-all test-mutations test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/.installed
 
@@ -40,7 +41,8 @@ demo: $(VENV)/.installed
 # The tiers of tests (tests/README.md). What measures time or uses what the machine has once runs alone, afterwards.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
-PARALLEL := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile
+# A file goes to one worker; unit tests, short and many, come last and even out the workers.
+PARALLEL := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 FAST := not slow and not grid
 SLOW := slow and not grid
 
@@ -58,6 +60,9 @@ UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow gold
 
 test-default-cpu: $(VENV)/.installed
 	ATEN_CPU_CAPABILITY=default $(PYTEST) $(UNIT:%=tests/unit/test_%.py)
+
+test-mutations: $(VENV)/.installed
+	$(BIN)/python scripts/mutations.py
 
 # Hours, so the limit of a hang that holds the GIL is another one.
 GRID := $(PYTEST) -m grid --override-ini faulthandler_timeout=7300

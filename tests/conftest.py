@@ -1,7 +1,6 @@
-"""The tiers of tests, their time limits, skips that are not allowed, and fixtures that folders share.
+"""Tiers of tests, their time limits, skips that are not allowed, and fixtures of several folders.
 
-A test without a marker is in the fast tier. ``slow`` and ``grid`` are the other tiers (see README.md
-in this folder).
+A test without a marker is in the fast tier; ``slow`` and ``grid`` are the others (README.md).
 """
 
 from __future__ import annotations

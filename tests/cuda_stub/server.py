@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _preload() -> None:
-    """Import what most tests need, without a first use of CUDA, after which no fork could use it."""
+    """Import what most tests need, without using CUDA: after that no fork could use it."""
     answers = {"is_available": True, "device_count": 1, "current_device": 0}
     answers["get_device_capability"] = (9, 0)
     with ExitStack() as stack:

@@ -89,8 +89,7 @@ def patches(case: Case) -> int:
     return -(-case.size[2] // case.patch[1]) * -(-case.size[3] // case.patch[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_strategies_equal_one_process(num_ranks: int) -> None:
     run_ranks(num_ranks, compare_strategies)
 

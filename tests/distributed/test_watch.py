@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from logs import told, wait_until
+from logs import captured_lines
+from polling import wait_until
 from ranks import run_ranks
 from worlds import in_worlds
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.core  # the watchdog reads what torch does not promise 
 
 def no_step_in_time() -> tuple[list[int], list[str]]:
     """Rank 1 is told to stop, and nobody does."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
     with Watchdog(grace_time=2.0):
         if dist.get_rank() == 1:
@@ -35,7 +36,7 @@ def no_step_in_time() -> tuple[list[int], list[str]]:
 
 def stuck() -> tuple[list[int], list[str]]:
     """Rank 1 does not come."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
     with Watchdog(collective_timeout=2.0):
         if dist.get_rank() == 1:
@@ -49,7 +50,7 @@ def stuck() -> tuple[list[int], list[str]]:
 def far_away() -> tuple[str, list[str]]:
     """Rank 1 is on another machine, where its number is nobody's, and is cut off."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    lines = told()
+    lines = captured_lines()
     heartbeats.machine_id = lambda: f"machine {dist.get_rank()}"
     error = ""
     if dist.get_rank() == 1:
@@ -71,7 +72,7 @@ def far_away() -> tuple[str, list[str]]:
 
 def busy_and_late() -> list[str]:
     """Python that computes for longer than ``peer_timeout``, and ranks that leave at other times."""
-    lines = told()
+    lines = captured_lines()
     with Watchdog(peer_timeout=5.0) as one:
         deadline = time.monotonic() + 7
         while dist.get_rank() == 1 and time.monotonic() < deadline:
@@ -84,7 +85,7 @@ def busy_and_late() -> list[str]:
 
 def interrupted() -> tuple[list[int], list[str], str]:
     """Rank 1 gets SIGINT twice at once, as from a terminal and a launcher; then, on time, a second one."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
     with Watchdog() as one:
         if dist.get_rank() == 1:
@@ -104,7 +105,7 @@ def interrupted() -> tuple[list[int], list[str], str]:
 
 def joined_late() -> tuple[list[int], list[str]]:
     """Rank 1 joins after ``collective_timeout``, just before rank 0 would report that."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
     with Watchdog(collective_timeout=4.0):
         dist.all_reduce(torch.ones(2))
@@ -117,7 +118,7 @@ def joined_late() -> tuple[list[int], list[str]]:
 
 def interrupted_at_once() -> tuple[list[int], list[str]]:
     """Rank 1 alone gets SIGINT, in a run that has no step to finish."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
     with Watchdog(grace_time=0):
         if dist.get_rank() == 1:
@@ -129,7 +130,7 @@ def interrupted_at_once() -> tuple[list[int], list[str]]:
 
 def interrupted_then_failed() -> tuple[list[int], list[str]]:
     """After SIGINT, and before the run has stopped, rank 1 does not join a collective."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
     with Watchdog(collective_timeout=2.0) as one:
         if dist.get_rank() == 1:

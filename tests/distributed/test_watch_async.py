@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_backend import AsyncGroup
-from logs import told, wait_until
+from logs import captured_lines
+from polling import wait_until
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -106,7 +107,7 @@ def all_cases() -> dict[str, list[str]]:
     assert isinstance(dist.group.WORLD, AsyncGroup)
     found = {}
     for case in (joined_late, zero_step, our_exchange):
-        lines = told()
+        lines = captured_lines()
         case()
         found[case.__name__] = lines
         dist.barrier()

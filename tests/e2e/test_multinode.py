@@ -10,7 +10,8 @@ from pathlib import Path
 
 import hosts
 import pytest
-from hosts import Host, wait_until
+from hosts import Host
+from polling import wait_until
 from ranks import run_ranks
 from runs import TRAIN, write_toy_set
 

@@ -42,7 +42,7 @@ def build(case: str, *, checkpoint: bool = False, **options: Any) -> Any:
 def batch(
     case: str, model: Any, *, samples: int = 2, size: tuple[int, int, int] = SIZE
 ) -> dict[str, Any]:
-    """Arguments of `forward`, as training makes them: text masks on the host, all else on the device."""
+    """Arguments of `forward` as in training: text masks on the host, all else on the device."""
     masks = CASES[case][2]
     frames, height, width = size
     inputs: dict[str, Any] = dict(

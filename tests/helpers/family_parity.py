@@ -48,7 +48,8 @@ def make_model(case: FamilyCase) -> torch.nn.Module:
     )
     model = build_model(
         case.model, in_channels=2, hidden_size=4 * case.heads, depth=BLOCKS, num_heads=case.heads,
-        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0, drop_path=0.3, **own,
+        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
+        drop_path=0.3, **own,
     ).double()  # fmt: skip
     return drawn(model, case)
 
@@ -65,7 +66,10 @@ def make_inputs(case: FamilyCase) -> dict[str, torch.Tensor]:
 def run_step(
     case: FamilyCase, mesh: SequenceMesh | None, **options
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], CommLedger]:
-    """Output (whole), gradients averaged over the ranks, and what was sent; without a mesh, in one process."""
+    """Output (whole), gradients averaged over the ranks, and the communication counted.
+
+    Without a mesh, in one process.
+    """
     model, inputs = case.build(), case.inputs()
     target = torch.randn(
         inputs["x"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
@@ -75,7 +79,7 @@ def run_step(
     if mesh is not None:
         parallelize(model, mesh, **options)
         ranks, shards = mesh.sp_size, dict(output="shards")
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         if case.output == "shards":
             losses = velocity_loss(model(**inputs, **shards), target, *masks)
             rank_loss(losses, global_samples=len(target), world_size=ranks).backward()
@@ -93,11 +97,14 @@ def run_step(
         found = {
             name: part.view(found[name].shape) for name, part in zip(found, parts, strict=True)
         }
-    return output.detach(), found, ledger
+    return output.detach(), found, counter
 
 
 class Parity:
-    """Compares with one process, whose result is computed once per case, and remembers the worst difference."""
+    """Compares with one process, and remembers the largest difference.
+
+    The result of one process is computed once per case.
+    """
 
     def __init__(self, mesh: SequenceMesh) -> None:
         self.mesh, self.worst, self.comparisons = mesh, 0.0, 0
@@ -107,7 +114,7 @@ class Parity:
         if case not in self._wanted:
             output, found, _ = run_step(case, None)
             self._wanted[case] = {"output": output, **found}
-        output, found, ledger = run_step(case, self.mesh, **options)
+        output, found, counter = run_step(case, self.mesh, **options)
         wanted = self._wanted[case]
         largest = max(
             gradient.abs().max().item() for name, gradient in wanted.items() if name != "output"
@@ -120,26 +127,26 @@ class Parity:
             )
             self.worst = max(self.worst, difference / max(scale, 1e-3 * largest))
             self.comparisons += 1
-        return ledger
+        return counter
 
     def check_switch(self, case: FamilyCase) -> None:
         """The default strategy, with the number of switches that it is known to make."""
-        ledger = self.check(case)
+        counter = self.check(case)
         ranks, heads = self.mesh.sp_size, case.heads
         whole_samples = case.size[0] % ranks == 0
         by_heads = strategies.splits_heads(case.size[0], *case.patches, 4 * heads, heads, ranks)
         switches = 0 if whole_samples or by_heads else 2 * BLOCKS - 1
         for kind, calls in [("switch", switches), ("heads", 2 * BLOCKS if by_heads else 0)]:
-            assert ledger.calls[kind, "forward"] == ledger.calls[kind, "backward"] == calls, (
+            assert counter.calls[kind, "forward"] == counter.calls[kind, "backward"] == calls, (
                 case,
-                ledger.calls,
+                counter.calls,
             )
-        assert not [key for key in ledger.calls if key[1] == "recompute"], (case, ledger.calls)
-        assert bool(ledger.calls["gather", "forward"]) == (case.output == "full")
+        assert not [key for key in counter.calls if key[1] == "recompute"], (case, counter.calls)
+        assert bool(counter.calls["gather", "forward"]) == (case.output == "full")
 
     def check_overlap(self, case: FamilyCase) -> None:
-        """A block's second part sends its end in chunks; the first, which ends with attention, in one."""
-        ledger = self.check(case, **OVERLAP)
+        """A block's second part sends its end in chunks, the first part (attention) in one."""
+        counter = self.check(case, **OVERLAP)
         frames, patches = case.patches
         if (
             case.size[0] % self.mesh.sp_size
@@ -147,6 +154,6 @@ class Parity:
         ):
             calls = BLOCKS + CHUNKS * (BLOCKS - 1)
             assert (
-                ledger.calls["switch", "forward"] == ledger.calls["switch", "backward"] == calls
-            ), ledger.calls
-        assert not [key for key in ledger.calls if key[1] == "recompute"], (case, ledger.calls)
+                counter.calls["switch", "forward"] == counter.calls["switch", "backward"] == calls
+            ), counter.calls
+        assert not [key for key in counter.calls if key[1] == "recompute"], (case, counter.calls)

@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from polling import wait_until
 from ranks import free_port
 from runs import BIN, ROOT
 
@@ -41,7 +42,8 @@ class Job:
         self.pids.mkdir(parents=True)
         self.mark = f"JOB={self.pids}"
         one_node = ["--nproc_per_node", "2", "--master_port", str(port or free_port())]
-        here = "0.0.0.0"  # leads to this machine, as 127.0.0.1 does, which is refused where there are several nodes
+        # This machine, as 127.0.0.1, which is refused where there are several nodes.
+        here = "0.0.0.0"
         nodes = [
             "--nnodes",
             "2",
@@ -96,20 +98,28 @@ class Job:
     def text(self) -> str:
         return self.log.read_text()
 
-    def until(self, told: str, timeout: float = 120) -> None:
-        """Wait until the log says so."""
-        deadline = time.monotonic() + timeout
-        while told not in self.text:
-            assert time.monotonic() < deadline, f"never said {told!r}:\n{self.text}"
-            assert self.left(), f"ended without {told!r}:\n{self.text}"
-            time.sleep(0.1)
+    def until(self, message: str, timeout: float = 120) -> None:
+        """Wait until the log has this message."""
+
+        def is_logged() -> bool:
+            if message in self.text:
+                return True
+            assert self.left() or message in self.text, f"ended without {message!r}:\n{self.text}"
+            return False
+
+        wait_until(is_logged, timeout, lambda: f"never logged {message!r}:\n{self.text}")
 
     def until_gone(self, timeout: float, but: str | None = None) -> None:
-        """Wait until no process of the job is left, but for those with this word in their command."""
-        deadline = time.monotonic() + timeout
-        while left := [pid for pid in self.left() if but is None or but not in command_of(pid)]:
-            assert time.monotonic() < deadline, f"processes {left} are left behind:\n{self.text}"
-            time.sleep(0.1)
+        """Wait until no process of the job is left, except those with a word in their command."""
+
+        def remaining() -> list[int]:
+            return [pid for pid in self.left() if but is None or but not in command_of(pid)]
+
+        wait_until(
+            lambda: not remaining(),
+            timeout,
+            lambda: f"processes {remaining()} are left behind:\n{self.text}",
+        )
         self.process.wait(5)
 
     def left(self) -> list[int]:
@@ -142,8 +152,8 @@ def command_of(pid: int) -> list[str]:
         return []
 
 
-def assert_stopped_well(job: Job, told: str) -> int:
-    """Nothing is left, the log says why, the last step has a whole checkpoint; returns that step."""
+def assert_stopped_well(job: Job, message: str) -> int:
+    """The log has the reason and the last step a whole checkpoint; returns that step."""
     newest = newest_checkpoint(job.outputs)
     assert newest is not None, job.text
     verify(newest)
@@ -152,7 +162,7 @@ def assert_stopped_well(job: Job, told: str) -> int:
     assert (
         newest.name == f"step_{steps[-1]:08d}" and f"stopped after step {steps[-1]} of 1000" in log
     )
-    assert told in log, log
+    assert message in log, log
     return steps[-1]
 
 

@@ -1,14 +1,12 @@
-"""What the package logs, and waiting for it."""
+"""What the package logs."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 
 
-def told() -> list[str]:
-    """What the package will have logged."""
+def captured_lines() -> list[str]:
+    """The lines that the package logs from now on, as they come."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -16,10 +14,3 @@ def told() -> list[str]:
     package.handlers[:] = [handler]
     package.setLevel(logging.INFO)
     return lines
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

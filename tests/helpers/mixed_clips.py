@@ -1,4 +1,4 @@
-"""Images and videos of several sizes and lengths, and a training config that puts them into buckets."""
+"""Images and videos of several sizes and lengths, and a training config with buckets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ TRAIN = (
     )
     + """
 bucket_config = {buckets!r}
-dataset = dict(type="VariableVideoText", manifest={manifest!r}, transform="resize_random_crop", clip_start="random")
+dataset = dict(
+    type="VariableVideoText", manifest={manifest!r},
+    transform="resize_random_crop", clip_start="random",
+)
 precision = "fp32"
 micro_batches_per_step = 3
 max_steps = {steps}

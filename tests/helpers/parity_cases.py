@@ -48,8 +48,9 @@ FULL = replace(Case((1, 1, 1, 1)), mask=True, x_mask=True, drop_caption=True, dr
 def make_model(case: Case) -> torch.nn.Module:
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=4 * case.heads, depth=DEPTH, num_heads=case.heads, patch_size=case.patch,
-        caption_channels=5, model_max_length=6, mlp_ratio=2.0, drop_path=0.3, input_sq_size=16,
+        "STDiT3", in_channels=2, hidden_size=4 * case.heads, depth=DEPTH, num_heads=case.heads,
+        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
+        drop_path=0.3, input_sq_size=16,
     ).double()  # fmt: skip
     return drawn(model, case)
 
@@ -109,7 +110,10 @@ def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[s
 def run_step(
     case: Case, mesh: SequenceMesh | None, **options
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], CommLedger]:
-    """Output (whole), gradients averaged over the ranks, and what was sent; without a mesh, in one process."""
+    """Output (whole), gradients averaged over the ranks, and the communication counted.
+
+    Without a mesh, in one process.
+    """
     model, inputs = make_model(case), make_inputs(case)
     target = torch.randn(
         inputs["x"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
@@ -121,7 +125,7 @@ def run_step(
         ranks, shards = mesh.sp_size, dict(output="shards")
     with torch.no_grad():
         whole = model(**inputs)
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         if case.output == "shards":
             losses = velocity_loss(model(**inputs, **shards), target, x_mask)
             rank_loss(losses, global_samples=len(target), world_size=ranks).backward()
@@ -132,7 +136,7 @@ def run_step(
         for gradient in found.values():
             dist.all_reduce(gradient)
             gradient /= ranks
-    return whole, found, ledger
+    return whole, found, counter
 
 
 @cache
@@ -141,7 +145,7 @@ def one_process_step(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor],
 
 
 def assert_one_process_result(case: Case, mesh: SequenceMesh, **options) -> CommLedger:
-    whole, found, ledger = run_step(case, mesh, **options)
+    whole, found, counter = run_step(case, mesh, **options)
     reference, wanted, _ = one_process_step(case)
     largest = max(g.abs().max().item() for g in wanted.values())
     pairs = {"output": (whole, reference), **{name: (found[name], wanted[name]) for name in wanted}}
@@ -151,4 +155,4 @@ def assert_one_process_result(case: Case, mesh: SequenceMesh, **options) -> Comm
         assert difference <= allowed, (
             f"{case} {options}: {name} differs by {difference}, allowed {allowed}"
         )
-    return ledger
+    return counter

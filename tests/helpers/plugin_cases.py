@@ -1,4 +1,4 @@
-"""A small model with its batches, and the training steps of one process that the plugin must reproduce."""
+"""A small model with its batches, and the steps of one process that the plugin reproduces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ GLOBAL_BATCH, STEPS = 6, 2
 
 def make_model() -> torch.nn.Module:
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=24, depth=2, num_heads=3, caption_channels=5, model_max_length=6,
-        mlp_ratio=2.0, pred_sigma=False,
+        "STDiT3", in_channels=2, hidden_size=24, depth=2, num_heads=3, caption_channels=5,
+        model_max_length=6, mlp_ratio=2.0, pred_sigma=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes, one thread each, and bring its results or its first error back."""
+"""Run a function on several gloo processes, one thread each; return results or the first error."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def free_port() -> int:
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 300
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 240
 ) -> list[Any]:
-    """``[function(*args) of rank 0, of rank 1, ...]``; ``function`` must be importable and its result picklable.
+    """``[function(*args) of rank 0, of rank 1, ...]``.
+
+    ``function`` must be importable and its result picklable.
 
     All ranks of a test session are forked from one warm process (``warm.py``). A fork costs
     milliseconds, as a pool of living ranks would, but nothing that a test changes in its ranks

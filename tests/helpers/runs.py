@@ -20,8 +20,8 @@ image_size = (28, 24)
 vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
 text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
 model = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12, hidden_size=24, depth=2, num_heads=3,
-    mlp_ratio=2.0, pred_sigma=False, class_dropout_prob=0.2, drop_path=0.2,
+    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12, hidden_size=24,
+    depth=2, num_heads=3, mlp_ratio=2.0, pred_sigma=False, class_dropout_prob=0.2, drop_path=0.2,
 )
 """
 TRAIN = (
@@ -66,7 +66,7 @@ def write_toy_set(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Pat
 
 
 def write_random_model(folder: Path) -> Path:
-    """A sampling config, ``sample.py``, and a checkpoint of its model with weights drawn at random."""
+    """A sampling config, ``sample.py``, and a checkpoint of its model with random weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -108,7 +108,7 @@ def features_of(source: Any, clips: list[Any]) -> Any:
 def run(
     *command: str | Path, launcher: str = "python", ranks: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess:
-    """Run a script of the project from its root, under ``python``, ``torchrun`` or ``colossalai run``."""
+    """Run a script of the project under ``python``, ``torchrun`` or ``colossalai run``."""
     port = str(free_port())
     start: list[str | Path] = {
         "python": [sys.executable],

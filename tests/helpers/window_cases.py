@@ -57,7 +57,8 @@ def make_model(case: WindowCase) -> torch.nn.Module:
     torch.manual_seed(0)
     model = build_model(
         case.model, in_channels=2, hidden_size=12 * case.heads, depth=BLOCKS, num_heads=case.heads,
-        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0, drop_path=0.3, **case.options(),
+        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
+        drop_path=0.3, **case.options(),
     ).double()  # fmt: skip
     return drawn(model, case)
 

@@ -12,7 +12,9 @@ from golden_models import CASES, block_cases, built, inputs_of, with_state
 from golden_values import GOLDEN, close, close_gradient, close_sum, close_table, load, under
 
 from opensora_sp.models import PatchGrid, build_model
-from opensora_sp.models.conditioning import Condition, FinalLayer, Text
+from opensora_sp.models.blocks import FinalLayer, STDiT3Block
+from opensora_sp.models.conditioning import Condition, Text
+from opensora_sp.models.config import STDiT3Config
 from opensora_sp.models.layers import (
     CaptionEmbedder,
     CrossAttention,
@@ -26,7 +28,6 @@ from opensora_sp.models.layers import (
     frame_position_embedding,
     position_embedding,
 )
-from opensora_sp.models.stdit3 import STDiT3Block, STDiT3Config
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL
 
 pytestmark = pytest.mark.core

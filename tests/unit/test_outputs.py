@@ -211,7 +211,8 @@ def test_truncation_is_told(
     )
     sample(load_inference_config(trained / "sample.py", ["scheduler.num_sampling_steps=1"], values))
     assert (
-        "got 13 tokens, of which the model takes 12; the last are truncated: 'one two" in caplog.text
+        "got 13 tokens, of which the model takes 12; the last are truncated: 'one two"
+        in caplog.text
     )
 
 
