@@ -25,12 +25,12 @@ from .config import SharedConfig
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
 from .layers import CaptionEmbedder, CrossAttention, PatchEmbed3D
-from .pretrained import Pretrained
+from .pretrained_mixin import PretrainedMixin
 from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows
 
 
-class ConditionedModel(Pretrained, nn.Module):
+class ConditionedModel(PretrainedMixin, nn.Module):
     """Base of the STDiT models.
 
     A subclass builds its embedders, blocks and final layer, in the order of the public checkpoints,

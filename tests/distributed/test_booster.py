@@ -223,7 +223,7 @@ def load_everything(root: Path, precision: str, sp: int, kind: str) -> None:
     assert saved.keys() == whole.keys() and all(
         torch.equal(saved[name], whole[name]) for name in whole
     )
-    assert saved["final_layer.linear.weight"].dtype == torch.float32  # the masters
+    assert saved["final_layer.linear.weight"].dtype == torch.float32  # the master weights
     losses = [one_step(booster, model, optimizer, step, schedule) for step in range(3, 6)]
     exact = sp == 2
     assert losses == pytest.approx(

@@ -155,7 +155,7 @@ def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
             verify(checkpoint)
         found, wanted = load_file(newest / "model/model.safetensors"), tensors(int(newest.name[-1]))
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        save(run_dir, 4, keep_last=2)  # the next start goes on, and clears away what was left
+        save(run_dir, 4, keep_last=2)  # the next start resumes, and removes what was left
         names = sorted(path.name for path in run_dir.iterdir() if path.is_dir())
         assert names == [checkpoint_name(3 if committed else 2), checkpoint_name(4)]
         assert (run_dir / "latest").read_text() == checkpoint_name(4) + "\n"
@@ -352,7 +352,7 @@ class Full(FileSystem):
 def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
     """Sharded tensors: in the background, on a full disk, and how much memory it takes."""
     rank, world, size = dist.get_rank(), dist.get_world_size(), 1000
-    saver, told = Saver(), []
+    saver, errors = Saver(), []
     whole = {f"{i}": torch.arange(size - i, dtype=torch.float32) + i for i in range(8)}
     length = -(-size // world)
     padded = {
@@ -376,7 +376,7 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
         peak.reset_peak()
         saver.save(job(2), in_background=True)
         for shard in shards.values():
-            shard.add_(1)  # the training goes on
+            shard.add_(1)  # the training continues
     saver.wait()
     copies = peak.peak
     for in_background in (False, True):
@@ -384,7 +384,7 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
             saver.save(job(3, Full(9000)), in_background=in_background)
             saver.wait()
         except ValueError as error:
-            told.append(str(error))
+            errors.append(str(error))
             assert rank or not list(
                 run_dir.glob(".partial-*")
             )  # nothing is left of it to fill the disk
@@ -394,16 +394,16 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
         verify(run_dir / checkpoint_name(step))
         found = load_file(run_dir / checkpoint_name(step) / "a.safetensors")
         assert all(torch.equal(found[name], whole[name] + more) for name in whole), step
-    return told, taken, copies
+    return errors, taken, copies
 
 
 def test_parts_of_two_ranks_become_whole_tensors(tmp_path: Path) -> None:
     of_ranks = run_ranks(2, saves_of_two_ranks, tmp_path, timeout=60)
     shard_bytes, all_shards = 500 * 4, 8 * 500 * 4
-    for told, taken, copies in of_ranks:
-        assert len(told) == 2 and all(
-            "No space left on device" in text for text in told
-        )  # every rank hears of it
+    for errors, taken, copies in of_ranks:
+        assert len(errors) == 2 and all(
+            "No space left on device" in text for text in errors
+        )  # on every rank
         assert taken <= shard_bytes  # one part of one tensor at a time
         assert all_shards <= copies <= all_shards + shard_bytes  # a copy of this rank's own parts
     assert [path.name for path in committed_checkpoints(tmp_path)] == [

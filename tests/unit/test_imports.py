@@ -16,7 +16,7 @@ BASE = {
     "parallel": {"torch"},
 }  # beside the standard library
 WHEN_CALLED = {
-    "pretrained.py": "opensora_sp.checkpoint"
+    "pretrained_mixin.py": "opensora_sp.checkpoint"
 }  # methods of models that read and write them
 
 

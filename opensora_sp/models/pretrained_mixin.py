@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Model = TypeVar("Model", bound="Pretrained")
+Model = TypeVar("Model", bound="PretrainedMixin")
 
 
-class Pretrained:
+class PretrainedMixin:
     """Loading and saving. ``opensora_sp.checkpoint`` is imported when a method is called."""
 
     @classmethod
