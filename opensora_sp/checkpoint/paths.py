@@ -165,6 +165,7 @@ def _only(folder: Path, patterns: tuple[str, ...]) -> Path | None:
             )
         if found:
             return found[0]
+
     return None
 
 

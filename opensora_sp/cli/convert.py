@@ -63,12 +63,14 @@ def _add_conversions(conversions: argparse._ArgumentGroup) -> None:
         metavar=("T", "H", "W"),
         help="STDiT: compute the position tables for latents of this size",
     )
+
     conversions.add_argument(
         "--text-length",
         type=int,
         metavar="N",
         help="cut the null caption to N tokens, or repeat its last one",
     )
+
     conversions.add_argument(
         "--drop-sigma", action="store_true", help="remove the channels of the variance"
     )
