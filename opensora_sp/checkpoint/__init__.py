@@ -6,7 +6,6 @@ no model.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .filesystem import FileSystem, flush
@@ -36,11 +35,6 @@ if TYPE_CHECKING:
 
 # Until 1.0.
 Disk = FileSystem
-
-_MODULE_OF = dict.fromkeys(
-    ("check_encoders", "check_model_config", "model_config_json", "write_model_config"),
-    "model_config",
-) | dict.fromkeys(("check_vacant", "fill", "from_pretrained", "save_pretrained"), "pretrained")
 
 __all__ = [
     "CONVERSIONS",
@@ -83,6 +77,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+
+    from . import model_config, pretrained
+
+    return getattr(pretrained, name, None) or getattr(model_config, name)

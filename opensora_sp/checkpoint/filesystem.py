@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -88,17 +88,11 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_blocks(path: Path) -> Iterator[bytes]:
-    """The content of a file, 1 MiB at a time."""
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            yield block
-
-
 def sha256(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
     digest = hashlib.sha256()
-    for block in read_blocks(path):
-        digest.update(block)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
 
     return digest.hexdigest()

@@ -127,10 +127,10 @@ def remove_checkpoint(folder: Path, filesystem: FileSystem) -> None:
     filesystem.remove_tree(folder)
 
 
-def set_aside(folder: Path, filesystem: FileSystem | None = None) -> Path:
+def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint to ``<name>.damaged``, which is kept but never read."""
     aside = folder.with_name(f"{folder.name}.damaged")
-    filesystem = filesystem or FileSystem()
+    filesystem = FileSystem()
     if aside.exists():
         filesystem.remove_tree(aside)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +84,12 @@ class SaveJob:
         for file, parts in self.files.items():
             files[file] = {name: part.snapshot() for name, part in parts.items()}
         return SaveJob(self.target, files)
+
+    def parts(self) -> Iterator[Part]:
+        """All parts, in the order of the files."""
+        for parts in self.files.values():
+            for name in file_order(_specs(parts)):
+                yield parts[name]
 
 
 @dataclass(frozen=True)
@@ -159,98 +166,58 @@ class Saver:
 
     def _run(self, job: SaveJob) -> None:
         """Rank 0 writes, the others send all of their parts, also after an error of the writer."""
-        writing = _Writing(job.target) if _rank() == 0 else None
-        for file, parts in job.files.items():
-            specs = {name: part.spec for name, part in parts.items()}
-            if writing is not None:
-                writing.open(file, specs)
+        outcome: list[Any] = [None]
+        if _rank() == 0:
+            outcome = [self._write(job)]
+        else:
+            for part in job.parts():
+                if part.sharded:
+                    dist.send(as_bytes(part.tensor.cpu()), dst=0, group=self._group)
 
-            for name in file_order(specs):
-                self._transfer(name, parts[name], writing)
-
-        outcome = [writing.conclude() if writing is not None else None]
         if self._world > 1:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
         self._failure = outcome[0]
 
-    def _transfer(self, name: str, part: Part, writing: _Writing | None) -> None:
-        if writing is not None:
-            writing.append(name, self._receive(part))
-        elif part.sharded:
-            dist.send(as_bytes(part.tensor.cpu()), dst=0, group=self._group)
-
-    def _receive(self, part: Part) -> Iterator[Tensor]:
-        """On rank 0: the bytes of the tensor, rank by rank."""
-        own = as_bytes(part.tensor.cpu())
-        yield own
-
-        if part.sharded:
-            for rank in range(1, self._world):
-                received = torch.empty_like(own)
-                dist.recv(received, src=rank, group=self._group)
-                yield received
-
-
-class _Writing:
-    """Rank 0's side of a save. After an error nothing more is written, but all is received."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.error: Exception | None = None
-        self.entries: dict[str, dict[str, Any]] = {}
-        self._file: TensorFile | None = None
-        self._name = ""
-        self._attempt(target.begin)
-
-    def open(self, name: str, specs: Mapping[str, Spec]) -> None:
-        self._close()
-
-        def start() -> None:
-            self._name, self._file = name, self.target.tensor_file(name, specs)
-
-        self._attempt(start)
-
-    def append(self, name: str, chunks: Iterator[Tensor]) -> None:
-        def write() -> None:
-            assert self._file is not None
-            self._file.append(name, chunks)
-
-        self._attempt(write)
-        # Receive what an error has left, since the other ranks send it.
-        for _ in chunks:
-            pass
-
-    def conclude(self) -> Failure | None:
-        """Finish; returns the failure for all ranks."""
-        self._close()
-        self._attempt(lambda: self.target.finish(self.entries))
-        if self.error is None:
+    def _write(self, job: SaveJob) -> Failure | None:
+        """On rank 0: write what all ranks send; returns the failure for all of them."""
+        chunks = self._receive(job)
+        entries = {}
+        file: TensorFile | None = None
+        try:
+            job.target.begin()
+            for name, parts in job.files.items():
+                file = job.target.tensor_file(name, _specs(parts))
+                for tensor in file_order(file.specs):
+                    num_chunks = self._world if parts[tensor].sharded else 1
+                    file.append(tensor, islice(chunks, num_chunks))
+                entries[name] = file.close()
+            job.target.finish(entries)
             return None
+        except Exception as error:
+            logger.error("saving a checkpoint failed: %s", error)
+            # The other ranks send the rest as well.
+            for _ in chunks:
+                pass
 
-        with suppress(OSError):
-            self.target.abandon()
-        return Failure.of(self.error)
+            if file is not None:
+                file.abandon()
+            with suppress(OSError):
+                job.target.abandon()
+            return Failure.of(error)
 
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        if file is None:
-            return
-        if self.error is not None:
-            file.abandon()
-            return
+    def _receive(self, job: SaveJob) -> Iterator[Tensor]:
+        """On rank 0: the bytes of all tensors, in the order of the files, rank by rank."""
+        for part in job.parts():
+            own = as_bytes(part.tensor.cpu())
+            yield own
 
-        def close() -> None:
-            self.entries[self._name] = file.close()
+            for rank in range(1, self._world if part.sharded else 1):
+                yield self._receive_from(rank, own)
 
-        self._attempt(close)
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        if self.error is None:
-            try:
-                action()
-            except Exception as error:
-                self.error = error
-                logger.error("saving a checkpoint failed: %s", error)
+    def _receive_from(self, rank: int, like: Tensor) -> Tensor:
+        received = torch.empty_like(like)
+        dist.recv(received, src=rank, group=self._group)
+        return received
 
 
 class on_rank_0:  # noqa: N801  (used like a function)
@@ -274,3 +241,7 @@ class on_rank_0:  # noqa: N801  (used like a function)
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _specs(parts: Mapping[str, Part]) -> dict[str, Spec]:
+    return {name: part.spec for name, part in parts.items()}

@@ -8,7 +8,7 @@ can read them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,8 @@ from .reader import Stored, Weights
 from .tensor_file import Spec
 from .writer import Part
 
-
-class ZeroOptimizer(Protocol):
-    """What is used of ``plugin.SequenceZeroOptimizer``."""
-
-    optim: Any
-    """The wrapped optimizer."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-
-    def get_working_to_master_map(self) -> dict[int, Tensor]: ...
-
-    def loss_scale_state(self) -> dict[str, float] | None: ...
-
-    def set_loss_scale_state(self, state: dict[str, float] | None) -> None: ...
+if TYPE_CHECKING:
+    from opensora_sp.plugin import SequenceZeroOptimizer
 
 
 class NamedShards:
@@ -48,7 +35,7 @@ class NamedShards:
         master_weights: this rank's shards of the fp32 master weights.
     """
 
-    def __init__(self, module: nn.Module, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, module: nn.Module, optimizer: SequenceZeroOptimizer) -> None:
         self.optimizer = optimizer
         master_of = optimizer.get_working_to_master_map()
         self.working = {name: p for name, p in module.named_parameters() if id(p) in master_of}

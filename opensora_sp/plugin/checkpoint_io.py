@@ -96,23 +96,16 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         self._warn_of_format(use_safetensors)
         stem = f"model.{prefix}" if prefix else "model"
         files = _split(_model_parts(model), stem, max_shard_size)
-        index = _Index(f"{stem}.safetensors", files)
-        self._save(_Files(Path(checkpoint_path), index), files, use_async)
+        target = _Files(Path(checkpoint_path), _index(stem, files, {}))
+        self._save(target, files, use_async)
 
     def load_unsharded_model(
         self, model: ModelWrapper, checkpoint: str, strict: bool = True, *args: Any, **kwargs: Any
     ) -> None:
         self._load_model(model, Path(checkpoint), strict)
 
-    def load_sharded_model(
-        self,
-        model: ModelWrapper,
-        checkpoint_index_file: Path,
-        strict: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        self._load_model(model, Path(checkpoint_index_file), strict)
+    # An index is opened as a file is.
+    load_sharded_model = load_unsharded_model
 
     @torch.no_grad()
     def _load_model(self, model: ModelWrapper, source: Path, strict: bool) -> None:
@@ -155,22 +148,15 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
     ) -> None:
         shards, stem = _shards_of(optimizer), f"optimizer.{prefix}" if prefix else "optimizer"
         files = _split(shards.state_parts(), stem, size_per_shard)
-        index = _Index(f"{stem}.safetensors", files, _optimizer_values(optimizer))
-        self._save(_Files(Path(checkpoint), index), files, use_async)
+        target = _Files(Path(checkpoint), _index(stem, files, _optimizer_values(optimizer)))
+        self._save(target, files, use_async)
 
     def load_unsharded_optimizer(
         self, optimizer: SequenceZeroOptimizer, checkpoint: str, *args: Any, **kwargs: Any
     ) -> None:
         self._load_optimizer(optimizer, Path(checkpoint))
 
-    def load_sharded_optimizer(
-        self,
-        optimizer: SequenceZeroOptimizer,
-        index_file_path: str,
-        prefix: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._load_optimizer(optimizer, Path(index_file_path))
+    load_sharded_optimizer = load_unsharded_optimizer
 
     def _load_optimizer(self, optimizer: SequenceZeroOptimizer, source: Path) -> None:
         self.wait()
@@ -239,33 +225,14 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
             )
 
 
-class _Index:
-    """``<name>.index.json`` of a save, with the SHA-256 of each file; see ``ShardIndex``."""
-
-    def __init__(
-        self,
-        name: str,
-        files: Mapping[str, Mapping[str, Part]],
-        metadata: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.name = f"{name}.index.json"
-        self.weight_map: dict[str, str] = {}
-        self.metadata = {**(metadata or {}), "total_size": 0}
-        for file, parts in files.items():
-            self.weight_map |= dict.fromkeys(parts, file)
-            self.metadata["total_size"] += sum(part.spec.num_bytes for part in parts.values())
-
-    def text(self, entries: Mapping[str, dict[str, Any]]) -> bytes:
-        digests = {name: entry["sha256"] for name, entry in entries.items()}
-        metadata = {**self.metadata, "sha256": digests}
-        return to_json({"metadata": metadata, "weight_map": self.weight_map})
-
-
 class _Files:
     """Files under partial names, renamed when all are complete; the index is written last."""
 
     def __init__(
-        self, folder: Path, index: _Index | None = None, metadata: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        index: ShardIndex | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.index, self.metadata = folder, index, metadata
         self.filesystem = FileSystem()
@@ -283,15 +250,17 @@ class _Files:
 
     def finish(self, entries: Mapping[str, dict[str, Any]]) -> None:
         if self.index is not None:
-            self._remove_old(self.folder / self.index.name)
+            self._remove_old(self.folder / self.index.path)
 
         for name in entries:
             self.filesystem.rename(self.folder / f".partial-{name}", self.folder / name)
         self.filesystem.flush(self.folder)
 
         if self.index is not None:
-            path = self.folder / self.index.name
-            self.filesystem.write_file(path, self.index.text(entries))
+            digests = {name: entry["sha256"] for name, entry in entries.items()}
+            metadata = {**self.index.metadata, "sha256": digests}
+            content = to_json({"metadata": metadata, "weight_map": self.index.weight_map})
+            self.filesystem.write_file(self.folder / self.index.path, content)
 
     def _remove_old(self, path: Path) -> None:
         """Remove an earlier save, index first: without it no old file is read as one of the new."""
@@ -347,6 +316,18 @@ def _split(parts: dict[str, Part], stem: str, megabytes: int) -> dict[str, dict[
         f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": group
         for number, group in enumerate(groups, start=1)
     }
+
+
+def _index(stem: str, files: dict[str, dict[str, Part]], metadata: dict[str, Any]) -> ShardIndex:
+    """The index of a save; its path is relative to the folder."""
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for file, parts in files.items():
+        weight_map |= dict.fromkeys(parts, file)
+        total_size += sum(part.spec.num_bytes for part in parts.values())
+
+    path = Path(f"{stem}.safetensors.index.json")
+    return ShardIndex(path, weight_map, {**metadata, "total_size": total_size})
 
 
 def _is_index(source: Path) -> bool:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
-    FileSystem,
     NamedShards,
     Part,
     SaveJob,
@@ -120,13 +119,10 @@ class Checkpoints:
         keep_last: int | None = None,
         keep_every: int | None = None,
         in_background: bool = False,
-        filesystem: FileSystem | None = None,
     ) -> None:
         self.run_dir, self.in_background = run_dir, in_background
         self._saver = Saver()
-        self._options: dict[str, Any] = dict(
-            keep_last=keep_last, keep_every=keep_every, filesystem=filesystem
-        )
+        self._keep: dict[str, Any] = dict(keep_last=keep_last, keep_every=keep_every)
 
     def save(self, tensors: TrainingState, values: dict[str, Any]) -> Path:
         """Write the checkpoint of ``values["step"]``.
@@ -153,7 +149,7 @@ class Checkpoints:
         }
 
         final = self.run_dir / checkpoint_name(values["step"])
-        folder = CheckpointFolder(final, files, **self._options)
+        folder = CheckpointFolder(final, files, **self._keep)
         self._saver.save(SaveJob(folder, tensors.files()), in_background=self.in_background)
         return final
 
