@@ -19,7 +19,7 @@ from time_limit import limit_time
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group
-from opensora_sp.parallel.debug.input_check import SameBatch
+from opensora_sp.parallel.debug.input_check import InputCheck
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def compare_shapes(rank: int, port: int) -> None:
     limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    check, x = SameBatch(SequenceMesh(2)), torch.zeros(1, 4, 8, 16, 16)
+    check, x = InputCheck(SequenceMesh(2)), torch.zeros(1, 4, 8, 16, 16)
     inputs = dict(timestep=torch.zeros(1), y=torch.zeros(1, 1, 4, 8), mask=None)
     taken = [seconds(lambda: check(None, (x,), inputs)) for _ in range(300)]  # type: ignore[arg-type]
     if rank == 0:

@@ -1,7 +1,6 @@
-"""Write a labelled set of small mp4 files, moving coloured shapes with captions, and its manifest
-clips.csv.
+"""Write toy clips, mp4 files of moving coloured shapes, and their manifest clips.csv with captions.
 
-An eighth of all captions is left out, so that a model can be asked for what it was not shown.
+An eighth of all captions is held out, to sample what the model was not trained on.
 """
 
 import argparse
@@ -15,30 +14,28 @@ from opensora_sp.data import is_held_out, toy_clip, write_video
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to write; made if it does not exist")
-    parser.add_argument("--num", type=int, default=512, help="number of clips (default 512)")
-    parser.add_argument("--num-frames", type=int, default=8, help="frames of a clip (default 8)")
-    parser.add_argument(
-        "--size", type=int, default=64, help="height and width in pixels (default 64)"
-    )
-    parser.add_argument("--fps", type=float, default=8, help="frames per second (default 8)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="another seed draws other clips (default 0)"
-    )
-    parser.add_argument(
-        "--all-captions", action="store_true", help="also those that training sets leave out"
-    )
+    add = parser.add_argument
+    add("folder", type=Path, help="where to write; made if it does not exist")
+    add("--num", type=int, default=512, help="number of clips (default 512)")
+    add("--num-frames", type=int, default=8, help="frames of a clip (default 8)")
+    add("--size", type=int, default=64, help="height and width in pixels (default 64)")
+    add("--fps", type=float, default=8, help="frames per second (default 8)")
+    add("--seed", type=int, default=0, help="another seed draws other clips (default 0)")
+    add("--all-captions", action="store_true", help="include captions that are held out")
     args = parser.parse_args()
+
     with report_errors():
         if min(args.num, args.num_frames, args.size) < 1:
             raise ValueError(
                 "got a number below 1; expected positive numbers; change --num, --num-frames or "
                 "--size"
             )
+
     args.folder.mkdir(parents=True, exist_ok=True)
     with (args.folder / "clips.csv").open("w", newline="", encoding="utf-8") as file:
         manifest = csv.writer(file)
         manifest.writerow(["path", "text"])
+
         drawn = (toy_clip(args.seed, index) for index in count())
         kept = (clip for clip in drawn if args.all_captions or not is_held_out(clip.caption))
         for number, clip in enumerate(islice(kept, args.num)):

@@ -37,11 +37,14 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     """Print the comparison; exits with 1 where the results differ."""
     from opensora_sp.config import load_train_config
+    from opensora_sp.parallel.strategies import WholeSamples
     from opensora_sp.verification import verify_config
 
     cfg = load_train_config(args.config, args.cfg_options)
     ranks = cfg.sp_size if args.ranks is None else args.ranks
-    shape, mode, verdict = verify_config(cfg, ranks, depth=args.depth, max_tokens=args.max_tokens)
+    shape, strategy, verdict = verify_config(
+        cfg, ranks, depth=args.depth, max_tokens=args.max_tokens
+    )
     options = {
         key: value
         for key, value in dict(cfg.sequence_parallel).items()
@@ -51,10 +54,10 @@ def run(args: argparse.Namespace) -> None:
         f"{cfg.model['type']} on {ranks} ranks and on one, float64, latents {list(shape)}, "
         f"{options}\n"
     )
-    nothing = (
-        ": no token moves, nothing of the exchanges is tested" if mode == "WholeSamples" else ""
-    )
-    sys.stdout.write(f"shared by {mode}{nothing}\n")
+    nothing = ""
+    if strategy is WholeSamples:
+        nothing = ": no token moves, nothing of the exchanges is tested"
+    sys.stdout.write(f"strategy: {strategy.label}{nothing}\n")
     sys.stdout.write(report(verdict, shown=None if args.all else SHOWN) + "\n")
     if not verdict.agrees:
         sys.exit(1)

@@ -21,7 +21,8 @@ from opensora_sp.data import (
 from opensora_sp.data.buckets import Buckets
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.parallel import Options
-from opensora_sp.planner.sharing import Shape, busiest_work
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.planner.sharing import busiest_work
 
 from .cached import CachedSource
 from .sharded import Encoders, Source
@@ -136,9 +137,9 @@ class Work:
         self.sizes = dataset.sizes if isinstance(dataset, CachedFeatures) else {}
         self.shape_of = lru_cache(maxsize=None)(self._shape_of)
 
-    def _shape_of(self, clip: ClipShape, num_samples: int) -> Shape:
+    def _shape_of(self, clip: ClipShape, num_samples: int) -> BatchShape:
         size = self.sizes.get(clip) or planned_latent_size(self.vae, *clip)
-        return Shape.of(self.model, num_samples, size)
+        return BatchShape.of(self.model, num_samples, size)
 
     def tokens(self, clip: ClipShape) -> int:
         return self.shape_of(clip, 1).tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,8 +23,17 @@ class _NotFiniteError(Exception):
 class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     """ZeRO stages 1 and 2 over the whole dp x sp world.
 
-    ZeRO averages gradients over all ranks, which is the rule that the sequence-parallel collectives are made for.
+    ZeRO averages gradients over all ranks, which is the rule that the sequence-parallel collectives
+    are made for.
     """
+
+    # Set by the plugin, which knows the parameters' names.
+    shards: NamedShards
+
+    # In ``step_if_finite``: zero, or NaN if the loss is not finite.
+    _witness: Tensor | None = None
+    _step_taken = False
+    _current_grad_norm: float | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,12 +41,14 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         self._grad_streams: list[tuple[Tensor, Any]] = []
 
     def _sanity_checks(self) -> None:
-        # ColossalAI insists on CUDA or NPU here; with the accelerator of this package ZeRO runs on CPU as well.
+        # ColossalAI insists on CUDA or NPU here; with the accelerator of this package ZeRO runs on
+        # CPU as well.
         for group in self.optim.param_groups:
             wrong = next((p for p in group["params"] if p.dtype != self._dtype), None)
             if wrong is not None:
                 raise ValueError(
-                    f"got parameters of {self._dtype} and of {wrong.dtype}; expected one dtype; cast the model first"
+                    f"got parameters of {self._dtype} and of {wrong.dtype}; expected one dtype; "
+                    "cast the model first"
                 )
 
     def _add_to_bucket(self, param: Tensor, group_id: int) -> None:
@@ -45,17 +57,19 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     def _run_reduction(self) -> None:
         self._wait_for_gradients()
-        if self._overlap_communication:  # on a stream of its own, which _reduce_grad waits for
+        if self._overlap_communication:
+            # On a stream of its own, which _reduce_grad waits for.
             super()._run_reduction()
             return
+
         with communicating("zero", self._device(), backward=True):
             super()._run_reduction()
 
     def _wait_for_gradients(self) -> None:
         """Let the current stream wait for the streams on which the bucket's gradients were summed.
 
-        ColossalAI reads all gradients of a bucket on the stream of the last one. Where autograd uses
-        several streams, nothing else orders these.
+        ColossalAI reads all gradients of a bucket on the stream of the last one. Where autograd
+        uses several streams, nothing else orders these.
         """
         current = get_accelerator().current_stream()
         others = [(param, stream) for param, stream in self._grad_streams if stream != current]
@@ -70,15 +84,15 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         super()._reduce_grad(partition_grad)
-        if (
-            self._overlap_communication
-        ):  # ColossalAI lets the host wait next; seen from the computing stream:
+        if self._overlap_communication:
+            # ColossalAI synchronizes on the host next. The compute stream waits as long:
             with communicating("zero", self._device(), backward=True):
                 for store in self.pg_to_bucket_store.values():
                     torch.cuda.current_stream().wait_stream(store.comm_stream)
 
     def step(self, closure: None = None) -> None:
-        # The new weights are gathered between the end of the wrapped optimizer's step and that of this one.
+        # The new weights are gathered between the end of the wrapped optimizer's step and that of
+        # this one.
         with ExitStack() as gathering:
 
             def gather_next(*_: Any) -> None:
@@ -91,22 +105,20 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().name)
 
-    shards: NamedShards  # set by the plugin, which knows the parameters' names
-    _witness: Tensor | None = None  # in ``step_if_finite``: zero, or NaN if the loss is not finite
-    _step_taken = False
-    _current_grad_norm: float | None
-
     def step_if_finite(self, loss: Tensor) -> bool:
-        """``step``, unless the loss or a gradient of any rank is infinite or NaN: then all ranks leave it out.
+        """``step``, unless the loss or a gradient of any rank is infinite or NaN: then all ranks
+        skip it.
 
-        Parameters, moments and masters stay as they are then. Gradients are cleared in either case. The news travels in
-        the sum of squares by which ZeRO finds the gradients' norm: nothing is sent or waited for beyond that.
+        A skipped step leaves parameters, moments and fp32 master weights as they are. Gradients are
+        cleared in either case. Non-finite values reach all ranks in the sum of squares of ZeRO's
+        gradient norm, so there is no further communication or synchronization.
 
         Args:
             loss: a scalar, of this rank or of all.
 
         Returns:
-            whether the step was taken. In fp16 it is not where the loss scale was too large, either.
+            whether the step was taken. In fp16 it is not where the loss scale was too large,
+            either.
         """
         norm = self._current_grad_norm
         self._witness, self._step_taken = loss.detach().double() * 0.0, False
@@ -114,15 +126,14 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             self.step()
         except _NotFiniteError:
             self._current_grad_norm = norm
-            for (
-                group,
-                masters,
-            ) in self._master_param_groups_of_current_rank.items():  # as ``step`` ends
-                self.optim.param_groups[group]["params"] = masters
-                for master in masters:
-                    master.grad = None
+            # As ``step`` ends.
+            for group, weights in self._master_param_groups_of_current_rank.items():
+                self.optim.param_groups[group]["params"] = weights
+                for master_weight in weights:
+                    master_weight.grad = None
         finally:
             self._witness = None
+
         self.zero_grad()
         return self._step_taken
 
@@ -139,53 +150,57 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         error_if_nonfinite: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Clip the gradients that the next ``step`` takes to a global norm; returns the norm before.
+        """Clip the gradients of the next ``step`` to a global norm; return the norm before.
 
-        ColossalAI's clips the gradients of the masters, which do not exist before ``step``, and so nothing.
+        ColossalAI's method clips the gradients of the fp32 master weights, which do not exist
+        before ``step``.
 
         Raises:
-            ValueError: if ``norm_type`` is not 2, or on ``error_if_nonfinite`` the norm is not finite.
+            ValueError: if ``norm_type`` is not 2, or on ``error_if_nonfinite`` the norm is not
+                finite.
         """
         if norm_type != 2.0:
             raise ValueError(
-                f"got norm_type {norm_type}; expected 2, the norm that is summed over shards; leave it out"
+                f"got norm_type {norm_type}; expected 2, the norm that is summed over shards; "
+                "leave it out"
             )
-        stores = list(self.pg_to_grad_store.values())
-        shards = [
-            [s.get_working_grads_by_group_id(g) for s in stores]
-            for g in range(self.num_param_groups)
-        ]
-        norms = [
-            self._compute_grad_norm(s.torch_pg, grads)
-            for own in shards
-            for s, grads in zip(stores, own)
-        ]
+
+        norms, clipped = [], []
+        for store, gradients in self._gradient_shards():
+            norms.append(self._compute_grad_norm(store.torch_pg, gradients))
+            clipped += gradients
         norm = torch.tensor(norms, dtype=torch.float64).square().sum().sqrt() / self._loss_scale()
         if error_if_nonfinite and not norm.isfinite():
             raise ValueError(
                 f"got a gradient norm of {norm.item()}; expected a finite one; skip this step"
             )
+
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-        for grad in (grad for own in shards for grads in own for grad in grads):
-            grad.mul_(factor)
+        for gradient in clipped:
+            gradient.mul_(factor)
         return norm.float()
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Clip each number of the gradients that the next ``step`` takes."""
+        """Clip each number of the gradients of the next ``step``."""
         limit = clip_value * self._loss_scale()
-        for store in self.pg_to_grad_store.values():
-            for group in range(self.num_param_groups):
-                for grad in store.get_working_grads_by_group_id(group):
-                    grad.clamp_(-limit, limit)
+        for _, gradients in self._gradient_shards():
+            for gradient in gradients:
+                gradient.clamp_(-limit, limit)
+
+    def _gradient_shards(self) -> Iterator[tuple[Any, list[Tensor]]]:
+        """This rank's gradients, by parameter group and ColossalAI's store of them."""
+        for group in range(self.num_param_groups):
+            for store in self.pg_to_grad_store.values():
+                yield store, store.get_working_grads_by_group_id(group)
 
     def _loss_scale(self) -> float:
-        # not get_grad_div_scale(), which may be asked once a step only
+        # get_grad_div_scale() may be called only once a step.
         return getattr(self.mixed_precision_mixin, "loss_scale", 1.0)
 
     def loss_scale_state(self) -> dict[str, float] | None:
-        """What fp16 needs to go on with its loss scale, as JSON; None in other precisions.
+        """The state of fp16's dynamic loss scale, as JSON; None in other precisions.
 
-        ColossalAI's own ``state_dict`` of it leaves out the counts of steps.
+        ColossalAI's own ``state_dict`` of it has no step counts.
         """
         scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
         if scaler is None:
@@ -197,14 +212,12 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         }
 
     def set_loss_scale_state(self, state: dict[str, float] | None) -> None:
-        """Go on with a saved loss scale, where there is one and the precision is fp16."""
+        """Restore a saved loss scale, if there is one and the precision is fp16."""
         scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
         if scaler is not None and state is not None:
             scaler._scale.fill_(state["scale"])
-            scaler._growth_step, scaler._hysteresis_step = (
-                int(state["growth"]),
-                int(state["hysteresis"]),
-            )
+            scaler._growth_step = int(state["growth"])
+            scaler._hysteresis_step = int(state["hysteresis"])
 
     def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
         if self._witness is not None and not math.isfinite(total_norm):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel.debug.comm_timing import watching
+from opensora_sp.parallel.debug.comm_timing import listening
 
 logger = logging.getLogger(__name__)
 EMBEDDERS = re.compile(r"\w+_embedder|\w*t_block\w*|pos_embed")
@@ -116,7 +116,7 @@ def named_regions(model: ConditionedModel) -> Iterator[None]:
             model.segment.register_forward_pre_hook(parts.name_next),
         ):
             stack.callback(handle.remove)
-        stack.enter_context(watching(_exchange))
+        stack.enter_context(listening(_exchange))
         yield
 
 

@@ -199,6 +199,7 @@ def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -
         )
 
 
+@pytest.mark.slow
 def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(outcomes: Any) -> None:
     root, told = outcomes
     for of_rank in told:

@@ -162,6 +162,7 @@ def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: P
     assert losses(folder / "goes on") == pytest.approx(plain[3:], rel=2e-5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_cache_goes_on_with_what_is_missing(folder: Path) -> None:
     first, second, third, _ = json.loads((folder / "encoded.json").read_text())
     index = json.loads((folder / "cache" / "index.json").read_text())

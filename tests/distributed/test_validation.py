@@ -91,6 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
     return folder, run_ranks(2, train_all, folder, ways)[0]["current"]
 
 
+@pytest.mark.slow
 def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
     folder, _ = trained
     names = ("without", "averaged", "current")

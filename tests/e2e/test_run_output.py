@@ -63,6 +63,7 @@ def test_each_message_stands_once_whatever_the_number_of_ranks(done: tuple[Path,
         assert "\r" not in text
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
     done: tuple[Path, str],
 ) -> None:
