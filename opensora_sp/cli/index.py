@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> None:
 
     from opensora_sp.data import find_files, index_files, read_captions, write_manifest
     from opensora_sp.data.index import check_captions
-    from opensora_sp.data.manifest import check_ending
+    from opensora_sp.data.manifest import check_suffix
 
-    check_ending(args.output)
+    check_suffix(args.output)
     if args.workers is not None and args.workers < 1:
         raise ValueError(
             f"got --workers {args.workers}; expected at least 1; change it or leave it out"
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         check_captions(captions, files, args.captions)
     with tqdm(total=len(files), desc="index", unit="file", dynamic_ncols=True, disable=None) as bar:
         found = index_files(files, captions=captions, workers=args.workers, on_file=bar.update)
-    for broken in found.broken[:TOLD]:
+    for broken in found.corrupt[:TOLD]:
         sys.stderr.write(f"left out {broken.path}: {broken.reason}\n")
     if not found.entries:
         raise ValueError(
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     write_manifest(args.output, near)
     sys.stdout.write(
         f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a "
-        f"caption; {len(found.broken)} files cannot be read and were left out\n"
+        f"caption; {len(found.corrupt)} files cannot be read and were left out\n"
     )
 
 

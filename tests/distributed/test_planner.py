@@ -183,7 +183,7 @@ def measured_peak(cfg: TrainConfig) -> int:
     from opensora_sp.data import Clip
     from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
     from opensora_sp.features.batch import BatchMaker
-    from opensora_sp.features.sharded import Encoders
+    from opensora_sp.features.sources import Encoders
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.ema import ShardedEma
