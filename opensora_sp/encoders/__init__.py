@@ -7,8 +7,8 @@ from typing import Any
 from opensora_sp.components import component_class
 
 from .base import LatentEncoder, Piece, TextEncoder, independent_pieces
+from .huggingface import ImageVAE, T5TextEncoder
 from .open_sora_vae import OpenSoraVAE
-from .pretrained import ImageVAE, T5TextEncoder
 from .standins import HashedBagOfWords, PatchPoolVAE
 
 LATENT_ENCODERS: dict[str, Any] = {

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from opensora_sp.dtypes import DTYPES
 
 from .base import check_latent_frames, independent_pieces
+from .huggingface import FrameAutoencoder, spatial_factor
 from .loading import Dtype, FrozenEncoder, find_file, read_tensors, saved_config
-from .pretrained import FrameAutoencoder, spatial_factor
 from .video_vae import TemporalVAE
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8

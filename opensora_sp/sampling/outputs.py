@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from opensora_sp.checkpoint import weight_files
-from opensora_sp.checkpoint.folder import sha256
+from opensora_sp.checkpoint.filesystem import sha256
 from opensora_sp.config import InferenceConfig
 
 from .contact_sheet import shown_frames, write_contact_sheet

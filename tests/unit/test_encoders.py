@@ -30,7 +30,7 @@ from opensora_sp.encoders import (
     loading,
     planned_latent_size,
 )
-from opensora_sp.encoders.pretrained import clean_caption
+from opensora_sp.encoders.huggingface import clean_caption
 from opensora_sp.models import build_model
 from opensora_sp.sampling.decoding import grouped
 
