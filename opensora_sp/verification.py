@@ -1,6 +1,4 @@
-"""One small step of a config's model with and without sequence parallelism, on processes of its
-own, on CPU.
-"""
+"""Compare one small step of a config's model with and without sequence parallelism, on CPU."""
 
 from __future__ import annotations
 
@@ -32,28 +30,28 @@ Shape = tuple[int, int, int, int]  # samples, and frames, height and width of th
 def verify_config(
     cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int
 ) -> tuple[Shape, str, Verdict]:
-    """Compare in float64 on ``ranks`` processes, with ``depth`` blocks and about ``max_tokens``
-    tokens of a sample.
+    """Compare in float64 on ``ranks`` processes, with a smaller model and batch.
+
+    Args:
+        depth: number of blocks, or pairs of blocks.
+        max_tokens: tokens of a sample, about.
 
     Returns:
-        The shape of the batch, the way in which it was shared (a class of
-        ``parallel/strategies.py``), and the verdict.
+        The shape of the batch, the name of the parallel strategy, and the verdict.
 
     Raises:
-        ValueError: if there are fewer than two ranks to share a batch.
+        ValueError: for fewer than two ranks.
     """
     if ranks < 2:
         raise ValueError(
             f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks "
             "2"
         )
+
     results = mp.get_context("spawn").SimpleQueue()
     with TemporaryDirectory() as folder:
-        mp.spawn(
-            _verify_on,
-            (ranks, f"file://{folder}/store", cfg, depth, max_tokens, results),
-            nprocs=ranks,
-        )
+        args = (ranks, f"file://{folder}/store", cfg, depth, max_tokens, results)
+        mp.spawn(_verify_on, args, nprocs=ranks)
     return results.get()
 
 
@@ -62,34 +60,39 @@ def _verify_on(
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
+
     mesh, shape = SequenceMesh(ranks), small_shape(cfg, ranks, max_tokens)
     model = small_model(cfg, depth, shape)
     parallelize(model, mesh, **{**dict(cfg.sequence_parallel), "verify": False})
     verdict = verify_step(model, (), small_batch(model, shape))
     if rank == 0:
-        results.put((shape, mode_of(cfg, ranks, shape), verdict))
+        results.put((shape, strategy_of(cfg, ranks, shape), verdict))
     shutdown_process_group()
 
 
 def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
-    """Samples and latent size: frames are kept, their size is halved until a sample has few tokens,
-    and of the numbers of samples with which ranks share the batch as they will share the config's
-    the smallest is taken, from two on.
+    """A small batch that the ranks share by the same strategy as the config's batch.
+
+    The number of frames stays. Height and width are halved until a sample has ``max_tokens``. The
+    number of samples is the smallest, from two on, with the same strategy.
     """
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
-    patch, mode = (
-        cfg.model_spec.config.patch_size,
-        mode_of(cfg, ranks, (cfg.batch_size, frames, height, width)),
-    )
+    patch = cfg.model_spec.config.patch_size
+    strategy = strategy_of(cfg, ranks, (cfg.batch_size, frames, height, width))
+
     while frames * height * width > max_tokens * math.prod(patch) and max(height, width) > 1:
         height, width = (-(-side // 2) for side in (height, width))
     height, width = (-(-side // p) * p for side, p in zip((height, width), patch[1:], strict=True))
-    shapes = [(n, frames, height, width) for n in (*range(2, cfg.batch_size), cfg.batch_size)]
-    return next((shape for shape in shapes if mode_of(cfg, ranks, shape) == mode), shapes[-1])
+
+    for num_samples in range(2, cfg.batch_size):
+        shape = (num_samples, frames, height, width)
+        if strategy_of(cfg, ranks, shape) == strategy:
+            return shape
+    return (cfg.batch_size, frames, height, width)
 
 
-def mode_of(cfg: TrainConfig, ranks: int, shape: Shape) -> str:
-    """The name of the way in which ranks share a batch of this shape."""
+def strategy_of(cfg: TrainConfig, ranks: int, shape: Shape) -> str:
+    """The name of the parallel strategy for a batch of this shape."""
     config = cfg.model_spec.config
     grid = config.grid(shape[0], shape[1:])
     options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
@@ -97,13 +100,15 @@ def mode_of(cfg: TrainConfig, ranks: int, shape: Shape) -> str:
 
 
 def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
-    """The config's model with fewer blocks, in float64, with no parameter left zero, which would
-    hide differences.
+    """The config's model with fewer blocks, in float64.
+
+    Parameters that are initialised to zero are drawn at random: zeros would hide differences.
     """
     spec = cfg.model_spec
     smaller = spec.with_options(depth=min(depth, spec.config.depth))
     if spec.input_size is not None:
         smaller = smaller.with_options(input_size=shape[1:])
+
     torch.manual_seed(cfg.seed)
     model = smaller.build().double()
     with torch.no_grad():
@@ -115,7 +120,7 @@ def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
 
 
 def small_batch(model: Any, shape: Shape) -> dict[str, Any]:
-    """Inputs drawn for ``forward``."""
+    """Random inputs of ``forward``."""
     num_samples, frames, height, width = shape
     config, double = model.config, torch.float64
     generator = torch.Generator().manual_seed(0)
@@ -124,19 +129,18 @@ def small_batch(model: Any, shape: Shape) -> dict[str, Any]:
         return torch.randn(*size, generator=generator, dtype=double)
 
     length = min(config.model_max_length, 16)
+    text_lengths = torch.arange(length, length - num_samples, -1)
     inputs = dict(
         x=normal(num_samples, config.in_channels, frames, height, width),
         timestep=torch.linspace(900, 100, num_samples, dtype=double),
         y=normal(num_samples, 1, length, config.caption_channels),
-        mask=(
-            torch.arange(length) < torch.arange(length, length - num_samples, -1)[:, None]
-        ).long(),
+        mask=(torch.arange(length) < text_lengths[:, None]).long(),
         x_mask=torch.arange(frames).expand(num_samples, -1) >= config.patch_size[0],
     )
-    sides = dict(
+
+    numbers = dict(
         height=8.0 * height, width=8.0 * width, ar=height / width, fps=24.0, num_frames=4.0 * frames
     )
-    inputs |= {
-        name: torch.full((num_samples,), sides[name], dtype=double) for name in model.sample_inputs
-    }
+    for name in model.sample_inputs:
+        inputs[name] = torch.full((num_samples,), numbers[name], dtype=double)
     return inputs

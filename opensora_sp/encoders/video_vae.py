@@ -187,7 +187,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class DiagonalGaussian:
-    """A normal distribution with independent entries: what an autoencoder says of a latent."""
+    """A normal distribution with independent entries: the posterior of a latent."""
 
     mean: Tensor
     logvar: Tensor
@@ -258,20 +258,17 @@ class TemporalVAE(nn.Module):
                 f"got activation_fn {activation_fn!r}; expected one of {sorted(ACTIVATIONS)}; "
                 "correct vae_temporal in the autoencoder's config.json"
             )
+
         if len(temporal_downsample) != len(channel_multipliers) - 1:
             raise ValueError(
                 f"got temporal_downsample {tuple(temporal_downsample)} for channel_multipliers "
                 f"{tuple(channel_multipliers)}; expected one entry for every level but the last; "
                 "change one of them"
             )
+
         widths = [filters * multiplier for multiplier in channel_multipliers]
-        levels = (
-            widths,
-            temporal_downsample,
-            num_res_blocks,
-            num_groups,
-            ACTIVATIONS[activation_fn],
-        )
+        activate = ACTIVATIONS[activation_fn]
+        levels = (widths, temporal_downsample, num_res_blocks, num_groups, activate)
         self.time_factor = 2 ** sum(temporal_downsample)
         self.encoder = Encoder(in_out_channels, 2 * latent_embed_dim, *levels)
         self.quant_conv = CausalConv3d(2 * latent_embed_dim, 2 * embed_dim, 1)

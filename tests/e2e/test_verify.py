@@ -11,7 +11,7 @@ import pytest
 from opensora_sp.cli import main, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.parallel import Verdict
-from opensora_sp.verification import mode_of, small_shape
+from opensora_sp.verification import small_shape, strategy_of
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo/train.py"
@@ -41,7 +41,7 @@ def test_verify_compares_a_config() -> None:
     assert done.returncode == 0, done.stderr
     assert (
         "on 2 ranks and on one" in done.stdout
-        and "shared by SwitchRows\n" in done.stdout
+        and "strategy SwitchRows\n" in done.stdout
         and "'overlap_chunks': 2" in done.stdout
     )
     assert "equal (allowed: 1e-08)" in done.stdout and "NOT" not in done.stdout
@@ -56,7 +56,7 @@ def test_what_is_made_small() -> None:
     image = load_train_config(DEMO, ["num_frames=1", "batch_size=5"])
     for ranks, batch in [(2, 3), (5, 5), (8, 5)]:  # two on eight would split heads, five switch
         small = small_shape(image, ranks, 64)
-        assert small[0] == batch and mode_of(image, ranks, small) == mode_of(
+        assert small[0] == batch and strategy_of(image, ranks, small) == strategy_of(
             image, ranks, (5, 1, 16, 16)
         )
     B, frames, height, width = small_shape(cfg, 2, 100)
