@@ -1,8 +1,7 @@
-"""Sample videos from a checkpoint, on any number of processes; docs/sampling.md shows what there
-is.
+"""Sample videos from a checkpoint, on any number of processes; see docs/sampling.md.
 
-torchrun --nproc_per_node 3 scripts/inference.py configs/stdit3/inference/16x256x256.py --ckpt RUN
---prompts FILE
+torchrun --nproc_per_node 3 scripts/inference.py configs/stdit3/inference/16x256x256.py \\
+    --ckpt RUN --prompts FILE
 """
 
 from opensora_sp.console import interrupts_end_at_once, log_to_terminal, told_errors

@@ -1,7 +1,6 @@
-"""Write a labelled set of small mp4 files, moving coloured shapes with captions, and its manifest
-clips.csv.
+"""Write small mp4 files of moving coloured shapes, with captions in the manifest clips.csv.
 
-An eighth of all captions is left out, so that a model can be asked for what it was not shown.
+An eighth of all captions is held out, so that a model can be tested on them.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from opensora_sp.data import is_held_out, toy_clip, write_video
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to write; made if it does not exist")
+    parser.add_argument("folder", type=Path, help="output folder")
     parser.add_argument("--num", type=int, default=512, help="number of clips (default 512)")
     parser.add_argument("--num-frames", type=int, default=8, help="frames of a clip (default 8)")
     parser.add_argument(
@@ -25,16 +24,16 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="another seed draws other clips (default 0)"
     )
-    parser.add_argument(
-        "--all-captions", action="store_true", help="also those that training sets leave out"
-    )
+    parser.add_argument("--all-captions", action="store_true", help="include the held-out captions")
     args = parser.parse_args()
+
     with told_errors():
         if min(args.num, args.num_frames, args.size) < 1:
             raise ValueError(
                 "got a number below 1; expected positive numbers; change --num, --num-frames or "
                 "--size"
             )
+
     args.folder.mkdir(parents=True, exist_ok=True)
     with (args.folder / "clips.csv").open("w", newline="", encoding="utf-8") as file:
         manifest = csv.writer(file)

@@ -1,4 +1,4 @@
-"""Write latents and text features of a config's clips down once, to train from with CachedFeatures.
+"""Precompute latents and text features of a config's clips, for training with CachedFeatures.
 
 torchrun --nproc_per_node 8 scripts/precompute.py configs/stdit3/train/16x256x256_sp2.py -o cache/
 """
@@ -14,10 +14,10 @@ from opensora_sp.console import (
 def main() -> None:
     interrupts_end_at_once()
     parser = config_arguments(
-        "Make a feature cache. Start it with torchrun; started again, it goes on."
+        "Write a feature cache. Start with torchrun; an interrupted run resumes when started again."
     )
     parser.add_argument(
-        "-o", "--output", required=True, metavar="FOLDER", help="the cache's folder"
+        "-o", "--output", required=True, metavar="FOLDER", help="folder of the cache"
     )
     args = parser.parse_args()
     log_to_terminal()
