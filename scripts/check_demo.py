@@ -25,7 +25,7 @@ from opensora_sp.config import (
     load_inference_config,
     load_train_config,
 )
-from opensora_sp.console import told_errors
+from opensora_sp.console import report_errors
 from opensora_sp.data import BrokenClip, VideoTextDataset, is_held_out, scale, toy_clip
 from opensora_sp.data.toy import COLOURS, MARGIN
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
@@ -67,7 +67,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    with told_errors():
+    with report_errors():
         train_cfg = load_train_config(args.run_dir / "config.py")
         sample_cfg = load_inference_config(args.sample_config)
         checks = check_run(args.run_dir, train_cfg, sample_cfg, args.heldout)

@@ -4,18 +4,18 @@ torchrun --nproc_per_node 3 scripts/inference.py configs/stdit3/inference/16x256
     --ckpt RUN --prompts FILE
 """
 
-from opensora_sp.console import interrupts_end_at_once, log_to_terminal, told_errors
+from opensora_sp.console import exit_on_interrupt, log_to_terminal, report_errors
 
 
 def main() -> None:
-    interrupts_end_at_once()
+    exit_on_interrupt()
     log_to_terminal()
 
-    from opensora_sp.runtime import told_to_all_ranks
+    from opensora_sp.runtime import raise_on_all_ranks
     from opensora_sp.sampling import parse, sample
 
-    with told_errors():
-        with told_to_all_ranks():
+    with report_errors():
+        with raise_on_all_ranks():
             cfg = parse()
         sample(cfg)
 

@@ -8,7 +8,7 @@ import csv
 from itertools import count, islice
 from pathlib import Path
 
-from opensora_sp.console import told_errors
+from opensora_sp.console import report_errors
 from opensora_sp.data import is_held_out, toy_clip, write_video
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--all-captions", action="store_true", help="include the held-out captions")
     args = parser.parse_args()
 
-    with told_errors():
+    with report_errors():
         if min(args.num, args.num_frames, args.size) < 1:
             raise ValueError(
                 "got a number below 1; expected positive numbers; change --num, --num-frames or "

@@ -5,14 +5,14 @@ torchrun --nproc_per_node 8 scripts/precompute.py configs/stdit3/train/16x256x25
 
 from opensora_sp.console import (
     config_arguments,
-    interrupts_end_at_once,
+    exit_on_interrupt,
     log_to_terminal,
-    told_errors,
+    report_errors,
 )
 
 
 def main() -> None:
-    interrupts_end_at_once()
+    exit_on_interrupt()
     parser = config_arguments(
         "Write a feature cache. Start with torchrun; an interrupted run resumes when started again."
     )
@@ -24,10 +24,10 @@ def main() -> None:
 
     from opensora_sp.config import load_train_config
     from opensora_sp.features.precompute import precompute
-    from opensora_sp.runtime import told_to_all_ranks
+    from opensora_sp.runtime import raise_on_all_ranks
 
-    with told_errors():
-        with told_to_all_ranks():
+    with report_errors():
+        with raise_on_all_ranks():
             cfg = load_train_config(args.config, args.cfg_options)
         precompute(cfg, args.output)
 

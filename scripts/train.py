@@ -10,10 +10,10 @@ import argparse
 from opensora_sp.console import (
     add_allow_pickle,
     config_arguments,
-    interrupts_end_at_once,
+    exit_on_interrupt,
     log_to_terminal,
-    told_errors,
-    truth,
+    report_errors,
+    parse_bool,
 )
 
 
@@ -30,23 +30,28 @@ def parser() -> argparse.ArgumentParser:
         help="write a trace of a step (3) or of several (10-12) into the run's folder",
     )
     parser.add_argument(
-        "--wandb", type=truth, nargs="?", const=True, metavar="True|False", help="log to W&B or not"
+        "--wandb",
+        type=parse_bool,
+        nargs="?",
+        const=True,
+        metavar="True|False",
+        help="log to W&B or not",
     )
     add_allow_pickle(parser)
     return parser
 
 
 def main() -> None:
-    interrupts_end_at_once()
+    exit_on_interrupt()
     args = parser().parse_args()
     log_to_terminal()
 
     from opensora_sp.config import load_train_config
-    from opensora_sp.runtime import told_to_all_ranks
+    from opensora_sp.runtime import raise_on_all_ranks
     from opensora_sp.training import train
 
-    with told_errors():
-        with told_to_all_ranks():
+    with report_errors():
+        with raise_on_all_ranks():
             said = [] if args.wandb is None else [f"wandb={args.wandb}"]
             cfg = load_train_config(args.config, [*args.cfg_options, *said])
         if args.allow_pickle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from opensora_sp.console import told_errors
+from opensora_sp.console import report_errors
 
 from . import config, convert, doctor, index, plan, report, verify
 
@@ -35,5 +35,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
             add_help=False,
         )
     args = parser.parse_args(arguments)
-    with told_errors():
+    with report_errors():
         COMMANDS[args.command].run(args)

@@ -33,7 +33,7 @@ KEPT = (
 """Keys of public configs that have the same meaning here."""
 
 AUTOENCODER = "use a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
-OTHER_MODEL = "use an STDiT model, or parallelize a custom model (docs/own_model.md)"
+OTHER_MODEL = "use an STDiT model, or parallelize a custom model (docs/custom_model.md)"
 FAMILIES = {
     "DiT": OTHER_MODEL,
     "Latte": OTHER_MODEL,

@@ -253,7 +253,7 @@ class T5TextEncoder(FrozenEncoder):
                 lengths[longest],
                 self.max_length,
                 texts[longest],
-                extra={"of_rank": True},  # see console.only_of_this_rank
+                extra={"is_rank_local": True},  # see console.RANK_LOCAL
             )
 
     def num_tokens(self, text: str) -> int:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from opensora_sp.checkpoint import Disk
 from opensora_sp.config import TrainConfig
-from opensora_sp.console import OF_RANK
+from opensora_sp.console import RANK_LOCAL
 from opensora_sp.data import (
     BatchPlan,
     BrokenClip,
@@ -32,7 +32,7 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_bytes
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.runtime import Watch, backend_timeout, told_to_all_ranks
+from opensora_sp.runtime import Watchdog, backend_timeout, raise_on_all_ranks
 
 from .build import make_dataset, make_encoders, make_plan, with_length
 from .cached import check_made_of, clips_used, made_of
@@ -58,7 +58,7 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
     """
     from opensora_sp.plugin import current_device, launch
 
-    with told_to_all_ranks():
+    with raise_on_all_ranks():
         check_kept(cfg)
         dataset = make_dataset(cfg)
     assert isinstance(dataset, VideoTextDataset)
@@ -66,7 +66,7 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
     limits = dict(
         peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=0.0
     )
-    with closing_process_group(), Watch(**limits):
+    with closing_process_group(), Watchdog(**limits):
         replicas = max(1, dist.get_world_size() // cfg.sp_size)
         plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
         encoders = make_encoders(cfg, current_device())
@@ -196,7 +196,7 @@ class CacheWriter:
                 if isinstance(item, BrokenClip):
                     broken[sample.clip, sample.shape] = item.path, item.reason
                     why = "left out of the feature cache: %s (%s)"
-                    logger.warning(why, item.path, item.reason, extra=OF_RANK)
+                    logger.warning(why, item.path, item.reason, extra=RANK_LOCAL)
                 else:
                     read[sample.clip, sample.shape] = item
             latents |= zip(

@@ -1,15 +1,17 @@
 """Attention, behind one function.
 
-``attention`` takes equal rows (self-attention over the rows of a layout) or packed tokens with lengths (cross-attention
-to text of differing length). No mask tensor is ever built, so no tensor is quadratic in a length.
+``attention`` takes rows of equal length (self-attention over the rows of a layout) or packed tokens
+with lengths (cross-attention to texts of different lengths). No mask tensor is ever built, so no
+tensor is quadratic in a length.
 
-Behind it are three backends, chosen by name or by what the tensors allow (``choose_backend``):
+It has three backends, chosen by name or by what the tensors allow (``choose_backend``):
 
 * ``flash``: FlashAttention-2 (Dao, 2023) of the flash-attn 2.x package;
-* ``sdpa``: torch's scaled dot product attention and, for packed tokens on CUDA, the kernels below it (``varlen.py``);
+* ``sdpa``: torch's scaled dot product attention and, for packed tokens on CUDA, the kernels below
+  it (``varlen.py``);
 * ``reference``: an explicit softmax in at least float32, a bounded number of scores at a time.
 
-Legend: R rows, L tokens of a row, N packed tokens, n samples or rows packed one after the other, H heads, D head width.
+Legend: R rows, L tokens of a row, N packed tokens, H heads, D head width, P pieces of samples.
 """
 
 from __future__ import annotations
@@ -31,35 +33,41 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from . import varlen
+from .compile import uncompiled
 from .packing import Call, Packing
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "flash", "sdpa", "reference")
+NAMES = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
 MAX_ROWS = 65_535  # kernels count rows along an axis of CUDA's grid that ends here
 MAX_SCORES = 2**22  # numbers in one tensor of the reference: 16 MB in float32
-GPUS = ("cuda", "meta")  # the planner traces on meta tensors what a recent GPU would do
+GPUS = ("cuda", "meta")  # on meta tensors the planner traces the calls of a recent GPU
 PROCESSORS = 132  # of such a GPU, an H100 or H200
-SAFE_CUDNN = (
-    91501  # before 9.15.1 cuDNN is wrong for lengths that 128 does not divide (pytorch#169849)
-)
+DATA_CENTER_GPUS = ((8, 0), (9, 0))  # compute capabilities of A100 and H100
+SAFE_CUDNN = 91501  # older ones are wrong if 128 does not divide a length (pytorch#169849)
 
 Lengths = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes attention on one kind of tensors; ``choose_backend`` resolves a name to it."""
+    """The backend for one kind of tensors; ``choose_backend`` resolves a name to it.
 
-    name: str  # "flash", "sdpa" or "reference"
-    processors: int = 1  # of the device, which packed queries are cut into pieces for
-    deterministic: bool = (
-        False  # torch.use_deterministic_algorithms: gradients of queries without atomics
-    )
+    Args:
+        name: "flash", "sdpa" or "reference".
+        processors: multiprocessors of the device. Packed queries are cut into pieces for them.
+        deterministic: gradients of queries are summed without atomics
+            (``torch.use_deterministic_algorithms``).
+    """
+
+    name: str
+    processors: int = 1
+    deterministic: bool = False
 
     @property
     def flash_options(self) -> dict[str, bool]:
-        """What flash-attn is called with; only since 2.4.1 it knows the option at all."""
+        """Options of flash-attn's functions, which have this one since 2.4.1 only."""
         return {"deterministic": True} if self.deterministic else {}
 
 
@@ -74,11 +82,13 @@ def attention(
     """Softmax attention, ``softmax(q k^T / sqrt(D)) v``, per row or per packed sample.
 
     Args:
-        q, k, v: ``[R, L, H, D]`` where every row attends within itself; with ``lengths`` packed tokens ``[N, H, D]``.
-        lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and of k. A query
-            length may be 0; a key length is at least 1. As a ``Packing``, calls share what is copied to the device.
-        backend: "auto", "flash", "sdpa" or "reference", or what ``choose_backend`` made of it. Compiled code passes the
-            latter, for the choice is no part of a graph.
+        q, k, v: ``[R, L, H, D]`` if every row attends to itself; with ``lengths`` packed tokens
+            ``[N, H, D]``.
+        lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and
+            of k. A query length may be 0; a key length is at least 1. With a ``Packing``, calls
+            share what is copied to the device.
+        backend: "auto", "flash", "sdpa" or "reference", or a result of ``choose_backend``.
+            Compiled code passes the latter, since the choice is no part of a graph.
 
     Returns:
         A tensor shaped like ``q``.
@@ -86,15 +96,11 @@ def attention(
     Raises:
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
-    chosen: Backend
-    chosen = (
-        choose_backend(backend, q.device, q.dtype, q.shape[-1])
-        if isinstance(backend, str)
-        else backend
-    )
-    if lengths is not None:
-        return _attend_packed(chosen, q, k, v, lengths)
-    return _attend_rows(chosen, q, k, v)
+    if isinstance(backend, str):
+        backend = choose_backend(backend, q.device, q.dtype, q.shape[-1])
+    if lengths is None:
+        return _attend_rows(backend, q, k, v)
+    return _attend_packed(backend, q, k, v, lengths)
 
 
 def check_backend(backend: str) -> None:
@@ -105,11 +111,11 @@ def check_backend(backend: str) -> None:
         )
 
 
-@torch.compiler.disable  # asks for packages and devices, and logs: models resolve it before their blocks
+@uncompiled  # looks up packages and devices, and logs: models resolve it before their blocks
 def choose_backend(
     backend: str, device: torch.device, dtype: torch.dtype, head_width: int
 ) -> Backend:
-    """What ``backend`` stands for, for this kind of tensor. Logs the reason, once for each kind.
+    """Resolve the name of a backend for this kind of tensors. Logs the reason, once for each kind.
 
     Raises:
         ValueError: as ``attention``.
@@ -123,25 +129,25 @@ def _choose(
 ) -> Backend:
     check_backend(backend)
     if backend in ("auto", "flash") and device.type == "meta":
-        backend = "sdpa"  # its kernels, from torch: what they take is the same
+        backend = "sdpa"  # torch's own kernels, which allocate the same
+
     chosen, reason = backend, "asked for"
     if backend in ("auto", "flash"):
         obstacle = _flash_obstacle(device, dtype, head_width, deterministic)
         if backend == "flash" and obstacle:
             raise ValueError(
-                f"got attention 'flash', but {obstacle}; expected flash-attn 2.x and fp16 or bf16 tensors on a GPU of "
-                "compute capability 8.0 or more; install it or change the precision, or set attention='auto'"
+                f"got attention 'flash', but {obstacle}; expected flash-attn 2.x and fp16 or bf16 "
+                "tensors on a GPU of compute capability 8.0 or more; install it or change the "
+                "precision, or set attention='auto'"
             )
         chosen, reason = ("sdpa", obstacle) if obstacle else ("flash", "flash-attn is installed")
     if chosen == "sdpa" and (obstacle := _sdpa_obstacle(device, dtype, head_width)):
         chosen, reason = "reference", obstacle
-    names = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
-    logger.info("attention backend: %s (%s)", names[chosen], reason)
-    if device.type == "meta":
-        return Backend(chosen, PROCESSORS, deterministic)
-    if device.type != "cuda":
-        return Backend(chosen, deterministic=deterministic)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    logger.info("attention backend: %s (%s)", NAMES[chosen], reason)
+
+    processors = PROCESSORS if device.type == "meta" else 1
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Backend(chosen, processors, deterministic)
 
 
@@ -163,20 +169,20 @@ def _flash_obstacle(
 def _flash_kernels_obstacle(
     device: torch.device, dtype: torch.dtype, head_width: int
 ) -> str | None:
-    """Why the kernels of FlashAttention, wherever they come from, cannot take such tensors."""
+    """Why no kernels of FlashAttention can take such tensors, of flash-attn or torch."""
     if device.type not in GPUS:
         return "the tensors are not on a GPU"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{dtype} is not fp16 or bf16"
     if head_width > 256:
         return f"a head is {head_width} wide, over 256"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if _is_old(device):
         return "the GPU's compute capability is below 8.0"
     return None
 
 
 def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
-    """Why torch would build whole matrices of scores for such tensors; None if it has a kernel that does not."""
+    """Why torch would build whole matrices of scores for such tensors; None if it would not."""
     if device.type not in GPUS:
         return None
     if dtype == torch.float64:
@@ -185,38 +191,37 @@ def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) ->
         return (
             f"torch's fused kernels take heads in multiples of 16 bytes, not {head_width} x {dtype}"
         )
-    if (
-        device.type == "cuda"
-        and dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(device) < (8, 0)
-    ):
+    if dtype == torch.bfloat16 and _is_old(device):
         return "torch's fused kernels take bf16 from compute capability 8.0 on"
     return None
 
 
+def _is_old(device: torch.device) -> bool:
+    """Whether a GPU is older than Ampere."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if (
-        backend.name == "reference" or not q.numel()
-    ):  # kernels refuse what ranks without tokens hold
+    # Kernels refuse the empty tensors of ranks without tokens.
+    if backend.name == "reference" or not q.numel():
         return _explicit(q, k, v)
     if k.shape[1] == 1:
         return _OneKey.apply(q, k, v)
+
     kernel = partial(_flash_rows, backend) if backend.name == "flash" else _sdpa_rows
     if len(q) <= MAX_ROWS:
         return kernel(q, k, v)
-    return torch.cat(
-        [kernel(*part) for part in zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)]
-    )
+    parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
+    return torch.cat([kernel(*part) for part in parts])
 
 
-@torch.compiler.disable  # lengths differ from batch to batch: compiled, each batch would be a graph of its own
+@uncompiled  # lengths differ from batch to batch: compiled, each batch would have its own graph
 def _attend_packed(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing
 ) -> Tensor:
     packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
-    assert (len(q), len(k)) == (sum(packing.queries), sum(packing.keys)), (
-        "lengths must add up to the tokens"
-    )
+    sums = sum(packing.queries), sum(packing.keys)
+    assert (len(q), len(k)) == sums, "lengths must add up to the tokens"
 
     kernel = _varlen_kernel(backend, q) if q.numel() else None
     if kernel is None:
@@ -236,24 +241,26 @@ def _by_lengths(
     k: Tensor,
     v: Tensor,
     q_lengths: tuple[int, ...],
-    k_lengths: tuple,
+    k_lengths: tuple[int, ...],
 ) -> Tensor:
     """Samples of equal lengths share a call, wherever they lie."""
     runs = _runs(q_lengths, k_lengths)
-    q_parts = q.split([n * q_len for n, q_len, _ in runs])
-    k_parts, v_parts = (z.split([n * k_len for n, _, k_len in runs]) for z in (k, v))
+    q_parts = q.split([run.samples * run.queries for run in runs])
+    k_parts, v_parts = (z.split([run.samples * run.keys for run in runs]) for z in (k, v))
+
     members = defaultdict(list)
-    for i, (_, q_len, k_len) in enumerate(runs):
-        members[q_len, k_len].append(i)
+    for i, run in enumerate(runs):
+        members[run.queries, run.keys].append(i)
+
     out: list[Any] = [None] * len(runs)
     for (q_len, k_len), indices in members.items():
-        n = sum(runs[i][0] for i in indices)
+        counts = [runs[i].samples for i in indices]
         rows = attend(
-            _joined([q_parts[i] for i in indices]).unflatten(0, (n, q_len)),
-            _joined([k_parts[i] for i in indices]).unflatten(0, (n, k_len)),
-            _joined([v_parts[i] for i in indices]).unflatten(0, (n, k_len)),
+            _joined([q_parts[i] for i in indices]).unflatten(0, (sum(counts), q_len)),
+            _joined([k_parts[i] for i in indices]).unflatten(0, (sum(counts), k_len)),
+            _joined([v_parts[i] for i in indices]).unflatten(0, (sum(counts), k_len)),
         )
-        for i, part in zip(indices, rows.split([runs[i][0] for i in indices]), strict=True):
+        for i, part in zip(indices, rows.split(counts), strict=True):
             out[i] = part.flatten(0, 1)
     return _joined(out)
 
@@ -262,45 +269,50 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring samples of equal lengths."""
+
+    samples: int
+    queries: int
+    keys: int
+
+
 @lru_cache(maxsize=64)  # the blocks of a model ask alike, perhaps for thousands of rows
-def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Neighbours of equal lengths: (how many, query length, key length)."""
-    pairs = groupby(zip(q_lengths, k_lengths, strict=True))
-    return [(len(list(same)), q_len, k_len) for (q_len, k_len), same in pairs]
+def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[_Run]:
+    samples = groupby(zip(q_lengths, k_lengths, strict=True))
+    return [_Run(len(list(equal)), *lengths) for lengths, equal in samples]
 
 
 def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
-    """A kernel that takes each sample from where it begins to where it ends, some samples at a time."""
+    """Attention by a kernel for packed tokens, some pieces at a time."""
     q_parts = q.split([sum(call.queries) for call in calls])
     k_parts, v_parts = (z.split([sum(call.keys) for call in calls]) for z in (k, v))
+
     out = []
     for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
-        q_edges, k_edges = call.edges(q.device)
-        out.append(
-            kernel(q_part, k_part, v_part, q_edges, k_edges, max(call.queries), max(call.keys))
-        )
+        longest = max(call.queries), max(call.keys)
+        out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *longest))
     return _joined(out)
 
 
 def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
-    """A kernel for packed tokens ``(q, k, v, q edges, k edges, longest q, longest k)``, if there is one."""
+    """A kernel for packed tokens ``(q, k, v, q edges, k edges, longest q, longest k)``, if any."""
     if backend.name == "flash":
         from flash_attn import flash_attn_varlen_func
 
         return partial(flash_attn_varlen_func, **backend.flash_options)
-    if backend.name == "reference":
+    if backend.name == "reference" or q.device.type not in GPUS:
         return None
+
     # FlashAttention-2's backward takes wide heads on data-center GPUs only.
-    is_narrow = q.shape[-1] <= 192 or (
-        q.is_cuda and torch.cuda.get_device_capability(q.device) in ((8, 0), (9, 0))
+    head_width = q.shape[-1]
+    takes_width = head_width <= 192 or (
+        q.is_cuda and torch.cuda.get_device_capability(q.device) in DATA_CENTER_GPUS
     )
-    if is_narrow and not _flash_kernels_obstacle(q.device, q.dtype, q.shape[-1]):
+    if takes_width and not _flash_kernels_obstacle(q.device, q.dtype, head_width):
         return varlen.flash if varlen.available("_flash_attention_forward") else None
-    return (
-        varlen.efficient
-        if q.device.type in GPUS and varlen.available("_efficient_attention_forward")
-        else None
-    )
+    return varlen.efficient if varlen.available("_efficient_attention_forward") else None
 
 
 def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -311,41 +323,45 @@ def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # [R, H, L, D]
-    attend = (
-        _pinned_sdpa if q.is_cuda else _traced_sdpa if q.is_meta else F.scaled_dot_product_attention
-    )
-    return attend(q, k, v).transpose(1, 2)
+    if q.is_cuda:
+        out = _pinned_sdpa(q, k, v)
+    elif q.is_meta:
+        out = _traced_sdpa(q, k, v)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v)
+    return out.transpose(1, 2)
 
 
 def _traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
+    aten = torch.ops.aten
     if q.dtype in (torch.float16, torch.bfloat16):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, torch.is_grad_enabled()
-    )[0]
+        return aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    keep_sums = torch.is_grad_enabled()
+    return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep_sums)[0]
 
 
-@torch.compiler.allow_in_graph  # one node: torch 2.5 cannot trace the context manager, which acts while it is lowered
+# One node of the graph: torch 2.5 cannot trace the context manager, which acts while it is lowered.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _pinned_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(_sdpa_backends()):
         return F.scaled_dot_product_attention(q, k, v)
 
 
 def _sdpa_backends() -> list[SDPBackend]:
-    """Those that are right, build no matrix of scores and, where asked for, add in a fixed order."""
-    if torch.are_deterministic_algorithms_enabled():
-        return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
+    """Those that are correct, build no matrix of scores and, where asked for, are deterministic."""
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    if torch.are_deterministic_algorithms_enabled():
+        return fused
+    cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
     return [*fused, SDPBackend.CUDNN_ATTENTION] if cudnn_is_safe else fused
 
 
 class _OneKey(torch.autograd.Function):
-    """One key takes all the weight, so the result is its value and queries and keys have no gradient.
+    """One key has all the weight, so the result is its value; queries and keys get no gradient.
 
-    Forward repeats the values, backward sums over the queries. Images are such rows, one for each patch, for which
-    kernels would fill a tile of 64 or 128 queries each.
+    Forward repeats the values, backward sums over the queries. Images are such rows, one for each
+    patch. Kernels would fill a tile of 64 or 128 queries for each.
     """
 
     @staticmethod
@@ -360,23 +376,20 @@ class _OneKey(torch.autograd.Function):
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The definition, at most ``MAX_SCORES`` scores at a time; those are computed anew in backward."""
+    """The definition, at most ``MAX_SCORES`` scores at a time, which backward computes again."""
     _, num_queries, num_heads, _ = q.shape
     of_query = num_heads * k.shape[1]
     if len(q) * num_queries * of_query <= MAX_SCORES:
         return _softmax(q, k, v)
-    rows, queries = max(1, MAX_SCORES // (num_queries * of_query)), max(1, MAX_SCORES // of_query)
+
     # The gradients of all chunks of queries are added to keys and values: not in 16 bits.
     k, v = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (k, v))
+    rows, queries = max(1, MAX_SCORES // (num_queries * of_query)), max(1, MAX_SCORES // of_query)
+    attend = partial(checkpoint, _softmax, use_reentrant=False, preserve_rng_state=False)
     out = []
     for q_rows, k_rows, v_rows in zip(*(z.split(rows) for z in (q, k, v)), strict=True):
-        parts = (
-            checkpoint(
-                _softmax, part, k_rows, v_rows, use_reentrant=False, preserve_rng_state=False
-            )
-            for part in q_rows.split(queries, dim=1)
-        )
-        out.append(torch.cat(list(parts), dim=1))
+        parts = [attend(part, k_rows, v_rows) for part in q_rows.split(queries, dim=1)]
+        out.append(torch.cat(parts, dim=1))
     return torch.cat(out)
 
 

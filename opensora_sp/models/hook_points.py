@@ -1,9 +1,11 @@
-"""The places where tokens enter a model, change layout, attend to each other, are recomputed, and leave it.
+"""Hook points: where tokens enter a model, change layout, attend, are recomputed, and leave.
 
-A point does its local thing by itself. Whoever distributes the model hangs a function on it with ``attach``; that
-function receives the point's local one and its arguments. The points below hold no parameters, so state dicts are the
-same with and without. ``Shard``, ``Switch`` and ``Gather`` lie outside of what gradient checkpointing recomputes.
-A self-attention (``layers.py``) is a point as well: what goes in and comes out can be brought into another layout.
+A point runs its own ``local`` function. Code that distributes the model attaches another one with
+``attach``, which gets the local one and its arguments. The points below hold no parameters, so
+state dicts are the same with and without. ``Shard``, ``Switch`` and ``Gather`` lie outside of the
+code that gradient checkpointing recomputes.
+A self-attention (``layers.py``) is a hook point as well: its input and output can be brought into
+another layout.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import attention
+from .compile import uncompiled
 from .take import take
 from .token_layout import SPATIAL, PatchGrid, Rows, unpatchify
 
@@ -59,10 +62,11 @@ class Switch(Point):
 
 
 class Attend(Point):
-    """Where tokens attend to each other: those of a row, a window or a clip; q, k and v are ``[R, L, H, D]``.
+    """Where tokens attend to each other: those of a row, a window or a clip.
 
-    ``units`` are the numbers of those at hand, where they are not just those of the rows held (``Rows.groups``).
-    Tokens outside of their clip get zero.
+    q, k and v are ``[R, L, H, D]``. ``units`` are the numbers of the rows, windows or clips that
+    the tokens make up, where these are not just those of the rows held (``Rows.groups``). Tokens
+    outside of their clip get zero.
     """
 
     def local(
@@ -72,29 +76,33 @@ class Attend(Point):
             return attention(q, k, v, backend=rows.grid.attention)
         return self._attend_in_groups(q, k, v, rows, units)
 
-    @torch.compiler.disable  # groups differ from batch to batch, as the lengths of packed attention do
+    @uncompiled  # groups differ from batch to batch, as the lengths of packed attention do
     def _attend_in_groups(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None
     ) -> Tensor:
-        groups = rows.groups(units)
+        groups, backend = rows.groups(units), rows.grid.attention
         if groups is None:
-            return attention(q, k, v, backend=rows.grid.attention)
+            return attention(q, k, v, backend=backend)
+
         shape, index = q.shape, groups.index
         q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # [N, H, D] each
         if index is not None:
-            nothing = torch.zeros_like(q)
+            outside = torch.zeros_like(q)
             q, k, v = (take(z, index) for z in (q, k, v))
+
         if groups.lengths:
-            out = attention(q, k, v, lengths=groups.packing, backend=rows.grid.attention)
+            out = attention(q, k, v, lengths=groups.packing, backend=backend)
         else:
-            out = q + k + v  # of no token; all get a gradient, as on ranks that hold tokens
-        return (out if index is None else nothing.index_copy(0, index, out)).view(shape)
+            # Without a token here, all three get a gradient, as on ranks that hold tokens.
+            out = q + k + v
+        return (out if index is None else outside.index_copy(0, index, out)).view(shape)
 
 
 class Segment(Point):
-    """Where the work between two switches runs, plainly or dropping its inner tensors, to compute them in backward.
+    """Where the work between two switches runs, plainly or under gradient checkpointing.
 
-    ``last`` says that no switch follows.
+    With ``recompute`` its inner tensors are dropped and computed again in backward. ``last``: no
+    switch follows.
     """
 
     def local(
@@ -112,9 +120,10 @@ class Segment(Point):
 
 
 class Rowwise(Point):
-    """Where a block ends with work on single tokens, so that rows may be finished a few at a time.
+    """Where a block ends with work on single tokens, so that chunks of rows can be finished alone.
 
-    ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation, ``[b, 1 or n, 1 or L, C]`` with b * n = R.
+    ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation,
+    ``[b, 1 or n, 1 or L, C]`` with b * n = R.
     """
 
     def local(
@@ -124,7 +133,7 @@ class Rowwise(Point):
 
 
 class Gather(Point):
-    """Where the output leaves: rows ``[B * S, T, V * c]`` become latents ``[B, c, frames, height, width]``."""
+    """Where the output leaves: rows ``[B * S, T, V * c]`` -> ``[B, c, frames, height, width]``."""
 
     def local(self, x: Tensor, rows: Rows) -> Tensor:
         return unpatchify(x, rows)

@@ -1,8 +1,9 @@
-"""The small parts that the STDiT models share: embedders, norms, MLP, self- and cross-attention.
+"""The layers that the STDiT models share: embedders, norms, MLP, self- and cross-attention.
 
 Parameter names are those of the public Open-Sora checkpoints.
 
-Legend: B samples, R rows, L tokens of a row, T frames, S patches of a frame, C hidden width, H heads, D = C / H.
+Legend: B samples, R rows, L tokens of a row, T frames, S patches of a frame, C hidden width,
+H heads, D = C / H, N packed text tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from opensora_sp.transfer import to_device
 
 from .attention import Backend, Lengths, attention
+from .compile import uncompiled
 from .hook_points import Attend, Point
 from .packing import Packing
 from .take import take
@@ -26,15 +28,15 @@ from .token_layout import Rows
 
 
 def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Angles ``positions[..., None] * frequencies`` in at least float32, ``[..., len(frequencies)]``."""
+    """Angles ``positions[..., None] * frequencies`` in at least float32."""
     dtype = torch.promote_types(positions.dtype, torch.float32)
     return positions.to(dtype)[..., None] * frequencies.to(dtype)
 
 
 def position_embedding(positions: Tensor, width: int) -> Tensor:
-    """Positions ``[...]`` -> ``[..., width]``: sines, then cosines, of frequencies from 1 down to 1 / 10000.
+    """Positions ``[...]`` -> ``[..., width]``: sines, then cosines, in the positions' dtype.
 
-    Computed in the dtype of the positions.
+    The frequencies go from 1 down to 1 / 10000.
     """
     exponents = torch.arange(0, width, 2, device=positions.device).to(positions.dtype) / width
     angles = sinusoid(positions, 1.0 / 10000**exponents)
@@ -65,7 +67,7 @@ class Mlp(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim (Zhang & Sennrich, 2019), computed in at least float32."""
+    """Root-mean-square norm over the last dim (Zhang & Sennrich, 2019), in at least float32."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -74,15 +76,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        length = torch.linalg.vector_norm(
-            wide, dim=-1, keepdim=True
-        )  # which writes no tensor of squares
+        # The norm of a vector, unlike a mean of squares, writes no tensor of squares.
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         wide = wide * torch.rsqrt(length.square() / x.shape[-1] + self.eps)
         return self.weight * wide.to(x.dtype)
 
 
 class PatchEmbed3D(nn.Module):
-    """Patches -> tokens. The weight is stored as that of a convolution whose stride is the patch."""
+    """Patches -> tokens. The weight is that of a convolution whose stride is the patch."""
 
     def __init__(self, patch_size: tuple[int, int, int], in_channels: int, width: int) -> None:
         super().__init__()
@@ -95,36 +96,38 @@ class PatchEmbed3D(nn.Module):
 
 
 class PositionEmbedding2D(nn.Module):
-    """Sine-cosine embedding of a patch's column and row, on a grid scaled to the resolution trained at."""
+    """Sine-cosine embedding of a patch's column and row, scaled to the resolution trained at."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
 
     def forward(self, rows: Rows, device: torch.device) -> Tensor:
-        """Of the patches of the rows held, float32 ``[1, S, C]`` or ``[R, 1, C]``. With a mask each clip lies on a grid
-        of its own size, ``[R, S, C]`` or ``[R, 1, C]``."""
+        """Of the patches of the rows held, float32 ``[1, S, C]`` or ``[R, 1, C]``.
+
+        With a mask each clip lies on a grid of its own size: ``[R, S, C]`` or ``[R, 1, C]``.
+        """
         grid, scale = rows.grid, rows.scale(device)
-        patches = rows.patches(device)  # [1, S] or [R, 1]
-        columns = grid.shape[2]
-        sizes = (
-            [grid.shape[1:]] if grid.mask is None else grid.mask.frame_sizes()
-        )  # of all samples, or of each
-        bases = [round((height * width) ** 0.5) for height, width in sizes]
+        patches, columns = rows.patches(device), grid.shape[2]  # [1, S] or [R, 1]
+        # Height and width in patches, of all samples or of each.
+        sizes = [grid.shape[1:]] if grid.mask is None else grid.mask.frame_sizes()
+
         halves = []
         for axis, places in ((1, patches % columns), (0, patches // columns)):
-            steps = [base / size[axis] for base, size in zip(bases, sizes, strict=True)]
+            steps = [round((size[0] * size[1]) ** 0.5) / size[axis] for size in sizes]
             step: float | Tensor = steps[0]
             if grid.mask is not None:
-                step = to_device(torch.tensor(steps), device)[rows.samples(device)][
-                    :, None
-                ]  # [R, 1]
+                samples = rows.samples(device)
+                step = to_device(torch.tensor(steps), device)[samples][:, None]  # [R, 1]
             halves.append(position_embedding(places / scale * step, self.width // 2))
         return torch.cat(halves, dim=-1)
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding over the frames (Su et al., 2021): neighbouring channel pairs turn together."""
+    """Rotary position embedding over the frames (Su et al., 2021).
+
+    Neighbouring channels are pairs, which are turned by an angle.
+    """
 
     def __init__(self, head_width: int) -> None:
         super().__init__()
@@ -132,12 +135,14 @@ class RotaryEmbedding(nn.Module):
         self.freqs = nn.Parameter(self._frequencies(), requires_grad=False)
 
     def _frequencies(self, device: torch.device | None = None) -> Tensor:
-        return 1.0 / 10000 ** (
-            torch.arange(0, self.head_width, 2, device=device).float() / self.head_width
-        )
+        exponents = torch.arange(0, self.head_width, 2, device=device).float() / self.head_width
+        return 1.0 / 10000**exponents
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """Casting a model leaves the frequencies in float32: rounded ones would turn long rows by wrong angles."""
+        """Casting a model leaves the frequencies in float32.
+
+        Rounded ones would turn long rows by wrong angles.
+        """
         exact = self.freqs.data
         super()._apply(fn, recurse)
         device = self.freqs.device
@@ -145,19 +150,20 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(
-        self, q: Tensor, rows: Rows, *, in_frame: bool = False, turns: Tensor | None = None
+        self, q: Tensor, rows: Rows, *, in_frame: bool = False, rotation: Tensor | None = None
     ) -> Tensor:
-        """Turn the queries or keys ``[R, L, H, D]`` of these rows by their positions, for attention within a frame or
-        over frames; by ``turns`` where these have been computed ahead."""
-        turns = (
-            self.turns(rows, in_frame, q.device) if turns is None else turns
-        )  # [1 or R, 1 or L, 1, D/2]
+        """Rotate queries or keys ``[R, L, H, D]``, for attention within a frame or over frames.
+
+        ``rotation`` is that of these rows, if precomputed.
+        """
+        if rotation is None:
+            rotation = self.rotation(rows, in_frame, q.device)
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
         pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
-        return torch.view_as_real(pairs * turns).flatten(-2).to(q.dtype)
+        return torch.view_as_real(pairs * rotation).flatten(-2).to(q.dtype)
 
-    def turns(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
-        """Complex numbers of length 1, ``[1 or R, 1 or L, 1, D/2]``, that queries and keys are multiplied with."""
+    def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
+        """Complex factors of length 1 of queries and keys, ``[1 or R, 1 or L, 1, D/2]``."""
         angles = self.angles(rows, in_frame, device)[:, :, None]
         return torch.polar(torch.ones_like(angles), angles)
 
@@ -168,44 +174,43 @@ class RotaryEmbedding(nn.Module):
 
 
 class RotaryEmbedding3D(RotaryEmbedding):
-    """Rotary position embedding of Open-Sora 1.3: a third of the channels each for frame, line and column.
+    """Rotary position embedding of Open-Sora 1.3: frame, line and column have a third of the
+    channels each.
 
-    Within a frame, frames are at 0; over frames, lines and columns are counted within their window. Lines and columns
-    are as far apart as the resolution says (``PatchGrid.scale``).
+    Within a frame, frames are at 0. Over frames, lines and columns are counted within their window.
+    Distances of lines and columns follow the resolution (``PatchGrid.scale``).
     """
 
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
 
-    @torch.compiler.disable  # made once for all blocks: no part of a block's graph
-    def turns(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
-        key = ("turns", rows.layout, rows.start, rows.stop, in_frame)
-        return rows.grid.once(
-            key, lambda: super(RotaryEmbedding3D, self).turns(rows, in_frame, device)
-        )
+    @uncompiled  # made once for all blocks: no part of a block's graph
+    def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
+        key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
+        compute = super().rotation
+        return rows.grid.once(key, lambda: compute(rows, in_frame, device))
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, L, D/2]``."""
-        frame, patch, columns = rows.frames(device), rows.patches(device), rows.grid.shape[2]
-        line, column = patch // columns, patch % columns
+        patch, columns = rows.patches(device), rows.grid.shape[2]
+        frame, line, column = rows.frames(device), patch // columns, patch % columns
         if in_frame:
             frame = torch.zeros_like(frame)
         elif rows.grid.kernel is not None:
-            line, column = (
-                z % k if k > 0 else z for z, k in zip((line, column), rows.grid.kernel, strict=True)
-            )
+            height, width = rows.grid.kernel
+            line = line % height if height > 0 else line
+            column = column % width if width > 0 else column
+
         scale = rows.scale(device)
-        axes = torch.broadcast_tensors(
-            frame.to(scale), line / scale, column / scale
-        )  # [1 or R, L] each
+        axes = torch.broadcast_tensors(frame.to(scale), line / scale, column / scale)
         return torch.cat([sinusoid(axis, self.freqs) for axis in axes], dim=-1)
 
 
 class SelfAttention(Point):
-    """Multi-head attention of each row to itself, with optional RMS norm and rotation of queries and keys.
+    """Multi-head attention of each row to itself, with optional RMS norm of queries and keys.
 
-    They are normed, then turned; ``norm_last`` turns them first, as Open-Sora 1.1 did. ``in_frame``: the rows are
-    frames, for their positions.
+    These are normed, then rotated; with ``norm_last`` they are rotated first, as in Open-Sora 1.1.
+    ``in_frame``: the rows are frames, for their positions.
     """
 
     def __init__(
@@ -225,19 +230,18 @@ class SelfAttention(Point):
         self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
         self.attend = Attend()
-        self.rotate = (
-            [rope] if rope is not None else []
-        )  # in a list: the model owns the parameter, not its blocks
+        # In a list: the model owns the parameter, not its blocks.
+        self.ropes = [] if rope is None else [rope]
 
-    def local(self, x: Tensor, rows: Rows, turns: Tensor | None = None) -> Tensor:
-        """``[R, L, C]`` -> ``[R, L, C]``; ``turns`` are those of the rows, where they have been computed ahead."""
-        q, k, v = rearrange(
-            self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads
-        )
+    def local(self, x: Tensor, rows: Rows, rotation: Tensor | None = None) -> Tensor:
+        """``[R, L, C]`` -> ``[R, L, C]``; ``rotation`` is that of the rows, if precomputed."""
+        qkv = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
+        q, k, v = qkv
         if not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
-        for rope in self.rotate:
-            q, k = (rope(z, rows, in_frame=self.in_frame, turns=turns) for z in (q, k))
+        for rope in self.ropes:
+            q = rope(q, rows, in_frame=self.in_frame, rotation=rotation)
+            k = rope(k, rows, in_frame=self.in_frame, rotation=rotation)
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.proj(self.attend(q, k, v, rows).flatten(-2))
@@ -263,17 +267,21 @@ class CrossAttention(nn.Module):
         keys: Tensor | None = None,
         backend: str | Backend = "auto",
     ) -> Tensor:
-        """Tokens ``[R, L, C]`` and packed text ``[N, C]``, with the lengths of what belongs together.
+        """Tokens ``[R, L, C]`` attend to packed text ``[N, C]``.
 
-        ``order`` int64 ``[R * L]`` brings the tokens into the order of the texts, where they are not in it; ``keys``
-        are the keys and values ``[N, 2 * C]`` of the text, if they have been computed ahead; ``backend`` as in
-        ``attention``.
+        Args:
+            lengths: numbers of tokens and of text tokens that belong together.
+            order: int64 ``[R * L]``, the tokens in the order of the texts, where they do not lie
+                in it.
+            keys: keys and values ``[N, 2 * C]`` of the text, if precomputed.
+            backend: as in ``attention``.
         """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
         keys = self.kv_linear(text) if keys is None else keys
         k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
             q = take(q, order)
+
         out = attention(q, k, v, lengths=lengths, backend=backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)
@@ -281,9 +289,10 @@ class CrossAttention(nn.Module):
 
 
 def timestep_sinusoid(t: Tensor, width: int, max_period: float = 10000.0) -> Tensor:
-    """Scalars ``[...]`` -> ``[..., width]``: cosines, then sines, and a zero where the width is odd.
+    """Scalars ``[...]`` -> ``[..., width]``: cosines, then sines, and a zero if the width is odd.
 
-    The frequencies, from 1 down to nearly ``1 / max_period``, are float32 ones, as the released models saw them.
+    The frequencies, from 1 down to nearly ``1 / max_period``, are float32, as in the released
+    models.
     """
     exponents = torch.arange(width // 2, dtype=torch.float32, device=t.device) / (width // 2)
     angles = sinusoid(t, torch.exp(-math.log(max_period) * exponents))
@@ -309,11 +318,12 @@ class SizeEmbedder(TimestepEmbedder):
     """Scalars of a sample (fps, sizes), each embedded alone, then concatenated."""
 
     def forward(self, s: Tensor, num_samples: int) -> Tensor:  # type: ignore[override]
-        """``[n]`` or ``[n, k]`` with n dividing ``num_samples`` (tiled) -> ``[num_samples, k * C]``."""
+        """``[n]`` or ``[n, k]``, n dividing ``num_samples`` (tiled) -> ``[num_samples, k * C]``."""
         s = s[:, None] if s.ndim == 1 else s
         if num_samples % s.shape[0]:
             raise ValueError(
-                f"got sizes for {s.shape[0]} samples; expected {num_samples}; pass one row per sample"
+                f"got sizes for {s.shape[0]} samples; expected {num_samples}; "
+                "pass one row per sample"
             )
         return super().forward(s.repeat(num_samples // s.shape[0], 1)).flatten(1)
 
@@ -335,12 +345,13 @@ class CaptionEmbedder(nn.Module):
     def pack(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
         """The tokens in use of each sample, one sample after the other.
 
-        Nothing waits for a device if ``mask`` and ``drop`` are on the CPU; elsewhere they are read back.
+        The host waits for no device if ``mask`` and ``drop`` are on the CPU. Elsewhere they are
+        read back.
 
         Args:
             y: ``[B, 1, L, Cy]``.
-            mask: 1 for tokens in use, ``[n, L]`` or ``[n, 1, 1, L]`` with n dividing B (tiled); a row of zeros counts
-                as its first token in use.
+            mask: 1 for tokens in use, ``[n, L]`` or ``[n, 1, 1, L]`` with n dividing B (tiled); a
+                row of zeros counts as its first token in use.
             drop: bool ``[B]``; True takes the null caption, all its tokens, instead of y.
 
         Returns:
@@ -357,18 +368,18 @@ class CaptionEmbedder(nn.Module):
         for caption, slices, is_dropped in zip(y[:, 0], used, dropped, strict=True):
             own = [null] if is_dropped else [caption[tokens] for tokens in slices]
             parts += own
-            lengths.append(sum(len(part) for part in own))
+            lengths.append(sum(map(len, own)))
         return torch.cat(parts), lengths
 
 
 def used_tokens(mask: Tensor) -> list[list[slice]]:
-    """The runs of tokens in use of each row of a mask ``[n, L]``; of a row without any, its first token."""
-    runs = []
+    """The runs of tokens in use of each row of a mask ``[n, L]``, or its first token if none is."""
+    used = []
     for row in mask.tolist():
-        own, place = [], 0
+        runs, stop = [], 0
         for in_use, tokens in groupby(row, bool):
-            start, place = place, place + len(list(tokens))
+            start, stop = stop, stop + len(list(tokens))
             if in_use:
-                own.append(slice(start, place))
-        runs.append(own or [slice(0, 1)])
-    return runs
+                runs.append(slice(start, stop))
+        used.append(runs or [slice(0, 1)])
+    return used

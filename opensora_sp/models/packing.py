@@ -1,6 +1,7 @@
-"""Packed tokens: how many queries and keys belong together, and the work that kernels start for them.
+"""Packed tokens: how many queries and keys belong together, and how kernels split the work.
 
-A ``Packing`` is made once per forward and shared by all blocks, so that no block copies anything to the device.
+A ``Packing`` is made once per forward and shared by all blocks, so that no block copies anything to
+the device.
 
 Legend: N packed tokens, P pieces, L keys of a piece, H heads, D head width.
 """
@@ -15,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from opensora_sp.transfer import to_device
 
-TILE = 128  # queries and keys that a block of a kernel works on at a time
+TILE = 128  # queries and keys that a block of threads works on at a time
 PIECE = 1024  # queries of a sample that a piece has at most
 
 
@@ -48,7 +48,7 @@ class Call:
     _edges: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def edges(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the queries and where the keys of each piece begin, and the end: int32 ``[P + 1]`` each."""
+        """Where queries and where keys of each piece begin, and the end: int32 ``[P + 1]`` each."""
         if device not in self._edges:
             sums = [*accumulate(self.queries, initial=0), *accumulate(self.keys, initial=0)]
             first, second = to_device(torch.tensor(sums, dtype=torch.int32), device).chunk(2)
@@ -60,8 +60,8 @@ class Call:
 class Pieces:
     """Queries in pieces of ``queries`` tokens, each with the ``keys`` of its sample.
 
-    Kernels start blocks of threads by piece, head and, in backward, tile of keys. A long sample with few keys would
-    leave most of a GPU idle: 300 keys and 16 heads are 48 blocks.
+    Kernels start blocks of threads by piece, head and, in backward, tile of keys. A long sample
+    with few keys would leave most of a GPU idle: 300 keys and 16 heads are 48 blocks.
     """
 
     queries: tuple[int, ...]
@@ -71,21 +71,23 @@ class Pieces:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], heads: int, processors: int) -> Pieces:
+        """Pieces of the samples, as many as keep all multiprocessors busy."""
         tiles = sum(-(-k // TILE) for q, k in zip(queries, keys, strict=True) if q)
         wanted = -(-processors // max(1, heads * tiles))
+
         q_sizes: list[int] = []
         k_sizes: list[int] = []
         samples: list[tuple[int, int]] = []
         for q, k in zip(queries, keys, strict=True):
-            cut = _cut(q, k, wanted)
-            q_sizes += cut
-            k_sizes += [k] * len(cut)
-            samples.append((k, len(cut)))
+            sizes = _cut(q, k, wanted)
+            q_sizes += sizes
+            k_sizes += [k] * len(sizes)
+            samples.append((k, len(sizes)))
         return cls(tuple(q_sizes), tuple(k_sizes), tuple(samples))
 
     @cached_property
     def are_equal(self) -> bool:
-        """Whether they are rows of a tensor."""
+        """Whether all have the same lengths, so that they are rows of a tensor."""
         return len(set(zip(self.queries, self.keys, strict=True))) == 1
 
     def calls(self, most: int) -> list[Call]:
@@ -98,8 +100,12 @@ class Pieces:
         return self._calls[most]
 
     def repeat(self, z: Tensor) -> Tensor:
-        """Keys or values ``[N, H, D]`` of the samples -> of the pieces, ``[P, L, H, D]`` if these are equal, else
-        packed. One sample is not copied: its pieces see the same memory."""
+        """Keys or values ``[N, H, D]`` of the samples, repeated for their pieces.
+
+        Returns:
+            ``[P, L, H, D]`` if the pieces are equal, else packed. One sample is not copied: its
+            pieces share the same memory.
+        """
         if len(set(self.samples)) == 1 and self.are_equal:
             keys, pieces = self.samples[0]
             z = z.unflatten(0, (len(self.samples), 1, keys))
@@ -109,20 +115,21 @@ class Pieces:
         return z.unflatten(0, (len(self.keys), -1)) if self.are_equal else z
 
 
-def _cut(queries: int, keys: int, wanted: int) -> tuple[int, ...]:
+def _cut(queries: int, keys: int, wanted: int) -> list[int]:
     """The sizes of a sample's pieces, equal if that is possible with less than twice as many."""
     if not queries:
-        return ()
+        return []
     least = max(-(-queries // PIECE), min(wanted, queries // TILE))
     if least < 2 or keys >= queries:
-        return (queries,)
+        return [queries]
+
     count = next((n for n in range(least, 2 * least) if queries % n == 0), least)
     edges = [queries * i // count for i in range(count + 1)]
-    return tuple(stop - start for start, stop in pairwise(edges))
+    return [stop - start for start, stop in pairwise(edges)]
 
 
 class _Repeat(torch.autograd.Function):
-    """Each sample's keys once for each of its pieces. Backward sums over the pieces with one rounding."""
+    """Each sample's keys for each of its pieces. Backward sums over the pieces, rounding once."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, samples: tuple[tuple[int, int], ...]) -> Tensor:
@@ -133,7 +140,6 @@ class _Repeat(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         parts = grad.split([keys * pieces for keys, pieces in ctx.samples])
         sums = [

@@ -1,4 +1,4 @@
-"""Reading a model from disk and writing it, as methods. The work is done in ``opensora_sp.checkpoint``."""
+"""Methods that load and save a model; ``opensora_sp.checkpoint`` does the work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Model = TypeVar("Model", bound="Pretrained")
 
 
 class Pretrained:
-    """What a model offers that can be read from disk. Imports ``opensora_sp.checkpoint`` when called, not before."""
+    """Loading and saving. ``opensora_sp.checkpoint`` is imported when a method is called."""
 
     @classmethod
     def from_pretrained(
@@ -27,7 +27,10 @@ class Pretrained:
         dtype: torch.dtype | None = None,
         **config: Any,
     ) -> Model:
-        """Build a model of this class from weights in any layout; see ``opensora_sp.weights.from_pretrained``."""
+        """Build a model of this class from weights in any layout.
+
+        The arguments are those of ``opensora_sp.checkpoint.from_pretrained``.
+        """
         from opensora_sp.checkpoint import from_pretrained
 
         return from_pretrained(  # type: ignore[return-value]
@@ -42,11 +45,14 @@ class Pretrained:
         )
 
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Write ``config.json`` and safetensors into a new folder; see ``opensora_sp.weights.save_pretrained``."""
+        """Write ``config.json`` and safetensors into a new folder.
+
+        The arguments are those of ``opensora_sp.checkpoint.save_pretrained``.
+        """
         from opensora_sp.checkpoint import save_pretrained
 
         save_pretrained(self, path, max_shard_size=max_shard_size)  # type: ignore[arg-type]
 
     def position_tables(self) -> dict[str, Tensor]:
-        """Buffers in the state dict that follow from the configuration, computed anew, by name."""
+        """Buffers in the state dict that follow from the configuration, by name."""
         return {}

@@ -11,12 +11,13 @@ from .stdit import STDiT
 from .stdit2 import STDiT2
 from .stdit3 import STDiT3
 
+XL = dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
 CLASSES: dict[str, type[ConditionedModel]] = {"STDiT": STDiT, "STDiT2": STDiT2, "STDiT3": STDiT3}
 PRESETS: dict[str, tuple[type[ConditionedModel], dict[str, Any]]] = {
-    "STDiT-XL/2": (STDiT, dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))),
-    "STDiT2-XL/2": (STDiT2, dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))),
-    "STDiT3-XL/2": (STDiT3, dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))),
-    "STDiT3-3B/2": (STDiT3, dict(depth=28, hidden_size=1872, num_heads=26, patch_size=(1, 2, 2))),
+    "STDiT-XL/2": (STDiT, XL),
+    "STDiT2-XL/2": (STDiT2, XL),
+    "STDiT3-XL/2": (STDiT3, XL),
+    "STDiT3-3B/2": (STDiT3, XL | dict(hidden_size=1872, num_heads=26)),
 }
 
 
@@ -24,8 +25,8 @@ def build_model(name: str, **config: Any) -> ConditionedModel:
     """Build a model by class name or preset; keyword arguments override the preset's.
 
     Raises:
-        ValueError: for an unknown name, an unknown configuration key (naming the nearest known one), or values that do
-            not fit each other.
+        ValueError: for an unknown name, an unknown configuration key (naming the nearest known
+            one), or values that do not fit each other.
     """
     return model_class(name)(resolve_config(name, **config))
 

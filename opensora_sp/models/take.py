@@ -1,4 +1,4 @@
-"""Entries of a tensor in another order, with a backward that adds nothing."""
+"""Reordering without repetition, whose backward adds nothing."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def take(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
-    """``x.index_select(dim, index)`` where no entry of ``index`` stands there twice.
+    """``x.index_select(dim, index)`` for an ``index`` without duplicates.
 
-    So each gradient has one place to go, and is written there. The backward of ``index_select``
-    would add it: on CUDA by an atomic each, in the dtype of x.
+    Each gradient has one place then, and is written there. The backward of ``index_select`` would
+    add it: on CUDA by an atomic each, in the dtype of x.
     """
     taken: Tensor = _Take.apply(x, index, dim)
     return taken
 
 
 class _Take(torch.autograd.Function):
-    """Forward takes the entries; backward writes their gradients back, and zeros where none was taken."""
+    """Forward takes the entries. Backward writes their gradients back, and zeros elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -1,31 +1,46 @@
-"""Where a token lives: the patch grid of a batch, and the rows of one layout.
+"""Where a token lives: the grid of patches of a batch, and the rows of one layout.
 
-STDiT alternates attention over the patches of one frame and over the frames of one patch, so its tokens
-are kept in rows that one attention can take whole:
+A latent video is cut into patches, and each patch becomes a token. STDiT alternates attention over
+the patches of one frame with attention over the frames of one patch. So its tokens are kept in
+rows that one attention takes whole, in one of two layouts:
 
 * spatial layout: one row per (sample, frame), ``S`` patches long;
-* temporal layout: one row per (sample, patch), ``T`` frames long; where attention goes over windows of patches through
-  all frames, rows are in the order of the windows.
+* temporal layout: one row per (sample, patch), ``T`` frames long.
 
-``Rows`` says which contiguous run of these rows a tensor holds. The bare model holds all of them. ``groups.py`` says
-which tokens of them attend to each other.
+For a sample of T = 2 frames of S = 3 patches, where 12 is patch 2 of frame 1::
 
-Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R rows held, L row length
-(S or T), c channels of a latent, (pt, ph, pw) patch size, V = pt * ph * pw patch volume.
+    spatial rows            temporal rows
+    frame 0:  00 01 02      patch 0:  00 10
+    frame 1:  10 11 12      patch 1:  01 11
+                            patch 2:  02 12
+
+``PatchGrid`` describes all patches of a batch. ``Rows`` is a contiguous run of its rows in one
+layout: those that a tensor holds. The bare model holds all rows; under sequence parallelism each
+rank holds a run. ``Rows.slice`` cuts the patches of these rows out of a latent, ``Rows.turn``
+brings tokens into the other layout, and ``unpatchify`` makes a latent of them again.
+
+Where temporal attention goes over windows of patches through all frames, temporal rows lie in the
+order of the windows. ``token_groups.py`` has the tokens of the rows that attend to each other.
+
+Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R rows held, L row
+length (S or T), c channels of a latent, (pt, ph, pw) patch size, V = pt * ph * pw patch volume.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from opensora_sp.transfer import to_device
+
 from .attention import Backend
+from .compile import uncompiled
 from .take import take
 from .token_groups import Groups, VideoMask, Windows, group_tokens, windows_of
 
@@ -33,9 +48,12 @@ SPATIAL = "spatial"
 TEMPORAL = "temporal"
 
 
-class _Known:
-    """What is known of a batch. In an object of its own: the guards of a compiled graph look into a bare dict, whose
-    growth from block to block would compile each block anew."""
+class _Cache:
+    """Results shared by all blocks of a batch.
+
+    They are in an object of their own: the guards of a compiled graph look into a bare dict, whose
+    growth from block to block would compile each block anew.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[Any, Any] = {}
@@ -43,12 +61,18 @@ class _Known:
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """The patches of a batch of latents ``[B, c, frames, height, width]``; borders are padded up to a patch.
+    """The patches of a batch of latents ``[B, c, frames, height, width]``.
 
-    ``kernel`` are height and width of the windows that temporal attention goes over, in patches (-1 for all of them);
-    with ``full`` all tokens of a sample attend to each other. ``mask`` says which patches lie inside of their clip,
-    ``scale`` how far positions are apart, for all samples alike ``[]`` or, with a mask, for each ``[B]``.
-    ``attention`` is the backend of the batch's attention; models resolve it before their blocks.
+    Latents are padded at the end up to a whole patch.
+
+    Args:
+        latent_size: (frames, height, width) of the latents.
+        patch_size: (pt, ph, pw).
+        kernel: height and width of the windows of temporal attention, in patches (-1 for all).
+        full: all tokens of a sample attend to each other.
+        mask: the positions inside of each clip, where clips of different sizes share the batch.
+        scale: what positions are divided by, ``[]`` or, with a mask, ``[B]``.
+        attention: the attention backend of the batch; models resolve it before their blocks.
     """
 
     num_samples: int
@@ -59,25 +83,13 @@ class PatchGrid:
     mask: VideoMask | None = field(default=None, compare=False)
     scale: Tensor | None = field(default=None, compare=False)
     attention: str | Backend = field(default="auto", compare=False)
-    _known: _Known = field(default_factory=_Known, compare=False, repr=False)  # see ``once``
-
-    @classmethod
-    def of(cls, x: Tensor, patch_size: tuple[int, int, int], **more: Any) -> PatchGrid:
-        """The grid of latents ``x`` ``[B, c, frames, height, width]``."""
-        num_samples, _, frames, height, width = x.shape
-        return cls(
-            num_samples=num_samples,
-            latent_size=(frames, height, width),
-            patch_size=patch_size,
-            **more,
-        )
+    _cache: _Cache = field(default_factory=_Cache, compare=False, repr=False)  # see ``once``
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Number of patches along time, height and width: (T, H, W)."""
-        t, h, w = (
-            -(-size // patch) for size, patch in zip(self.latent_size, self.patch_size, strict=True)
-        )
+        sizes = zip(self.latent_size, self.patch_size, strict=True)
+        t, h, w = (-(-size // patch) for size, patch in sizes)
         return t, h, w
 
     @property
@@ -98,27 +110,27 @@ class PatchGrid:
 
     @cached_property
     def windows(self) -> Windows | None:
-        """The windows of a frame, None where temporal attention stays within a patch."""
+        """The windows of a frame; None if temporal attention stays within a patch."""
         return None if self.kernel is None else windows_of(*self.shape[1:], self.kernel)
 
-    def once(self, key: tuple, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made once for this batch and shared by all blocks."""
-        entries = self._known.entries
+    def once(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """The result of ``compute``, computed once for this batch and shared by all blocks."""
+        entries = self._cache.entries
         if key not in entries:
-            entries[key] = make()
+            entries[key] = compute()
         return entries[key]
 
-    @torch.compiler.disable  # inside of a graph, what is known of a batch would be guarded
+    @uncompiled  # inside of a graph, the cache would be guarded
     def window_order(self, device: torch.device) -> Tensor:
         """The patch at each place of the windows, int64 ``[S]``."""
         assert self.windows is not None
-        return self.once(("window order", device), partial(self.windows.order_on, device))
+        order = self.windows.order
+        return self.once(("order", device), lambda: to_device(torch.tensor(order), device))
 
-    @torch.compiler.disable
+    @uncompiled
     def window_place(self, device: torch.device) -> Tensor:
         """The place of each patch in the windows, int64 ``[S]``."""
-        assert self.windows is not None
-        return self.once(("window place", device), partial(self.windows.place_on, device))
+        return self.once(("place", device), lambda: self.window_order(device).argsort())
 
     def rows(self, layout: str) -> Rows:
         """All rows of the batch in one layout."""
@@ -128,7 +140,7 @@ class PatchGrid:
 
 @dataclass(frozen=True)
 class Rows:
-    """The run ``[start, stop)`` of a batch's rows in one layout, counted sample by sample (batch-major)."""
+    """The run ``[start, stop)`` of a batch's rows in one layout, counted sample by sample."""
 
     grid: PatchGrid
     layout: str
@@ -164,15 +176,17 @@ class Rows:
         return self.grid.rows(TEMPORAL if self.layout == SPATIAL else SPATIAL)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """``(sample, lo, hi)``: sample by sample the rows held here, numbered within the sample.
+        """``(sample, lo, hi)``: the rows held of each sample, numbered within the sample.
 
-        Yields one empty run where nothing is held, so that every caller takes the same path.
+        Yields one empty run if no row is held, so that all callers take the same code path.
         """
         if not self.count:
             yield 0, 0, 0
+
         for sample in range(self.start // self.per_sample, -(-self.stop // self.per_sample)):
             first = sample * self.per_sample
-            if (lo := max(self.start - first, 0)) < (hi := min(self.stop - first, self.per_sample)):
+            lo, hi = max(self.start - first, 0), min(self.stop - first, self.per_sample)
+            if lo < hi:
                 yield sample, lo, hi
 
     def tokens_per_sample(self, frames: Sequence[int] | None = None) -> list[int]:
@@ -187,27 +201,28 @@ class Rows:
         return tokens
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of all samples ``[B, 1 or per_sample, 1 or L, ...]``, as the rows held take them.
+        """Values of all samples ``[B, 1 or per_sample, 1 or L, ...]``, for the rows held.
 
         Returns:
-            ``[b, 1 or n, 1 or L, ...]``, to be broadcast against the tokens held, ``[b, n, L, ...]``: b samples of n
-            rows where samples are held whole, else b = 1. A view, unless several samples are held in unequal parts.
+            ``[b, 1 or n, 1 or L, ...]``, to be broadcast against the tokens held,
+            ``[b, n, L, ...]``: b samples of n rows if samples are held whole, else b = 1. A view,
+            unless several samples are held in unequal parts.
 
-        The backward of a broadcast is a reduction, which accumulates bf16 in fp32 and in a fixed order. That of
-        ``index_select`` adds row after row into one row of bf16, on CUDA by atomics.
+        The backward of a broadcast is a reduction, which accumulates bf16 in fp32 and in a fixed
+        order. That of ``index_select`` adds row after row into one row of bf16, on CUDA by atomics.
         """
         if self.count and not (self.start % self.per_sample or self.stop % self.per_sample):
             return values[self.start // self.per_sample : self.stop // self.per_sample]
 
-        runs = list(self.runs())
-        by_sample, parts = values.unbind(), []
-        for sample, lo, hi in runs:
+        by_sample, counts = values.unbind(), []
+        parts: list[Tensor] = []
+        for sample, lo, hi in self.runs():
             of_sample = by_sample[sample]
+            counts.append(hi - lo)
             parts.append(of_sample if len(of_sample) == 1 else of_sample[lo:hi])
         if len(parts) == 1:
             return parts[0][None]
 
-        counts = [hi - lo for _, lo, hi in runs]
         repeated = [part.expand(n, *part.shape[1:]) for part, n in zip(parts, counts, strict=True)]
         return torch.cat(repeated)[None]
 
@@ -216,68 +231,69 @@ class Rows:
         return torch.arange(self.start, self.stop, device=device) // self.per_sample
 
     def patches(self, device: torch.device) -> Tensor:
-        """The patch of a frame, 0 to S - 1, that each row and token held is of, int64: ``[1, S]`` or ``[R, 1]``."""
+        """The patch, 0 to S - 1, of each row and token held, int64: ``[1, S]`` or ``[R, 1]``."""
         if self.layout == SPATIAL:
             return torch.arange(self.length, device=device)[None]  # a row runs through all patches
         places = torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
         return places if self.grid.windows is None else self.grid.window_order(device)[places]
 
     def frames(self, device: torch.device) -> Tensor:
-        """The frame, 0 to T - 1, that each row and token held is of, int64: ``[R, 1]`` or ``[1, T]``."""
+        """The frame, 0 to T - 1, of each row and token held, int64: ``[R, 1]`` or ``[1, T]``."""
         if self.layout == SPATIAL:
             return torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
         return torch.arange(self.length, device=device)[None]
 
     def scale(self, device: torch.device) -> Tensor:
-        """What positions are divided by, ``[]``, or ``[R, 1]`` where each clip has its own."""
-        if self.grid.scale is None:
+        """What positions are divided by: ``[]``, or ``[R, 1]`` if each clip has its own."""
+        scale = self.grid.scale
+        if scale is None:
             return torch.ones((), device=device)
-        return (
-            self.grid.scale
-            if self.grid.mask is None
-            else self.grid.scale[self.samples(device)][:, None]
-        )
+        return scale if self.grid.mask is None else scale[self.samples(device)][:, None]
 
     def turn(self, x: Tensor) -> tuple[Tensor, Rows]:
         """Tokens ``[R, L, C]`` of whole samples in the other layout, and the rows of these."""
-        start, stop = (edge // self.per_sample * self.length for edge in (self.start, self.stop))
-        x = x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
-        windows = self.grid.windows
-        if windows is not None and self.layout == TEMPORAL:
-            x = take(x, self.grid.window_place(x.device), dim=1)  # patches line by line
+        grid, x = self.grid, x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
+        if grid.windows is not None and self.layout == TEMPORAL:
+            x = take(x, grid.window_place(x.device), dim=1)  # patches line by line
         x = x.transpose(1, 2)
-        if windows is not None and self.layout == SPATIAL:
-            x = take(x, self.grid.window_order(x.device), dim=1)
+        if grid.windows is not None and self.layout == SPATIAL:
+            x = take(x, grid.window_order(x.device), dim=1)
+
+        start, stop = (edge // self.per_sample * self.length for edge in (self.start, self.stop))
         return x.flatten(0, 1).contiguous(), self.turned().take(start, stop)
 
     @property
     def attend_alone(self) -> bool:
-        """Whether each row, whole, attends to itself; what is known without looking at a mask."""
+        """Whether each row, whole, attends to itself, as far as is known without the mask."""
         in_windows = self.layout == TEMPORAL and self.grid.kernel is not None
         return self.grid.mask is None and not in_windows and not self.grid.full
 
     def groups(self, units: Sequence[int] | None = None) -> Groups | None:
-        """Which tokens attend to each other; None where each row does by itself. Made once for a batch.
+        """The tokens that attend to each other; None if each row attends to itself.
+
+        Made once for a batch.
 
         Args:
-            units: numbers of the frames, patches, windows or samples whose tokens are at hand, in their order and
-                counted sample by sample; None for those of the rows held.
+            units: numbers of the frames, patches, windows or samples that the tokens make up, in
+                their order and counted sample by sample; None for those of the rows held.
         """
         if self.attend_alone:
             return None
         key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
-        return self.grid.once(("groups", *key), lambda: group_tokens(self, units))
+        groups: Groups | None = self.grid.once(key, lambda: group_tokens(self, units))
+        return groups
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.
 
         Args:
-            z: ``[B, c, frames, height, width]``, ``[B, frames, height, width]`` (c = 1) or ``[B, frames]``
-                (c = 1, one value for all positions of a frame), of any dtype, in latent positions.
+            z: ``[B, c, frames, height, width]``, ``[B, frames, height, width]`` (c = 1) or
+                ``[B, frames]`` (c = 1, one value for all positions of a frame), of any dtype, in
+                latent positions.
 
         Returns:
-            ``[R, L, V * c]``, the channels of a patch ordered (pt, ph, pw, c) as the model's output is. Positions
-            beyond the border of the latent are zero.
+            ``[R, L, V * c]``, the channels of a patch ordered (pt, ph, pw, c) as the model's output
+            is. Positions beyond the border of the latent are zero.
 
         Raises:
             ValueError: if ``z`` does not have the size of the batch this grid was made for.
@@ -286,18 +302,19 @@ class Rows:
         return torch.cat([self._slice_sample(z[sample], lo, hi) for sample, lo, hi in self.runs()])
 
     def inside(self, device: torch.device) -> Tensor:
-        """Which positions of the patches lie inside of their clip, bool ``[R, L, V]``; the others are padding."""
+        """The positions of the patches inside of their clip, bool ``[R, L, V]``; False: padding."""
         if self.grid.mask is not None:
             return self.slice(self.grid.mask.positions).to(device)
         ones = torch.ones((), dtype=torch.bool, device=device)
         return self.slice(ones.expand(self.grid.num_samples, *self.grid.latent_size))
 
     def clear_outside(self, patches: Tensor) -> Tensor:
-        """Patches ``[R, L, V * c]`` with zeros where they lie outside of their clip."""
+        """Patches ``[R, L, V * c]`` with zeros outside of their clip, if the batch has a mask."""
+        if self.grid.mask is None:
+            return patches
         inside = self.inside(patches.device)  # [R, L, V]
-        return patches.masked_fill(
-            ~inside.repeat_interleave(patches.shape[-1] // inside.shape[-1], dim=-1), 0
-        )
+        channels = patches.shape[-1] // inside.shape[-1]
+        return patches.masked_fill(~inside.repeat_interleave(channels, dim=-1), 0)
 
     def _as_latent(self, z: Tensor) -> Tensor:
         num_samples, size = self.grid.num_samples, self.grid.latent_size
@@ -307,45 +324,48 @@ class Rows:
             return z[:, None]
         if z.ndim == 5 and (z.shape[0], *z.shape[2:]) == (num_samples, *size):
             return z
+
         frames, height, width = size
         raise ValueError(
-            f"got a tensor of shape {tuple(z.shape)}; expected [{num_samples}, channels, {frames}, {height}, {width}], "
-            f"[{num_samples}, {frames}, {height}, {width}] or [{num_samples}, {frames}]; "
-            "pass a tensor of the batch that the model was called with"
+            f"got a tensor of shape {tuple(z.shape)}; expected [{num_samples}, channels, {frames}, "
+            f"{height}, {width}], [{num_samples}, {frames}, {height}, {width}] or "
+            f"[{num_samples}, {frames}]; pass a tensor of the batch that the model was called with"
         )
 
     def _slice_sample(self, z: Tensor, lo: int, hi: int) -> Tensor:
-        """Rows ``[lo, hi)`` of one sample ``[c, frames, height, width]`` -> ``[hi - lo, L, V * c]``."""
+        """Rows ``[lo, hi)`` of a sample ``[c, frames, height, width]``: ``[hi - lo, L, V * c]``."""
         (T, H, W), (pt, ph, pw) = self.grid.shape, self.grid.patch_size
         patches = dict(pt=pt, ph=ph, pw=pw)
         if self.layout == SPATIAL:
             z = _pad_to(z[:, lo * pt : hi * pt], ((hi - lo) * pt, H * ph, W * pw))
             return rearrange(z, "c (t pt) (h ph) (w pw) -> t (h w) (pt ph pw c)", **patches)
-        wanted = range(lo, hi) if self.grid.windows is None else self.grid.windows.order[lo:hi]
-        top, bottom = (
-            (min(wanted) // W, max(wanted) // W + 1) if wanted else (0, 0)
-        )  # lines of patches touched
+
+        # Only the lines of patches that these rows touch.
+        windows = self.grid.windows
+        wanted = range(lo, hi) if windows is None else windows.order[lo:hi]
+        top, bottom = (min(wanted) // W, max(wanted) // W + 1) if wanted else (0, 0)
         z = _pad_to(z[:, :, top * ph : bottom * ph], (T * pt, (bottom - top) * ph, W * pw))
         z = rearrange(z, "c (t pt) (h ph) (w pw) -> (h w) t (pt ph pw c)", **patches)
-        if self.grid.windows is None:
+        if windows is None:
             return z[lo - top * W : hi - top * W]
         return take(z, self.grid.window_order(z.device)[lo:hi] - top * W)
 
 
 def unpatchify(x: Tensor, rows: Rows) -> Tensor:
-    """All rows of a batch ``[B * T, S, V * c]`` or ``[B * S, T, V * c]`` -> latents ``[B, c, frames, height, width]``.
+    """All rows of a batch ``[B * T, S, V * c]`` or ``[B * S, T, V * c]`` as latents, cropped.
 
-    Padding is cropped.
+    Returns:
+        ``[B, c, frames, height, width]``.
     """
     grid = rows.grid
     (T, H, W), (pt, ph, pw), (frames, height, width) = grid.shape, grid.patch_size, grid.latent_size
     if rows.layout == TEMPORAL and grid.windows is not None:
         x = x.unflatten(0, (-1, H * W))
         x = take(x, grid.window_place(x.device), dim=1).flatten(0, 1)  # patches line by line
+
     held = "(b t) (h w)" if rows.layout == SPATIAL else "(b h w) t"
-    x = rearrange(
-        x, held + " (pt ph pw c) -> b c (t pt) (h ph) (w pw)", t=T, h=H, w=W, pt=pt, ph=ph, pw=pw
-    )
+    pattern = held + " (pt ph pw c) -> b c (t pt) (h ph) (w pw)"
+    x = rearrange(x, pattern, t=T, h=H, w=W, pt=pt, ph=ph, pw=pw)
     return x[:, :, :frames, :height, :width]
 
 
@@ -353,8 +373,7 @@ def _pad_to(z: Tensor, size: tuple[int, int, int]) -> Tensor:
     """Zeros at the far end of the last three dims, up to ``size``."""
     if z.shape[-3:] == size:
         return z
-    padded = z.new_zeros(
-        *z.shape[:-3], *size
-    )  # F.pad refuses empty dims, which ranks without rows have
+    # F.pad refuses empty dims, which ranks without rows have.
+    padded = z.new_zeros(*z.shape[:-3], *size)
     padded[..., : z.shape[-3], : z.shape[-2], : z.shape[-1]] = z
     return padded

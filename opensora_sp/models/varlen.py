@@ -1,7 +1,8 @@
-"""Kernels for packed tokens that torch ships, with the arguments of flash-attn's ``flash_attn_varlen_func``.
+"""Torch's kernels for packed tokens, with the arguments of flash-attn's ``flash_attn_varlen_func``.
 
-Operators of torch's own nested tensors, with derivatives that autograd knows but without a public name before 2.10.
-Their first arguments have stayed the same since 2.2; where a later torch changes them, ``available`` is False.
+They are operators of torch's own nested tensors, with derivatives that autograd knows but without a
+public name before 2.10. Their first arguments have stayed the same since 2.2. Where a later torch
+changes them, ``available`` is False.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ ARGUMENTS = {
         "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
     ),
     "_efficient_attention_forward": (
-        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p custom_mask_type "
-        "compute_log_sumexp"
+        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p "
+        "custom_mask_type compute_log_sumexp"
     ),
 }
 
@@ -37,7 +38,7 @@ def flash(
     longest_q: int,
     longest_k: int,
 ) -> Tensor:
-    """FlashAttention-2 in fp16 or bf16: packed ``[N, H, D]``, int32 edges ``[P + 1]`` -> ``[N, H, D]``."""
+    """FlashAttention-2 in fp16 or bf16: packed ``[N, H, D]``, int32 edges ``[P + 1]``."""
     forward = torch.ops.aten._flash_attention_forward
     return forward(q, k, v, q_edges, k_edges, longest_q, longest_k, 0.0, False, False)[0]
 
@@ -59,18 +60,15 @@ def efficient(
 
 @cache
 def available(operator: str) -> bool:
-    """Whether this torch has the operator with the arguments that are passed here. Logs once if not."""
+    """Whether this torch has the operator with the arguments passed here. Logs once if not."""
     expected = ARGUMENTS[operator].split()
-    overloads = getattr(torch.ops.aten, operator, None)
-    found = (
-        []
-        if overloads is None
-        else [argument.name for argument in overloads.default._schema.arguments]
+    found: list[str] = []
+    if overloads := getattr(torch.ops.aten, operator, None):
+        found = [argument.name for argument in overloads.default._schema.arguments]
+    if found[: len(expected)] == expected:
+        return True
+
+    logger.warning(
+        "torch's %s takes %s; packed samples are grouped by their lengths instead", operator, found
     )
-    if found[: len(expected)] != expected:
-        logger.warning(
-            "torch's %s takes %s; packed samples are grouped by their lengths instead",
-            operator,
-            found,
-        )
-    return found[: len(expected)] == expected
+    return False

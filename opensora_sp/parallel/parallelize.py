@@ -232,7 +232,7 @@ def _hooks(model: nn.Module, mesh: SequenceMesh, options: Options) -> Any:
         raise ValueError(
             f"got a model of class {type(model).__name__} with sharding_points {named!r}; expected a dict that names "
             f"its {sorted(POINTS)} points, or a plan; call register_plan({type(model).__name__}, ShardPlan(...)), see "
-            "docs/own_model.md"
+            "docs/custom_model.md"
         )
     return SequenceParallel(model, mesh, options)
 

@@ -77,7 +77,7 @@ class ShardPlan:
         if options != Options():
             raise ValueError(
                 f"got {options} for a model that takes part by a ShardPlan; expected the defaults; name "
-                "sharding_points in the model to choose how ranks share it (docs/own_model.md)"
+                "sharding_points in the model to choose how ranks share it (docs/custom_model.md)"
             )
         return PlanHooks(self, model, mesh)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.conditioning import SharedConfig
+from opensora_sp.models.config import SharedConfig
 from opensora_sp.models.layers import CrossAttention, PatchEmbed3D
 
 from .sharing import Shape, attention_work

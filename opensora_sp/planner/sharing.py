@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from opensora_sp.models.conditioning import SharedConfig
+from opensora_sp.models.config import SharedConfig
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.cost_model import attention_flops, block_flops, few_frames_costs
 from opensora_sp.parallel.layout import (

@@ -30,8 +30,8 @@ class Activations:
 
     They are ``first + depth * pair``.
 
-    ``inputs`` are the bytes of the batch itself, which are part of that; ``largest`` those
-    of the largest block.
+    ``inputs`` are the bytes that live during the whole step, the batch and cuBLAS's workspaces,
+    which are part of that; ``largest`` those of the largest block.
     """
 
     first: float
@@ -82,9 +82,13 @@ def trace_activations(
     # Between the temporal parts of two pairs: all that a forward pass makes once exists before the
     # first.
     pair = at_segments[3] - at_segments[1]
-    peak += CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0
+    # cuBLAS keeps its workspaces after the pass: they exist in the optimizer step as well.
+    workspaces = CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0
     return Activations(
-        first=peak - DEPTH * pair, pair=pair, inputs=inputs, largest=getattr(live, "largest", 0)
+        first=peak + workspaces - DEPTH * pair,
+        pair=pair,
+        inputs=inputs + workspaces,
+        largest=getattr(live, "largest", 0),
     )
 
 

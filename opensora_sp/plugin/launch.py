@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.runtime import meet
+from opensora_sp.runtime import join_rendezvous
 
 from ._colossalai import get_accelerator, get_dist_logger, set_seed
 from .accelerator import use_cpu_if_nothing_else
@@ -29,7 +29,7 @@ def launch(
 
     Raises:
         ValueError: on every rank, if ranks are missing or differ in versions, devices or ``settings``; see
-            ``opensora_sp.launching.meet``.
+            ``opensora_sp.runtime.join_rendezvous``.
     """
     use_cpu_if_nothing_else()
     get_dist_logger().set_level("ERROR")  # ColossalAI logs to stdout
@@ -46,7 +46,7 @@ def launch(
                 MASTER_PORT=str(port),
             )
             os.environ.update(alone)
-        store = meet(settings)
+        store = join_rendezvous(settings)
         _launch(seed, timeout)
         del store  # the process group keeps it
 

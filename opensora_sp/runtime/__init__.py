@@ -1,18 +1,26 @@
-"""The processes of a run: their environment and hosts, their rendezvous, and a watchdog that propagates failures."""
+"""The processes of a run: environment and host, rendezvous, and a watchdog that propagates failures."""
 
 from .environment import Launch
 from .host_checks import check_machine, check_shared_memory
 from .processes import leave_process_group
-from .rendezvous import meet, told_to_all_ranks
-from .watchdog import Watch, backend_timeout
+from .rendezvous import join_rendezvous, raise_on_all_ranks
+from .watchdog import Watchdog, backend_timeout
+
+# Former names, until 1.0.
+Watch = Watchdog
+meet = join_rendezvous
+told_to_all_ranks = raise_on_all_ranks
 
 __all__ = [
     "Launch",
     "Watch",
+    "Watchdog",
     "backend_timeout",
     "check_machine",
     "check_shared_memory",
+    "join_rendezvous",
     "leave_process_group",
     "meet",
+    "raise_on_all_ranks",
     "told_to_all_ranks",
 ]

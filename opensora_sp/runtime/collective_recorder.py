@@ -1,9 +1,9 @@
-"""The collectives that this rank has begun: the newest of each process group, and those it is in.
+"""Records the collectives that this rank has called, so that the watchdog can name one that hangs.
 
-On an asynchronous backend (NCCL) a collective returns to the host at once, and a rank that waits
-for one stands in ``tolist()`` or in a stream's synchronization: no stack shows what it waits for.
-So calls are recorded, whoever makes them. torch has no hook for that, and a dispatch mode would
-slow every operator down; ``torch.distributed``'s functions are therefore wrapped while a watchdog
+On an asynchronous backend (NCCL) a collective returns to the host at once. A rank that waits for
+one is in ``tolist()`` or in a stream's synchronization, and its stack does not show the collective.
+So all calls are recorded, whoever makes them. torch has no hook for that, and a dispatch mode would
+slow every operator down. ``torch.distributed``'s functions are therefore wrapped while a watchdog
 runs, as attributes of their modules, where torch, ColossalAI and this package look them up. A
 record has shapes and a line of source, never a tensor, and costs a few microseconds.
 
@@ -20,15 +20,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .stack_inspection import is_outside, place_of
+from .stack_inspection import location
 
-# Each is one collective of the backend; what is left out of torch's functions calls one of these.
+# Each calls the backend once. All other collectives of torch.distributed call one of these.
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -48,44 +48,58 @@ COLLECTIVES = (
     "scatter",
     "send",
 )
-KEPT = 2048  # newest collectives of a group; a host runs ahead of its device by fewer
+HISTORY = 2048  # newest collectives kept per group; a host runs ahead of its device by fewer
+
+
+class TensorArgument(NamedTuple):
+    """A tensor, or a list of ``num_tensors`` of one shape, that a collective was called with."""
+
+    name: str
+    num_tensors: int | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        several = "" if self.num_tensors is None else f"{self.num_tensors} x "
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name} {several}{list(self.shape)} {dtype}"
 
 
 @dataclass(eq=False, slots=True)
 class Collective:
-    """The ``number``-th collective of a process group since the watchdog began, by all ``ranks``.
+    """The ``number``-th collective of a process group since the watchdog started, by all ``ranks``.
 
     ``peer`` is the other rank of ``send`` or ``recv``, which have no number of their own.
     """
 
     operation: str
-    tensors: tuple[tuple[str, int, torch.Size, torch.dtype], ...]
+    tensors: list[TensorArgument]
     group: str
     number: int
     ranks: tuple[int, ...]
     peer: int | None
-    place: str
+    location: str
     returned: bool = False  # to the host; on an asynchronous backend that means launched
 
     def __str__(self) -> str:
-        tensors = ", ".join(_shape(*tensor) for tensor in self.tensors)
-        which = f"number {self.number} of process group {self.group} (ranks {_ranks(self.ranks)})"
-        return f"{self.operation}({tensors}), {which}, at {self.place}"
+        call = f"{self.operation}({', '.join(map(str, self.tensors))})"
+        group = f"process group {self.group} (ranks {_format_ranks(self.ranks)})"
+        return f"{call}, number {self.number} of {group}, called at {self.location}"
 
 
 @dataclass
 class _Group:
     ranks: tuple[int, ...]
-    begun: int = 0
+    called: int = 0
     returned: int = 0
-    newest: deque[Collective] = field(default_factory=lambda: deque(maxlen=KEPT))
+    newest: deque[Collective] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
 
 class CollectiveRecorder:
-    """Records collectives from ``start`` to ``stop``. All ranks start at the same place.
+    """Records collectives from ``start`` to ``stop``. All ranks start at the same collective.
 
     Args:
-        timeout: of the backends of process groups that are made meanwhile, where none is given.
+        timeout: of the backends of process groups that are made meanwhile without a timeout.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -107,15 +121,15 @@ class CollectiveRecorder:
         self._replaced.clear()
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """By group, how many collectives this rank has begun and how many have returned."""
+        """By group, how many collectives this rank has called, and how many have returned."""
         with self._lock:
             return {
-                "begun": {name: group.begun for name, group in self._groups.items()},
+                "called": {name: group.called for name, group in self._groups.items()},
                 "returned": {name: group.returned for name, group in self._groups.items()},
             }
 
     def pending(self) -> list[Collective]:
-        """What may be outstanding: calls that some thread is in, and the newest of each group."""
+        """What may be pending: calls that some thread is in, and the newest of each group."""
         with self._lock:
             newest = [group.newest[-1] for group in self._groups.values() if group.newest]
             others = [call for call in self._open.values() if call not in newest]
@@ -149,42 +163,41 @@ class CollectiveRecorder:
 
         @functools.wraps(function)
         def recorded(*args: Any, **options: Any) -> Any:
-            call = self._begin(function.__name__, dict(zip(names, args), **options))
+            call = self._record_call(function.__name__, dict(zip(names, args), **options))
             try:
                 return function(*args, **options)
             finally:
-                self._end(call)
+                self._record_return(call)
 
         return recorded
 
-    def _begin(self, operation: str, values: dict[str, Any]) -> Collective | None:
-        group: Any = values.get("group") or dist.group.WORLD
+    def _record_call(self, operation: str, arguments: dict[str, Any]) -> Collective | None:
+        group: Any = arguments.get("group") or dist.group.WORLD
         name = c10d._world.pg_names.get(group)
         if name is None:  # not a member
             return None
 
-        is_for_one = operation in ("send", "recv")
-        peer = values.get("dst" if operation == "send" else "src") if is_for_one else None
-        if is_for_one and peer is None:  # from any rank, so none can be named
-            return None
-        tensors, place = _tensors(values), place_of(_caller())
+        peer = None
+        if operation in ("send", "recv"):
+            peer = arguments.get("dst" if operation == "send" else "src")
+            if peer is None:  # from any rank, so none can be named
+                return None
 
+        tensors, line = _tensor_arguments(arguments), location(sys._getframe())
         with self._lock:
             own = self._groups.get(name)
             if own is None:
                 own = self._groups[name] = _Group(tuple(dist.get_process_group_ranks(group)))
 
-            if peer is not None:
-                ranks = (dist.get_rank(), peer)
-                call = Collective(operation, tensors, name, own.begun, ranks, peer, place)
-            else:
-                own.begun += 1
-                call = Collective(operation, tensors, name, own.begun, own.ranks, None, place)
+            own.called += peer is None
+            ranks = own.ranks if peer is None else (dist.get_rank(), peer)
+            call = Collective(operation, tensors, name, own.called, ranks, peer, line)
+            if peer is None:
                 own.newest.append(call)
             self._open[id(call)] = call
         return call
 
-    def _end(self, call: Collective | None) -> None:
+    def _record_return(self, call: Collective | None) -> None:
         if call is None:
             return
         with self._lock:
@@ -194,32 +207,18 @@ class CollectiveRecorder:
                 self._groups[call.group].returned += 1
 
 
-def _tensors(values: dict[str, Any]) -> tuple[tuple[str, int, torch.Size, torch.dtype], ...]:
-    """Name, count (0: no list), shape and dtype of the arguments that are tensors or lists of them."""
+def _tensor_arguments(arguments: dict[str, Any]) -> list[TensorArgument]:
     found = []
-    for name, value in values.items():
+    for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            found.append((name, 0, value.shape, value.dtype))
+            found.append(TensorArgument(name, None, value.shape, value.dtype))
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            found.append((name, len(value), value[0].shape, value[0].dtype))
-    return tuple(found)
+            found.append(TensorArgument(name, len(value), value[0].shape, value[0].dtype))
+    return found
 
 
-def _shape(name: str, count: int, shape: torch.Size, dtype: torch.dtype) -> str:
-    several = f"{count} x " if count else ""
-    return f"{name} {several}{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``0, 1, 2``; long runs as ``0 to 63``."""
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """``0, 1, 2``; long ranges as ``0 to 63``."""
     if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]} to {ranks[-1]}"
     return ", ".join(map(str, ranks))
-
-
-def _caller() -> Any:
-    """The innermost frame outside of torch and of the watchdog."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and not is_outside(frame):
-        frame = frame.f_back
-    return frame

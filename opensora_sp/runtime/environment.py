@@ -1,4 +1,4 @@
-"""What ``torchrun``, ``colossalai run`` or ``srun`` tell a process about its place, read and checked."""
+"""The environment variables that ``torchrun``, ``colossalai run`` or ``srun`` set, read and checked."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-ADVICE = "start with torchrun or colossalai run, which set them, or set all of " + ", ".join(NEEDED)
+REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ADVICE = "start with torchrun or colossalai run, which set them, or set all of " + ", ".join(
+    REQUIRED
+)
 
 
 @dataclass(frozen=True)
 class Launch:
     """The place of this process among those that were started with it.
 
-    ``local_world_size`` counts the ranks of this host; None where the launcher does not say. ``agent_store`` is whether
-    torchrun itself keeps the store at ``master``, so that no rank has to.
+    Attributes:
+        local_world_size: ranks on this host; None where the launcher does not set it.
+        master: address and port of the rendezvous.
+        agent_store: whether torchrun itself hosts the store at ``master``, so that no rank has to.
     """
 
     rank: int
@@ -28,75 +32,107 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Launch | None:
-        """What the environment says; None if nobody launched this process, which is then a world of its own.
+        """Read the environment; None without a launcher, where the process is a world of its own.
 
         Raises:
-            ValueError: if variables are missing or cannot all be true.
+            ValueError: if variables are missing or contradict each other.
         """
-        given = os.environ if environment is None else environment
-        if "WORLD_SIZE" not in given and "RANK" not in given:
+        variables = os.environ if environment is None else environment
+        if "WORLD_SIZE" not in variables and "RANK" not in variables:
             return None
-        missing = [name for name in NEEDED if name not in given]
+
+        missing = [name for name in REQUIRED if name not in variables]
         if missing:
-            there = ", ".join(f"{name}={given[name]}" for name in NEEDED if name in given)
+            found = ", ".join(f"{name}={variables[name]}" for name in REQUIRED if name in variables)
             raise ValueError(
-                f"got {there} in the environment, but no {', '.join(missing)}; expected all; {ADVICE}"
+                f"got {found} in the environment, but no {', '.join(missing)}; expected all; "
+                f"{ADVICE}"
             )
-        rank, world_size, local_rank, port = (
-            _number(given, n) for n in (*NEEDED[:3], "MASTER_PORT")
+
+        launch = cls(
+            rank=_integer(variables, "RANK"),
+            world_size=_integer(variables, "WORLD_SIZE"),
+            local_rank=_integer(variables, "LOCAL_RANK"),
+            local_world_size=(
+                _integer(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
+            ),
+            master=(variables["MASTER_ADDR"], _integer(variables, "MASTER_PORT")),
+            agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        local = _number(given, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in given else None
-        largest = world_size if local is None else local
-        if not (0 <= rank < world_size and 0 <= local_rank < largest <= world_size):
+        launch._check()
+        return launch
+
+    def _check(self) -> None:
+        local = self.local_world_size
+        largest = self.world_size if local is None else local
+        ranks_fit = 0 <= self.rank < self.world_size
+        if not (ranks_fit and 0 <= self.local_rank < largest <= self.world_size):
             of_host = "" if local is None else f", LOCAL_WORLD_SIZE {local}"
             raise ValueError(
-                f"got RANK {rank}, WORLD_SIZE {world_size}, LOCAL_RANK {local_rank}{of_host} in the environment; "
-                f"expected ranks from 0 to the number of processes less one, over all hosts and on this one; {ADVICE}"
+                f"got RANK {self.rank}, WORLD_SIZE {self.world_size}, LOCAL_RANK {self.local_rank}"
+                f"{of_host} in the environment; expected ranks from 0 to the number of processes "
+                f"less one, over all hosts and on this one; {ADVICE}"
             )
+
+        port = self.master[1]
         if not 0 < port < 65536:
             raise ValueError(
-                f"got MASTER_PORT {port}; expected 1 to 65535; choose one that is free, such as 29500"
+                f"got MASTER_PORT {port}; expected 1 to 65535; choose a free one, such as 29500"
             )
-        agent = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(rank, world_size, local_rank, local, (given["MASTER_ADDR"], port), agent)
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether some of the ranks run on other hosts, as far as the launcher says."""
+        """Whether some ranks run on other hosts, as far as the launcher's variables show."""
         return self.local_world_size is not None and self.local_world_size < self.world_size
 
     @property
-    def keeps_store(self) -> bool:
+    def hosts_store(self) -> bool:
         """Whether it is this process that listens at ``master``."""
         return self.rank == 0 and not self.agent_store
 
     def check_master(self) -> None:
-        """Raise ValueError if the name of the first host leads nowhere, or only to this host while there are others."""
+        """Check the address of the first host.
+
+        Raises:
+            ValueError: if it cannot be resolved, or is this host's loopback address while other
+                hosts have ranks.
+        """
         host, port = self.master
         try:
-            found = {
-                str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            }
+            addresses = resolve(host, port)
         except OSError as error:
             raise ValueError(
-                f"got MASTER_ADDR {host!r}, which {socket.gethostname()} cannot resolve ({error.strerror or error}); "
-                "expected a name or address of the first host that all hosts know; pass --master_addr ADDRESS"
+                f"got MASTER_ADDR {host!r}, which {socket.gethostname()} cannot resolve "
+                f"({error.strerror or error}); expected a name or address of the first host that "
+                "all hosts know; pass --master_addr ADDRESS"
             ) from None
-        if self.spans_hosts and all(map(is_loopback, found)):
+
+        if self.spans_hosts and all(map(is_loopback, addresses)):
             raise ValueError(
-                f"got MASTER_ADDR {host!r}, which means {socket.gethostname()} itself, with ranks on several hosts; "
-                "expected an address of the first host that the others reach; pass --master_addr ADDRESS"
+                f"got MASTER_ADDR {host!r}, which resolves to {socket.gethostname()} itself, with "
+                "ranks on several hosts; expected an address of the first host that the others "
+                "reach; pass --master_addr ADDRESS"
             )
+
+
+def resolve(host: str, port: int | None = None) -> list[str]:
+    """IP addresses of a host name.
+
+    Raises:
+        OSError: if the name is unknown.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(info[4][0]) for info in found]
 
 
 def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _number(given: Mapping[str, str], name: str) -> int:
+def _integer(variables: Mapping[str, str], name: str) -> int:
     try:
-        return int(given[name])
+        return int(variables[name])
     except ValueError:
         raise ValueError(
-            f"got {name}={given[name]!r} in the environment; expected an integer; {ADVICE}"
+            f"got {name}={variables[name]!r} in the environment; expected an integer; {ADVICE}"
         ) from None

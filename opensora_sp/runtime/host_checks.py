@@ -1,4 +1,4 @@
-"""What this machine must have for its ranks: network interfaces that exist, the GPUs asked for, shared memory."""
+"""What a host must have for its ranks: network interfaces that exist, the GPUs asked for, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from glob import glob
 import psutil
 import torch
 
-from .environment import Launch, is_loopback
+from .environment import Launch, is_loopback, resolve
 
 SHARED_MEMORY = "/dev/shm"
 PREFETCHED = 2  # batches that a worker of torch's DataLoader makes ahead
@@ -18,7 +18,7 @@ MB = 1e6
 
 
 def check_machine(launch: Launch) -> None:
-    """Raise ValueError if the ranks of this machine cannot start: devices, interfaces, addresses."""
+    """Raise ValueError if the ranks of this host cannot start: devices, interfaces, addresses."""
     check_devices(launch)
     check_interfaces()
     launch.check_master()
@@ -27,41 +27,42 @@ def check_machine(launch: Launch) -> None:
 
 
 def check_devices(launch: Launch | None = None) -> None:
-    """Raise ValueError if GPUs were asked for, or are there, and torch cannot use them, or not all ranks get one."""
+    """Check that torch can use the GPUs of this host.
+
+    Raises:
+        ValueError: if GPUs were asked for or are installed, but torch cannot use them, or if there
+            are fewer GPUs than ranks.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    host = socket.gethostname()
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         if launch is not None and launch.local_rank >= count:
             raise ValueError(
-                f"got {launch.local_rank + 1} or more ranks on {socket.gethostname()}, where torch sees {count} GPUs "
-                f"(CUDA_VISIBLE_DEVICES={visible}); expected at most one rank for each; lower --nproc_per_node"
+                f"got {launch.local_rank + 1} or more ranks on {host}, where torch sees {count} "
+                f"GPUs (CUDA_VISIBLE_DEVICES={visible}); expected at most one rank for each; lower "
+                "--nproc_per_node"
             )
         return
+
     if visible in ("", "-1", "NoDevFiles"):
         return
     nodes = sorted(glob("/dev/nvidia[0-9]*"))
-    asked = (
-        f"CUDA_VISIBLE_DEVICES={visible}"
-        if visible is not None
-        else f"the device {nodes[0]}"
-        if nodes
-        else None
+    if visible is None and not nodes:
+        return
+
+    asked = f"the device {nodes[0]}" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    raise ValueError(
+        f"got {asked} on {host}, but no GPU that torch can use (torch {torch.__version__} was "
+        f"built {built}); expected a driver that is new enough (see nvidia-smi), a torch built for "
+        "CUDA and, in a container, --gpus all; or set CUDA_VISIBLE_DEVICES= (empty) to compute on "
+        "the CPU"
     )
-    if asked is not None:
-        built = (
-            f"was built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "was built without CUDA"
-        )
-        raise ValueError(
-            f"got {asked} on {socket.gethostname()}, but no GPU that torch can use (torch {torch.__version__} "
-            f"{built}); expected a driver that is new enough (see nvidia-smi), a torch built for CUDA and, in a "
-            "container, --gpus all; or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
-        )
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Names of this machine's network interfaces and their IP addresses."""
+    """Names of this host's network interfaces, and the IP addresses of each."""
     internet = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [one.address.split("%")[0] for one in addresses if one.family in internet]
@@ -70,75 +71,76 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def check_interfaces() -> None:
-    """Raise ValueError if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no interface that has an address."""
-    there = interfaces()
-    with_address = {name for name, addresses in there.items() if addresses}
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable)
-        if not value:
-            continue
-        names = [name.strip() for name in value.split(",")]
-        if variable.startswith("GLOO"):
-            lacking = [name for name in names if name not in with_address]
-        else:
-            lacking = [] if _nccl_choice(value, with_address) else [value]
-        if lacking:
-            shown = ", ".join(
-                f"{name} ({', '.join(addresses[:2]) or 'no address'})"
-                for name, addresses in there.items()
-            )
-            raise ValueError(
-                f"got {variable}={value} on {socket.gethostname()}, where no interface {lacking[0]!r} has an address; "
-                f"expected one of {shown}; set {variable} to the one that reaches the other hosts, or unset it"
-            )
+    """Raise ValueError if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no usable interface."""
+    known = interfaces()
+    usable = {name for name, addresses in known.items() if addresses}
+
+    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    names = [name.strip() for name in gloo.split(",")] if gloo else []
+    unusable = [name for name in names if name not in usable]
+    if unusable:
+        raise _unusable_interface("GLOO_SOCKET_IFNAME", unusable[0], known)
+
+    nccl = os.environ.get("NCCL_SOCKET_IFNAME")
+    if nccl and not _nccl_interfaces(nccl, usable):
+        raise _unusable_interface("NCCL_SOCKET_IFNAME", nccl, known)
 
 
-def _nccl_choice(value: str, names: set[str]) -> set[str]:
-    """The interfaces that NCCL takes: names that begin so, ``=`` for exactly these, ``^`` for all but these."""
-    sign = value[0] if value[0] in "=^" else ""
-    exact = sign == "=" or value.startswith("^=")
-    given = [name for name in value.lstrip("=^").split(",") if name]
+def _unusable_interface(variable: str, name: str, known: dict[str, list[str]]) -> ValueError:
+    choices = ", ".join(
+        f"{one} ({', '.join(addresses[:2]) or 'no address'})" for one, addresses in known.items()
+    )
+    return ValueError(
+        f"got {variable}={os.environ[variable]} on {socket.gethostname()}, where no interface "
+        f"{name!r} has an address; expected one of {choices}; set {variable} to the one that "
+        "reaches the other hosts, or unset it"
+    )
+
+
+def _nccl_interfaces(value: str, names: set[str]) -> set[str]:
+    """The interfaces that NCCL selects: by prefix, ``=`` exactly these, ``^`` all but these."""
+    exact = value.startswith(("=", "^="))
+    patterns = tuple(name for name in value.lstrip("=^").split(",") if name)
     matching = {
-        name
-        for name in names
-        if any(name == one or (not exact and name.startswith(one)) for one in given)
+        name for name in names if (name in patterns if exact else name.startswith(patterns))
     }
-    return names - matching if sign == "^" else matching
+    return names - matching if value.startswith("^") else matching
 
 
 def check_own_address(master: tuple[str, int]) -> None:
-    """Raise ValueError if gloo would tell the other hosts to find this one at a loopback address.
+    """Raise ValueError if gloo would advertise a loopback address of this host to the others.
 
-    Without GLOO_SOCKET_IFNAME gloo listens where the name of the host points to, which many distributions let be
-    127.0.1.1, and at 127.0.0.1 where the name is unknown; other hosts then connect to themselves.
+    Without GLOO_SOCKET_IFNAME gloo listens at the address of the host's own name, which many
+    distributions resolve to 127.0.1.1, and at 127.0.0.1 where the name is unknown. Other hosts then
+    connect to themselves.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
+
     name = socket.gethostname()
     try:
-        found = [
-            str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        ]
+        found = resolve(name)
     except OSError:
         found = []
     if found and not is_loopback(found[0]):
         return
-    address, interface = _way_to(master)
+
+    address, interface = _route_to(master)
     advice = (
-        f"set GLOO_SOCKET_IFNAME={interface}"
+        f"set GLOO_SOCKET_IFNAME={interface} (address {address})"
         if interface
         else "set GLOO_SOCKET_IFNAME to its network interface"
     )
-    meaning = f"means {found[0]}" if found else "cannot be resolved"
+    meaning = f"resolves to {found[0]}" if found else "cannot be resolved"
     raise ValueError(
-        f"got the host name {name!r}, which {meaning} on this host, with "
-        "ranks on several hosts; expected an address that the other hosts reach, since gloo tells it to them; "
-        f"{advice}{f' (address {address})' if interface else ''}, or correct /etc/hosts"
+        f"got the host name {name!r}, which {meaning} on this host, with ranks on several hosts; "
+        "expected an address that the other hosts reach, since gloo advertises it to them; "
+        f"{advice}, or correct /etc/hosts"
     )
 
 
-def _way_to(master: tuple[str, int]) -> tuple[str, str | None]:
-    """Address and interface by which this machine would reach another one; nothing is sent."""
+def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:
+    """Address and interface by which this host would reach another one; nothing is sent."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -146,14 +148,13 @@ def _way_to(master: tuple[str, int]) -> tuple[str, str | None]:
             own = str(probe.getsockname()[0])
     except OSError:
         return "", None
-    return own, next(
-        (name for name, known in interfaces().items() if own in known and not is_loopback(own)),
-        None,
-    )
+
+    names = [name for name, addresses in interfaces().items() if own in addresses]
+    return own, names[0] if names and not is_loopback(own) else None
 
 
 def shared_memory() -> tuple[int, int] | None:
-    """Bytes of shared memory in all, and free; None where the system has none to look at."""
+    """Total and free bytes of shared memory; None where the system has no ``/dev/shm``."""
     if not os.path.isdir(SHARED_MEMORY):
         return None
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -161,22 +162,24 @@ def shared_memory() -> tuple[int, int] | None:
 
 
 def check_shared_memory(batch_bytes: int, num_workers: int, local_ranks: int) -> None:
-    """Raise ValueError if the batches that data workers hand over would not fit into shared memory.
+    """Raise ValueError if the batches of loader workers do not fit into shared memory.
 
     Args:
         batch_bytes: of the largest batch that a worker makes.
         num_workers: workers of each rank.
-        local_ranks: ranks on this machine, which share the memory.
+        local_ranks: ranks on this host, which share the memory.
     """
     usage = shared_memory()
     if num_workers == 0 or usage is None:
         return
+
+    total, free = usage
     needed = batch_bytes * PREFETCHED * num_workers * local_ranks
-    if needed > usage[1]:
-        total, free = (f"{number / MB:,.1f} MB" for number in usage)
+    if needed > free:
         raise ValueError(
-            f"got {free} free of {total} in {SHARED_MEMORY} on {socket.gethostname()}; expected at least "
-            f"{needed / MB:,.1f} MB for {local_ranks} ranks x {num_workers} workers x {PREFETCHED} batches of "
-            f"{batch_bytes / MB:,.1f} MB; lower num_workers (0 needs none), or start the container with more "
-            f"(docker run --shm-size={max(1, -(-2 * needed // 10**9))}g, or --ipc=host)"
+            f"got {free / MB:,.1f} MB free of {total / MB:,.1f} MB in {SHARED_MEMORY} on "
+            f"{socket.gethostname()}; expected at least {needed / MB:,.1f} MB for {local_ranks} "
+            f"ranks x {num_workers} workers x {PREFETCHED} batches of {batch_bytes / MB:,.1f} MB; "
+            "lower num_workers (0 needs none), or start the container with more (docker run "
+            f"--shm-size={max(1, -(-2 * needed // 10**9))}g, or --ipc=host)"
         )

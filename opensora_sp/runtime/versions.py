@@ -1,4 +1,4 @@
-"""What must be the same on every rank: versions, the code itself, the kind of device."""
+"""What must be equal on all ranks: versions, the source code itself, the kind of device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ def source_digest() -> str:
     """Twelve hex digits of the SHA-256 of this package's source files and their names."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(
-            path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
-        )
+        name = path.relative_to(PACKAGE).as_posix().encode()
+        digest.update(name + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
 def versions() -> dict[str, str]:
-    """Versions that ranks must share, by name, without importing anything that takes seconds."""
+    """Versions by name, read without importing any package that takes seconds to load."""
     return {
         "opensora-sp": f"{opensora_sp.__version__} (source {source_digest()})",
         "python": ".".join(platform.python_version_tuple()[:2]),

@@ -1,78 +1,95 @@
-"""A thread of each rank that sees to it that a run ends on all ranks, and with a reason.
+"""The watchdog: a thread of each rank that detects failures and propagates them to all ranks.
 
-========================================  ============================================================================
-what happens                              what the watch does
-========================================  ============================================================================
-a rank raises                             tells the error to all ranks; those say whose it is and exit
-a rank is killed                          on its own machine seen at once, by its process number; elsewhere as below
-a rank is not heard of                    after ``peer_timeout`` the others name it and exit
-a rank does not join a collective         after ``collective_timeout`` the others name the collective and the rank
-SIGTERM, Ctrl-C, or the launcher is gone  ``stop_reason`` is set, for the run to end well; after ``grace_time`` it exits
-a second Ctrl-C                           the process exits at once
-========================================  ============================================================================
+=============================  ==============================  =====================================
+failure                        detection                       reaction
+=============================  ==============================  =====================================
+a rank raises                  the exception leaves the block  propagated: the others report it and
+                                                               exit
+a rank is killed, same host    its process number              the others report it and exit
+a rank is killed, other host   a lost connection, or no        the others report it and exit
+                               heartbeat for ``peer_timeout``
+a rank is stopped or cut off   no heartbeat for                the others report it and exit
+                               ``peer_timeout``
+a rank joins no collective     ``collective_timeout``          the others report the collective and
+                                                               the rank, and exit
+SIGTERM, Ctrl-C, the launcher  a signal handler; the           ``stop_reason`` is set on all ranks,
+has exited                     launcher's process number       which exit after ``grace_time``
+a second Ctrl-C                the signal handler              the process exits at once
+=============================  ==============================  =====================================
 
-Every second each rank writes a line, its beat, into a store that rank 0 keeps (a ``TCPStore`` beside the one of the
-process group), where the first failure is told too. Rank 0 reads all beats, the others that of rank 0. Time without a
-sign of life is counted in one's own beats, so a process that was stopped accuses nobody when it goes on.
+Every second each rank writes a heartbeat into a store that rank 0 hosts, and reads the run's first
+failure and a request to stop from it. Rank 0 reads the heartbeats of all ranks, the others that of
+rank 0. Timeouts are counted in a rank's own heartbeats, so a process that was suspended blames
+nobody when it resumes.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
-from opensora_sp.console import INTERRUPTED, tell_launcher
+from opensora_sp.console import INTERRUPTED
+from opensora_sp.error_file import write_error_file
 
 from .collective_recorder import CollectiveRecorder
-from .overdue import OverdueCollectives
-from .processes import Process, launchers, machine, this_process
-from .stack_inspection import stands_at
+from .collective_timeout import CollectiveTimeout
+from .heartbeats import (
+    INTERVAL,
+    PROPAGATION_TIMEOUT,
+    Heartbeat,
+    HeartbeatStore,
+    PeerTimeout,
+    wait_for,
+)
+from .processes import is_alive, launchers
+from .signals import SignalHandler
+from .stack_inspection import location_of_thread
 
 logger = logging.getLogger(__name__)
-BEAT = 1.0  # seconds from one beat to the next
-HEARD = 5.0  # seconds in which all ranks are given to hear of a failure
-LEAVE = 3.0  # and for what the run does by itself after it
-SAME_INTERRUPT = (
-    1.0  # seconds in which SIGINT of a terminal and of a launcher that sends it on count as one
+EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit
+COLLECTIVE_TIMEOUT = 1800.0  # seconds, unless a config sets another
+BACKEND_MARGIN = 60.0  # seconds that backends get beyond it, so that the watchdog reports first
+CONNECTION_ERRORS = (
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    "Socket",
+    "gloo/transport",
+    "NCCL",
 )
-COLLECTIVE_TIMEOUT = 1800.0  # seconds, unless a config has another one
-BACKEND_MARGIN = (
-    60.0  # from collective_timeout to that of the backends, so that our report comes first
-)
-LOST = ("Connection closed", "Connection reset", "Broken pipe", "Socket", "gloo/transport", "NCCL")
-NOTHING = "-"  # what the store says where nothing was told
+NOT_STOPPED = ", but the run did not stop within"
 
 
-class _End(Exception):  # noqa: N818  (not an error of this program)
-    """The run ends here, for the reason told."""
+class _RunFailed(Exception):  # noqa: N818  (of the run, not of this code)
+    """The run ends, for the reason given."""
 
 
-class Watch:
-    """``with Watch(...) as watch:`` around all that ranks do together, once their process group exists. Collective.
+class Watchdog:
+    """``with Watchdog(...) as watchdog:`` around all that ranks do together in a process group.
 
-    An exception that leaves the block is told to all other ranks, which exit with status 1 unless they are about to
-    leave it by themselves. Where it says no more than that a peer's connection was lost, it becomes ``SystemExit``
-    with that status, 130 after Ctrl-C, and the log says which rank failed.
-    Must be left normally by all ranks or by none.
+    Collective. An exception that leaves the block is propagated to all other ranks, which exit with
+    status 1 unless they are about to leave it by themselves. An exception that only reports a lost
+    connection to another rank becomes ``SystemExit`` with that status, 130 after Ctrl-C, and the
+    log names the rank that failed. Must be left normally by all ranks or by none.
 
     Args:
-        peer_timeout: seconds without a sign of life after which a rank is given up.
-        collective_timeout: seconds after which a collective that some ranks have not joined ends the run. Groups that
-            are made inside of the block get it as their backend's timeout, with a margin; see ``backend_timeout``.
-        grace_time: seconds that the run has to end after ``stop_reason`` was set; 0 if it does not look at that.
+        peer_timeout: seconds without a heartbeat after which a rank counts as failed.
+        collective_timeout: seconds after which a collective that some rank has not joined ends the
+            run. Groups that are made inside of the block get it as their backend's timeout, with a
+            margin; see ``backend_timeout``.
+        grace_time: seconds that the run has to end after ``stop_reason`` was set; 0 if it does not
+            look at ``stop_reason``.
+
+    Attributes:
+        stop_reason: why the run should stop after this step; None while it should not.
     """
 
     def __init__(
@@ -82,47 +99,40 @@ class Watch:
         collective_timeout: float = COLLECTIVE_TIMEOUT,
         grace_time: float = 300.0,
     ) -> None:
-        self.peer_timeout, self.collective_timeout, self.grace_time = (
-            peer_timeout,
-            collective_timeout,
-            grace_time,
-        )
+        self.peer_timeout, self.grace_time = peer_timeout, grace_time
+        self.collective_timeout = collective_timeout
         self.stop_reason: str | None = None
+
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._others = [rank for rank in range(self._world) if rank != self._rank]
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._others = [rank for rank in range(self._world_size) if rank != self._rank]
         self._launchers = launchers()
-        self._signalled, self._beats, self._stop_beat = "", 0, 0
-        self._interrupted_at: float | None = None
-        self._failure: str | None = None  # the first one, of any rank
-        self._heard: dict[
-            int, tuple[str, int]
-        ] = {}  # by rank: its last beat, and when, in beats of ours, it came
+        self._signals = SignalHandler()
+
+        self._store = HeartbeatStore(self._rank, self._world_size)
+        self._peer_timeout = PeerTimeout(peer_timeout)
         self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
-        self._overdue = OverdueCollectives(
+        self._collective_timeout = CollectiveTimeout(
             self._recorder,
             rank=self._rank,
             timeout=collective_timeout,
-            seconds=BEAT,
-            beats_of=self._beats_of,
+            interval=INTERVAL,
+            read_heartbeats=self._store.heartbeats,
         )
-        self._ended, self._announced, self._counted = threading.Event(), False, False
-        self._main = threading.get_ident()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def __enter__(self) -> Watch:
-        self._store: Any = None
-        self._peers: dict[int, Process] = {}
-        if self._world > 1:
-            self._meet()
+        self._number, self._stop_number = 0, 0  # heartbeats: written, and at the request to stop
+        self._failure: str | None = None  # the first one, of any rank
+        self._ended, self._is_reported = threading.Event(), False
+        self._main_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._world_size > 1:
+            self._store.open(self.peer_timeout)
+            self._write_heartbeat()
+            dist.barrier()
             self._recorder.start()
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
-        if self._in_main_thread:
-            self._former_handlers = {
-                number: signal.signal(number, self._on_signal) or signal.SIG_DFL
-                for number in (signal.SIGTERM, signal.SIGINT)
-                if signal.getsignal(number) is not signal.SIG_IGN
-            }
+        self._signals.install()
         self._thread.start()
         return self
 
@@ -134,267 +144,195 @@ class Watch:
     ) -> None:
         if isinstance(error, SystemExit) and not error.code:
             error = None
-        if error is not None and self._is_secondary(error):
-            self._wait_for_a_reason(error)
+        if error is not None and self._is_connection_error(error):
+            self._find_failed_rank(error)
+
         self._ended.set()
-        self._thread.join(HEARD)
+        self._thread.join(PROPAGATION_TIMEOUT)
         try:
             if error is None:
                 self._leave_with_all()
             else:
-                self._tell(error)
+                self._propagate(error)
         finally:
             self._recorder.stop()
-            if self._in_main_thread:
-                for number, handler in self._former_handlers.items():
-                    signal.signal(number, handler)
+            self._signals.uninstall()
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether it was Ctrl-C, on any rank, that asked the run to stop."""
-        return self._signalled == "SIGINT" or self.why_to_stop().endswith("SIGINT")
+        """Whether the request to stop was Ctrl-C, on any rank."""
+        return self._signals.received == "SIGINT" or self.why_to_stop().endswith("SIGINT")
 
     def why_to_stop(self) -> str:
-        """``stop_reason`` of this rank, or that of another one, of which this rank need not have heard yet."""
-        return self.stop_reason or self._read("stop")[0]
+        """``stop_reason`` of this rank, or of another one that this rank has not read yet."""
+        return self.stop_reason or self._store.read([]).stop_reason or ""
 
-    # What the main thread does
+    # The main thread: errors that leave the block, and the end of the run.
 
-    def _meet(self) -> None:
-        """Rank 0 opens the store; all ranks tell each other where they are, and write their first beat."""
-        mine = (machine(), this_process())
-        seen: list[Any] = [None] * self._world
-        dist.all_gather_object(seen, mine)
-        self._peers = {
-            rank: process
-            for rank, (place, process) in enumerate(seen)
-            if rank != self._rank and place == mine[0] and process is not None
-        }
-        together = all(place == mine[0] for place, _ in seen)
-        host = "127.0.0.1" if together else os.environ.get("MASTER_ADDR", os.uname().nodename)
-        port: list[Any] = [None]
-        how: dict[str, Any] = dict(
-            timeout=timedelta(seconds=self.peer_timeout), wait_for_workers=False
-        )
-        if self._rank == 0:
-            self._store = dist.TCPStore(host, 0, is_master=True, **how)
-            self._store.set("failure", NOTHING)
-            self._store.set("stop", NOTHING)
-            port = [self._store.port]
-        dist.broadcast_object_list(port, src=0)
-        if self._rank:
-            self._store = dist.TCPStore(host, port[0], is_master=False, **how)
-        self._write_beat()
-        dist.barrier()
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        # After SIGINT, torchrun passes a second Ctrl-C on as SIGTERM.
-        now = time.monotonic()
-        if self._interrupted_at is not None and now - self._interrupted_at >= SAME_INTERRUPT:
-            os._exit(INTERRUPTED)
-        if number == signal.SIGINT and self._interrupted_at is None:
-            self._interrupted_at = now
-
-        # The thread reports it: logging here could meet a lock that this thread holds.
-        if self._signalled != "SIGINT":
-            self._signalled = signal.Signals(number).name
-
-    def _is_secondary(self, error: BaseException) -> bool:
-        """Whether an error may well be another rank's doing."""
+    def _is_connection_error(self, error: BaseException) -> bool:
+        """Whether the failure of another rank may have caused an error."""
         return (
-            self._world > 1
+            self._world_size > 1
             and isinstance(error, RuntimeError)
-            and any(sign in str(error) for sign in LOST)
+            and any(text in str(error) for text in CONNECTION_ERRORS)
         )
 
-    def _wait_for_a_reason(self, error: BaseException) -> None:
-        """Until the thread knows why a connection was lost; if it does not, look who has fallen silent meanwhile."""
+    def _find_failed_rank(self, error: BaseException) -> None:
+        """Wait for the reason of a lost connection; without one, blame ranks without heartbeats."""
+
+        def wait_for_failure() -> None:
+            wait_for(lambda: self._failure is not None, PROPAGATION_TIMEOUT)
+
         try:
-            before = self._beats_of(self._others)
-            _wait_for(lambda: self._failure is not None, HEARD)
-            after = self._beats_of(self._others)
-        except RuntimeError:  # rank 0 has gone, which the thread notices
-            return _wait_for(lambda: self._failure is not None, HEARD)
-        silent = [rank for rank in self._others if after[rank]["number"] == before[rank]["number"]]
+            before = self._store.heartbeats(self._others)
+            wait_for_failure()
+            after = self._store.heartbeats(self._others)
+        except RuntimeError:  # rank 0 has exited, which the thread notices
+            return wait_for_failure()
+
+        silent = [rank for rank in self._others if after[rank].number == before[rank].number]
         if self._failure is None and silent:
-            self._failure = self._claim(
-                f"ranks {silent} have gone: no sign of life for {HEARD:g} s, and {error}"
+            self._failure = self._store.claim_failure(
+                f"ranks {silent} have failed: no heartbeat for {PROPAGATION_TIMEOUT:g} s, and "
+                f"{error}"
             )
 
-    def _tell(self, error: BaseException) -> None:
-        """Our error is the run's, unless another rank's came first and has caused ours."""
-        if self._failure is not None and self._is_secondary(error):
-            self._announce(self._failure)
-            self._wait_until_heard()
+    def _propagate(self, error: BaseException) -> None:
+        """Make an error the run's failure, unless another rank failed first and has caused it."""
+        if self._failure is not None and self._is_connection_error(error):
+            self._report(self._failure)
+            self._store.wait_until_all_know()
             raise SystemExit(_exit_code(self._failure)) from None
+
         own = f"rank {self._rank} failed: {type(error).__name__}: {error}"
-        self._failure = self._claim(own)
-        is_same = (
-            self._failure.partition(":")[2] == own.partition(":")[2]
-        )  # raised by all, or by this rank alone
+        self._failure = self._store.claim_failure(own)
+
+        # All ranks raise the same error, or this rank alone has one.
+        is_same = self._failure.partition(":")[2] == own.partition(":")[2]
         if not is_same:
             logger.error("%s (after %s)", own, self._failure)
         elif self._rank == 0:
             logger.error("%s", own)
-        tell_launcher(self._failure)
+        write_error_file(self._failure)
 
-        # What users can mend stands once in the log: rank 0 logs it, before it counts as one that has heard.
-        all_heard = self._wait_until_heard()
-        if is_same and self._rank and not (all_heard and isinstance(error, ValueError)):
+        # What users can fix is logged once: by rank 0, before it counts as one that knows.
+        all_know = self._store.wait_until_all_know()
+        if is_same and self._rank and not (all_know and isinstance(error, ValueError)):
             logger.error("%s", own)
         error.is_logged = True  # type: ignore[attr-defined]
 
     def _leave_with_all(self) -> None:
-        """The store goes with rank 0, so rank 0 is the last to leave."""
-        if self._store is None or self._thread.is_alive():
+        """Report that this rank leaves. The store ends with rank 0, which leaves last."""
+        if not self._store.is_open or self._thread.is_alive():
             return
-        self._write_beat()
+
+        self._write_heartbeat()
         if self._rank == 0:
             with suppress(RuntimeError):
-                _wait_for(self._all_have_left, self.peer_timeout)
+                wait_for(self._all_have_left, self.peer_timeout)
 
     def _all_have_left(self) -> bool:
-        living = [
-            rank for rank in self._others if rank not in self._peers or self._peers[rank].is_alive
-        ]
-        return all(beat["left"] for beat in self._beats_of(living).values())
+        peers = self._store.peers
+        living = [rank for rank in self._others if rank not in peers or is_alive(peers[rank])]
+        return all(heartbeat.left for heartbeat in self._store.heartbeats(living).values())
 
-    # What the thread does
+    # The watchdog's thread.
 
     def _run(self) -> None:
-        while not self._ended.wait(BEAT):
+        while not self._ended.wait(INTERVAL):
             try:
-                self._look()
-            except _End as end:
-                return self._exit(str(end))
+                self._check()
+            except _RunFailed as failure:
+                return self._end_run(str(failure))
             except RuntimeError as error:  # of the store
                 if self._ended.is_set():
                     return
-                self._store = None
+                self._store.close()
                 reason = (str(error) or type(error).__name__).splitlines()[0]
-                return self._exit(
-                    f"rank 0, which keeps the store, has gone or does not answer ({reason})"
+                return self._end_run(
+                    f"rank 0, which hosts the store, has exited or does not respond ({reason})"
                 )
             except Exception:
-                return logger.exception("the watch has failed, and the run goes on without it")
+                return logger.exception("the watchdog failed; the run continues without it")
 
-    def _look(self) -> None:
-        self._beats += 1
-        if self._world > 1:  # first of all: launchers send SIGTERM too where another rank has ended
-            self._write_beat()
-            self._listen()
-            stuck = self._overdue.stuck(self._beats)
-            if stuck is not None:
-                raise _End(stuck)
-        if self._signalled:
-            self._ask_to_stop(self._signalled)
-        gone = next((one for one in self._launchers if not one.is_alive), None)
-        if gone is not None:
-            self._ask_to_stop(
-                f"the launcher{f' (process {gone.pid})' if gone.pid else ''} has gone"
-            )
-        if (
-            self.stop_reason is not None
-            and (self._beats - self._stop_beat) * BEAT >= self.grace_time
-        ):
-            after = f", and no step and checkpoint in {self.grace_time:g} s (grace_time) after it"
-            raise _End(f"{self.stop_reason}{after if self.grace_time else ''}")
+    def _check(self) -> None:
+        self._number += 1
 
-    def _listen(self) -> None:
-        """Take in what the store says: failures, wishes to stop, signs of life."""
-        watched = self._others if self._rank == 0 else [0]
-        failure, stop, *beats = self._read("failure", "stop", *(f"beat {rank}" for rank in watched))
-        if failure != NOTHING:
-            raise _End(failure)
-        if stop != NOTHING and self.stop_reason is None:
-            self._ask_to_stop(stop)
-        for rank, beat in zip(watched, beats, strict=True):
-            if beat != self._heard.get(rank, ("", 0))[0]:
-                self._heard[rank] = (beat, self._beats)
-            silent = (self._beats - self._heard[rank][1]) * BEAT
-            if silent >= self.peer_timeout and not json.loads(beat)["left"]:
-                raise _End(f"rank {rank} has given no sign of life for {silent:g} s (peer_timeout)")
-        for rank, process in self._peers.items():
-            if not process.is_alive and not self._beats_of([rank])[rank]["left"]:
-                raise _End(
-                    f"rank {rank} (process {process.pid}) has gone without a word: it was killed, or crashed"
+        # Failures first: launchers send SIGTERM as well where another rank has failed.
+        if self._world_size > 1:
+            self._write_heartbeat()
+            self._check_ranks()
+
+        if self._signals.received:
+            self._request_stop(self._signals.received)
+        for launcher in self._launchers:
+            if not is_alive(launcher):
+                process = f" (process {launcher.pid})" if launcher is not None else ""
+                self._request_stop(f"the launcher{process} has exited")
+
+        waited = (self._number - self._stop_number) * INTERVAL
+        if self.stop_reason is not None and waited >= self.grace_time:
+            late = f"{NOT_STOPPED} {self.grace_time:g} s (grace_time)" if self.grace_time else ""
+            raise _RunFailed(self.stop_reason + late)
+
+    def _check_ranks(self) -> None:
+        """Raise the first failure of any rank; pass a request to stop on."""
+        found = self._store.read(self._others if self._rank == 0 else [0])
+        if found.failure is not None:
+            raise _RunFailed(found.failure)
+        if found.stop_reason is not None:
+            self._request_stop(found.stop_reason)
+
+        timeout = self._peer_timeout.check(self._number, found.heartbeats)
+        if timeout is not None:
+            raise _RunFailed(timeout)
+        for rank, process in self._store.peers.items():
+            if not is_alive(process) and not self._store.heartbeats([rank])[rank].left:
+                raise _RunFailed(
+                    f"rank {rank} (process {process.pid}) has exited without reporting an error: "
+                    "it was killed, or crashed"
                 )
 
-    def _ask_to_stop(self, reason: str) -> None:
-        """Set ``stop_reason``, and that of the other ranks when they read it."""
+        timeout = self._collective_timeout.check(self._number)
+        if timeout is not None:
+            raise _RunFailed(timeout)
+
+    def _request_stop(self, reason: str) -> None:
+        """Set ``stop_reason`` of this rank, and of the others when they read the store."""
         if self.stop_reason is not None:
             return
-        if self._world > 1 and not reason.startswith("rank "):
-            reason = f"rank {self._rank}: {reason}"
-            self._kept().set("stop", reason)
-        if self.grace_time:
-            logger.info(
-                "%s; stopping after this step, with a checkpoint", reason
-            )  # rank 0 says it for all
-        self.stop_reason, self._stop_beat = reason, self._beats
 
-    def _exit(self, reason: str) -> None:
-        """Say why, let all others hear it and the run end by itself; where it does not, end the process."""
-        self._failure = reason = self._claim(reason)
+        if self._world_size > 1 and not reason.startswith("rank "):
+            reason = f"rank {self._rank}: {reason}"
+            self._store.request_stop(reason)
+        if self.grace_time:
+            logger.info("%s; stopping after this step, with a checkpoint", reason)
+        self.stop_reason, self._stop_number = reason, self._number
+
+    def _end_run(self, reason: str) -> None:
+        """Report a failure, propagate it, and end the process unless the run ends by itself."""
+        self._failure = reason = self._store.claim_failure(reason)
         if not self._ended.is_set():
-            self._announce(reason)
-        self._wait_until_heard()
-        if self._ended.wait(LEAVE):
+            self._report(reason)
+        self._store.wait_until_all_know()
+        if self._ended.wait(EXIT_TIMEOUT):
             return
+
         logging.shutdown()  # flushes
         sys.stdout.flush()
         os._exit(_exit_code(reason))
 
-    # The store
+    def _write_heartbeat(self) -> None:
+        location = location_of_thread(self._main_thread)
+        left = self._ended.is_set()
+        counts = self._recorder.counts()
+        self._store.write(Heartbeat(self._number, **counts, location=location, left=left))
 
-    def _write_beat(self) -> None:
-        beat = {
-            "number": self._beats,
-            **self._recorder.counts(),
-            "at": stands_at(self._main),
-            "left": self._ended.is_set(),
-        }
-        self._kept().set(f"beat {self._rank}", json.dumps(beat))
-
-    def _kept(self) -> Any:
-        """The store, which is not tried any more where it is seen to be lost: torch would print stacks for each try."""
-        if 0 in self._peers and not self._peers[0].is_alive:
-            self._store = None
-        if self._store is None:
-            raise RuntimeError("its process has ended")
-        return self._store
-
-    def _read(self, *keys: str) -> list[str]:
-        return [value.decode() for value in self._kept().multi_get(list(keys))]
-
-    def _beats_of(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        beats = self._read(*(f"beat {rank}" for rank in ranks)) if ranks else []
-        return {rank: json.loads(beat) for rank, beat in zip(ranks, beats, strict=True)}
-
-    def _claim(self, reason: str) -> str:
-        """Make this the run's failure unless there is one already; returns the one that counts."""
-        try:
-            return self._kept().compare_set("failure", NOTHING, reason).decode()
-        except RuntimeError:
-            return reason  # there is none, or rank 0 has gone, and the store with it
-
-    def _wait_until_heard(self) -> bool:
-        """Until all ranks that live have heard of the failure, or for so long as it should take; whether they have."""
-        with suppress(RuntimeError):  # no store, or rank 0 was faster
-            store = self._kept()
-            living = self._world - sum(not process.is_alive for process in self._peers.values())
-            if not self._counted:
-                self._counted = True
-                store.add("heard", 1)
-            _wait_for(lambda: store.add("heard", 0) >= living, HEARD)
-            return bool(store.add("heard", 0) >= living)
-        return False
-
-    def _announce(self, reason: str) -> None:
-        if not self._announced:
-            self._announced = True
+    def _report(self, reason: str) -> None:
+        if not self._is_reported:
+            self._is_reported = True
             logger.error("rank %d stops: %s", self._rank, reason)
-            tell_launcher(reason)
+            write_error_file(reason)
 
 
 def backend_timeout(collective_timeout: float = COLLECTIVE_TIMEOUT) -> timedelta:
@@ -403,12 +341,5 @@ def backend_timeout(collective_timeout: float = COLLECTIVE_TIMEOUT) -> timedelta
 
 
 def _exit_code(reason: str) -> int:
-    """By what ended the run: after Ctrl-C it may still fail for another reason."""
-    interrupted = re.fullmatch(r"(rank \d+: )?SIGINT(, and no step .*)?", reason)
-    return INTERRUPTED if interrupted else 1
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(BEAT / 10)
+    """130 if Ctrl-C ended the run. After Ctrl-C it may still fail for another reason."""
+    return INTERRUPTED if re.fullmatch(rf"(rank \d+: )?SIGINT({NOT_STOPPED} .*)?", reason) else 1

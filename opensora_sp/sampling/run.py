@@ -32,7 +32,7 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
-from opensora_sp.runtime import Watch, backend_timeout, meet, told_to_all_ranks
+from opensora_sp.runtime import Watchdog, backend_timeout, join_rendezvous, raise_on_all_ranks
 
 from .decoding import writer_of
 from .outputs import Output, check_writable, differences, facts_of, fingerprint, media_path
@@ -54,10 +54,10 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         ValueError: before the model is built, if prompts, references, checkpoint and processes do
             not fit the config.
     """
-    with told_to_all_ranks():
+    with raise_on_all_ranks():
         requests, weights = preflight(cfg)
     device = join_processes(cfg.model_dump(mode="json"))
-    with closing_process_group(), Watch(grace_time=0):
+    with closing_process_group(), Watchdog(grace_time=0):
         written = _sample_all(cfg, requests, weights, device)
         drain_process_group()
     return written
@@ -95,9 +95,9 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
 
     Raises:
         ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see
-            ``launching.meet``.
+            ``join_rendezvous``.
     """
-    store = meet(settings)
+    store = join_rendezvous(settings)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

@@ -61,10 +61,10 @@ def command_to_resume() -> str:
 def _command_of_launcher() -> list[str]:
     """What the user typed to start ``torchrun`` or ``colossalai run``, without the paths of Python and of these."""
     found = launchers()
-    if not found:
+    if not found or found[-1] is None:
         return []
     try:
-        parts = psutil.Process(found[-1].pid).cmdline()
+        parts = found[-1].cmdline()
     except psutil.Error:
         return []
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.console import only_of_this_rank
+from opensora_sp.console import is_shown_on_all_ranks
 from opensora_sp.data import read_frames
 
 from .wandb_run import WandbRun
@@ -254,5 +254,5 @@ def log_to(run_dir: Path, *, enabled: bool) -> None:
             logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
         )
         if not enabled:
-            handler.addFilter(only_of_this_rank)
+            handler.addFilter(is_shown_on_all_ranks)
         LOGGER.addHandler(handler)

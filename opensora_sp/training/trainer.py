@@ -36,7 +36,7 @@ from opensora_sp.features.corrupt_samples import BrokenClips
 from opensora_sp.features.sharded import SharedClips
 from opensora_sp.models import compile_blocks
 from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
-from opensora_sp.runtime import Watch, backend_timeout, leave_process_group, told_to_all_ranks
+from opensora_sp.runtime import Watchdog, backend_timeout, leave_process_group, raise_on_all_ranks
 
 from .checkpointing import Checkpoints, TrainingState, choose_checkpoint, load_model
 from .ema import ShardedEma
@@ -65,10 +65,10 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         ValueError: before any process group or model exists, if files, checkpoint and processes do not fit the config;
             later, on every rank, if the run cannot go on.
         SystemExit: with status 1 if another rank has failed; where the run was asked to stop before its end (see
-            ``watch``), with 130 after Ctrl-C, else with ``cfg.stopped_exit_code`` unless that is 0.
+            ``runtime.watchdog``), with 130 after Ctrl-C, else with ``cfg.stopped_exit_code`` unless that is 0.
     """
     traced = None if profile is None else Steps.parse(profile)
-    with told_to_all_ranks():
+    with raise_on_all_ranks():
         if cfg.deterministic:
             use_deterministic_kernels()
         dataset, checkpoint = preflight(cfg, resume, traced)
@@ -85,7 +85,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         collective_timeout=cfg.collective_timeout,
         grace_time=cfg.grace_time,
     )
-    with closing_process_group(), Watch(**limits) as watch:
+    with closing_process_group(), Watchdog(**limits) as watch:
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
         if checkpoint is not None and checkpoint != found:
             check_resume(cfg, checkpoint, dataset)
@@ -199,10 +199,12 @@ class Run:
             peak_tflops=cfg.peak_tflops,
         )
 
-    def steps(self, run_dir: Path, traced: Steps | None = None, watch: Watch | None = None) -> bool:
+    def steps(
+        self, run_dir: Path, traced: Steps | None = None, watch: Watchdog | None = None
+    ) -> bool:
         """Train from the restored step to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end.
 
-        Where the watch of any rank was asked to stop, the step under way is the last one, and is followed by a
+        Where the watchdog of any rank was asked to stop, the step under way is the last one, and is followed by a
         checkpoint. Returns whether ``max_steps`` was reached.
         """
         cfg, is_main = self.cfg, dist.get_rank() == 0
@@ -264,7 +266,7 @@ class Run:
             "config": self.cfg.model_dump(mode="json"),
         }
 
-    def _step(self, step: int, loader: Any, watch: Watch | None) -> Outcome:
+    def _step(self, step: int, loader: Any, watch: Watchdog | None) -> Outcome:
         """One optimizer step. A step without a finite loss and gradient uses its batches and learning rate up."""
         mean = torch.zeros((), device=self.device)  # this rank's part of the mean loss
         micro_batches = self.plan.step(step)

@@ -37,7 +37,7 @@ from .ema import ShardedEma
 
 if TYPE_CHECKING:
     from opensora_sp.plugin import NamedShards
-    from opensora_sp.runtime import Watch
+    from opensora_sp.runtime import Watchdog
 
     from .metrics import Reporter
     from .trainer import Run
@@ -105,7 +105,7 @@ class Validator:
                 run.mesh, run.module, self.heldout, run.plan, found, self.broken, run.device
             )
 
-    def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watch | None) -> float:
+    def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watchdog | None) -> float:
         """Validate if it is time to; returns the seconds that took. Collective.
 
         Where a rank was asked to stop since the step, the run goes straight on to the next one, its last.

@@ -106,7 +106,7 @@ def holder(row: int, rows: int, ranks: int) -> int:
 
 
 def layouts() -> str:
-    """Five frames of six patches on three ranks, in both layouts; dots mark tokens that do not move."""
+    """Five frames of six patches on three ranks in both layouts; dots: tokens that do not move."""
     frames, patches, ranks = 5, 6, 3
     sheet = Drawing(720, 344, "Spatial and temporal layout of 5 frames of 6 patches on 3 ranks")
     left, right, top = 58, 458, 92

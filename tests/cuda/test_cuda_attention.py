@@ -9,7 +9,8 @@ import math
 
 import pytest
 import torch
-from cuda_stub import Recording, build, phase, requires_stub, run_on_stub
+from cuda_cases import cache
+from cuda_stub import Recording, phase, requires_stub, run_on_stub
 
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import attention
@@ -20,16 +21,6 @@ WIDTH, HEADS = 144, 2
 SMALL = dict(hidden_size=WIDTH, depth=2, num_heads=HEADS, caption_channels=8, model_max_length=6)
 V13 = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True)
 TEXTS = (6, 3)
-
-
-def cache() -> dict[str, str]:
-    """Compiled code is kept beside the stub: cold, a model takes a minute."""
-    folder = build.CACHE.parent / "cuda_compiled"
-    return {
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-    }
 
 
 def step(model: torch.nn.Module, text_lengths: tuple[int, ...]) -> None:
@@ -61,6 +52,7 @@ def on_compiled_blocks(config: dict, backend: str) -> tuple[int, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_blocks() -> None:
     """A step of a compiled model runs Triton's kernels and, in each self-attention, FlashAttention's."""
     recording = run_on_stub(on_compiled_blocks, {}, "inductor", timeout=600, env=cache())

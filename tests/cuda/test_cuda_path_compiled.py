@@ -1,10 +1,8 @@
 """Every model with compiled blocks on CUDA's code path: Triton's kernels, and fewer launches than eager code."""
 
 import pytest
-from cuda_cases import batch, build
+from cuda_cases import batch, build, cache, launched, on_model, step
 from cuda_stub import requires_stub, run_on_stub
-from test_cuda_attention import cache
-from test_cuda_path_models import launched, on_model, step
 
 pytestmark = requires_stub
 
@@ -23,6 +21,7 @@ def on_compiled(case):
     step(model, inputs, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiled_forward_and_backward(case):
     eager = run_on_stub(on_model, case, False)

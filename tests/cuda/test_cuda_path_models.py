@@ -4,8 +4,8 @@ The bounds are what was measured. A change may lower them, and says why where it
 """
 
 import pytest
-from cuda_cases import CASES, batch, build
-from cuda_stub import phase, requires_stub, run_on_stub
+from cuda_cases import CASES, launched, on_model
+from cuda_stub import requires_stub, run_on_stub
 
 pytestmark = requires_stub
 
@@ -29,28 +29,6 @@ WAITS = {
     "STDiT3 video_mask": VIDEO_MASK,
     "STDiT3 windows, all masks": VIDEO_MASK,
 }
-
-
-def step(model, inputs, name):
-    phase(f"{name}forward")
-    out = model(**inputs)
-    loss = out.square().mean()
-    phase(f"{name}backward")
-    loss.backward()
-    del out, loss
-    model.zero_grad(set_to_none=True)
-    phase(f"{name}end")
-
-
-def on_model(case, checkpoint):
-    model = build(case, checkpoint=checkpoint)
-    inputs = batch(case, model)
-    step(model, inputs, "warm-up ")
-    step(model, inputs, "")
-
-
-def launched(recording):
-    return len(recording.launches) + len(recording.gemms)
 
 
 def files(recording):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from cuda_cases import batch, build
 from cuda_stub import join, phase, requires_stub, run_on_stub
+from golden_vae import load, saved_pipeline
 from runs import SAMPLE, TRAIN, write_toy_set
-from test_golden_vae import load, saved_pipeline
 
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.encoders import HashedBagOfWords, OpenSoraVAE, PatchPoolVAE

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
+from golden_models import CASES, built, inputs_of
 from golden_values import close, load
-from test_golden_models import CASES, built, inputs_of
 
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import attention

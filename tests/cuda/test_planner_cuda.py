@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_cases import cache
 from cuda_stub import phase, requires_stub, run_on_stub
-from test_cuda_attention import cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opensora_sp.models import compile_blocks
@@ -159,6 +159,7 @@ def on_steps(cases: dict[str, Case]) -> dict[str, int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_peaks_are_predicted_within_five_percent() -> None:
     recording = run_on_stub(on_steps, CASES, timeout=600)
     lines, wrong = [], []
@@ -181,6 +182,7 @@ def test_peaks_are_predicted_within_five_percent() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_compiled_peaks_are_predicted_within_five_percent(checkpointing: bool) -> None:
     case = Case((2, 4, 6, 32, 32), checkpointing=checkpointing, depth=2, compiled=True)

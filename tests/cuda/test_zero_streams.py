@@ -194,6 +194,7 @@ def found() -> dict[tuple[int, bool, str | None], list[list[str]]]:
     return dict(zip(keys, races, strict=True))
 
 
+@pytest.mark.slow
 @requires_stub
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_bucket_is_neither_read_nor_reused_before_its_stream_has_finished(stage):

@@ -7,8 +7,9 @@
 There is a backend for tensors on the device, with the rules of NCCL, and one for tensors on the
 host. A tensor in the wrong one, or one that is not contiguous, raises `CollectiveError`. The other
 ranks are taken to hold what this one holds: what a host group returns is right for such a world,
-and so is what a device group gathers or broadcasts. What a device group reduces was computed and has
-no value: a few numbers, by which runs decide what to do next, become zero, others stay as they are.
+and so is what a device group gathers or broadcasts. What a device group reduces was computed and
+has no value: a few numbers, by which runs decide what to do next, become zero, others stay as they
+are.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class CollectiveError(AssertionError):
 
 
 class Done(dist.Work):
-    """Work under way on the group's own stream, as NCCL's: waiting is the current stream's affair."""
+    """Work in flight on the group's stream, as NCCL's: the current stream waits for it."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         super().__init__()

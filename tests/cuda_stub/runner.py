@@ -34,7 +34,9 @@ class Server:
     def __init__(self) -> None:
         self.library = build.library() / "libcuda.so.1"
         folder = str(self.library.parent)
-        paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+        # Arguments are unpickled there, so the folders of tests are on its path as they are here.
+        folders = [path for path in sys.path if path.startswith(str(TESTS))]
+        paths = [*folders, os.environ.get("PYTHONPATH", "")]
         libraries = [folder, os.environ.get("LD_LIBRARY_PATH", "")]
         env = os.environ | {
             "LD_PRELOAD": str(self.library),

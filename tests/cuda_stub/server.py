@@ -8,6 +8,7 @@ was never used, without the seconds that imports take.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def _preload() -> None:
-    """Import what most tests need, without a first use of CUDA, after which no fork could use it."""
+    """Import what most tests need, without using CUDA: after that no fork could use it."""
     answers = {"is_available": True, "device_count": 1, "current_device": 0}
     answers["get_device_capability"] = (9, 0)
     with ExitStack() as stack:
@@ -45,6 +46,10 @@ def _preload() -> None:
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=answer))
         for module in PRELOADED:
             importlib.import_module(module)
+
+    # Collections of garbage in the children pass over what was imported.
+    gc.collect()
+    gc.freeze()
 
 
 def _serve(folder: Path) -> None:

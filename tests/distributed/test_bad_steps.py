@@ -179,6 +179,7 @@ def digests(run_dir: Path, step: int) -> list[str]:
     return [files[name]["sha256"] for name in TENSORS]
 
 
+@pytest.mark.slow
 def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -> None:
     root, told = outcomes
     assert all(of_rank[f"stage {stage}"] == "finished" for of_rank in told for stage in (1, 2))

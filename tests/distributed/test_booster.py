@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from plugin_cases import GLOBAL_BATCH, make_batch, make_model
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_plugin import GLOBAL_BATCH, make_batch, make_model
 from worlds import in_worlds
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
@@ -346,6 +346,7 @@ def contract(root: Path) -> list[list[float] | None]:
     return sequences
 
 
+@pytest.mark.slow
 def test_the_contract(tmp_path: Path) -> None:
     sequences = run_ranks(4, contract, tmp_path, timeout=900)[0]
     for layout, sequence in zip(LAYOUTS, sequences, strict=True):

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from parity_cases import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from ranks import run_ranks
-from test_sp_parity import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.memory import LivePeak

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_clips import BUCKETS, write_mixed_set
+from mixed_clips import TRAIN as BUCKETED
 from ranks import run_ranks
 from runs import ROOT, TRAIN, write_toy_set
 from safetensors.torch import load_file
-from test_bucketed_training import BUCKETS, write_mixed_set
-from test_bucketed_training import TRAIN as BUCKETED
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
@@ -26,7 +26,7 @@ from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.features.precompute import check_kept
 from opensora_sp.features.sharded import Encoders
-from opensora_sp.runtime import Watch
+from opensora_sp.runtime import Watchdog
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import preflight
 
@@ -146,6 +146,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder)]
 
 
+@pytest.mark.slow
 def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: Path) -> None:
     """In every division of the processes, without any encoder; broken clips get the same replacements."""
     plain = losses(folder / "plain")
@@ -261,7 +262,7 @@ def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
 
     started = []
 
-    class Recorded(Watch):
+    class Recorded(Watchdog):
         def __init__(self, **limits: Any) -> None:
             started.append(limits)
             super().__init__(**limits)
@@ -269,7 +270,7 @@ def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
     def fail(*args: Any) -> None:
         raise ValueError("got no plan")
 
-    module.Watch, module.make_plan = Recorded, fail
+    module.Watchdog, module.make_plan = Recorded, fail
     with pytest.raises(ValueError, match="got no plan") as raised:
         module.precompute(load_train_config(config, [*KEPT, "peer_timeout=7"]), str(cache))
     return started and started[0].get("peer_timeout"), getattr(raised.value, "is_logged", False)

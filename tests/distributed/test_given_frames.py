@@ -1,6 +1,5 @@
 """Sampling with frames given: image to video, both ends, loops; on several processes, and what is refused."""
 
-# ruff: noqa: F401, F811  (a fixture is imported)
 from __future__ import annotations
 
 import json
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from PIL import Image
 from ranks import run_ranks
 from runs import run
-from test_sampling import trained
 
 from opensora_sp.config import PromptOptions, load_inference_config
 from opensora_sp.data import read_video, toy_clip, write_video
@@ -93,6 +91,7 @@ def test_any_number_of_processes(
             assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()
 
 
+@pytest.mark.slow
 def test_the_script_takes_references_and_a_negative_prompt(
     trained: Path, files: list[Path], tmp_path: Path
 ) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from parity_cases import Case, make_inputs, make_model
 from ranks import run_ranks
 from runs import SAMPLE, TRAIN, run, write_toy_set
 from safetensors.torch import load_file, save_file
-from test_sp_parity import Case, make_inputs, make_model
-from test_sp_windows import MIXED, WindowCase
+from window_cases import MIXED, WindowCase
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.diffusion import IDDPM, Noised, RectifiedFlow, rank_loss
@@ -250,6 +250,7 @@ ckpt_every = 2
 """
 
 
+@pytest.mark.slow
 def test_training_with_iddpm_and_frame_masks_resumes_bit_by_bit(tmp_path: Path) -> None:
     """STDiT2 on two processes that share every clip; the run is cut after two of four steps."""
     manifest = write_toy_set(tmp_path, 8)

@@ -254,6 +254,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_all_places_hold_the_same_numbers(trained: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -305,6 +306,7 @@ def test_a_line_says_what_is_known() -> None:
     assert "MFU" not in told_line(20, 1000, values, None)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_stays_one_wandb_run(trained: Path) -> None:
     told = read_lines(trained.parent / "wandb.jsonl")
     first, second, other, _ = (line["init"] for line in told if "init" in line)

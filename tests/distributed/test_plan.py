@@ -23,7 +23,7 @@ from opensora_sp.parallel import (
 )
 
 pytestmark = pytest.mark.core
-DOCUMENT = Path(__file__).parents[2] / "docs/own_model.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/custom_model.md"
 
 
 class Attention(nn.Module):

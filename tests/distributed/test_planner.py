@@ -224,6 +224,7 @@ def measured_peak(cfg: TrainConfig) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
     configs = []
     for i, (values, options) in enumerate(MEMORY_CASES.values()):
@@ -375,6 +376,7 @@ def test_table_and_json_hold_the_same_numbers(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ONE_SHAPE, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_shipped_configs_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = told(capsys, str(config), "--gpus", "8")
@@ -433,6 +435,7 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
     assert 0 < bucket.memory.checkpointed.activations <= bucket.memory.plain.activations
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_colossalai(small: str) -> None:
     code = (
         "import sys; from opensora_sp.cli import main; main(sys.argv[1:]); "

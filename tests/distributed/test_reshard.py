@@ -1,23 +1,23 @@
 """Checkpoints do not depend on the (dp, sp) that wrote them: every layout of up to 8 processes reads every other's.
 
-In CI 40 of the 400 ordered pairs; ``make test-reshard`` (GRID=all) does all.
+In CI 40 of the 400 ordered pairs; ``make test-reshard`` does all.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from plugin_cases import make_model
 from ranks import run_ranks
+from recorded_draws import record_draws
 from runs import TRAIN, write_toy_set
 from safetensors.torch import load_file
-from test_plugin import make_model
+from tiers import sample_or_grid
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
@@ -27,16 +27,15 @@ from opensora_sp.training.metrics import read_metrics
 LAYOUTS = [(dp, sp) for dp in range(1, 9) for sp in range(1, 9) if dp * sp <= 8]
 GLOBAL_BATCH = 8
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
-ALL = os.environ.get("GRID") == "all"
 
 
 def name_of(layout: tuple[int, int]) -> str:
     return f"dp{layout[0]}sp{layout[1]}"
 
 
-def pairs() -> dict[tuple[int, int], list[tuple[int, int]]]:
+def pairs(grid: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """For each layout that reads, those that wrote."""
-    if ALL:
+    if grid:
         return dict.fromkeys(LAYOUTS, LAYOUTS)
     readers = [(1, 1), (2, 2), (1, 3), (5, 1), (1, 5), (2, 3), (4, 2), (1, 8)]
     return {
@@ -143,17 +142,19 @@ def read(layout: tuple[int, int], writers: list[tuple[int, int]], root: Path) ->
     return len(writers)
 
 
-def write_and_read_all(root: Path) -> int:
+def write_and_read_all(root: Path, grid: bool) -> int:
     in_worlds(write, [(dp * sp, ((dp, sp), root)) for dp, sp in LAYOUTS], TRAINING)
     done = in_worlds(
-        read, [(dp * sp, ((dp, sp), writers, root)) for (dp, sp), writers in pairs().items()]
+        read, [(dp * sp, ((dp, sp), writers, root)) for (dp, sp), writers in pairs(grid).items()]
     )
     return sum(count or 0 for count in done)
 
 
-def test_every_layout_reads_what_any_other_wrote(tmp_path: Path) -> None:
-    counts = run_ranks(8, write_and_read_all, tmp_path, timeout=3000 if ALL else 900)
-    assert len(LAYOUTS) == 20 and counts[0] == (400 if ALL else 40)
+@pytest.mark.slow
+@sample_or_grid
+def test_every_layout_reads_what_any_other_wrote(tmp_path: Path, grid: bool) -> None:
+    counts = run_ranks(8, write_and_read_all, tmp_path, grid, timeout=3000 if grid else 900)
+    assert len(LAYOUTS) == 20 and counts[0] == (400 if grid else 40)
     wanted = load_file(tmp_path / "dp1sp1/step_00000002/optimizer.safetensors")
     for place, layout in enumerate(
         LAYOUTS
@@ -178,31 +179,6 @@ def use_sgd() -> None:
     )
     trainer.learning_rate = lambda cfg, step: 0.05
     trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
-
-
-def record_draws(into: dict[int, tuple]) -> None:
-    """Note what is drawn for each micro-batch of this rank."""
-    from opensora_sp.features import batch as module
-
-    BatchMaker, noise = module.BatchMaker, []
-    make = getattr(BatchMaker.make, "original", BatchMaker.make)
-    normal = getattr(module.normal, "original", module.normal)
-
-    def recorded_normal(*args):
-        noise.append(normal(*args))
-        return noise[-1]
-
-    def recorded(self, micro_batch, ids, *args):
-        noise.clear()
-        batch = make(self, micro_batch, ids, *args)
-        assert len(noise) == len(ids)
-        drawn = [*noise, batch.noised.t, batch.inputs["drop_caption"], batch.inputs["drop_path"]]
-        digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in drawn)).hexdigest()
-        into[micro_batch] = (tuple(ids), tuple(batch.noised.t.tolist()), digest)
-        return batch
-
-    recorded.original, recorded_normal.original = make, normal
-    BatchMaker.make, module.normal = recorded, recorded_normal
 
 
 def trained(
@@ -242,6 +218,7 @@ def train_around_the_ring(config: Path, root: Path) -> list:
     return [*whole, *parts, *in_worlds(trained, more)]
 
 
+@pytest.mark.slow
 def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
     """SGD with momentum, whose parameters show every wrong gradient; ten steps after the change."""
     manifest = write_toy_set(tmp_path / "set", 14)

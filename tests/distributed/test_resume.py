@@ -1,6 +1,6 @@
 """A run that was cut and goes on in a fresh process is the run that was not cut: every step, to the last bit.
 
-In CI 16 cuts; ``make test-resume`` (GRID=all) does 384. Every step writes a checkpoint, whose manifest has the SHA-256
+In CI 16 cuts; ``make test-resume`` does 384. Every step writes a checkpoint, whose manifest has the SHA-256
 of weights (ZeRO's masters), averages and optimizer state, and whose ``state.json`` the learning rate and the data
 position.
 """
@@ -9,30 +9,30 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from recorded_draws import record_draws
 from runs import TRAIN, write_toy_set
-from test_reshard import record_draws
+from tiers import sample_or_grid
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip, Sample, VideoTextDataset, dataset
 from opensora_sp.training.metrics import read_metrics
 
-ALL = os.environ.get("GRID") == "all"
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 MICRO_BATCHES, CLIPS = 2, 8  # of two clips: two steps an epoch
 # Learning rate and decay of the average change with every one of the first steps, and epochs end at even ones.
-CUTS = list(range(1, 49)) if ALL else [1, 2]
-STEPS = CUTS[-1] + 20
+SAMPLE, GRID = [1, 2], list(range(1, 49))
+STEPS_AFTER = 20
 
 RANDOM = [
     "image_size=(16, 12)",
@@ -69,11 +69,11 @@ def name_of(layout: tuple[int, int], precision: str) -> str:
 
 
 def run_whole(
-    config: Path, root: Path, layout: tuple[int, int], precision: str
+    config: Path, root: Path, layout: tuple[int, int], precision: str, steps: int
 ) -> dict[int, tuple]:
     drawn: dict[int, tuple] = {}
     record_draws(drawn)
-    train_once(config, root / name_of(layout, precision), layout, STEPS, f"precision={precision}")
+    train_once(config, root / name_of(layout, precision), layout, steps, f"precision={precision}")
     return drawn
 
 
@@ -99,7 +99,7 @@ def run_on(
     if left_out:
         TrainingState.load = lambda self, folder: without(left_out, self, load, folder)
     try:
-        steps = cut + 2 if left_out else cut + 20
+        steps = cut + 2 if left_out else cut + STEPS_AFTER
         train_once(config, outputs, layout, steps, f"precision={precision}", resume=True)
     finally:
         TrainingState.load = load
@@ -133,11 +133,11 @@ CONTROLS = [
 ]
 
 
-def all_whole(config: Path, root: Path) -> list:
+def all_whole(config: Path, root: Path, steps: int) -> list:
     return in_worlds(
         run_whole,
         [
-            (dp * sp, (config, root, (dp, sp), kind))
+            (dp * sp, (config, root, (dp, sp), kind, steps))
             for dp, sp in LAYOUTS
             for kind in ("fp32", "bf16")
         ],
@@ -145,10 +145,8 @@ def all_whole(config: Path, root: Path) -> list:
     )
 
 
-def all_cut(config: Path, root: Path) -> list:
-    cases = [
-        (layout, kind, cut, None) for layout in LAYOUTS for kind in ("fp32", "bf16") for cut in CUTS
-    ]
+def all_cut(config: Path, root: Path, cuts: list[int]) -> list:
+    cases = [(*case, None) for case in product(LAYOUTS, ("fp32", "bf16"), cuts)]
     cases += [((1, 1), kind, 1, part) for kind, part in CONTROLS]
     return in_worlds(
         run_on, [(case[0][0] * case[0][1], (config, root, *case)) for case in cases], TRAINING
@@ -174,26 +172,30 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "config.py"
 
 
-def test_a_cut_run_is_the_run_that_was_not_cut(config: Path, tmp_path: Path) -> None:
-    limit = 7200 if ALL else 900
-    whole_draws = run_ranks(4, all_whole, config, tmp_path, timeout=limit)
-    cut_draws = run_ranks(4, all_cut, config, tmp_path, timeout=limit)  # fresh processes
+@pytest.mark.slow
+@sample_or_grid
+def test_a_cut_run_is_the_run_that_was_not_cut(config: Path, tmp_path: Path, grid: bool) -> None:
+    cuts, limit = (GRID, 7200) if grid else (SAMPLE, 900)
+    whole_draws = run_ranks(4, all_whole, config, tmp_path, cuts[-1] + STEPS_AFTER, timeout=limit)
+    cut_draws = run_ranks(4, all_cut, config, tmp_path, cuts, timeout=limit)  # fresh processes
     number = 0
     for place, layout in enumerate(LAYOUTS):
         for i, kind in enumerate(("fp32", "bf16")):
             whole = tmp_path / name_of(layout, kind)
             losses = [line["loss"] for line in read_metrics(whole)]
-            for cut in CUTS:
+            for cut in cuts:
                 outputs = tmp_path / f"{whole.name} cut {cut} None"
-                for step in range(cut + 1, cut + 21):
+                for step in range(cut + 1, cut + STEPS_AFTER + 1):
                     assert seen(outputs, step) == seen(whole, step), (outputs.name, step)
-                assert [line["loss"] for line in read_metrics(outputs)] == losses[cut : cut + 20]
+                assert [line["loss"] for line in read_metrics(outputs)] == losses[
+                    cut : cut + STEPS_AFTER
+                ]
                 for rank in range(layout[0] * layout[1]):
                     ours, theirs = cut_draws[rank][number], whole_draws[rank][2 * place + i]
                     wanted = {
                         m: drawn
                         for m, drawn in theirs.items()
-                        if cut <= m // MICRO_BATCHES < cut + 20
+                        if cut <= m // MICRO_BATCHES < cut + STEPS_AFTER
                     }
                     assert ours == wanted and wanted
                 number += 1
@@ -315,29 +317,28 @@ def ledger(
     return rows
 
 
-LEDGERS = [
-    (layout, workers, cuts)
-    for layout in ((1, 1), (2, 2))
-    for workers in (0, 2)
-    for cuts in ((), (1,), (0, 1, 3))
-]
-if not ALL:  # each once
-    LEDGERS = [((1, 1), 2, ()), ((2, 2), 0, (1,)), ((2, 2), 2, (0, 1, 3))]
+Ledgers = list[tuple[tuple[int, int], int, tuple[int, ...]]]  # layout, workers, cuts
+EACH_ONCE: Ledgers = [((1, 1), 2, ()), ((2, 2), 0, (1,)), ((2, 2), 2, (0, 1, 3))]
+LEDGERS: Ledgers = list(product([(1, 1), (2, 2)], [0, 2], [(), (1,), (0, 1, 3)]))
 
 
-def all_ledgers(config: Path, root: Path) -> list:
-    cases = [
-        (layout[0] * layout[1], (config, root, layout, workers, cuts, attempt))
-        for layout, workers, cuts in LEDGERS
-        for attempt in range(len(cuts) + 1)
-    ]
+def all_ledgers(config: Path, root: Path, ledgers: Ledgers) -> list:
+    cases = []
+    for layout, workers, cuts in ledgers:
+        for attempt in range(len(cuts) + 1):
+            arguments = (config, root, layout, workers, cuts, attempt)
+            cases.append((layout[0] * layout[1], arguments))
+
     found = iter(in_worlds(ledger, cases, TRAINING))
-    return [[next(found) for _ in range(len(cuts) + 1)] for _, _, cuts in LEDGERS]
+    return [[next(found) for _ in range(len(cuts) + 1)] for _, _, cuts in ledgers]
 
 
-def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+@sample_or_grid
+def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path, grid: bool) -> None:
     """No duplicate, no omission, peers equal, replicas different, whatever interrupts and whoever reads."""
-    of_ranks = run_ranks(4, all_ledgers, config, tmp_path, timeout=900)
+    chosen = LEDGERS if grid else EACH_ONCE
+    of_ranks = run_ranks(4, all_ledgers, config, tmp_path, chosen, timeout=900)
     reference = {m: drawn for attempt in of_ranks[0][0] for m, drawn, _ in attempt}
     crops = {m: cut for attempt in of_ranks[0][0] for m, _, cut in attempt}
     assert (
@@ -347,7 +348,7 @@ def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path) -> None:
         micro_batches = range(epoch * 4, epoch * 4 + 4)
         assert sorted(i for m in micro_batches for i in reference[m][0]) == list(range(CLIPS))
     assert len({digest for _, _, digest in reference.values()}) == len(reference) == 8
-    for case, (layout, _, _) in enumerate(LEDGERS):
+    for case, (layout, _, _) in enumerate(chosen):
         ledgers = [
             [row for attempt in of_rank[case] for row in attempt or ()] for of_rank in of_ranks
         ]
@@ -357,8 +358,8 @@ def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path) -> None:
         of_replicas = [
             row[:2] for ledger in ledgers[: layout[0] * layout[1] : layout[1]] for row in ledger
         ]
-        assert len(of_replicas) == 8 and dict(of_replicas) == reference, LEDGERS[case]
+        assert len(of_replicas) == 8 and dict(of_replicas) == reference, chosen[case]
         cuts = [(m, item) for ledger in ledgers for m, _, cut in ledger for item in cut.items()]
         assert sorted(cuts) == sorted(
             (m, item) for m, cut in crops.items() for item in cut.items()
-        ), LEDGERS[case]
+        ), chosen[case]

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from ranks import run_ranks
-from runs import SAMPLE, run
+from runs import run
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import CheckpointFolder, Part, SaveJob, Saver, write_model_config
+from opensora_sp.checkpoint import CheckpointFolder, Part, SaveJob, Saver
 from opensora_sp.config import load_inference_config
 from opensora_sp.data import read_video
-from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.requests import requests_of
@@ -32,22 +31,6 @@ PROMPTS = [
     "white",
     "a green triangle on a red background",
 ]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a sampling config and weights drawn at random."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "sample.py").write_text(SAMPLE)
-    cfg = load_inference_config(folder / "sample.py")
-    model = build_model(cfg.model["type"], **{k: v for k, v in cfg.model.items() if k != "type"})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    save_file(model.state_dict(), folder / "model.safetensors")
-    write_model_config(folder, "STDiT3", model.config)
-    return folder
 
 
 FRAMES = (5, 1, 16)

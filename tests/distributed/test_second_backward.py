@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parity_cases import PLAIN, Case, make_inputs, make_model
 from ranks import run_ranks
-from test_sp_parity import PLAIN, Case, make_inputs, make_model
 
 from opensora_sp.parallel import SequenceMesh, parallelize
 

@@ -300,6 +300,7 @@ def share_in_worlds() -> list:
     return in_worlds(share_all, [(world, ()) for world in WORLDS])
 
 
+@pytest.mark.slow
 def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
     """Losses and all gradients in float64 are checked inside, against one process that reads and encodes everything."""
     of_ranks = run_ranks(4, share_in_worlds, timeout=300)

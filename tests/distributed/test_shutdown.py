@@ -15,12 +15,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 from runs import ROOT
 from short_groups import in_worlds_of
+from tiers import sample_or_grid
 from torch.distributed.distributed_c10d import _get_default_store
 
 from opensora_sp.parallel import closing_process_group, drain_process_group, shutdown_process_group
 
-ALL = os.environ.get("GRID") == "all"  # make test-shutdown
-ALONE, OF_TWO = (2000, 2000) if ALL else (200, 60)
 SECONDS = 30.0  # for one group
 
 
@@ -35,6 +34,7 @@ def end_groups(whose: str, count: int, seconds: float) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_the_pinned_torch_deadlocks_at_the_end_of_a_group() -> None:
     """The reproducer: without it the tests below would show nothing."""
     if torch.__version__.startswith("2.5."):
@@ -46,9 +46,12 @@ def test_the_pinned_torch_deadlocks_at_the_end_of_a_group() -> None:
         assert re.search(r"short_groups.py\", line \d+ in (use_and_end|in_worlds_of)", done.stderr)
 
 
-def test_groups_of_one_process_end() -> None:
-    done = end_groups("ours", ALONE, SECONDS)
-    assert done.returncode == 0 and f"{ALONE} groups ended" in done.stdout, done.stderr
+@pytest.mark.slow
+@sample_or_grid
+def test_groups_of_one_process_end(grid: bool) -> None:
+    count = 2000 if grid else 200
+    done = end_groups("ours", count, SECONDS)
+    assert done.returncode == 0 and f"{count} groups ended" in done.stdout, done.stderr
 
 
 def many_groups(count: int) -> None:
@@ -57,8 +60,9 @@ def many_groups(count: int) -> None:
     in_worlds_of(rank, ranks, count, SECONDS, shutdown_process_group, store)
 
 
-def test_groups_of_two_processes_end() -> None:
-    run_ranks(2, many_groups, OF_TWO, timeout=1200)
+@sample_or_grid
+def test_groups_of_two_processes_end(grid: bool) -> None:
+    run_ranks(2, many_groups, 2000 if grid else 60, timeout=1200)
 
 
 def ends_of_blocks() -> list[object]:
@@ -90,6 +94,7 @@ def ends_of_blocks() -> list[object]:
     return [waited, raised, time.monotonic() - start, dist.is_initialized()]
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_all_ranks_but_not_after_an_error() -> None:
     first, second = run_ranks(2, ends_of_blocks)
     assert first[0] >= 2.0 and second[0] >= 2.0

@@ -3,58 +3,16 @@ parallelism: the one-process result in float64, for output, input gradients and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
+from family_parity import BLOCKS, OVERLAP, Parity
 from ranks import run_ranks
-from test_sp_family import BLOCKS, OVERLAP, FamilyCase, Parity
-from test_sp_parity import drawn
-from test_sp_parity import make_inputs as plain_inputs
+from window_cases import MIXED, Sizes, WindowCase
 
 from opensora_sp.models import build_model
-from opensora_sp.models.token_groups import windows_of
 from opensora_sp.parallel import CommLedger, SequenceMesh, cost_model, strategies
 
 pytestmark = pytest.mark.core
-Sizes = tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True)
-class WindowCase(FamilyCase):
-    model: str = "STDiT3"
-    heads: int = 2
-    kernel: tuple[int, int] | None = None
-    full: bool = False
-    cond: bool = False
-    clips: Sizes | None = None  # frames, height and width of each clip of the batch
-
-    @property
-    def num_windows(self) -> int:
-        lines, columns = (-(-n // p) for n, p in zip(self.size[2:], self.patch[1:], strict=True))
-        return len(windows_of(lines, columns, self.kernel).sizes)
-
-    def build(self) -> torch.nn.Module:
-        return make_model(self)
-
-    def inputs(self) -> dict[str, Any]:
-        return make_inputs(self)
-
-    def options(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"full_attention": self.full}
-        if self.model == "STDiT":
-            return own | dict(input_size=self.size[1:], space_scale=0.5)
-        if self.model == "STDiT2":
-            return own | dict(qk_norm=True)
-        own |= dict(input_sq_size=16, use_cond=self.cond)
-        return (
-            own
-            if self.kernel is None
-            else own | dict(kernel_size=(*self.kernel, -1), use_spatial_rope=True)
-        )
-
-
 EVERYTHING = dict(mask=True, x_mask=True, drop_caption=True, drop_path=True)
 WINDOWS = [
     WindowCase(
@@ -74,7 +32,6 @@ FULL = [
     WindowCase((3, 2, 5, 4), full=True, output="full", model="STDiT2", **EVERYTHING),
     WindowCase((1, 4, 4, 4), full=True, model="STDiT", heads=1),  # fewer heads than ranks
 ]
-MIXED: Sizes = ((3, 5, 6), (5, 8, 3), (1, 2, 2))  # the batch has room for the largest of each
 SMALL: Sizes = ((2, 4, 4),)  # one clip in a batch made for others
 MASKED = [
     WindowCase((3, 5, 8, 6), clips=MIXED, checkpoint=True, **EVERYTHING),
@@ -92,44 +49,6 @@ CASES = [*WINDOWS, *FULL, *MASKED]
 VARIED = [WINDOWS[0], WINDOWS[3], WINDOWS[4], FULL[1], MASKED[0], MASKED[3], MASKED[4]]
 ON_EIGHT = [WINDOWS[0], WINDOWS[3], WINDOWS[6], FULL[0], MASKED[0], MASKED[3], MASKED[7]]
 OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather"), dict(placement="branch")]
-
-
-def make_model(case: WindowCase) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = build_model(
-        case.model, in_channels=2, hidden_size=12 * case.heads, depth=BLOCKS, num_heads=case.heads,
-        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0, drop_path=0.3, **case.options(),
-    ).double()  # fmt: skip
-    return drawn(model, case)
-
-
-def video_mask(case: WindowCase) -> torch.Tensor:
-    """Bool ``[B, frames, height, width]``: where the clips of a batch are."""
-    mask = torch.zeros(case.size, dtype=torch.bool)
-    for of_clip, (frames, height, width) in zip(mask, case.clips or (), strict=True):
-        of_clip[:frames, :height, :width] = True
-    return mask
-
-
-def make_inputs(case: WindowCase) -> dict[str, Any]:
-    inputs: dict[str, Any] = plain_inputs(case)
-    samples = torch.arange(case.size[0], dtype=torch.float64)
-    if case.clips is not None:
-        inputs["video_mask"] = video_mask(case)
-        inputs["height"], inputs["width"] = (
-            torch.tensor([8.0 * clip[axis] for clip in case.clips], dtype=torch.float64)
-            for axis in (1, 2)
-        )
-    if case.cond:
-        inputs["cond"], inputs["cond_mask"] = (
-            torch.sin(3 * inputs["x"].detach()),
-            torch.cos(inputs["x"].detach()),
-        )
-        inputs.update(mask_index=[0, case.size[1] - 1], y_null=torch.sin(5 * inputs["y"].detach()))
-    sizes = {name: inputs.pop(name) for name in ("fps", "height", "width")}
-    if case.model == "STDiT2":
-        inputs.update(sizes, num_frames=16 + samples, ar=sizes["height"] / sizes["width"] + samples)
-    return inputs if case.model != "STDiT3" else inputs | sizes
 
 
 def expected_mode(case: WindowCase, ranks: int) -> str:
@@ -178,7 +97,9 @@ def compare_on_ranks(sp_sizes: list[int]) -> list[tuple[float, int]]:
     return found
 
 
-@pytest.mark.parametrize("sp_sizes", [[3], [2, 4, 8]], ids=str)
+@pytest.mark.parametrize(
+    "sp_sizes", [[3], pytest.param([2, 4, 8], marks=pytest.mark.slow)], ids=str
+)
 def test_output_and_every_gradient_equal_one_process(sp_sizes: list[int]) -> None:
     for of_rank in run_ranks(max(sp_sizes), compare_on_ranks, sp_sizes):
         for worst, comparisons in of_rank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, warm_context
 from safetensors.torch import load_file, save_file
+from tiers import sample_or_grid
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
@@ -33,10 +33,6 @@ from opensora_sp.checkpoint import (
     verify,
 )
 from opensora_sp.memory import LivePeak
-
-ALL = os.environ.get("GRID") == "all"  # make test-faults
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch.distributed", "opensora_sp.checkpoint"])
 
 
 class Recorder(Disk):
@@ -90,7 +86,7 @@ def save(run_dir: Path, step: int, disk: Disk | None = None, **keep: int) -> Non
 
 
 def save_in_a_process(*args: Any, **keep: Any) -> int:
-    process = FORKS.Process(target=save, args=args, kwargs=keep)
+    process = warm_context().Process(target=save, args=args, kwargs=keep)
     process.start()
     process.join(60)
     return process.exitcode
@@ -115,8 +111,11 @@ def recorded(run_dir: Path) -> list[tuple[str, Path]]:
     return disk.done
 
 
-def points(operations: list[tuple[str, Path]]) -> list[tuple[int, str]]:
-    """Before and after each operation, and within each write; in CI a tenth of them and all around the commit."""
+def points(operations: list[tuple[str, Path]], grid: bool) -> list[tuple[int, str]]:
+    """Before and after each operation, and within each write.
+
+    Without ``grid`` a tenth of them, and all around the commit.
+    """
     found = []
     for number, (kind, path) in enumerate(operations):
         times = ("before", "within", "after") if kind == "write" else ("before", "after")
@@ -124,13 +123,14 @@ def points(operations: list[tuple[str, Path]]) -> list[tuple[int, str]]:
         found += [
             (number, when)
             for i, when in enumerate(times)
-            if ALL or near or (number + 7 * i) % 10 == 0
+            if grid or near or (number + 7 * i) % 10 == 0
         ]
     return found
 
 
+@sample_or_grid
 def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
-    before: Path, tmp_path: Path
+    before: Path, tmp_path: Path, grid: bool
 ) -> None:
     shutil.copytree(before, tmp_path / "whole")
     operations = recorded(tmp_path / "whole")
@@ -141,7 +141,7 @@ def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
         for i, (kind, path) in enumerate(operations)
         if path.name == ".partial-COMMIT" and kind == "rename"
     )
-    chosen = points(operations)
+    chosen = points(operations, grid)
     assert len(chosen) >= 20
     for number, when in chosen:
         run_dir = tmp_path / f"{number}{when}"

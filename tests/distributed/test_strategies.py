@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_sp_parity import (
+from parity_cases import (
     DEPTH,
     FULL,
     PLAIN,
@@ -21,6 +20,7 @@ from test_sp_parity import (
     make_model,
     run_step,
 )
+from ranks import run_ranks
 
 from opensora_sp.parallel import SequenceMesh, cost_model, parallelize, strategies
 from opensora_sp.parallel.cost_model import splits_heads
@@ -89,7 +89,7 @@ def patches(case: Case) -> int:
     return -(-case.size[2] // case.patch[1]) * -(-case.size[3] // case.patch[2])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_strategies_equal_one_process(num_ranks: int) -> None:
     run_ranks(num_ranks, compare_strategies)
 
@@ -138,6 +138,7 @@ def compare_few_rows() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_fewer_frames_than_ranks(num_ranks: int) -> None:
     run_ranks(num_ranks, compare_few_rows)

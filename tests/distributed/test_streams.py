@@ -10,6 +10,7 @@ import multiprocessing
 import random
 
 import numpy as np
+import pytest
 import torch
 from ranks import run_ranks
 from torch.utils.data import Dataset
@@ -46,6 +47,7 @@ def all_drawn() -> dict[str, list[list[float]]]:
     }
 
 
+@pytest.mark.slow
 def test_ranks_of_a_group_draw_alike_replicas_and_workers_do_not() -> None:
     ranks = run_ranks(4, all_drawn)
     for name in ("workers", "another seed"):

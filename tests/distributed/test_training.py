@@ -116,6 +116,7 @@ def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) 
     assert_same_weights(outputs, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_steps", [6, 4])
 def test_nothing_is_left_to_do_at_the_end_of_a_run(
     config: Path, whole: Path, tmp_path: Path, max_steps: int
@@ -142,6 +143,7 @@ def test_nothing_is_left_to_do_at_the_end_of_a_run(
     assert {name: (outputs / name).read_bytes() for name in untouched} == before
 
 
+@pytest.mark.slow
 def test_resume_in_bf16_keeps_the_fp32_weights(config: Path, whole: Path, tmp_path: Path) -> None:
     straight, cut = tmp_path / "straight", tmp_path / "cut"
     bf16 = ("precision=bf16", "zero_stage=1", f"load={whole}")
@@ -158,6 +160,7 @@ def test_resume_in_bf16_keeps_the_fp32_weights(config: Path, whole: Path, tmp_pa
         assert torch.equal(ours[name], theirs[name])
 
 
+@pytest.mark.slow
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("ranks", "sp_size"), [(3, 3), (3, 1)]

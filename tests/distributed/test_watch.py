@@ -1,50 +1,32 @@
-"""The watch by itself; tests/e2e/test_faults.py has it in trainings."""
+"""The watchdog by itself; tests/e2e/test_faults.py has it in trainings."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from logs import captured_lines
+from polling import wait_until
 from ranks import run_ranks
 from worlds import in_worlds
 
 from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.runtime import Watch, watchdog
+from opensora_sp.runtime import Watchdog, heartbeats
 
-pytestmark = pytest.mark.core  # the watch reads what torch does not promise to keep
-
-
-def told() -> list[str]:
-    """What the package will have logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    package = logging.getLogger("opensora_sp")
-    package.handlers[:] = [handler]
-    package.setLevel(logging.INFO)
-    return lines
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+pytestmark = pytest.mark.core  # the watchdog reads what torch does not promise to keep
 
 
 def no_step_in_time() -> tuple[list[int], list[str]]:
     """Rank 1 is told to stop, and nobody does."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
-    with Watch(grace_time=2.0):
+    with Watchdog(grace_time=2.0):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: codes)
@@ -54,9 +36,9 @@ def no_step_in_time() -> tuple[list[int], list[str]]:
 
 def stuck() -> tuple[list[int], list[str]]:
     """Rank 1 does not come."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
-    with Watch(collective_timeout=2.0):
+    with Watchdog(collective_timeout=2.0):
         if dist.get_rank() == 1:
             wait_until(lambda: codes)
             time.sleep(2)  # until rank 0 would have ended, too
@@ -68,19 +50,19 @@ def stuck() -> tuple[list[int], list[str]]:
 def far_away() -> tuple[str, list[str]]:
     """Rank 1 is on another machine, where its number is nobody's, and is cut off."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    lines = told()
-    watchdog.machine = lambda: f"machine {dist.get_rank()}"
+    lines = captured_lines()
+    heartbeats.machine_id = lambda: f"machine {dist.get_rank()}"
     error = ""
     if dist.get_rank() == 1:
-        one = Watch()
+        one = Watchdog()
         one.__enter__()
-        one._ended.set()  # so that it writes no beat any more
+        one._ended.set()  # so that it writes no heartbeat any more
         one._thread.join()
         shutdown_process_group(drain=False)
         time.sleep(9)
         return error, lines
     try:
-        with Watch():
+        with Watchdog():
             dist.all_reduce(torch.ones(2))
     except SystemExit as end:
         error = str(end)
@@ -90,8 +72,8 @@ def far_away() -> tuple[str, list[str]]:
 
 def busy_and_late() -> list[str]:
     """Python that computes for longer than ``peer_timeout``, and ranks that leave at other times."""
-    lines = told()
-    with Watch(peer_timeout=5.0) as one:
+    lines = captured_lines()
+    with Watchdog(peer_timeout=5.0) as one:
         deadline = time.monotonic() + 7
         while dist.get_rank() == 1 and time.monotonic() < deadline:
             sum(range(100_000))
@@ -103,9 +85,9 @@ def busy_and_late() -> list[str]:
 
 def interrupted() -> tuple[list[int], list[str], str]:
     """Rank 1 gets SIGINT twice at once, as from a terminal and a launcher; then, on time, a second one."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
-    with Watch() as one:
+    with Watchdog() as one:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
@@ -123,9 +105,9 @@ def interrupted() -> tuple[list[int], list[str], str]:
 
 def joined_late() -> tuple[list[int], list[str]]:
     """Rank 1 joins after ``collective_timeout``, just before rank 0 would report that."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
-    with Watch(collective_timeout=4.0):
+    with Watchdog(collective_timeout=4.0):
         dist.all_reduce(torch.ones(2))
         time.sleep(5.7 * dist.get_rank())
         dist.all_reduce(torch.ones(2))
@@ -136,9 +118,9 @@ def joined_late() -> tuple[list[int], list[str]]:
 
 def interrupted_at_once() -> tuple[list[int], list[str]]:
     """Rank 1 alone gets SIGINT, in a run that has no step to finish."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
-    with Watch(grace_time=0):
+    with Watchdog(grace_time=0):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: codes)
@@ -148,9 +130,9 @@ def interrupted_at_once() -> tuple[list[int], list[str]]:
 
 def interrupted_then_failed() -> tuple[list[int], list[str]]:
     """After SIGINT, and before the run has stopped, rank 1 does not join a collective."""
-    lines, codes = told(), []
+    lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
-    with Watch(collective_timeout=2.0) as one:
+    with Watchdog(collective_timeout=2.0) as one:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: one.stop_reason)
@@ -187,6 +169,7 @@ def found() -> list:
     return run_ranks(2, all_watches)
 
 
+@pytest.mark.slow
 def test_slow_and_late_ranks_alarm_nobody(found: list) -> None:
     assert [of_rank[0] for of_rank in found] == [[], []]
 
@@ -196,26 +179,28 @@ def test_a_run_that_does_not_stop_is_ended(found: list) -> None:
         assert codes == [1]
         assert lines[0] == "rank 1: SIGTERM; stopping after this step, with a checkpoint"
         assert lines[1].startswith(
-            f"rank {rank} stops: rank 1: SIGTERM, and no step and checkpoint in 2 s (grace_time)"
+            f"rank {rank} stops: rank 1: SIGTERM, but the run did not stop within 2 s (grace_time)"
         )
 
 
 def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: list) -> None:
     for rank, (codes, lines) in enumerate(of_rank[2] for of_rank in found):
         assert codes == [1] and lines[0].startswith(
-            f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) in "
+            f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) for "
         )
         assert re.search(
             r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*test_watch.py:\d+ \(stuck\)",
             lines[0],
         )
-        absent = r"ranks \[0\] joined, missing: rank 1, which has begun \d+ and stands at .*\(wait_until\)"
+        absent = (
+            r"ranks \[0\] joined, missing: rank 1, which has called \d+ and is at .*\(wait_until\)"
+        )
         assert re.search(absent, lines[0])
 
 
 def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(found: list) -> None:
     error, lines = found[0][-1]
-    assert error == "1" and "rank 0 stops: ranks [1] have gone: no sign of life for 5 s" in lines[0]
+    assert error == "1" and "rank 0 stops: ranks [1] have failed: no heartbeat for 5 s" in lines[0]
 
 
 def test_sigint_is_passed_on_and_a_second_signal_ends_the_process(found: list) -> None:
@@ -238,6 +223,6 @@ def test_a_failure_after_sigint_is_a_failure(found: list) -> None:
     for rank, (codes, lines) in enumerate(of_rank[6] for of_rank in found):
         assert lines[0] == "rank 1: SIGINT; stopping after this step, with a checkpoint"
         assert lines[1].startswith(
-            f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) in "
+            f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) for "
         )
         assert codes == [1]

@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_backend import AsyncGroup
+from logs import captured_lines
+from polling import wait_until
 from ranks import run_ranks
-from test_watch import told, wait_until
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.parallel.collectives import all_to_all
-from opensora_sp.runtime import Watch, backend_timeout
+from opensora_sp.runtime import Watchdog, backend_timeout
 from opensora_sp.runtime.collective_recorder import COLLECTIVES, CollectiveRecorder
 
 RANKS, LATE = 3, 1
@@ -71,7 +72,7 @@ def watched(step: Any) -> None:
 
     group = dist.group.WORLD
     os._exit, leave = codes.append, os._exit
-    with Watch(collective_timeout=TIMEOUT):
+    with Watchdog(collective_timeout=TIMEOUT):
         group.asynchronous = True
         step(hold)
         group.synchronize()  # as loss.tolist() would
@@ -85,7 +86,7 @@ def joined_late() -> None:
     codes: list[int] = []
     group = dist.group.WORLD
     os._exit, leave = codes.append, os._exit
-    with Watch(collective_timeout=TIMEOUT):
+    with Watchdog(collective_timeout=TIMEOUT):
         group.asynchronous = True
         dist.all_reduce(torch.ones(2))
         if dist.get_rank() == LATE:
@@ -106,7 +107,7 @@ def all_cases() -> dict[str, list[str]]:
     assert isinstance(dist.group.WORLD, AsyncGroup)
     found = {}
     for case in (joined_late, zero_step, our_exchange):
-        lines = told()
+        lines = captured_lines()
         case()
         found[case.__name__] = lines
         dist.barrier()
@@ -118,24 +119,27 @@ def found() -> list[dict[str, list[str]]]:
     return run_ranks(RANKS, all_cases)
 
 
+@pytest.mark.slow
 def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks(
     found: list[dict[str, list[str]]],
 ) -> None:
     for rank, lines in enumerate(of_rank["zero_step"] for of_rank in found):
         assert re.match(
-            rf"rank {rank} stops: rank [02] has waited 3 s \(collective_timeout\) in ", lines[0]
+            rf"rank {rank} stops: rank [02] has waited 3 s \(collective_timeout\) for ", lines[0]
         ), lines
 
         # 35 weights and 7 biases, both padded to a multiple of three; each rank gets a third.
         tensors = r"reduce_scatter_tensor\(output \[15\] float32, input \[45\] float32\)"
         assert re.search(
-            tensors + r", number \d+ of process group 0 \(ranks 0, 1, 2\), ", lines[0]
+            tensors + r", number \d+ of process group 0 \(ranks 0, 1, 2\), called ", lines[0]
         ), lines
         assert re.search(
             r"at zero/low_level/low_level_optim.py:\d+ \(\w+\): ranks \[0, 2\] joined", lines[0]
         ), lines
 
-        missing = r"missing: rank 1, which has begun \d+ and stands at .*test_watch.py:\d+ \(wait_until\)$"
+        missing = (
+            r"missing: rank 1, which has called \d+ and is at .*test_watch.py:\d+ \(wait_until\)$"
+        )
         assert re.search(missing, lines[0]), lines
 
 
@@ -144,15 +148,13 @@ def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(
 ) -> None:
     for rank, lines in enumerate(of_rank["our_exchange"] for of_rank in found):
         waited = (
-            f"rank {rank} stops: rank 0 has waited 3 s (collective_timeout) in all_to_all_single("
+            f"rank {rank} stops: rank 0 has waited 3 s (collective_timeout) for all_to_all_single("
         )
         assert lines[0].startswith(waited), lines
         assert re.search(
-            r"input \[4, 3\] float32.* \(ranks 0, 1\), at .*collectives.py:\d+", lines[0]
+            r"input \[4, 3\] float32.* \(ranks 0, 1\), called at .*collectives.py:\d+", lines[0]
         ), lines
-        assert "ranks [0] joined, missing: rank 1, which has begun 1 and stands at" in lines[0], (
-            lines
-        )
+        assert "ranks [0] joined, missing: rank 1, which has called 1 and is at" in lines[0], lines
 
 
 def test_a_rank_that_launches_late_does_not_end_the_run(found: list[dict[str, list[str]]]) -> None:
@@ -174,6 +176,7 @@ def test_functions_are_replaced_while_recording_only() -> None:
     assert before == {name: getattr(dist, name) for name in before}
 
 
+@pytest.mark.serial
 def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     recorder = CollectiveRecorder(timedelta(seconds=5))
@@ -182,8 +185,8 @@ def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
         recorder.start()
         start = time.thread_time()
         for _ in range(2000):
-            call = recorder._begin("all_reduce", {"tensor": tensor, "async_op": True})
-            recorder._end(call)
+            call = recorder._record_call("all_reduce", {"tensor": tensor, "async_op": True})
+            recorder._record_return(call)
         seconds = (time.thread_time() - start) / 2000
         dist.all_reduce(tensor)
         newest = recorder.pending()[-1]
@@ -194,4 +197,4 @@ def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
     assert seconds < 100e-6, f"{1e6 * seconds:.1f} microseconds"
     assert newest.number == 2001 and newest.returned
     assert "all_reduce(tensor [4] float32), number 2001 of process group" in str(newest)
-    assert "tests/distributed/test_watch_async.py" in newest.place
+    assert "tests/distributed/test_watch_async.py" in newest.location

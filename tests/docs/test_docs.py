@@ -1,6 +1,6 @@
 """The documentation's commands: all are parsed, those of blocks marked so are run; see ``pages.py`` for the marks.
 
-``make test`` runs the light ones, ``make test-docs`` (``GRID=all``) all of them.
+The light ones run in CI, all of them in ``make test-docs``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from opensora_sp.models import build_model
 from opensora_sp.sampling.run import preflight
 from opensora_sp.training.preflight import preflight as preflight_training
 
-EVERYTHING = os.environ.get("GRID") == "all"
 ENTRY = f"#!{sys.executable}\nfrom opensora_sp.cli import main\n\nif __name__ == '__main__':\n    main()\n"
 
 
@@ -69,8 +68,17 @@ def lay_out(folder: Path, *, trained: bool) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the light blocks run; the demo's checkpoint is there."""
     folder = tmp_path_factory.mktemp("docs")
-    lay_out(folder, trained=EVERYTHING)
+    lay_out(folder, trained=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def empty_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all blocks run, those that train among them."""
+    folder = tmp_path_factory.mktemp("all docs")
+    lay_out(folder, trained=True)
     return folder
 
 
@@ -159,13 +167,24 @@ def test_runs_of_runnable_blocks_would_start(
         preflight_training(load_train_config(args.config, args.cfg_options), None)
 
 
-@pytest.mark.parametrize(
-    "block",
-    [block for block in SHELL if block.runs_in_make_test or (EVERYTHING and block.runs)],
-    ids=lambda block: f"{block.page}: {' '.join(block.commands[0][:3])}",
-)
-def test_block_runs(block: Block, place: Path) -> None:
-    """In the order of the pages and in one folder, as a reader would."""
+def name_of(block: Block) -> str:
+    return f"{block.page}: {' '.join(block.commands[0][:3])}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [b for b in SHELL if b.runs_in_make_test], ids=name_of)
+def test_light_block_runs(block: Block, place: Path) -> None:
+    run_block(block, place)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("block", [b for b in SHELL if b.runs], ids=name_of)
+def test_block_runs(block: Block, empty_place: Path) -> None:
+    run_block(block, empty_place)
+
+
+def run_block(block: Block, place: Path) -> None:
+    """Blocks run in the order of the pages and in one folder, as a reader would run them."""
     environment = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }

@@ -101,10 +101,29 @@ def test_ci_repeats_the_numerical_tests_with_other_kernels() -> None:
     """All golden tests among them: what rounds in another order there shows before a user's processor shows it."""
     assert "make test-default-cpu" in (ROOT / ".ci/run").read_text().splitlines()
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
-    assert (
-        "ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(UNIT:%=tests/unit/test_%.py)"
-        in makefile
-    )
+    assert "ATEN_CPU_CAPABILITY=default $(PYTEST) $(UNIT:%=tests/unit/test_%.py)" in makefile
     listed = {f"test_{name}.py" for name in re.search(r"^UNIT := (.*)$", makefile, re.M)[1].split()}
     files = {path.name for path in (ROOT / "tests/unit").glob("test_*.py")}
     assert {name for name in files if name.startswith("test_golden")} <= listed <= files
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several of them need is in tests/helpers."""
+    importing = re.compile(r"^\s*(?:from|import) (test_\w+)", re.M)
+    found = {
+        path.name: importing.findall(path.read_text()) for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert len(found) > 100
+    assert not {name: modules for name, modules in found.items() if modules}
+
+
+def test_ci_runs_every_test_but_the_grids_and_begins_with_make_test() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "FAST := not slow and not grid\nSLOW := slow and not grid\n" in makefile
+    assert "\ntest-all: test\n" in makefile
+    for tier in ("FAST", "SLOW"):
+        assert (
+            f'$(PARALLEL) -m "$({tier}) and not serial"\n\t$(PYTEST) -m "$({tier}) and serial"'
+            in makefile
+        )
+    assert "make test-all" in (ROOT / ".ci/run").read_text().splitlines()

@@ -79,6 +79,7 @@ def test_the_linear_predictor_is_the_least_squares_one() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_demo_asks_for_captions_that_training_leaves_out(tmp_path: Path) -> None:
     for more, held_out in [((), False), (("--all-captions",), True)]:
         done = run(

@@ -20,6 +20,8 @@ from opensora_sp.runtime import versions
 from opensora_sp.runtime.doctor import host_report
 from opensora_sp.runtime.doctor.ssh import Remote, read_hostfile
 
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
 LOOKED_AT = {
     "opensora-sp", "python", "torch", "ColossalAI", "flash-attn", "packages", "torchrun", "memory", "shared memory",
     "network", "environment",
@@ -168,7 +170,7 @@ def test_what_ails_a_host_is_told(three: list[Host], tmp_path: Path) -> None:
     skew = float(failing["gamma"]["clock"].split()[0])
     assert failing["gamma"].keys() == {"same as alpha", "clock", "own address"} and 90 < skew < 110
     assert failing["gamma"]["own address"].startswith(
-        "the host name 'gamma', which means 127.0.1.1 on this host"
+        "the host name 'gamma', which resolves to 127.0.1.1 on this host"
     )
     assert f"set GLOO_SOCKET_IFNAME=eth0 (address {gamma.address})" in done.stdout
     assert found["collective"]["found"] == f"not tried before gamma, {NOBODY}, nowhere can"

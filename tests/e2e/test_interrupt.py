@@ -6,32 +6,15 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import TRAIN, write_toy_set
-from test_faults import FOR_LONG, Job, assert_stopped_well, command_of
+from jobs import FOR_LONG, Job, assert_stopped_well, command_of
+from polling import wait_until
+
+pytestmark = pytest.mark.slow
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts|tests)/')
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("set")
-    (folder / "config.py").write_text(TRAIN.format(manifest=str(write_toy_set(folder, 14))))
-    return folder / "config.py"
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """Jobs of a test, none of which outlives it."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        for pid in job.left():
-            os.kill(pid, signal.SIGKILL)
-        job.process.wait()
 
 
 def ctrl_c(job: Job) -> None:
@@ -82,10 +65,9 @@ def test_ctrl_c_under_colossalai_run(config: Path, tmp_path: Path, jobs: list[Jo
     jobs.append(job)
     job.until("2/1000")
     ctrl_c(job)
-    deadline = time.monotonic() + 60
-    while [pid for pid in job.left() if "colossalai" not in command_of(pid)]:
-        assert time.monotonic() < deadline, job.text
-        time.sleep(0.1)
+    wait_until(
+        lambda: all("colossalai" in command_of(pid) for pid in job.left()), 60, lambda: job.text
+    )
     assert_interrupted(job, "colossalai run")
     assert "Aborted!" in job.text and job.process.poll() is None  # it waits for a copy of itself
 
@@ -123,10 +105,7 @@ def test_ctrl_c_before_the_ranks_have_joined_ends_them_promptly(
     """While they import, and while one of them waits for the other."""
     job = Job(tmp_path, config, script="scripts/train.py")
     jobs.append(job)
-    deadline = time.monotonic() + 60
-    while not (ranks := [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    ranks = wait_until(lambda: [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]], 60)
     time.sleep(seconds)
     if seconds > 1:
         os.kill(ranks[0], signal.SIGINT)  # torchrun ends the other one

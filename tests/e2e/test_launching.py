@@ -22,9 +22,9 @@ from opensora_sp.runtime import (
     check_machine,
     check_shared_memory,
     host_checks,
-    meet,
+    join_rendezvous,
+    raise_on_all_ranks,
     rendezvous,
-    told_to_all_ranks,
 )
 from opensora_sp.training.preflight import preflight
 
@@ -135,7 +135,7 @@ def test_a_gpu_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch)
         check_machine(launch())
     with (
         pytest.raises(ValueError, match="got CUDA_VISIBLE_DEVICES=0,1"),
-        told_to_all_ranks(),
+        raise_on_all_ranks(),
     ):  # alone
         raise AssertionError("not before the check")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -165,15 +165,16 @@ def test_hosts_must_be_reachable_under_the_names_they_go_by(
     across = launch(local_world_size=1)
     with pytest.raises(
         ValueError,
-        match="got MASTER_ADDR '127.0.0.1', which means .* itself, with ranks on several",
+        match="got MASTER_ADDR '127.0.0.1', which resolves to .* itself, with ranks on several",
     ):
         check_machine(across)
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     with pytest.raises(
-        ValueError, match=r"got the host name 'localhost', which means (127\.\S+|::1) on this host"
+        ValueError,
+        match=r"got the host name 'localhost', which resolves to (127\.\S+|::1) on this host",
     ):
         host_checks.check_own_address(across.master)
-    monkeypatch.setattr(host_checks, "_way_to", lambda master: ("10.0.0.5", "eth0"))
+    monkeypatch.setattr(host_checks, "_route_to", lambda master: ("10.0.0.5", "eth0"))
     with pytest.raises(ValueError, match=r"set GLOO_SOCKET_IFNAME=eth0 \(address 10.0.0.5\)"):
         host_checks.check_own_address(across.master)
 
@@ -219,14 +220,14 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
     if case == "missing":
         os.environ["OPENSORA_SP_JOIN_TIMEOUT"] = "1"
     try:
-        with told_to_all_ranks():
+        with raise_on_all_ranks():
             if case == "cannot start" and rank == 1:
                 raise ValueError("got no manifest; expected one; write it")
             if case == "breaks" and rank == 0:
                 raise KeyError("depth")
         if case == "missing" and rank == 2:
             return None, None
-        store = meet(settings)
+        store = join_rendezvous(settings)
         if case == "fine":
             dist.init_process_group("gloo")
             shutdown_process_group()
@@ -256,6 +257,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.core
 def test_all_ranks_start_or_all_say_the_same() -> None:
     ports = {case: free_port() for case in CASES}
@@ -296,33 +298,33 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(
             ValueError,
-            match=r"got 127.0.0.1:\d+ to listen at, .* \(address already in use\); expected a free",
+            match=r"got 127.0.0.1:\d+ to listen on, .* \(address already in use\); expected a free",
         ):
-            meet()
+            join_rendezvous()
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(
         ValueError,
         match=r"got no connection from .* to rank 0 at 127.0.0.1:\d+ within 1 s \(timed out\)",
     ):
-        meet()
+        join_rendezvous()
     monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "soon")
     with pytest.raises(ValueError, match="got OPENSORA_SP_JOIN_TIMEOUT='soon'"):
-        meet()
+        join_rendezvous()
 
 
 def test_every_sentence_is_explained() -> None:
     """docs/multinode.md quotes the beginning of whatever the launch may say, and what launchers say themselves."""
     table = (ROOT / "docs/multinode.md").read_text().partition("## What failures look like")[2]
     sources = [
-        (ROOT / f"opensora_sp/launching/{name}.py").read_text()
-        for name in ("environment", "machine", "meeting")
+        (ROOT / f"opensora_sp/runtime/{name}.py").read_text()
+        for name in ("environment", "host_checks", "rank_info", "rendezvous")
     ]
-    for word in ("environment, but no", "WORLD_SIZE", "twice", "within", "cannot start", "different", "to listen at",
+    for word in ("environment, but no", "WORLD_SIZE", "twice", "within", "cannot start", "different", "to listen on",
                  "no connection", "MASTER_ADDR", "where no interface", "the host name", "no GPU that torch can use",
                  "where torch sees", "/dev/shm"):  # fmt: skip
         assert word in table and any(word in source for source in sources), word
     for spelled in re.findall(r"OPENSORA_SP_\w+", (ROOT / "docs/multinode.md").read_text()):
-        assert spelled == rendezvous.PATIENCE
+        assert spelled == rendezvous.JOIN_TIMEOUT
 
 
 def test_torchrun_says_itself_that_a_port_is_in_use() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import hosts
 import pytest
-from hosts import Host, wait_until
+from hosts import Host
+from polling import wait_until
 from ranks import run_ranks
 from runs import TRAIN, write_toy_set
 
@@ -18,6 +19,8 @@ from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import load_train_config
 from opensora_sp.training import train
 from opensora_sp.training.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 NOTICED = 60.0  # seconds after which a rank must have ended when the rank of another host is dead
 

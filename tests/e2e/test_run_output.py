@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from runs import ROOT, TRAIN, run, write_toy_set
 
-from opensora_sp import console
-from opensora_sp.console import tell_launcher, told_errors
+from opensora_sp import error_file
+from opensora_sp.console import report_errors
+from opensora_sp.error_file import write_error_file
 from opensora_sp.training.ending import short_patience
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')
@@ -47,6 +48,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "a run", found.stdout + found.stderr
 
 
+@pytest.mark.slow
 def test_each_message_stands_once_whatever_the_number_of_ranks(done: tuple[Path, str]) -> None:
     run_dir, output = done
     for text in (output, (run_dir / "train.log").read_text()):
@@ -84,6 +86,7 @@ def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
     assert len(list((run_dir / "samples").glob("*.mp4"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -121,10 +124,10 @@ def test_a_message_that_is_in_the_log_is_not_printed_again(
     for is_logged in (False, True):
         error = ValueError("got a; expected b; do c")
         error.is_logged = is_logged
-        with pytest.raises(SystemExit, match="2"), told_errors():
+        with pytest.raises(SystemExit, match="2"), report_errors():
             raise error
         assert ("got a" in capsys.readouterr().err) != is_logged
-    with pytest.raises(SystemExit, match="130"), told_errors():
+    with pytest.raises(SystemExit, match="130"), report_errors():
         raise KeyboardInterrupt
     assert capsys.readouterr().err == ""
 
@@ -141,11 +144,11 @@ def torchruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
     torchruns: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tell_launcher("got a") and tell_launcher("got b")  # both of this process
+    assert write_error_file("got a") and write_error_file("got b")  # both of this process
     assert json.loads(torchruns.read_text())["message"] == "got a"
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
-    monkeypatch.setattr(console, "PATIENCE", 0.2)
-    with pytest.raises(SystemExit, match="2"), told_errors():
+    monkeypatch.setattr(error_file, "EXIT_TIMEOUT", 0.2)
+    with pytest.raises(SystemExit, match="2"), report_errors():
         raise ValueError("got c")
     assert capsys.readouterr().err == ""
 
@@ -153,9 +156,11 @@ def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
 def test_the_marker_of_an_earlier_run_does_not_silence_this_one(torchruns: Path) -> None:
     marker = torchruns.parent.parent / "first_to_fail"
     os.symlink(str(2**22 + 1), marker)  # no process has such a number
-    assert not tell_launcher("got a")  # set while this process ran: of a rank that has left already
+    assert not write_error_file(
+        "got a"
+    )  # set while this process ran: of a rank that has left already
     os.utime(marker, (0, 0), follow_symlinks=False)
-    assert tell_launcher("got a") and os.readlink(marker) == str(os.getpid())
+    assert write_error_file("got a") and os.readlink(marker) == str(os.getpid())
 
 
 @pytest.mark.parametrize("place", ["mine", "missing/0", "attempt_0", "closed/attempt_0/0"])
@@ -167,7 +172,7 @@ def test_an_error_file_that_is_not_of_torchrun_hides_no_error(
     (tmp_path / "closed").touch()  # a file: nothing can be written below, whoever runs this
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / place / "error.json"))
     for _ in range(2):
-        with pytest.raises(SystemExit, match="2"), told_errors():
+        with pytest.raises(SystemExit, match="2"), report_errors():
             raise ValueError("got a; expected b; do c")
         assert "got a" in capsys.readouterr().err
     assert not list(tmp_path.glob("*/first_to_fail"))
@@ -194,4 +199,4 @@ def test_scripts_import_nothing_slow_before_they_handle_ctrl_c() -> None:
         text = (ROOT / "scripts" / f"{name}.py").read_text()
         imported = re.findall(r"^(?:from|import) (\S+)", text, re.MULTILINE)
         assert set(imported) <= {"argparse", "opensora_sp.console"}, (name, imported)
-        assert "interrupts_end_at_once()" in text
+        assert "exit_on_interrupt()" in text

@@ -14,6 +14,8 @@ import sys
 import pytest
 from runs import ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
 ATTEMPTS = 3
 SMALL = ["--frames", "8", "--pairs", "2", "--chunks", "4", "--repeats", "2", "--only-limits"]
 

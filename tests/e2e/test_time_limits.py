@@ -33,6 +33,7 @@ def run_python(*command: str | Path, **environment: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stacks"),
     [
@@ -56,6 +57,7 @@ def test_a_test_that_hangs_ends_the_session(tmp_path: Path, name: str, stacks: l
     assert all(stack in text for stack in stacks), text
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_hangs_ends() -> None:
     done = run_python("benchmarks/one_process.py", BENCHMARK_TIME_LIMIT="0.01")
     assert done.returncode == 1 and "Timeout" in done.stderr and "in main" in done.stderr, (

@@ -24,6 +24,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_verify_compares_a_config() -> None:
     options = ("sequence_parallel.overlap_chunks=2", "grad_checkpoint=True")
     done = command(

@@ -1,4 +1,6 @@
-"""A process group that returns to the host at once, as NCCL does; values come when all ranks have joined.
+"""A process group that returns to the host at once, as NCCL does.
+
+Values come when all ranks have joined.
 
 Its collectives are gloo's, in the order in which they were launched, on a thread that stands for
 the device. ``synchronize`` is what reading a value does on a device: it waits for the thread.
@@ -14,8 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-COLLECTIVES = ("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall_base", "barrier",
-               "broadcast", "reduce")  # fmt: skip
+COLLECTIVES = (
+    *("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce"),
+    *("alltoall_base", "barrier", "broadcast", "reduce"),
+)
 
 
 class Launched(dist.Work):

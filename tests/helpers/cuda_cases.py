@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cuda_stub import phase
+from cuda_stub.build import CACHE
 
 # Heads of width 72, as the released models have.
 COMMON = dict(hidden_size=144, depth=2, num_heads=2, caption_channels=8, model_max_length=6)
@@ -40,7 +42,7 @@ def build(case: str, *, checkpoint: bool = False, **options: Any) -> Any:
 def batch(
     case: str, model: Any, *, samples: int = 2, size: tuple[int, int, int] = SIZE
 ) -> dict[str, Any]:
-    """Arguments of `forward`, as training makes them: text masks on the host, all else on the device."""
+    """Arguments of `forward` as in training: text masks on the host, all else on the device."""
     masks = CASES[case][2]
     frames, height, width = size
     inputs: dict[str, Any] = dict(
@@ -62,3 +64,35 @@ def batch(
     if "drop_caption" in masks:
         inputs["drop_caption"] = torch.arange(samples) == samples - 1
     return inputs
+
+
+def cache() -> dict[str, str]:
+    """Compiled code is kept beside the stub: cold, a model takes a minute."""
+    folder = CACHE.parent / "cuda_compiled"
+    return {
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+
+
+def step(model, inputs, name):
+    phase(f"{name}forward")
+    out = model(**inputs)
+    loss = out.square().mean()
+    phase(f"{name}backward")
+    loss.backward()
+    del out, loss
+    model.zero_grad(set_to_none=True)
+    phase(f"{name}end")
+
+
+def on_model(case, checkpoint):
+    model = build(case, checkpoint=checkpoint)
+    inputs = batch(case, model)
+    step(model, inputs, "warm-up ")
+    step(model, inputs, "")
+
+
+def launched(recording):
+    return len(recording.launches) + len(recording.gemms)

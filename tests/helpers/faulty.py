@@ -1,7 +1,7 @@
 """``scripts/train.py`` with planted faults.
 
-The file ``FAULTS`` has ``{attempt: [kind, rank, step]}``, where an attempt is what ``torchrun --max-restarts`` counts;
-each step takes ``PAUSE`` seconds more.
+The file ``FAULTS`` has ``{attempt: [kind, rank, step]}``, where an attempt is what
+``torchrun --max-restarts`` counts. Each step takes ``PAUSE`` seconds more.
 """
 
 from __future__ import annotations

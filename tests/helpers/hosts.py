@@ -1,8 +1,8 @@
-"""Several "hosts" on this machine, each with network, processes, mounts and name of its own, and an sshd.
+"""Several "hosts" on this machine, each with its own network, processes, mounts, name and sshd.
 
-A host is a process in new namespaces, and all it starts lives in them: when it is killed everything of it is gone, the
-network included. The hosts are joined by a bridge that lies in one more such namespace, so the machine's own network is
-never touched. Should the tests be killed, the hosts go with them.
+A host is a process in new namespaces, and all it starts lives in them: when it is killed,
+everything of it is gone, the network included. A bridge in one more such namespace joins the
+hosts, so the machine's network is never touched. If the tests are killed, so are the hosts.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from polling import wait_until
 from runs import BIN, ROOT
 
 TOOLS = ("ip", "unshare", "nsenter", "setpriv", "ssh-keygen")
@@ -69,11 +68,15 @@ class Host:
         return [*inside, "setpriv", "--pdeathsig", "KILL", *map(str, command)]  # ends with nsenter
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """As of a user who has activated the virtual environment; little else, since colossalai run sends it all."""
+        """Of a user in the virtual environment; small, since colossalai run sends all of it."""
         return {
-            "HOME": str(self.folder), "PATH": f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", **(more or {}),
-        }  # fmt: skip
+            "HOME": str(self.folder),
+            "PATH": f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "LANG": "C.UTF-8",
+            **(more or {}),
+        }
 
     def start(
         self, *command: str | Path, env: Mapping[str, str] | None = None
@@ -87,9 +90,13 @@ class Host:
         self, *command: str | Path, env: Mapping[str, str] | None = None, timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*command), env=self.environment(env), text=True, capture_output=True, timeout=timeout,
+            self.command(*command),
+            env=self.environment(env),
+            text=True,
+            capture_output=True,
+            timeout=timeout,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
 
     def replace(self, path: Path, text: str, mode: int = 0o644) -> None:
         """Let a file of the machine have another content on this host alone."""
@@ -102,7 +109,7 @@ class Host:
         subprocess.run(self.command("mount", *options), check=True)
 
     def ranks(self) -> list[int]:
-        """Processes of this host that a launcher started as ranks, without their children, as seen from outside."""
+        """Ranks on this host, without their children; process ids as seen from outside."""
         having = [
             pid
             for pid in processes_beside(self.pid)
@@ -138,7 +145,7 @@ def _of(pid: int, what: str) -> bytes:
 
 @contextmanager
 def hosts(folder: Path, *names: str) -> Iterator[list[Host]]:
-    """Hosts of these names, which know each other by name and let each other in by ssh without a password."""
+    """Hosts of these names, which reach each other by name with ssh, without a password."""
     key = folder / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(names, start=1)}
@@ -168,8 +175,9 @@ def hosts(folder: Path, *names: str) -> Iterator[list[Host]]:
 
 @contextmanager
 def _namespaces() -> Iterator[int]:
-    """A process in new namespaces; yields its number as seen from outside, and ends whatever lives in them."""
-    # setpriv lets unshare die with this process, and unshare its child, the first process of its PID namespace
+    """A process in new namespaces; yields its id as seen from outside, kills what is in them."""
+    # setpriv lets unshare die with this process, and unshare kills its child, the first process of
+    # its PID namespace.
     holder = subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", "unshare", *UNSHARED, "sleep", "infinity"]
     )
@@ -186,7 +194,8 @@ def _namespaces() -> Iterator[int]:
 def _connect(switch: int, host: Host) -> None:
     """A cable from the bridge to eth0 of the host."""
     port = f"to-{host.name}"
-    cable = f"ip link add {port} type veth peer name eth0 netns {host.pid}"  # the number as seen from outside
+    # The process id as seen from outside.
+    cable = f"ip link add {port} type veth peer name eth0 netns {host.pid}"
     subprocess.run(["nsenter", "--target", str(switch), "--net", "--", *cable.split()], check=True)
     _inside(switch, *f"ip link set {port} master bridge up".split())
     _inside(host.pid, *f"ip address add {host.address}/24 dev eth0".split())
@@ -202,7 +211,8 @@ def _start_sshd(host: Host, key: Path) -> None:
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(ssh / "host_key")], check=True
     )
     (ssh / "sshd_config").write_text(
-        f"HostKey {ssh}/host_key\nAuthorizedKeysFile {ssh}/authorized_keys\nStrictModes no\nUsePAM no\n"
+        f"HostKey {ssh}/host_key\nAuthorizedKeysFile {ssh}/authorized_keys\n"
+        "StrictModes no\nUsePAM no\n"
         "PasswordAuthentication no\nPermitRootLogin prohibit-password\nPidFile none\n"
     )
     _inside(host.pid, "mount", "-t", "tmpfs", "tmpfs", "/run")
@@ -216,12 +226,3 @@ def _inside(pid: int, *command: str | Path) -> None:
     inside = ["nsenter", "--target", str(pid), "--net", "--uts", "--mount", "--pid", "--"]
     done = subprocess.run([*inside, *map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """The first true value of a condition."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.02)
-    return value

@@ -43,7 +43,7 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The words of every command of one line, continued lines joined, without settings of variables.
+        """The words of every command of one line, without settings of variables.
 
         Lines that only bash can read (variables, texts over several lines) are left out.
         """

@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes, one thread each, and bring its results or its first error back."""
+"""Run a function on several gloo processes, one thread each; return results or the first error."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,7 @@ import torch.distributed as dist
 from opensora_sp.parallel import closing_process_group
 
 HOST = "127.0.0.1"
-PRELOADED = [
-    "opensora_sp.models",
-    "opensora_sp.parallel",
-    "opensora_sp.plugin",
-]  # imported once, then forked
+HELPERS = Path(__file__).parent
 
 
 def free_port() -> int:
@@ -36,23 +33,27 @@ def free_port() -> int:
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 300
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 240
 ) -> list[Any]:
-    """``[function(*args) of rank 0, of rank 1, ...]``; ``function`` must be importable and its result picklable.
+    """``[function(*args) of rank 0, of rank 1, ...]``.
 
-    The processes are forked from one that has imported what most tests need. The store by which they meet lives here,
-    on a port of its own choosing, and each process has a pipe of its own: nobody takes the port in between, a process
-    that leaves first takes nothing with it, and one that dies is noticed. Where the time runs out, each process says
-    where it stands.
+    ``function`` must be importable and its result picklable.
+
+    All ranks of a test session are forked from one warm process (``warm.py``). A fork costs
+    milliseconds, as a pool of living ranks would, but nothing that a test changes in its ranks
+    (modules, environment, torch's settings) reaches the next test.
+
+    The store of the rendezvous lives here, on a port of its own choosing, and each process has a
+    pipe of its own. So nobody takes the port in between, a process that exits first takes nothing
+    with it, and one that dies is noticed. After ``timeout`` seconds the stacks of all processes are
+    raised.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = warm_context()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     folder = tempfile.TemporaryDirectory()
     stacks = Path(folder.name)
-    work = pickle.dumps(
-        (function, args)
-    )  # as bytes: tensors would be sent as open files, of which few can be
+    # As bytes: tensors would be sent as open files, of which few can be.
+    work = pickle.dumps((function, args))
     workers: dict[Connection, Any] = {}
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
@@ -60,8 +61,9 @@ def run_ranks(
             target=_worker, args=(rank, num_ranks, store.port, theirs, stacks, work), daemon=True
         )
         process.start()
-        theirs.close()  # so that its end is ours too
+        theirs.close()  # then the end of the process is the end of the pipe
         workers[ours] = process
+
     try:
         return _collect(list(workers), list(workers.values()), stacks, timeout)
     finally:
@@ -69,6 +71,22 @@ def run_ranks(
             process.join(timeout=20)
             process.kill()
         folder.cleanup()
+
+
+def warm_context() -> Any:
+    """Start the process that ranks are forked from, unless it is running."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    former = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HELPERS), *filter(None, [former])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if former is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = former
+    return context
 
 
 def _collect(
@@ -125,8 +143,7 @@ def _worker(
         with closing_process_group():
             function, args = pickle.loads(work)
             value = function(*args)
-            pipe.send(
-                (None, pickle.dumps(value))
-            )  # as bytes: this process ends before shared memory is read
+            # As bytes: this process ends before shared memory would be read.
+            pipe.send((None, pickle.dumps(value)))
     except BaseException:
         pipe.send((traceback.format_exc(), None))

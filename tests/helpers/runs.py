@@ -20,8 +20,8 @@ image_size = (28, 24)
 vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
 text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
 model = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12, hidden_size=24, depth=2, num_heads=3,
-    mlp_ratio=2.0, pred_sigma=False, class_dropout_prob=0.2, drop_path=0.2,
+    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12, hidden_size=24,
+    depth=2, num_heads=3, mlp_ratio=2.0, pred_sigma=False, class_dropout_prob=0.2, drop_path=0.2,
 )
 """
 TRAIN = (
@@ -65,6 +65,27 @@ def write_toy_set(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Pat
     return folder / "clips.csv"
 
 
+def write_random_model(folder: Path) -> Path:
+    """A sampling config, ``sample.py``, and a checkpoint of its model with random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from opensora_sp.checkpoint import write_model_config
+    from opensora_sp.config import load_inference_config
+    from opensora_sp.models import build_model
+
+    (folder / "sample.py").write_text(SAMPLE)
+    cfg = load_inference_config(folder / "sample.py")
+    model = build_model(cfg.model["type"], **{k: v for k, v in cfg.model.items() if k != "type"})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    write_model_config(folder, "STDiT3", model.config)
+    return folder
+
+
 def features_of(source: Any, clips: list[Any]) -> Any:
     """Features of whole clips, made by one process."""
     import torch
@@ -87,7 +108,7 @@ def features_of(source: Any, clips: list[Any]) -> Any:
 def run(
     *command: str | Path, launcher: str = "python", ranks: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess:
-    """Run a script of the project from its root, under ``python``, ``torchrun`` or ``colossalai run``."""
+    """Run a script of the project under ``python``, ``torchrun`` or ``colossalai run``."""
     port = str(free_port())
     start: list[str | Path] = {
         "python": [sys.executable],

@@ -1,11 +1,14 @@
-"""Find accesses of GPU memory that CUDA streams do not order: a vector clock per stream and one for the host.
+"""Find accesses of GPU memory that CUDA streams do not order.
 
-Every operator that torch dispatches is taken as a kernel on the current stream, which reads and writes whole storages.
-Order comes from events, synchronizations and ``record_stream``, reported by torch's own trace of its CUDA calls and by
-the operators. Two accesses of which one writes, and which nothing orders, are a race whatever the kernels' speed.
+There is a vector clock per stream and one for the host.
 
-Memory that is freed counts as reused at once: the next operator that runs on the stream for which it was allocated may
-write to it. So a race does not depend on which block the allocator picks.
+Every operator that torch dispatches is taken as a kernel on the current stream, which reads and
+writes whole storages. Order comes from events, synchronizations and ``record_stream``, reported by
+torch's trace of its CUDA calls and by the operators. Two accesses of which one writes, and which
+nothing orders, are a race whatever the kernels' speed.
+
+Memory that is freed counts as reused at once: the next operator that runs on the stream for which
+it was allocated may write to it. So a race does not depend on which block the allocator picks.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class Memory:
 
 
 class StreamChecker(TorchDispatchMode):
-    """``with StreamChecker() as checker: ...``; afterwards ``checker.races`` says what was not ordered.
+    """``with StreamChecker() as checker: ...``; ``checker.races`` then lists what was not ordered.
 
     One to a process: torch keeps the callbacks.
     """
@@ -210,7 +213,7 @@ def _caller() -> str:
 
 
 class StreamWork(dist._Work):
-    """A collective under way; ``wait`` makes the current stream wait for it, as NCCL's does."""
+    """A collective in flight; ``wait`` makes the current stream wait for it, as NCCL's does."""
 
     def __init__(self, finished: torch.cuda.Event) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many worlds of processes inside one spawn: each is a process group of its own over the first ranks."""
+"""Many worlds in one call of ``run_ranks``, each a process group of its first ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from opensora_sp.parallel import shutdown_process_group
 def in_worlds(
     function: Callable[..., Any], cases: Iterable[tuple[int, tuple]], modules: Iterable[str] = ()
 ) -> list[Any]:
-    """``[function(*args)]`` for each ``(world size, args)``, one after the other; None where this rank has no part.
+    """``[function(*args)]`` for each ``(world size, args)``; None where this rank has no part.
 
-    To be called on every rank of a spawn (``ranks.run_ranks``) that has as many ranks as the largest world. What the
-    function imports is better named in ``modules``: collecting garbage after each world then passes over it.
+    To be called on every rank of ``ranks.run_ranks``, with as many ranks as the largest world. What
+    the function imports is better named in ``modules``: collecting garbage after each world then
+    passes over it.
     """
     for module in modules:
         importlib.import_module(module)

@@ -17,7 +17,7 @@ from opensora_sp.config.schema import check_values
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention
-from opensora_sp.models.stdit3 import STDiT3Config
+from opensora_sp.models.config import STDiT3Config
 
 pytestmark = pytest.mark.core
 HEADS, WIDTH = 2, 8

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from golden_models import built
 from golden_values import load, under
-from test_golden_models import built
 
 from opensora_sp.models import STDiT, STDiT2, STDiT3
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_vae import load, saved_pipeline
 from runs import run
 from safetensors.torch import load_file, save_file
-from test_golden_vae import load, saved_pipeline
 
 from opensora_sp.checkpoint import write_model_config
 from opensora_sp.config import InferenceConfig, build_component, load_inference_config, split_type

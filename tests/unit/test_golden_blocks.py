@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from golden_models import block_cases, with_state
 from golden_values import GOLDEN, close, load
-from test_golden_models import block_cases, with_state
 
 from opensora_sp.models import PatchGrid
 from opensora_sp.models.layers import RotaryEmbedding, SelfAttention, timestep_sinusoid

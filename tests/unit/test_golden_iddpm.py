@@ -11,8 +11,8 @@ import math
 
 import pytest
 import torch
+from golden_schedulers import toy_network
 from golden_values import close, close_gradient, close_table, load, under
-from test_golden_rflow import toy_network
 
 from opensora_sp.diffusion import IDDPM, Noised
 from opensora_sp.diffusion.gaussian import discretised_nll, gaussian_kl, named_betas, respaced_steps

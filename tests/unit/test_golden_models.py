@@ -8,10 +8,13 @@ import json
 
 import pytest
 import torch
+from golden_models import CASES, block_cases, built, inputs_of, with_state
 from golden_values import GOLDEN, close, close_gradient, close_sum, close_table, load, under
 
 from opensora_sp.models import PatchGrid, build_model
-from opensora_sp.models.conditioning import Condition, FinalLayer, Text
+from opensora_sp.models.blocks import FinalLayer, STDiT3Block
+from opensora_sp.models.conditioning import Condition, Text
+from opensora_sp.models.config import STDiT3Config
 from opensora_sp.models.layers import (
     CaptionEmbedder,
     CrossAttention,
@@ -25,39 +28,9 @@ from opensora_sp.models.layers import (
     frame_position_embedding,
     position_embedding,
 )
-from opensora_sp.models.stdit3 import STDiT3Block, STDiT3Config
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL
 
 pytestmark = pytest.mark.core
-CASES = [
-    *("stdit_v10_video", "stdit_v12_framemask", "stdit_v12_image"),
-    *("stdit2_v11_legacy_norm", "stdit2_v12_framemask"),
-    *("stdit3_v12_framemask", "stdit3_v12_image_cfg", "stdit3_v12_plain"),
-    *("stdit3_v13_plain", "stdit3_v13_window_cond"),
-]
-
-OF_RELEASE = {
-    ("STDiT2", "v1.1.0"): dict(qk_norm_legacy=True),
-    ("STDiT3", "v1.3"): dict(use_cond=True),
-}
-
-
-def built(about: dict, tensors: dict[str, torch.Tensor], **overrides) -> torch.nn.Module:
-    """The model of a case with its weights."""
-    of_release = OF_RELEASE.get((about["model"], about["upstream_release"]), {})
-    model = build_model(about["model"], **{**about["constructor"], **of_release, **overrides})
-    if about["model"] == "STDiT":  # its position tables are buffers: computed like those stored
-        for name in ("pos_embed", "pos_embed_temporal"):
-            close_table(model.get_buffer(name), tensors[f"state/{name}"], floor=1e-6)
-    model.load_state_dict(under(tensors, "state/"), strict=True)
-    return model
-
-
-def inputs_of(tensors: dict[str, torch.Tensor]) -> dict:
-    inputs: dict = under(tensors, "input/")
-    if "mask_index" in inputs:
-        inputs["mask_index"] = inputs["mask_index"].tolist()
-    return inputs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,16 +101,6 @@ def test_presets_have_the_released_names_and_shapes(file: str, preset: str) -> N
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == about[
         "frozen_parameters"
     ]
-
-
-def block_cases(file: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
-    about, tensors = load("blocks", file)
-    return [(case, under(tensors, f"{case['case']}/")) for case in about["cases"]]
-
-
-def with_state(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    module.load_state_dict(under(tensors, "state/"), strict=True)
-    return module
 
 
 def conditioned(

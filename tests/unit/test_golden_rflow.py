@@ -7,19 +7,12 @@ from statistics import NormalDist
 
 import pytest
 import torch
+from golden_schedulers import toy_network
 from golden_values import close, close_gradient, load, under
 
 from opensora_sp.diffusion import Geometry, Noised, RectifiedFlow, guided, velocity_loss
 
 pytestmark = pytest.mark.core
-
-
-def toy_network(x, t, text_mean, x_mask):
-    """The network that the reference values were made with; its formula is in the sidecar files."""
-    t, text_mean = (v.float().view(-1, 1, 1, 1, 1) for v in (t, text_mean))
-    masked = 0.0 if x_mask is None else x_mask.float()[:, None, :, None, None]
-    first = torch.tanh(0.9 * x + 0.6 * t / 1000 + 0.5 * text_mean) + 0.25 * masked
-    return torch.cat([first, torch.tanh(0.7 * x - 0.4 * t / 1000)], dim=1)
 
 
 def geometry_of(values: list[float] | None, batch: int) -> Geometry | None:

@@ -11,8 +11,8 @@ import golden_values
 import pytest
 import torch
 from einops import rearrange
+from golden_vae import load, saved_pipeline
 from golden_values import close_gradient, close_sum, under
-from safetensors.torch import save_file
 
 from opensora_sp.encoders import OpenSoraVAE, independent_pieces, planned_latent_size
 from opensora_sp.encoders.open_sora_vae import ChunkVAE, build_parts, latent_size_of
@@ -23,7 +23,6 @@ GOLDEN = golden_values.GOLDEN / "video_vae"
 
 
 close = partial(golden_values.close, floor=3e-5)
-load = partial(golden_values.load, "video_vae")
 
 
 def block_cases(name: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
@@ -156,35 +155,6 @@ def check_clip_length(vae: TemporalVAE, case: dict, tensors: dict[str, torch.Ten
 @pytest.fixture(scope="module")
 def pipeline() -> tuple[dict, dict[str, torch.Tensor]]:
     return load("pipeline/chunked")
-
-
-def saved_pipeline(folder: Path, about: dict, tensors: dict[str, torch.Tensor], case: dict) -> Path:
-    """A folder as the release's ``save_pretrained`` writes it, with the weights of a case."""
-    from diffusers import AutoencoderKL
-
-    AutoencoderKL.from_config(about["spatial"]["constructor"]).save_config(folder / "image" / "vae")
-    config = {
-        "architectures": ["VideoAutoencoderPipeline"],
-        "model_type": "VideoAutoencoderPipeline",
-        "cal_loss": False,
-        "micro_frame_size": case["micro_frame_size"],
-        "scale": case["scale"],
-        "shift": case["shift"],
-        "vae_2d": {
-            "type": "VideoAutoencoderKL",
-            "from_pretrained": str(folder / "image"),
-            "subfolder": "vae",
-        },
-        "vae_temporal": {
-            "type": "VAE_Temporal",
-            "from_pretrained": None,
-            **about["temporal_constructor"],
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    buffers = {name: tensors[f"{case['case']}/{name}"] for name in ("scale", "shift")}
-    save_file({**under(tensors, "state/"), **buffers}, folder / "model.safetensors")
-    return folder
 
 
 @pytest.mark.parametrize("index", range(6))

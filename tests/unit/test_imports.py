@@ -122,6 +122,7 @@ def test_importing_the_plugin_is_quiet_about_absent_extras_only() -> None:
     assert "UserWarning: a real one" in done.stderr
 
 
+@pytest.mark.serial
 def test_importing_the_package_costs_nothing() -> None:
     code = (
         "import time; start = time.perf_counter(); import sys, opensora_sp; assert time.perf_counter() - start < 3\n"

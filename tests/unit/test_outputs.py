@@ -1,6 +1,5 @@
 """What is asked for and what is written: prompts with sizes of their own, samples, images, GIFs, going on."""
 
-# ruff: noqa: F401, F811  (a fixture is imported)
 from __future__ import annotations
 
 import hashlib
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_sampling import trained
 
 from opensora_sp.checkpoint import CheckpointFolder
 from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_config
@@ -213,7 +211,8 @@ def test_truncation_is_told(
     )
     sample(load_inference_config(trained / "sample.py", ["scheduler.num_sampling_steps=1"], values))
     assert (
-        "got 13 tokens, of which the model takes 12; the last are truncated: 'one two" in caplog.text
+        "got 13 tokens, of which the model takes 12; the last are truncated: 'one two"
+        in caplog.text
     )
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.console import told_errors
+from opensora_sp.console import report_errors
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.runtime.environment import Launch
 from opensora_sp.runtime.host_checks import check_machine
-from opensora_sp.runtime.rendezvous import meet
+from opensora_sp.runtime.rendezvous import join_rendezvous
 
 MARK = "opensora_sp probe: "
 SECONDS = 40.0  # to meet, and for any one collective
@@ -38,7 +38,7 @@ def main() -> None:
         )
     os.environ.setdefault("OPENSORA_SP_JOIN_TIMEOUT", str(SECONDS))
     check_machine(launch)
-    store = meet()
+    store = join_rendezvous()
     device = (
         torch.device("cuda", launch.local_rank)
         if torch.cuda.is_available()
@@ -108,5 +108,5 @@ def _timed(collective: Callable[[], Any], times: int, device: torch.device) -> f
 
 
 if __name__ == "__main__":
-    with told_errors():
+    with report_errors():
         main()

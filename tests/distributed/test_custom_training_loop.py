@@ -7,18 +7,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from plugin_cases import GLOBAL_BATCH, STEPS, make_batch, make_model, one_process
 from ranks import run_ranks
 from runs import run
-from test_plugin import GLOBAL_BATCH, STEPS, make_batch, make_model, one_process
 from torch.nn.parallel import DistributedDataParallel
 from worlds import in_worlds
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.parallel import SequenceMesh, parallelize, unwrap
 
-PAGE = Path(__file__).parents[2] / "docs" / "own_loop.md"
+PAGE = Path(__file__).parents[2] / "docs" / "custom_training_loop.md"
 
 
 def steps(sp_size: int, with_ddp: bool, shards: bool) -> None:
@@ -114,6 +115,7 @@ def losses_of(program: Path, ranks: int) -> dict[int, float]:
     }
 
 
+@pytest.mark.slow
 def test_the_booster_loop_of_the_page_resumes(tmp_path: Path) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()

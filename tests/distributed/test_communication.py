@@ -32,7 +32,9 @@ def unit(case: Case, ranks: int) -> float:
     return (ranks - 1) / ranks * case.batch * case.frames * case.patches * case.width / ranks * 4
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_a_step_sends_what_is_predicted(ranks: int) -> None:
     small = Case(1, 8, 16, width=8)
     both = [small, replace(small, checkpointing=True)]

@@ -1,0 +1,224 @@
+"""The transformer blocks of the STDiT models, and their final layer.
+
+A block runs self-attention over the tokens of a row, cross-attention to the text, and an MLP. The
+timestep modulates the first and the last (adaLN-single of PixArt-alpha, Chen et al., 2023)::
+
+    x = x + gate * self_attention(norm(x) * (1 + scale) + shift)
+    x = x + cross_attention(x, text)
+    x = x + gate * mlp(norm(x) * (1 + scale) + shift)
+
+A block of STDiT3 is either spatial or temporal. A block of STDiT or STDiT2 has two parts:
+``spatial`` is the self-attention over a frame, ``temporal`` the one over frames and all the rest.
+
+Legend: B samples, R rows held here, L tokens of a row (S patches or T frames), C hidden width,
+V patch volume, m modulation states of a sample, b samples of n rows (``Rows.spread``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .conditioning import GATE, Condition
+from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
+from .hook_points import Rowwise
+from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
+
+# Where in a modulation the entries (shift, scale, gate) of a branch begin.
+ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``x * (1 + scale) + shift`` of tokens ``[R, L, C]``, with ``[b, 1 or n, 1 or L, C]`` each."""
+    return torch.addcmul(shift, _by_sample(x, shift), 1 + scale).flatten(0, 1)
+
+
+def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
+    """``x + gate * branch`` of tokens ``[R, L, C]``, with a gate ``[b, 1 or n, 1 or L, C]``."""
+    return torch.addcmul(_by_sample(x, gate), gate, _by_sample(branch, gate)).flatten(0, 1)
+
+
+def _by_sample(x: Tensor, entry: Tensor) -> Tensor:
+    """Tokens ``[R, L, C]`` as ``[b, n, L, C]``, against which an entry is broadcast."""
+    return x.unflatten(0, (len(entry), len(x) // len(entry)))
+
+
+class ModulatedBlock(nn.Module):
+    """The layers that all blocks have. ``scale_shift_table`` is added to the modulation.
+
+    Blocks take tokens ``[R, L, C]`` and return as many. ``branch_scale`` ``[B]`` multiplies the
+    modulated branches of each sample (drop-path).
+    """
+
+    def __init__(
+        self,
+        config: SharedConfig,
+        *,
+        qk_norm: bool = False,
+        rope: RotaryEmbedding | None = None,
+        in_frame: bool = False,
+    ) -> None:
+        super().__init__()
+        width, heads = config.hidden_size, config.num_heads
+        self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame)
+        self.cross_attn = CrossAttention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
+        self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
+        self.rowwise = Rowwise()
+
+    def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
+        """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
+        attended: Tensor = self.cross_attn(
+            x,
+            condition.text,
+            condition.lengths,
+            order=condition.order,
+            keys=condition.keys.get(self.cross_attn),
+            backend=condition.rows.grid.attention,
+        )
+        return attended
+
+    def feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        """The MLP branch. It acts on single tokens, so ``rowwise`` may run some rows at a time."""
+        return add_gated(x, gate, self.mlp(modulate(self.norm2(x), shift, scale)))
+
+
+class STDiT3Block(ModulatedBlock):
+    """Self-attention over a row, cross-attention to text, MLP."""
+
+    def __init__(
+        self, config: STDiT3Config, rope: RotaryEmbedding | None = None, *, in_frame: bool = False
+    ) -> None:
+        super().__init__(config, qk_norm=config.qk_norm, rope=rope, in_frame=in_frame)
+
+    def forward(
+        self, x: Tensor, condition: Condition, branch_scale: Tensor | None = None
+    ) -> Tensor:
+        """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
+        table = self.scale_shift_table
+        shift, scale, gate = condition.entries(table[:MLP], ATTENTION, branch_scale)
+        modulated = modulate(self.norm1(x), shift, scale)
+        x = add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
+
+        x = x + self.attend_text(x, condition)
+
+        entries = condition.entries(table[MLP:], MLP, branch_scale)
+        return self.rowwise(self.feed_forward, condition.rows, x, *entries)
+
+
+class STDiTBlock(ModulatedBlock):
+    """Spatial and temporal self-attention, cross-attention to text, MLP.
+
+    The temporal attention has no norm. Its gate is that of the spatial one, on all frames as the
+    timestep of the sample sets it.
+    """
+
+    def __init__(self, config: STDiTConfig) -> None:
+        super().__init__(config)
+        self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False)
+
+    def spatial(
+        self, x: Tensor, condition: Condition, branch_scale: Tensor | None = None
+    ) -> Tensor:
+        """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
+        table = self.scale_shift_table[:MLP]
+        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
+        modulated = modulate(self.norm1(x), shift, scale)
+        return add_gated(x, gate, self.attn(modulated, condition.rows))
+
+    def temporal(
+        self,
+        x: Tensor,
+        condition: Condition,
+        branch_scale: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``.
+
+        ``positions`` ``[1, T, C]`` of the frames are added to what the attention sees.
+        """
+        table = self.scale_shift_table
+        (gate,) = condition.entries(
+            table[GATE:MLP], ATTENTION + GATE, branch_scale, ignore_frames=True
+        )
+        with_positions = x if positions is None else x + positions
+        x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows))
+
+        x = x + self.attend_text(x, condition)
+
+        entries = condition.entries(table[MLP:], MLP, branch_scale)
+        return self.rowwise(self.feed_forward, condition.rows, x, *entries)
+
+
+class STDiT2Block(ModulatedBlock):
+    """Spatial and temporal self-attention, cross-attention to text, MLP.
+
+    The temporal attention has a norm and entries of its own.
+    """
+
+    def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
+        super().__init__(config, qk_norm=config.qk_norm)
+        width, heads = config.hidden_size, config.num_heads
+        self.norm_temp = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.attn_temp = SelfAttention(
+            width, heads, qk_norm=config.qk_norm, rope=rope, norm_last=config.qk_norm_legacy
+        )
+        self.scale_shift_table_temporal = nn.Parameter(torch.randn(3, width) / width**0.5)
+
+    def spatial(
+        self, x: Tensor, condition: Condition, branch_scale: Tensor | None = None
+    ) -> Tensor:
+        """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
+        table = self.scale_shift_table[:MLP]
+        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
+        modulated = modulate(self.norm1(x), shift, scale)
+        return add_gated(x, gate, self.attn(modulated, condition.rows))
+
+    def temporal(
+        self, x: Tensor, condition: Condition, branch_scale: Tensor | None = None
+    ) -> Tensor:
+        """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``."""
+        table = self.scale_shift_table_temporal
+        shift, scale, gate = condition.entries(table, TEMPORAL_ATTENTION, branch_scale)
+        modulated = modulate(self.norm_temp(x), shift, scale)
+        x = add_gated(x, gate, self.attn_temp(modulated, condition.rows, condition.rotation))
+
+        x = x + self.attend_text(x, condition)
+
+        entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
+        return self.rowwise(self.feed_forward, condition.rows, x, *entries)
+
+
+class FinalLayer(nn.Module):
+    """Norm, modulation and projection of a token to the channels of its patch."""
+
+    def __init__(self, width: int, out_width: int, *, legacy: bool) -> None:
+        super().__init__()
+        self.norm_final = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.linear = nn.Linear(width, out_width)
+        self.scale_shift_table = nn.Parameter(torch.randn(2, width) / width**0.5)
+        self.legacy = legacy
+
+    @classmethod
+    def of(cls, config: SharedConfig) -> FinalLayer:
+        """The final layer of a model with this configuration."""
+        out_width = math.prod(config.patch_size) * config.out_channels
+        return cls(config.hidden_size, out_width, legacy=config.legacy_final_layer)
+
+    def forward(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Rows ``[R, L, C]`` and timestep embeddings ``[B, m, C]`` -> ``[R, L, V * C_out]``."""
+        table = self.scale_shift_table + t[:, :, None]  # [B, m, 2, C]
+        if condition.frames is None or not self.legacy:
+            return self.linear(modulate(self.norm_final(x), *condition.per_token(table)))
+
+        # As released: all frames are modulated by the timestep of their sample, and conditioning
+        # frames after that once more, by timestep 0.
+        once = modulate(self.norm_final(x), *condition.per_token(table, ignore_frames=True))
+        twice = modulate(self.norm_final(once), *condition.per_token(table))
+        frames = condition.rows.spread(condition.frames)  # [b, 1 or n, 1 or L, 1]
+        chosen = torch.where(frames, _by_sample(twice, frames), _by_sample(once, frames))
+        return self.linear(chosen.flatten(0, 1))

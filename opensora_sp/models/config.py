@@ -1,0 +1,212 @@
+"""Configurations of the STDiT models. Each class checks its values against each other.
+
+The names are those of the public checkpoints' ``config.json``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from .attention import check_backend
+from .token_layout import PatchGrid
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedConfig:
+    """Constructor arguments of all STDiT models, named as in the public ``config.json``.
+
+    ``class_dropout_prob`` and ``drop_path`` are rates for the training run, which draws the samples
+    and passes them to ``forward``. ``drop_path`` grows linearly over the depth, and kept branches
+    are scaled by ``1 / (1 - rate)``.
+    ``legacy_final_layer`` keeps the final layer of the released models, which modulates
+    conditioning frames twice. With ``full_attention`` all tokens of a clip attend to each other in
+    every self-attention, as in Open-Sora-Plan 1.2.
+    ``attention`` is the backend, one of ``attention.BACKENDS``. It is no property of the weights.
+
+    Raises:
+        ValueError: if a value is out of range or does not fit another one.
+    """
+
+    rotary: ClassVar[bool] = True  # whether a rotary embedding turns pairs of channels
+
+    in_channels: int = 4
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    hidden_size: int = 1152
+    depth: int = 28
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    caption_channels: int = 4096
+    model_max_length: int = 120
+    pred_sigma: bool = True
+    class_dropout_prob: float = 0.1
+    drop_path: float = 0.0
+    legacy_final_layer: bool = True
+    full_attention: bool = False
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        self._check_positive("in_channels", "hidden_size", "depth", "num_heads", "mlp_ratio")
+        self._check_positive("caption_channels", "model_max_length")
+        self._check_rate("class_dropout_prob")
+        self._check_rate("drop_path")
+        check_backend(self.attention)
+
+        self._make_tuple("patch_size")
+        if len(self.patch_size) != 3 or min(self.patch_size) < 1:
+            raise ValueError(
+                f"got patch_size {self.patch_size}; expected (frames, height, width) >= 1; "
+                "change it"
+            )
+        self._check_width()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments by name, as ``transformers`` and ``peft`` read a model's ``config``."""
+        return asdict(self)
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the prediction: twice those of a latent if the variance is predicted, too."""
+        return self.in_channels * (2 if self.pred_sigma else 1)
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """Height and width in patches of the windows of temporal attention, if it has any."""
+        return None
+
+    def grid(self, num_samples: int, latent_size: tuple[int, int, int], **more: Any) -> PatchGrid:
+        """The patches of a batch of latents of size (frames, height, width)."""
+        return PatchGrid(
+            num_samples, latent_size, self.patch_size, self.window, self.full_attention, **more
+        )
+
+    def _check_width(self) -> None:
+        hidden, heads = self.hidden_size, self.num_heads
+        if hidden % heads or (self.rotary and hidden // heads % 2):
+            expected = "num_heads to divide hidden_size"
+            if self.rotary:
+                expected = "an even hidden_size / num_heads (rotary embedding turns channel pairs)"
+            raise ValueError(
+                f"got hidden_size {hidden} and num_heads {heads}; expected {expected}; "
+                "change one of the two"
+            )
+        if hidden % 4:
+            raise ValueError(
+                f"got hidden_size {hidden}; expected a multiple of 4 (sines and cosines of a "
+                "patch's column and row); choose another hidden_size"
+            )
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"got {name} {value}; expected a positive number; change it")
+
+    def _check_rate(self, name: str) -> None:
+        rate = getattr(self, name)
+        if not 0 <= rate < 1:
+            raise ValueError(f"got {name} {rate}; expected a rate in [0, 1); choose a smaller one")
+
+    def _make_tuple(self, name: str) -> None:
+        """Sizes are lists in JSON and in configs; as tuples they can be hashed."""
+        object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class STDiTConfig(SharedConfig):
+    """Constructor arguments of STDiT; see ``SharedConfig`` for most of them.
+
+    ``input_size`` is the only latent size (frames, height, width) that the model takes. Patch
+    coordinates are divided by ``space_scale``, frame numbers by ``time_scale``.
+    """
+
+    rotary = False
+
+    input_size: tuple[int, int, int] = (1, 32, 32)
+    space_scale: float = 1.0
+    time_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("space_scale", "time_scale")
+
+        self._make_tuple("input_size")
+        size, patch = self.input_size, self.patch_size
+        if len(size) != 3 or min(size) < 1 or any(n % p for n, p in zip(size, patch, strict=True)):
+            raise ValueError(
+                f"got input_size {size} and patch_size {patch}; expected (frames, height, width) "
+                "of latents in whole patches; round input_size, or take STDiT2 or STDiT3, which pad"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class STDiT2Config(SharedConfig):
+    """Constructor arguments of STDiT2; see ``SharedConfig`` for most of them.
+
+    ``input_sq_size`` is the side of the square, in pixels, that positions are scaled to.
+    ``qk_norm_legacy`` rotates queries and keys before their norm, as in Open-Sora 1.1. In 1.2 the
+    norm comes first.
+    """
+
+    input_sq_size: int = 32
+    qk_norm: bool = False
+    qk_norm_legacy: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("input_sq_size")
+        if self.hidden_size % 3:
+            raise ValueError(
+                f"got hidden_size {self.hidden_size}; expected a multiple of 3 (height, width and "
+                "aspect ratio have a third of the channels each); choose another hidden_size"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class STDiT3Config(SharedConfig):
+    """Constructor arguments of STDiT3; see ``SharedConfig`` for most of them.
+
+    ``input_sq_size`` is the side of the square, in pixels, that positions are scaled to.
+    ``skip_y_embedder`` expects text already projected and packed. Open-Sora 1.3 has ``use_cond``,
+    which embeds conditioning frames; windows of ``kernel_size`` (height, width, frames) patches for
+    temporal attention, -1 for all; and with ``use_spatial_rope`` rotary positions also in a frame.
+    """
+
+    input_sq_size: int = 512
+    model_max_length: int = 300
+    qk_norm: bool = True
+    skip_y_embedder: bool = False
+    use_cond: bool = False
+    kernel_size: tuple[int, int, int] | None = None
+    use_spatial_rope: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("input_sq_size")
+        if self.kernel_size is not None:
+            self._make_tuple("kernel_size")
+            self._check_windows(self.kernel_size)
+        elif self.use_spatial_rope:
+            raise ValueError(
+                "got use_spatial_rope without kernel_size; expected both or none; "
+                "set kernel_size=(8, 8, -1)"
+            )
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        return None if self.kernel_size is None else self.kernel_size[:2]
+
+    def _check_windows(self, kernel: tuple[int, int, int]) -> None:
+        is_window = len(kernel) == 3 and all(k == -1 or k >= 1 for k in kernel)
+        if not is_window or kernel[2] != -1 or self.full_attention:
+            raise ValueError(
+                f"got kernel_size {kernel} and full_attention {self.full_attention}; expected "
+                "(height, width, -1) in patches, windows through all frames, and no full "
+                "attention; write for example (8, 8, -1)"
+            )
+        if self.hidden_size // self.num_heads % 6:
+            raise ValueError(
+                f"got hidden_size {self.hidden_size} and num_heads {self.num_heads} with "
+                "kernel_size; expected heads whose width is a multiple of 6 (pairs of channels for "
+                "frame, line and column); change one of the two"
+            )

@@ -1,0 +1,123 @@
+"""Finds collectives that some rank has not joined within ``collective_timeout``, and that rank.
+
+A rank is judged only by heartbeats that it wrote after the collective was overdue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .collective_recorder import Collective, CollectiveRecorder
+from .heartbeats import Heartbeat
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """An overdue collective when it was found, and the number of each peer's heartbeat then."""
+
+    returned: bool
+    heartbeats: dict[int, int]
+
+    def precedes(self, heartbeats: dict[int, Heartbeat]) -> bool:
+        """Whether each peer has written a whole heartbeat since, or has left the run.
+
+        The first heartbeat after the snapshot may have been in progress, so it takes the second.
+        """
+        return all(
+            heartbeat.left or heartbeat.number >= self.heartbeats[rank] + 2
+            for rank, heartbeat in heartbeats.items()
+        )
+
+
+class CollectiveTimeout:
+    """Tracks the collectives that this rank has called until all ranks are known to have joined.
+
+    Args:
+        timeout: seconds after which a collective is overdue.
+        interval: seconds from one heartbeat of this rank to the next.
+        read_heartbeats: returns the newest heartbeats of some ranks.
+    """
+
+    def __init__(
+        self,
+        recorder: CollectiveRecorder,
+        *,
+        rank: int,
+        timeout: float,
+        interval: float,
+        read_heartbeats: Callable[[list[int]], dict[int, Heartbeat]],
+    ) -> None:
+        self._recorder, self._rank, self._read_heartbeats = recorder, rank, read_heartbeats
+        self._timeout, self._interval = timeout, interval
+
+        # What may be pending, with the number of this rank's heartbeat that saw it first.
+        self._pending: dict[Collective, int] = {}
+        self._overdue: dict[Collective, _Snapshot] = {}
+        self._joined_by_all: set[Collective] = set()
+
+    def check(self, heartbeat: int) -> str | None:
+        """Report a collective that some rank has not joined in time; called at each heartbeat.
+
+        Never waits: a rank that wrote no heartbeat meanwhile would itself seem to hang.
+        """
+        pending = self._recorder.pending()
+        self._pending = {call: self._pending.get(call, heartbeat) for call in pending}
+        self._joined_by_all.intersection_update(pending)
+
+        overdue = [
+            call
+            for call, first in self._pending.items()
+            if call not in self._joined_by_all
+            and (heartbeat - first) * self._interval >= self._timeout
+        ]
+        self._overdue = {call: seen for call, seen in self._overdue.items() if call in overdue}
+
+        reports = map(self._check_overdue, overdue)
+        return next((report for report in reports if report is not None), None)
+
+    def _check_overdue(self, call: Collective) -> str | None:
+        heartbeats = self._read_heartbeats([rank for rank in call.ranks if rank != self._rank])
+        returned = call.returned
+
+        # Where the call has returned meanwhile, a peer may have done so after its heartbeat.
+        snapshot = self._overdue.get(call)
+        if snapshot is None or snapshot.returned != returned:
+            numbers = {rank: heartbeat.number for rank, heartbeat in heartbeats.items()}
+            self._overdue[call] = _Snapshot(returned, numbers)
+            return None
+
+        # A peer that writes no heartbeats any more is left to peer_timeout.
+        if not snapshot.precedes(heartbeats):
+            return None
+        if call.peer is not None:
+            return self._report(call, heartbeats)
+
+        # Where the call has returned, the backend is asynchronous: peers must have returned, too.
+        counts = {
+            rank: (heartbeat.returned if returned else heartbeat.called).get(call.group, 0)
+            for rank, heartbeat in heartbeats.items()
+        }
+        fewest = min(counts.values(), default=call.number)
+        if fewest < call.number:
+            first = self._recorder.find(call.group, fewest + 1) or call
+            missing = [rank for rank, count in counts.items() if count < first.number]
+            return self._report(first, {rank: heartbeats[rank] for rank in missing})
+
+        if returned:
+            self._joined_by_all.add(call)
+            return None
+        return self._report(call, {})
+
+    def _report(self, call: Collective, absent: dict[int, Heartbeat]) -> str:
+        joined = sorted(set(call.ranks) - set(absent))
+        missing = "; ".join(
+            f"rank {rank}, which has called {heartbeat.called.get(call.group, 0)} and is at "
+            f"{heartbeat.location}"
+            for rank, heartbeat in absent.items()
+        )
+        return (
+            f"rank {self._rank} has waited {self._timeout:g} s (collective_timeout) for {call}: "
+            f"ranks {joined} joined, missing: "
+            f"{missing or 'none, so the network is slow or has lost data'}"
+        )

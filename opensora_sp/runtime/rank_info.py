@@ -1,0 +1,103 @@
+"""What each rank reports when it joins the rendezvous, and why a set of ranks cannot start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_VALUE_LENGTH = 60  # characters of a value in a message
+MAX_RANKS, MAX_HOSTS = 8, 4  # that a message lists
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank, what it runs, and its ``error`` if it cannot start."""
+
+    rank: int
+    world_size: int
+    host: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+def find_conflict(joined: list[RankInfo]) -> str | None:
+    """Why these ranks, the last of which has just joined, cannot start; None if they can so far."""
+    first, last = joined[0], joined[-1]
+    if last.error is not None:
+        return f"{last.name} cannot start: {last.error}"
+
+    if first.world_size != last.world_size:
+        return (
+            f"got WORLD_SIZE {first.world_size} on {first.name} and {last.world_size} on "
+            f"{last.name}; expected the same on every rank; start all hosts with the same --nnodes "
+            "and --nproc_per_node"
+        )
+
+    for other in joined[:-1]:
+        if other.rank == last.rank:
+            return (
+                f"got rank {last.rank} twice, on {other.host} and on {last.host}; expected every "
+                "rank once; give each host its own --node_rank, and no other run the same "
+                "--master_port"
+            )
+    return None
+
+
+def find_differences(joined: list[RankInfo]) -> str:
+    """The versions, or else the settings, that are not equal on all ranks; empty if all are."""
+    joined = sorted(joined, key=lambda one: one.rank)
+
+    versions = _differences(joined, "versions")
+    if versions:
+        return (
+            f"got different versions: {versions}; expected the same software and kind of device on "
+            "every rank; install the same everywhere; see opensora-sp doctor"
+        )
+
+    settings = _differences(joined, "settings")
+    if settings:
+        return (
+            f"got different settings: {settings}; expected the same config on every rank; give "
+            "every host the same config file and --cfg-options"
+        )
+    return ""
+
+
+def _differences(joined: list[RankInfo], kind: str) -> str:
+    """For each name whose values differ, every value with its ranks and hosts."""
+    names: set[str] = set().union(*(getattr(one, kind) for one in joined))
+    different = []
+    for name in sorted(names):
+        ranks_of: dict[str, list[RankInfo]] = {}
+        for one in joined:
+            value = getattr(one, kind).get(name, "absent")
+            text = value if isinstance(value, str) else json.dumps(value)
+            ranks_of.setdefault(text, []).append(one)
+
+        if len(ranks_of) > 1:
+            places = (f"{_shorten(text)} on {_format(ranks)}" for text, ranks in ranks_of.items())
+            different.append(f"{name} {', '.join(places)}")
+    return "; ".join(different)
+
+
+def _format(infos: list[RankInfo]) -> str:
+    hosts = sorted({one.host for one in infos})
+    more = ", ..." if len(hosts) > MAX_HOSTS else ""
+    return f"{format_ranks([one.rank for one in infos])} ({', '.join(hosts[:MAX_HOSTS])}{more})"
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """``rank 3``; ``ranks 0, 1``; many are cut short."""
+    more = ", ..." if len(ranks) > MAX_RANKS else ""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks[:MAX_RANKS]))}{more}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."

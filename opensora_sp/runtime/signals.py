@@ -1,0 +1,51 @@
+"""SIGTERM and SIGINT (Ctrl-C) as requests to stop; a second Ctrl-C ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from opensora_sp.console import INTERRUPTED
+
+# A terminal and a launcher that forwards SIGINT send it twice, within so many seconds.
+SAME_INTERRUPT = 1.0
+
+
+class SignalHandler:
+    """Handles both signals from ``install`` to ``uninstall``, in the main thread only.
+
+    Attributes:
+        received: name of the signal received, empty before; SIGINT prevails.
+    """
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._interrupted_at: float | None = None
+        self._former: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Replace the handlers, except of a signal that is ignored."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+
+    def uninstall(self) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        # After SIGINT, torchrun forwards a second Ctrl-C as SIGTERM.
+        now = time.monotonic()
+        if self._interrupted_at is not None and now - self._interrupted_at >= SAME_INTERRUPT:
+            os._exit(INTERRUPTED)
+        if number == signal.SIGINT and self._interrupted_at is None:
+            self._interrupted_at = now
+
+        # The watchdog's thread logs it: this thread may hold the lock of a log handler.
+        if self.received != "SIGINT":
+            self.received = signal.Signals(number).name

@@ -1,0 +1,187 @@
+"""Show that the fast tier of the tests catches ten faults that would make training silently wrong.
+
+    python scripts/mutations.py                  all of them, minutes
+    python scripts/mutations.py COMMIT clipping  those whose names have one of these words
+
+Each fault is a replacement of text in a copy of the tree. For each, pytest runs the files that are
+named for it, without the tests marked slow. The exit status is 1 if a fault is not caught, or if
+its text is no longer there: then adapt the mutation to the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("opensora_sp", "tests", "scripts", "configs", "benchmarks", "pyproject.toml", "README.md")
+FAST = "not slow and not grid"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault: ``old``, which occurs once in the file, becomes ``new``; ``tests`` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def text_in(self, tree: Path) -> str:
+        """The file with the fault.
+
+        Raises:
+            ValueError: if the text to replace does not occur exactly once.
+        """
+        path = tree / self.file
+        text = path.read_text() if path.is_file() else ""
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"{self.name}: got {text.count(self.old)} occurrences of {self.old!r} in "
+                f"{self.file}; expected one; adapt the mutation to the code"
+            )
+        return text.replace(self.old, self.new)
+
+
+MUTATIONS = [
+    Mutation(
+        "a wrong adjoint of the gather",
+        "opensora_sp/parallel/collectives.py",
+        "parts.unflatten(0, (num_ranks, ctx.rows)).sum(0)",
+        "parts.unflatten(0, (num_ranks, ctx.rows)).mean(0)",
+        ("tests/distributed/test_sp_parity.py",),
+    ),
+    Mutation(
+        "swapped send and receive splits",
+        "opensora_sp/parallel/collectives.py",
+        "dist.all_to_all_single(out, x, recv, send, group=group)\n    return",
+        "dist.all_to_all_single(out, x, send, recv, group=group)\n    return",
+        ("tests/distributed/test_sp_parity.py",),
+    ),
+    Mutation(
+        "a layout cut off by one",
+        "opensora_sp/parallel/layout.py",
+        "return torch.bucketize(positions, torch.tensor(stops), right=True)",
+        "return torch.bucketize(positions, torch.tensor(stops), right=False)",
+        ("tests/unit/test_layout.py",),
+    ),
+    Mutation(
+        "temporal rows with spatial positions",
+        "opensora_sp/models/layers.py",
+        "return sinusoid(rows.frames(device), self.freqs)",
+        "return sinusoid(rows.patches(device), self.freqs)",
+        ("tests/unit/test_golden_models.py",),
+    ),
+    Mutation(
+        "a loss divided by the padded size",
+        "opensora_sp/diffusion/loss.py",
+        "count = counting.flatten(1).sum(1) * (math.prod(size) // counting[0].numel())",
+        "count = torch.full((num_samples,), math.prod(size), device=wholes[0].device)",
+        ("tests/unit/test_golden_rflow.py", "tests/distributed/test_losses.py"),
+    ),
+    Mutation(
+        "a dropped RNG key (step)",
+        "opensora_sp/features/batch.py",
+        "keys = [(micro_batch, sample) for sample in ids]",
+        "keys = [(0, sample) for sample in ids]",
+        ("tests/unit/test_frame_masks.py",),
+    ),
+    Mutation(
+        "EMA from working weights",
+        "opensora_sp/training/ema.py",
+        "list(self.masters.values())",
+        "[master.bfloat16().float() for master in self.masters.values()]",
+        ("tests/unit/test_ema.py",),
+    ),
+    Mutation(
+        "clipping by the local norm",
+        "opensora_sp/plugin/optimizer.py",
+        "norm: float = super()._compute_grad_norm(dp_pg, gradients, norm_type)",
+        "norm: float = torch.stack([g.double().norm() for g in gradients]).norm().item()",
+        ("tests/distributed/test_plugin.py",),
+    ),
+    Mutation(
+        "a checkpoint without COMMIT accepted",
+        "opensora_sp/checkpoint/paths.py",
+        ' and (p / "COMMIT").is_file()]',
+        "]",
+        ("tests/distributed/test_storage.py",),
+    ),
+    Mutation(
+        "a caption's mask ignored",
+        "opensora_sp/models/stdit3.py",
+        "text = self._text(y, mask, drop_caption)",
+        "text = self._text(y, None, drop_caption)",
+        ("tests/unit/test_golden_models.py",),
+    ),
+]
+
+
+def copy_tree(tree: Path) -> None:
+    """The files that tests need."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tree / name)
+
+
+def first_failure(tree: Path, tests: tuple[str, ...]) -> str | None:
+    """The first of these tests that fails, None if all pass."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", FAST, *tests],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    if done.returncode not in (0, 1) or (done.returncode == 1) != bool(found):
+        raise RuntimeError(f"pytest exited with status {done.returncode}:\n{done.stdout[-3000:]}")
+    return found[1] if found else None
+
+
+def is_caught(mutation: Mutation) -> bool:
+    """Plant one fault in a copy of the tree, and print which test fails."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        (tree / mutation.file).write_text(mutation.text_in(tree))
+        failure = first_failure(tree, mutation.tests)
+    print(f"{mutation.name}: {f'caught by {failure}' if failure else 'NOT CAUGHT'}", flush=True)
+    return failure is not None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="apply the mutations whose names have one of them")
+    words = parser.parse_args().words
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    if not chosen:
+        sys.exit(f"got {words}; expected words of {[m.name for m in MUTATIONS]}; name one of these")
+
+    # Texts that have gone are reported before the minutes that tests take.
+    errors = []
+    for mutation in chosen:
+        try:
+            mutation.text_in(ROOT)
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        sys.exit("\n".join(errors))
+
+    caught = [is_caught(mutation) for mutation in chosen]
+    print(f"{sum(caught)} of {len(caught)} mutations caught")
+    sys.exit(0 if all(caught) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The planner's peak of a whole training step, ZeRO's states included, against torch's caching allocator.
+
+The functions that run under the stub are at the top level of this file; their names begin with `on_`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from cuda_stub import join, phase, requires_stub, run_on_stub
+
+from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.parallel import Options
+from opensora_sp.planner.memory import Kept, ModelSizes, Zero, training_peak
+from opensora_sp.planner.trace import _inputs as model_inputs
+from opensora_sp.planner.trace import trace_activations
+
+pytestmark = requires_stub
+LATENTS = (1, 4, 12, 32, 32)
+WORLD, SP_SIZE = 8, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of STDiT3-XL/2 with ``depth`` pairs through the plugin, as the last of eight ranks."""
+
+    stage: int
+    precision: str
+    depth: int = 4
+    checkpointing: bool = True
+
+    @property
+    def config(self) -> object:
+        return replace(resolve_config("STDiT3-XL/2"), depth=self.depth)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.precision]
+
+
+CASES = {
+    "stage 1, bf16": Case(1, "bf16"),
+    "stage 2, bf16": Case(2, "bf16"),
+    "stage 2, fp32": Case(2, "fp32", depth=3),
+    "stage 2, bf16, without checkpointing": Case(2, "bf16", depth=3, checkpointing=False),
+}
+
+
+def predicted(case: Case) -> int:
+    """Bytes at the peak; the test has no EMA."""
+    sizes = ModelSizes.of("STDiT3-XL/2", case.config)
+    zero = Zero(WORLD, case.stage, case.dtype.itemsize)
+    activations = trace_activations(
+        "STDiT3-XL/2",
+        case.config,
+        LATENTS,
+        options=Options(),
+        ranks=SP_SIZE,
+        dtype=case.dtype,
+        checkpointing=case.checkpointing,
+        training=True,
+    )
+    kept = replace(Kept.training(sizes, zero), ema=0)
+    return training_peak(kept, sizes, zero, activations).total
+
+
+def on_two_steps(case: Case) -> None:
+    from opensora_sp.plugin import SequenceParallelPlugin
+    from opensora_sp.plugin._colossalai import Booster
+
+    join(world=WORLD, rank=WORLD - 1)
+    model = model_class("STDiT3-XL/2")(case.config)
+    model.set_grad_checkpoint(case.checkpointing)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    plugin = SequenceParallelPlugin(sp_size=SP_SIZE, stage=case.stage, precision=case.precision)
+    boosted, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+
+    for name in ("first", "second"):
+        phase(name)
+        inputs = model_inputs(model, LATENTS, "cuda")
+        target = torch.zeros(LATENTS, device="cuda")
+        losses = velocity_loss(boosted(**inputs, output="shards"), target)
+        loss = rank_loss(losses, global_samples=LATENTS[0], world_size=WORLD)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        del inputs, target, losses, loss
+    phase("end")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_step_is_predicted_within_five_percent(name: str) -> None:
+    case = CASES[name]
+    measured = run_on_stub(on_two_steps, case, timeout=300).peak("second").allocated
+    ratio = predicted(case) / measured
+    print(f"{name}: {measured / 1e6:.0f} MB, predicted over measured {ratio:.3f}")
+    assert 0.95 < ratio < 1.05, ratio

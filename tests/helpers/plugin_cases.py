@@ -1,0 +1,47 @@
+"""A small model with its batches, and the steps of one process that the plugin reproduces."""
+
+from __future__ import annotations
+
+import torch
+
+from opensora_sp.diffusion import velocity_loss
+from opensora_sp.models import build_model
+
+GLOBAL_BATCH, STEPS = 6, 2
+
+
+def make_model() -> torch.nn.Module:
+    model = build_model(
+        "STDiT3", in_channels=2, hidden_size=24, depth=2, num_heads=3, caption_channels=5,
+        model_max_length=6, mlp_ratio=2.0, pred_sigma=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def make_batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return dict(
+        x=torch.randn(GLOBAL_BATCH, 2, 5, 6, 6, generator=generator),
+        timestep=torch.rand(GLOBAL_BATCH, generator=generator) * 1000,
+        y=torch.randn(GLOBAL_BATCH, 1, 6, 5, generator=generator),
+        mask=(torch.arange(6) < torch.tensor([1, 2, 3, 4, 5, 6])[:, None]).long(),
+    )
+
+
+def one_process() -> tuple[dict[str, torch.Tensor], list[float]]:
+    """SGD with momentum, whose update shows a wrong gradient scale."""
+    model, norms = make_model(), []
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9
+    )
+    for step in range(STEPS):
+        batch = make_batch(step)
+        velocity_loss(model(**batch), -batch["x"]).mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
