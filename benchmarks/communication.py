@@ -104,10 +104,11 @@ def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) ->
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     mesh, found = SequenceMesh(ranks), []
     for case in cases:
-        ledger = step(case, mesh)
+        counter = step(case, mesh)
         sent = torch.zeros(2, ranks, dtype=torch.float64)
-        sent[0, rank] = sum(bytes_of(ledger).values())
-        sent[1, rank] = sum(n for (_, phase), n in bytes_of(ledger).items() if phase == "recompute")
+        sizes = bytes_of(counter)
+        sent[0, rank] = sum(sizes.values())
+        sent[1, rank] = sum(size for (_, phase), size in sizes.items() if phase == "recompute")
         dist.all_reduce(sent)
         found.append((sent[0].mean().item(), sent[0].max().item(), sent[1].mean().item()))
     if rank == 0:
@@ -115,9 +116,9 @@ def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) ->
     shutdown_process_group()
 
 
-def bytes_of(ledger: CommLedger) -> dict[tuple[str, str], int]:
+def bytes_of(counter: CommLedger) -> dict[tuple[str, str], int]:
     """Without the comparison of shapes, 16 bytes a step."""
-    return {key: n for key, n in ledger.bytes.items() if key[0] != "check"}
+    return {key: n for key, n in counter.bytes.items() if key[0] != "check"}
 
 
 def step(case: Case, mesh: SequenceMesh) -> CommLedger:
@@ -138,10 +139,10 @@ def step(case: Case, mesh: SequenceMesh) -> CommLedger:
     x = torch.randn(case.batch, 4, case.frames, 1, case.patches)
     t, y = torch.full((case.batch,), 500.0), torch.randn(case.batch, 1, 4, 8)
 
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         losses = velocity_loss(model(x, t, y, output="shards"), x)
         rank_loss(losses, global_samples=case.batch, world_size=mesh.sp_size).backward()
-    return ledger
+    return counter
 
 
 def predicted_bytes(case: Case, ranks: int) -> float | None:

@@ -284,11 +284,11 @@ class Bench:
         self.model.zero_grad()
         parallelize(self.model, self.mesh, **case.options)
         self.limit(self.rate if case.slowed else None)
-        with CommLedger() as ledger, Clock() as clock:
+        with CommLedger() as counter, Clock() as clock:
             shard = self.model(*self.inputs, output="shards")
             rank_loss(velocity_loss(shard, self.x), global_samples=1, world_size=RANKS).backward()
         unwrap(self.model)
-        return clock.seconds, sum(ledger.bytes.values())
+        return clock.seconds, sum(counter.bytes.values())
 
     def carried(self, transfer: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
         """Mbit/s of ``transfer(received, sent)`` to the other rank at the chosen rate."""

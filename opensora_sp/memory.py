@@ -29,14 +29,18 @@ class LivePeak(TorchDispatchMode):
         self.peak = 0
         # Both by address of the storage.
         self._bytes: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def reset_peak(self) -> None:
         """Reset the peak to the bytes that are live now."""
         self.peak = self.live
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -70,7 +74,7 @@ class LivePeak(TorchDispatchMode):
         if not known:
             self._watched[address] = weakref.ref(storage, partial(self._freed, address))
 
-    def _freed(self, address: int, _: weakref.ref) -> None:
+    def _freed(self, address: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         self.live -= self._bytes.pop(address)
         del self._watched[address]
 
