@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=int, metavar="N", help="files probed in parallel (default: one per core)"
     )
+
     return parser
 
 

@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="where to write (default: the first run's folder)",
     )
+
     return parser
 
 

@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="list every gradient, not only those with the largest differences",
     )
+
     return parser
 
 

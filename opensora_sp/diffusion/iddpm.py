@@ -277,13 +277,9 @@ class IDDPM:
         x = before.sqrt() * x_start + (1 - before - sigma.square()).sqrt() * epsilon
         return x if noise is None else x + (1 - step.is_first) * sigma * noise
 
-    def guide(
-        self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
-    ) -> Prediction:
+    def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
         """The guided prediction, with the variance of the captioned half; see ``guided``."""
-        return guided(
-            model, self.cfg_scale, drop_caption=drop_caption, channels=self.cfg_channel, **inputs
-        )
+        return guided(model, self.cfg_scale, channels=self.cfg_channel, **inputs)
 
     def sample(
         self,

@@ -100,10 +100,8 @@ class DiffusionProcess(Protocol):
 
     cfg_scale: float
 
-    def guide(
-        self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
-    ) -> Prediction:
-        """The guided prediction; ``drop_caption`` and ``inputs`` are for the doubled batch."""
+    def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
+        """The guided prediction; ``inputs`` are for the doubled batch."""
 
     def sample(
         self,
@@ -127,7 +125,6 @@ def guided(
     model: Callable[..., Tensor],
     scale: float,
     *,
-    drop_caption: Tensor | None = None,
     channels: int | None = None,
     **inputs: Any,
 ) -> Prediction:
@@ -136,16 +133,15 @@ def guided(
     Args:
         model: called as ``model(x, t, **inputs)`` on the doubled batch.
         scale: 1 is the captioned prediction alone.
-        drop_caption: bool ``[2 * B]``, passed to the model; None with text that is encoded already.
         channels: number of output channels that are guided, by default those of x. Further ones,
             such as a learned variance, are those of the captioned half.
-        inputs: further model inputs for the doubled batch.
+        inputs: further model inputs for the doubled batch, such as ``drop_caption [2 * B]``.
     """
 
     def predict(x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
         x2, t2 = torch.cat([x, x]), torch.cat([t, t])
         mask2 = None if x_mask is None else torch.cat([x_mask, x_mask])
-        out = model(x2, t2, x_mask=mask2, drop_caption=drop_caption, **inputs)
+        out = model(x2, t2, x_mask=mask2, **inputs)
 
         captioned, unconditional = out.to(x.dtype).chunk(2)
         first = slice(x.shape[1] if channels is None else channels)

@@ -108,11 +108,9 @@ class RectifiedFlow:
         """Squared error of the velocity, ``[B]``; see ``velocity_loss``."""
         return velocity_loss(prediction, noised.target, noised.x_mask, noised.video_mask)
 
-    def guide(
-        self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
-    ) -> Prediction:
+    def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
         """The guided velocity of a model; see ``guided``."""
-        return guided(model, self.cfg_scale, drop_caption=drop_caption, **inputs)
+        return guided(model, self.cfg_scale, **inputs)
 
     def sampling_timesteps(
         self, num_samples: int, geometry: Geometry | None = None, **options: Any

@@ -19,7 +19,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +183,9 @@ class OpenSoraVAE(FrozenEncoder):
         return None if noise is None else noise[:, :, frames].to(self.device, self.dtype)
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        return latent_size_of(num_frames, height, width, micro_frame_size=self.chunk_frames)
+        return self.planned_latent_size(
+            num_frames, height, width, micro_frame_size=self.chunk_frames
+        )
 
     @classmethod
     def planned_latent_size(
@@ -195,30 +197,9 @@ class OpenSoraVAE(FrozenEncoder):
         micro_frame_size: int | None = 17,
         **_: Any,
     ) -> tuple[int, int, int]:
-        """``latent_size`` without weights."""
-        return latent_size_of(num_frames, height, width, micro_frame_size=micro_frame_size)
-
-
-@overload
-def latent_size_of(
-    num_frames: int, height: int, width: int, *, micro_frame_size: int | None
-) -> tuple[int, int, int]: ...
-@overload
-def latent_size_of(
-    num_frames: int | None, height: int | None, width: int | None, *, micro_frame_size: int | None
-) -> tuple[int | None, int | None, int | None]: ...
-def latent_size_of(
-    num_frames: int | None, height: int | None, width: int | None, *, micro_frame_size: int | None
-) -> tuple[int | None, int | None, int | None]:
-    """Latent size of a clip: each chunk is rounded up, height and width are rounded down.
-
-    Sizes that are not known yet are None in both.
-    """
-    return (
-        None if num_frames is None else _latent_frames(num_frames, micro_frame_size),
-        None if height is None else height // SPATIAL_FACTOR,
-        None if width is None else width // SPATIAL_FACTOR,
-    )
+        """``latent_size`` without weights: each chunk is rounded up, height and width down."""
+        latent_frames = _latent_frames(num_frames, micro_frame_size)
+        return latent_frames, height // SPATIAL_FACTOR, width // SPATIAL_FACTOR
 
 
 def _latent_frames(num_frames: int, micro_frame_size: int | None) -> int:

@@ -121,6 +121,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.activate = activate
         entering = [widths[0], *widths[:-1]]
+
         self.conv_in = CausalConv3d(in_channels, widths[0], bias=False)
         self.block_res_blocks = nn.ModuleList(
             res_blocks(depth, before, width, groups, activate)
@@ -130,6 +131,7 @@ class Encoder(nn.Module):
             CausalConv3d(width, width, stride=2) if half else nn.Identity()
             for width, half in zip(widths[:-1], halves, strict=True)
         )
+
         self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
         self.norm1 = nn.GroupNorm(groups, widths[-1])
         self.conv2 = CausalConv3d(widths[-1], out_channels, 1)
@@ -162,6 +164,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.activate = activate
         entering = [*widths[1:], widths[-1]]
+
         self.conv1 = CausalConv3d(in_channels, widths[-1])
         self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
         self.block_res_blocks = nn.ModuleList(

@@ -26,27 +26,6 @@ from .contact_sheet import shown_frames, write_contact_sheet
 from .lettering import drawable
 from .requests import Request
 
-# Metadata that must be equal for a video to be of the same request: all but the checkpoint's path.
-COMPARED = (
-    "prompt",
-    "negative_prompt",
-    "seed",
-    "place",
-    "sample",
-    "num_frames",
-    "image_size",
-    "fps",
-    "reference_path",
-    "mask_strategy",
-    "loop",
-    "condition_frame_length",
-    "condition_frame_edit",
-    "save_fps",
-    "format",
-    "config",
-    "checkpoint_sha256",
-)
-
 
 class FrameFile(Protocol):
     """A file to which frames uint8 ``[F, height, width, 3]`` are added in pieces."""
@@ -241,7 +220,9 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
     if not isinstance(existing, dict):
         return ["a JSON that cannot be read"]
 
-    differing = [key for key in COMPARED if existing.get(key) != facts[key]]
+    # The path of the weights may change; their SHA-256 may not.
+    compared = [key for key in facts if key != "ckpt"]
+    differing = [key for key in compared if existing.get(key) != facts[key]]
     if not differing and not path.is_file():
         return None
     return [f"{key} {_short(existing.get(key))}, now {_short(facts[key])}" for key in differing]
