@@ -20,7 +20,7 @@ from torch import nn
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group
-from opensora_sp.parallel.debug.input_check import SameBatch
+from opensora_sp.parallel.debug.input_check import InputCheck
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def compare_shapes(rank: int, port: int) -> None:
     limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    check, model = SameBatch(SequenceMesh(2)), nn.Identity()
+    check, model = InputCheck(SequenceMesh(2)), nn.Identity()
     x = torch.zeros(1, 4, 8, 16, 16)
     inputs = dict(timestep=torch.zeros(1), y=torch.zeros(1, 1, 4, 8), mask=None)
     taken = [seconds(lambda: check(model, (x,), inputs)) for _ in range(300)]

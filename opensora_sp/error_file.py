@@ -15,11 +15,13 @@ from pathlib import Path
 
 import psutil
 
+from .polling import wait_until
+
 EXIT_TIMEOUT = 20.0  # seconds that a rank waits for the first failing rank of its host to exit
 
 
 def write_error_file(reason: str) -> bool:
-    """Store the reason of a failure for torchrun; returns whether this rank failed first on its host.
+    """Store the reason of a failure for torchrun; returns whether this rank is the first to fail.
 
     The last lines of torchrun are the reason with the earliest timestamp. Without torchrun, every
     process counts as the first.
@@ -47,14 +49,12 @@ def wait_for_first_failure() -> None:
     marker = _marker(os.environ["TORCHELASTIC_ERROR_FILE"])
     pid = "" if marker is None else _read_pid(marker)
 
-    deadline = time.monotonic() + EXIT_TIMEOUT
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not _is_running(pid), EXIT_TIMEOUT)
     time.sleep(0.5)  # for SIGTERM
 
 
 def _marker(file: str) -> Path | None:
-    """The link to the process number of the first failing rank, in torchrun's folder of the attempt.
+    """The link to the first failing rank's process number, in torchrun's folder of the attempt.
 
     Only torchrun makes a folder for each attempt, and in it one for each rank. In any other folder
     the link would outlive the run, so there is none.
@@ -84,7 +84,8 @@ def _is_stale(marker: Path) -> bool:
     pid = _read_pid(marker)
     if not pid or _is_running(pid):
         return False
-    return marker.lstat().st_mtime < psutil.Process().create_time()
+    started: float = psutil.Process().create_time()
+    return marker.lstat().st_mtime < started
 
 
 def _read_pid(marker: Path) -> str:

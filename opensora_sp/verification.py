@@ -1,4 +1,4 @@
-"""Compare one small step of a config's model with and without sequence parallelism, on CPU."""
+"""A small step of a config's model with and without sequence parallelism, compared on CPU."""
 
 from __future__ import annotations
 
@@ -22,87 +22,94 @@ from .parallel import (
     shutdown_process_group,
     verify_step,
 )
-from .parallel.strategies import choose_mode
+from .parallel.batch_shape import BatchShape
+from .parallel.strategies import Strategy, strategy_for
 
-Shape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
+LatentShape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
 
 
 def verify_config(
     cfg: TrainConfig, ranks: int, *, depth: int, max_tokens: int
-) -> tuple[Shape, str, Verdict]:
-    """Compare in float64 on ``ranks`` processes, with a smaller model and batch.
+) -> tuple[LatentShape, type[Strategy], Verdict]:
+    """Compare in float64 on ``ranks`` processes, which it starts.
 
     Args:
-        depth: number of blocks, or pairs of blocks.
-        max_tokens: tokens of a sample, about.
+        depth: blocks, or pairs of blocks, to keep.
+        max_tokens: about as many tokens of a sample are kept.
 
     Returns:
-        The shape of the batch, the name of the parallel strategy, and the verdict.
+        The shape of the batch, the parallel strategy it was computed by, and the verdict.
 
     Raises:
-        ValueError: for fewer than two ranks.
+        ValueError: if there are fewer than two ranks to share a batch.
     """
     if ranks < 2:
         raise ValueError(
-            f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass --ranks "
-            "2"
+            f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass "
+            "--ranks 2"
         )
 
     results = mp.get_context("spawn").SimpleQueue()
+    shape = small_shape(cfg, ranks, max_tokens)
     with TemporaryDirectory() as folder:
-        args = (ranks, f"file://{folder}/store", cfg, depth, max_tokens, results)
-        mp.spawn(_verify_on, args, nprocs=ranks)
-    return results.get()
+        store = f"file://{folder}/store"
+        mp.spawn(_verify_on, (ranks, store, cfg, depth, shape, results), nprocs=ranks)
+    return shape, config_strategy(cfg, ranks, shape), results.get()
 
 
 def _verify_on(
-    rank: int, ranks: int, store: str, cfg: TrainConfig, depth: int, max_tokens: int, results: Any
+    rank: int,
+    ranks: int,
+    store: str,
+    cfg: TrainConfig,
+    depth: int,
+    shape: LatentShape,
+    results: Any,
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
 
-    mesh, shape = SequenceMesh(ranks), small_shape(cfg, ranks, max_tokens)
     model = small_model(cfg, depth, shape)
-    parallelize(model, mesh, **{**dict(cfg.sequence_parallel), "verify": False})
+    options = {**dict(cfg.sequence_parallel), "verify": False}
+    parallelize(model, SequenceMesh(ranks), **options)
     verdict = verify_step(model, (), small_batch(model, shape))
+
     if rank == 0:
-        results.put((shape, strategy_of(cfg, ranks, shape), verdict))
+        results.put(verdict)
     shutdown_process_group()
 
 
-def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> Shape:
-    """A small batch that the ranks share by the same strategy as the config's batch.
+def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> LatentShape:
+    """A batch for which the config's strategy is chosen as well, small.
 
-    The number of frames stays. Height and width are halved until a sample has ``max_tokens``. The
-    number of samples is the smallest, from two on, with the same strategy.
+    Frames are kept, their size is halved until a sample has few tokens. Of the numbers of samples
+    from two on, the smallest with the same strategy is taken.
     """
     frames, height, width = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     patch = cfg.model_spec.config.patch_size
-    strategy = strategy_of(cfg, ranks, (cfg.batch_size, frames, height, width))
+    strategy = config_strategy(cfg, ranks, (cfg.batch_size, frames, height, width))
 
     while frames * height * width > max_tokens * math.prod(patch) and max(height, width) > 1:
-        height, width = (-(-side // 2) for side in (height, width))
+        height, width = -(-height // 2), -(-width // 2)
     height, width = (-(-side // p) * p for side, p in zip((height, width), patch[1:], strict=True))
 
     for num_samples in range(2, cfg.batch_size):
-        shape = (num_samples, frames, height, width)
-        if strategy_of(cfg, ranks, shape) == strategy:
+        shape = num_samples, frames, height, width
+        if config_strategy(cfg, ranks, shape) is strategy:
             return shape
-    return (cfg.batch_size, frames, height, width)
+    return cfg.batch_size, frames, height, width
 
 
-def strategy_of(cfg: TrainConfig, ranks: int, shape: Shape) -> str:
-    """The name of the parallel strategy for a batch of this shape."""
-    config = cfg.model_spec.config
-    grid = config.grid(shape[0], shape[1:])
-    options = Options(**cfg.sequence_parallel.model_dump(exclude={"verify"}))
-    return choose_mode(options, grid, config.hidden_size, config.num_heads, ranks).__name__
+def config_strategy(cfg: TrainConfig, ranks: int, shape: LatentShape) -> type[Strategy]:
+    """The parallel strategy of a batch of this shape."""
+    batch = BatchShape.of(cfg.model_spec.config, shape[0], shape[1:])
+    return strategy_for(batch, Options(**dict(cfg.sequence_parallel)), ranks)
 
 
-def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
+def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
     """The config's model with fewer blocks, in float64.
 
-    Parameters that are initialised to zero are drawn at random: zeros would hide differences.
+    No parameter is left zero, which would hide differences.
     """
     spec = cfg.model_spec
     smaller = spec.with_options(depth=min(depth, spec.config.depth))
@@ -119,8 +126,8 @@ def small_model(cfg: TrainConfig, depth: int, shape: Shape) -> nn.Module:
     return model
 
 
-def small_batch(model: Any, shape: Shape) -> dict[str, Any]:
-    """Random inputs of ``forward``."""
+def small_batch(model: Any, shape: LatentShape) -> dict[str, Any]:
+    """Inputs drawn for ``forward``."""
     num_samples, frames, height, width = shape
     config, double = model.config, torch.float64
     generator = torch.Generator().manual_seed(0)
@@ -138,9 +145,9 @@ def small_batch(model: Any, shape: Shape) -> dict[str, Any]:
         x_mask=torch.arange(frames).expand(num_samples, -1) >= config.patch_size[0],
     )
 
-    numbers = dict(
+    sides = dict(
         height=8.0 * height, width=8.0 * width, ar=height / width, fps=24.0, num_frames=4.0 * frames
     )
     for name in model.sample_inputs:
-        inputs[name] = torch.full((num_samples,), numbers[name], dtype=double)
+        inputs[name] = torch.full((num_samples,), sides[name], dtype=double)
     return inputs

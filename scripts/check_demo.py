@@ -26,7 +26,7 @@ from opensora_sp.config import (
     load_train_config,
 )
 from opensora_sp.console import report_errors
-from opensora_sp.data import BrokenClip, VideoTextDataset, is_held_out, scale, toy_clip
+from opensora_sp.data import CorruptSample, VideoTextDataset, is_held_out, scale, toy_clip
 from opensora_sp.data.toy import COLOURS, MARGIN
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
 from opensora_sp.parallel import SequenceMesh
@@ -262,7 +262,7 @@ def encode_all(pipeline: Pipeline, cfg: TrainConfig, manifest: str) -> tuple[Ten
     latents, texts = [], []
     for i in range(len(dataset)):
         clip = dataset[i]
-        if isinstance(clip, BrokenClip):
+        if isinstance(clip, CorruptSample):
             raise ValueError(
                 f"got the corrupt clip {clip.path} ({clip.reason}); expected a readable one; "
                 "run scripts/make_toy_clips.py again"

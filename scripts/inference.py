@@ -1,7 +1,6 @@
 """Sample videos from a checkpoint, on any number of processes; see docs/sampling.md.
 
-torchrun --nproc_per_node 3 scripts/inference.py configs/stdit3/inference/16x256x256.py \\
-    --ckpt RUN --prompts FILE
+torchrun --nproc_per_node 3 scripts/inference.py CONFIG --ckpt RUN --prompts FILE
 """
 
 from opensora_sp.console import exit_on_interrupt, log_to_terminal, report_errors

@@ -1,6 +1,6 @@
-"""Write small mp4 files of moving coloured shapes, with captions in the manifest clips.csv.
+"""Write toy clips, mp4 files of moving coloured shapes, and their manifest clips.csv with captions.
 
-An eighth of all captions is held out, so that a model can be tested on them.
+An eighth of all captions is held out, to sample what the model was not trained on.
 """
 
 import argparse
@@ -14,17 +14,14 @@ from opensora_sp.data import is_held_out, toy_clip, write_video
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="output folder")
-    parser.add_argument("--num", type=int, default=512, help="number of clips (default 512)")
-    parser.add_argument("--num-frames", type=int, default=8, help="frames of a clip (default 8)")
-    parser.add_argument(
-        "--size", type=int, default=64, help="height and width in pixels (default 64)"
-    )
-    parser.add_argument("--fps", type=float, default=8, help="frames per second (default 8)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="another seed draws other clips (default 0)"
-    )
-    parser.add_argument("--all-captions", action="store_true", help="include the held-out captions")
+    add = parser.add_argument
+    add("folder", type=Path, help="where to write; made if it does not exist")
+    add("--num", type=int, default=512, help="number of clips (default 512)")
+    add("--num-frames", type=int, default=8, help="frames of a clip (default 8)")
+    add("--size", type=int, default=64, help="height and width in pixels (default 64)")
+    add("--fps", type=float, default=8, help="frames per second (default 8)")
+    add("--seed", type=int, default=0, help="another seed draws other clips (default 0)")
+    add("--all-captions", action="store_true", help="include captions that are held out")
     args = parser.parse_args()
 
     with report_errors():
@@ -38,6 +35,7 @@ def main() -> None:
     with (args.folder / "clips.csv").open("w", newline="", encoding="utf-8") as file:
         manifest = csv.writer(file)
         manifest.writerow(["path", "text"])
+
         drawn = (toy_clip(args.seed, index) for index in count())
         kept = (clip for clip in drawn if args.all_captions or not is_held_out(clip.caption))
         for number, clip in enumerate(islice(kept, args.num)):

@@ -1,4 +1,4 @@
-"""Precompute latents and text features of a config's clips, for training with CachedFeatures.
+"""Encode the clips of a config once into a feature cache, to train from with CachedFeatures.
 
 torchrun --nproc_per_node 8 scripts/precompute.py configs/stdit3/train/16x256x256_sp2.py -o cache/
 """
@@ -14,11 +14,9 @@ from opensora_sp.console import (
 def main() -> None:
     exit_on_interrupt()
     parser = config_arguments(
-        "Write a feature cache. Start with torchrun; an interrupted run resumes when started again."
+        "Make a feature cache. Start it with torchrun; started again, it resumes."
     )
-    parser.add_argument(
-        "-o", "--output", required=True, metavar="FOLDER", help="folder of the cache"
-    )
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="of the cache")
     args = parser.parse_args()
     log_to_terminal()
 

@@ -1,8 +1,7 @@
-"""Train an STDiT model as a config says.
+"""Train an STDiT model from a config.
 
 torchrun --nproc_per_node 8 scripts/train.py configs/stdit3/train/64x512x512_sp8.py
-colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py
-configs/stdit3/train/64x512x512_sp8.py
+colossalai run --nproc_per_node 8 --hostfile hosts scripts/train.py CONFIG
 """
 
 import argparse
@@ -12,8 +11,8 @@ from opensora_sp.console import (
     config_arguments,
     exit_on_interrupt,
     log_to_terminal,
-    report_errors,
     parse_bool,
+    report_errors,
 )
 
 
@@ -22,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         metavar="auto|PATH",
-        help="go on from the newest checkpoint in the run's folder, or from a given one",
+        help="resume from the newest checkpoint in the run's folder, or from a given one",
     )
     parser.add_argument(
         "--profile",
@@ -37,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="True|False",
         help="log to W&B or not",
     )
+
     add_allow_pickle(parser)
     return parser
 
@@ -52,8 +52,8 @@ def main() -> None:
 
     with report_errors():
         with raise_on_all_ranks():
-            said = [] if args.wandb is None else [f"wandb={args.wandb}"]
-            cfg = load_train_config(args.config, [*args.cfg_options, *said])
+            wandb = [] if args.wandb is None else [f"wandb={args.wandb}"]
+            cfg = load_train_config(args.config, [*args.cfg_options, *wandb])
         if args.allow_pickle:
             cfg = cfg.model_copy(update={"allow_pickle": True})
         train(cfg, resume=args.resume, profile=args.profile)

@@ -1,4 +1,4 @@
-"""The command ``opensora-sp``. A subcommand is a module with ``HELP``, ``parser()`` and ``run(args)``."""
+"""The command ``opensora-sp``. A subcommand is a module with ``HELP``, ``parser`` and ``run``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,15 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a subcommand; a user's error is told in one sentence, with exit status 2."""
+    """Run a subcommand; a user's error is one message, with exit status 2."""
     parser = argparse.ArgumentParser(
         prog="opensora-sp", description="Tools around training with sequence parallelism."
     )
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        subcommands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.HELP,
-            parents=[module.parser()],
-            add_help=False,
-        )
+        options = dict(help=module.HELP, description=module.HELP, add_help=False)
+        subcommands.add_parser(name, parents=[module.parser()], **options)
+
     args = parser.parse_args(arguments)
     with report_errors():
         COMMANDS[args.command].run(args)

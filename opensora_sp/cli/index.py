@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> None:
 
     from opensora_sp.data import find_files, index_files, read_captions, write_manifest
     from opensora_sp.data.index import check_captions
-    from opensora_sp.data.manifest import check_ending
+    from opensora_sp.data.manifest import check_suffix
 
-    check_ending(args.output)
+    check_suffix(args.output)
     if args.workers is not None and args.workers < 1:
         raise ValueError(
             f"got --workers {args.workers}; expected at least 1; change it or leave it out"
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     with tqdm(total=len(files), desc="index", unit="file", dynamic_ncols=True, disable=None) as bar:
         found = index_files(files, captions=captions, workers=args.workers, on_file=bar.update)
 
-    for broken in found.broken[:MAX_REPORTED]:
+    for broken in found.corrupt[:MAX_REPORTED]:
         sys.stderr.write(f"skipped {broken.path}: {broken.reason}\n")
     if not found.entries:
         raise ValueError(
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     write_manifest(args.output, entries)
     sys.stdout.write(
         f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a "
-        f"caption; {len(found.broken)} files cannot be read and were skipped\n"
+        f"caption; {len(found.corrupt)} files cannot be read and were skipped\n"
     )
 
 

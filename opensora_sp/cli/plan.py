@@ -13,56 +13,26 @@ from typing import TYPE_CHECKING
 from opensora_sp.console import config_arguments
 
 if TYPE_CHECKING:
-    from opensora_sp.planner import Bucket, BucketPlan, Plan
+    from opensora_sp.planner import BatchEstimate, BatchSpec, Plan
+    from opensora_sp.planner.memory import MemoryPeak
 
-HELP = "say how ranks would share the batches of a config, what they would send, what it takes, what to change"
-INSTEAD_OF_TOKENS = {
-    "WholeSamples": "no token",
-    "SplitHeads": "heads of queries, keys, values and outputs of spatial attention; no whole token",
-    "SplitWindows": "heads of queries, keys, values and outputs of windows; no whole token",
-    "SplitBoth": "heads of queries, keys, values and outputs of every attention; no whole token",
-    "SplitClips": "heads of queries, keys, values and outputs of every attention; no whole token",
-    "Ulysses": "heads of queries, keys, values and outputs of every attention; no whole token",
-    "SplitGather": "all tokens to all ranks, for every attention",
-}
+HELP = (
+    "estimate how ranks share the batches of a config, what they send, memory, and what to change"
+)
 COLUMNS = 100
 MARGIN = 11
-Cells = list[tuple[str, tuple[str, ...]]]
-NAMES = {
-    "WholeSamples": "whole samples",
-    "SwitchRows": "switch",
-    "BranchSwitch": "switch of branches",
-    "SplitHeads": "split heads",
-    "SplitWindows": "split windows",
-    "SplitBoth": "split both",
-    "SplitClips": "split clips",
-    "Ulysses": "ulysses",
-    "SplitGather": "split_gather",
-}
+MOMENTS = {"forward": "forward", "backward": "backward", "optimizer step": "step"}
+Rows = dict[str, tuple[str, ...]]  # cells by the name of their row
 
 
 def parser() -> argparse.ArgumentParser:
     parser = config_arguments(HELP)
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        required=True,
-        metavar="N",
-        help="processes of the run, one for each GPU",
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=int,
-        metavar="M",
-        help="to say whether a batch is shared across nodes",
-    )
-    parser.add_argument(
-        "--memory-gb",
-        type=float,
-        metavar="G",
-        help="of one GPU, 1e9 bytes, to say what does not fit",
-    )
-    parser.add_argument("--json", action="store_true", help="all numbers, in bytes, as JSON")
+    add = parser.add_argument
+
+    add("--gpus", type=int, required=True, metavar="N", help="processes of the run, one per GPU")
+    add("--gpus-per-node", type=int, metavar="M", help="to report batches shared across nodes")
+    add("--memory-gb", type=float, metavar="G", help="of one GPU, 1e9 bytes, to report excess")
+    add("--json", action="store_true", help="all numbers, in bytes, as JSON")
     return parser
 
 
@@ -76,141 +46,144 @@ def run(args: argparse.Namespace) -> None:
         args.gpus,
         gpus_per_node=args.gpus_per_node,
         memory_gb=args.memory_gb,
-        progress=_shown,
+        progress=_with_progress,
     )
     sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
 
 
-def _shown(buckets: list[Bucket]) -> Iterable[Bucket]:
-    """The buckets, with a bar on a terminal that is gone in the end."""
+def _with_progress(buckets: list[BatchSpec]) -> Iterable[BatchSpec]:
+    """The buckets, with a progress bar on a terminal that is removed at the end."""
     from tqdm import tqdm
 
-    # None: nothing where stderr is no terminal
+    # disable=None: no bar where stderr is no terminal
     return tqdm(buckets, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True)
 
 
 def table(plan: Plan) -> str:
     """The plan in lines of at most 100 characters."""
     lines = [
-        f"{plan.model}, {plan.parameters / 1e6:.1f} M parameters, {plan.purpose} in {plan.precision}, "
-        f"{plan.num_gpus} GPUs = dp_size {plan.dp_size} x sp_size {plan.sp_size}"
+        f"{plan.model}, {plan.parameters / 1e6:.1f} M parameters, {plan.purpose} in "
+        f"{plan.precision}, {plan.num_gpus} GPUs = dp_size {plan.dp_size} x sp_size {plan.sp_size}"
     ]
     if plan.spans_nodes is not None:
-        where = (
-            "spans nodes: its exchanges use the network" if plan.spans_nodes else "lies on one node"
-        )
+        where = "lies on one node"
+        if plan.spans_nodes:
+            where = "spans nodes: its exchanges use the network"
         lines.append(f"a group of {plan.sp_size} ranks {where}")
+
     if len(plan.buckets) > 1:
-        return "\n".join([*lines, "", *_lines(plan)])
-    for bucket in plan.buckets:
-        lines += ["", *_bucket(plan, bucket)]
-    return "\n".join(lines)
+        return "\n".join([*lines, "", *_bucket_lines(plan)])
+    return "\n".join([*lines, "", *_single_bucket(plan, plan.buckets[0])])
 
 
-def _lines(plan: Plan) -> list[str]:
+def _bucket_lines(plan: Plan) -> list[str]:
     """A line for each bucket; sizes are those at 16:9."""
-    head = f"{'batch of frames x size':>24} {'tokens':>10} {'shared by':>18} {'busiest':>8} {'MB sent':>10} {'GB peak':>8}"
-    lines = [head]
+    lines = [
+        f"{'batch of frames x size':>24} {'tokens':>10} {'shared by':>18} {'busiest':>8} "
+        f"{'MB sent':>10} {'GB peak':>8}"
+    ]
+
     for one in plan.buckets:
         height, width = one.bucket.image_size
         batch = f"{one.bucket.batch_size} of {one.bucket.num_frames} x {height}x{width}"
-        peak = one.memory.configured.total / 1e9
-        needed = one.memory.configured.needed / 1e9
-        fits = " too much" if plan.memory_gb is not None and needed > plan.memory_gb else ""
+        peak = one.memory.configured
+        excess = plan.memory_gb is not None and peak.needed > plan.memory_gb * 1e9
         lines.append(
-            f"{batch:>24} {one.tokens['total']:>10,} {NAMES[one.sharing.mode]:>18} {one.sharing.imbalance:>+8.1%} "
-            f"{one.traffic.mean / 1e6:>10,.1f} {peak:>8.2f}{fits}"
+            f"{batch:>24} {one.tokens['total']:>10,} {one.sharing.strategy:>18} "
+            f"{one.sharing.imbalance:>+8.1%} {one.traffic.mean / 1e6:>10,.1f} "
+            f"{peak.total / 1e9:>8.2f}{' too much' if excess else ''}"
         )
+
     return [
         *lines,
-        "busiest: work of the busiest rank over the mean. MB that a rank sends for a micro-batch, and GB of a",
-        "rank at its peak beside the encoders, both as configured. With one bucket alone, more is said.",
+        "busiest: work of the busiest rank over the mean. MB sent: by a rank for a micro-batch.",
+        "GB peak: of a rank, without the encoders. A bucket_config with one bucket prints more.",
     ]
 
 
-def _bucket(plan: Plan, bucket: BucketPlan) -> list[str]:
-    shape, tokens = bucket.bucket, bucket.tokens
-    height, width = shape.image_size
-    guided = ", doubled for guidance" if tokens["samples"] > shape.batch_size else ""
+def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
+    spec, tokens, sharing = estimate.bucket, estimate.tokens, estimate.sharing
+    height, width = spec.image_size
+    guided = ", doubled for guidance" if tokens["samples"] > spec.batch_size else ""
     lines = [
-        f"batches of {shape.batch_size} x {shape.num_frames} frames x {height}x{width}{guided}: B={tokens['samples']} "
-        f"T={tokens['frames']} S={tokens['patches']}, {tokens['total']:,} tokens"
+        f"batches of {spec.batch_size} x {spec.num_frames} frames x {height}x{width}{guided}: "
+        f"B={tokens['samples']} T={tokens['frames']} S={tokens['patches']}, "
+        f"{tokens['total']:,} tokens"
     ]
-    lines += _told("strategy", f"{NAMES[bucket.sharing.mode]}: {bucket.sharing.why}")
-    for what, sizes in bucket.sharing.units.items():
-        lines += _told("rows", f"{what}: {_held(sizes)}")
-    lines += _told(
-        "balance", f"the busiest rank computes {bucket.sharing.imbalance:.1%} more than the mean"
-    )
-    for warning in bucket.sharing.idle:
-        lines += _told("warning", warning)
-    share = bucket.tokens_changing_rank / tokens["total"]
-    moved = f"{bucket.tokens_changing_rank:,} tokens ({share:.1%}) change rank at each switch"
-    lines += _told("moved", INSTEAD_OF_TOKENS.get(bucket.sharing.mode, moved))
-    return (
-        lines
-        + _sent(plan, bucket)
-        + _memory(plan, bucket)
-        + [line for a in bucket.advice for line in _told("try", a)]
-    )
 
+    lines += _entry("strategy", f"{sharing.strategy}: {sharing.why}")
+    for what, sizes in sharing.units.items():
+        lines += _entry("rows", f"{what}: {_held(sizes)}")
+    balance = f"the busiest rank computes {sharing.imbalance:.1%} more than the mean"
+    lines += _entry("balance", balance)
+    for warning in sharing.idle:
+        lines += _entry("warning", warning)
 
-def _sent(plan: Plan, bucket: BucketPlan) -> list[str]:
-    """Mean over the ranks by phase, and mean and busiest of the whole step."""
-    per = "step" if plan.purpose == "training" else "call of the model"
-    times = f" of {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    rows: Cells = [
-        (f"MB per {per}{times}", ("forward", "recompute", "backward", "mean", "busiest"))
-    ]
-    others = {
-        f"with {name!r}": sent for name, sent in bucket.compared.items() if sent != bucket.traffic
-    }
-    for name, sent in {"as configured": bucket.traffic, **others}.items():
-        phases = [
-            sum(phase) / len(phase) for phase in (sent.forward, sent.recompute, sent.backward)
-        ]
-        numbers = [one * plan.micro_batches / 1e6 for one in (*phases, sent.mean, sent.busiest)]
-        rows.append((name, tuple(f"{number:,.2f}" for number in numbers)))
-    return _columns("sent", rows, width=11)
+    changing = estimate.tokens_changing_rank
+    switched = f"{changing:,} tokens ({changing / tokens['total']:.1%}) change rank at each switch"
+    lines += _entry("moved", sharing.moves or switched)
 
-
-def _memory(plan: Plan, bucket: BucketPlan) -> list[str]:
-    memory, kept = bucket.memory, bucket.memory.kept
-    rows: Cells = [
-        ("GB on a rank", ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at"))
-    ]
-    states = (kept.weights, kept.masters + kept.moments, kept.ema)
-    peaks = {"checkpointing": memory.checkpointed, "no checkpointing": memory.plain}
-    if memory.checkpointed is None:
-        peaks = {"as configured": memory.plain}
-    for name, peak in peaks.items():
-        if peak is not None:
-            asked = " *" if len(peaks) > 1 and peak is memory.configured else ""
-            numbers = (peak.total, *states, peak.gradients, peak.activations)
-            rows.append(
-                (name + asked, (*(f"{number / 1e9:.3f}" for number in numbers), _AT[peak.moment]))
-            )
-    note = "* as configured. " if memory.checkpointed is not None else ""
-    note += "On top come the VAE, the text encoder, and what the allocator loses."
-    return _columns("memory", rows, width=9) + _told("", note)
-
-
-_AT = {"forward": "forward", "backward": "backward", "optimizer step": "step"}
-
-
-def _columns(label: str, rows: Cells, width: int) -> list[str]:
-    widths = [
-        max(width, 1 + max(map(len, column)))
-        for column in zip(*(cells for _, cells in rows), strict=True)
-    ]
-    lines = []
-    for place, (name, cells) in enumerate(rows):
-        numbers = "".join(f"{cell:>{column}}" for cell, column in zip(cells, widths, strict=True))
-        lines.append(f"  {label if place == 0 else '':{MARGIN - 2}}{name:19}{numbers}")
+    lines += _sent(plan, estimate) + _memory(estimate)
+    for advice in estimate.advice:
+        lines += _entry("try", advice)
     return lines
 
 
-def _told(label: str, text: str) -> list[str]:
+def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
+    """Mean over the ranks by phase, and mean and busiest of the whole step."""
+    per = "step" if plan.purpose == "training" else "call of the model"
+    times = f" of {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    rows: Rows = {f"MB per {per}{times}": ("forward", "recompute", "backward", "mean", "busiest")}
+
+    by_name = {"as configured": estimate.traffic}
+    for name, sent in estimate.compared.items():
+        if sent != estimate.traffic:
+            by_name[f"with {name!r}"] = sent
+
+    for name, sent in by_name.items():
+        phases = (sent.forward, sent.recompute, sent.backward)
+        means = [sum(phase) / len(phase) for phase in phases]
+        numbers = [one * plan.micro_batches / 1e6 for one in (*means, sent.mean, sent.busiest)]
+        rows[name] = tuple(f"{number:,.2f}" for number in numbers)
+    return _columns("sent", rows, width=11)
+
+
+def _memory(estimate: BatchEstimate) -> list[str]:
+    memory, kept = estimate.memory, estimate.memory.kept
+    states = (kept.weights, kept.master_weights + kept.moments, kept.ema)
+    head = ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at")
+    rows: Rows = {"GB on a rank": head}
+
+    peaks: dict[str, MemoryPeak | None] = {"as configured": memory.plain}
+    note = ""
+    if memory.checkpointed is not None:
+        peaks = {"checkpointing": memory.checkpointed, "no checkpointing": memory.plain}
+        note = "* as configured. "
+
+    for name, peak in peaks.items():
+        if peak is not None:
+            star = " *" if len(peaks) > 1 and peak is memory.configured else ""
+            numbers = (peak.total, *states, peak.gradients, peak.activations)
+            cells = [f"{number / 1e9:.3f}" for number in numbers]
+            rows[name + star] = (*cells, MOMENTS[peak.moment])
+
+    note += "On top come the VAE, the text encoder, and what the allocator loses."
+    return _columns("memory", rows, width=9) + _entry("", note)
+
+
+def _columns(label: str, rows: Rows, width: int) -> list[str]:
+    columns = zip(*rows.values(), strict=True)
+    widths = [max(width, 1 + max(map(len, column))) for column in columns]
+
+    lines = []
+    for name, cells in rows.items():
+        numbers = "".join(f"{cell:>{column}}" for cell, column in zip(cells, widths, strict=True))
+        lines.append(f"  {label:{MARGIN - 2}}{name:19}{numbers}")
+        label = ""
+    return lines
+
+
+def _entry(label: str, text: str) -> list[str]:
     return textwrap.wrap(
         text,
         COLUMNS,
@@ -224,6 +197,8 @@ def _held(sizes: list[int]) -> str:
     counted = Counter(sizes)
     if len(counted) == 1:
         return f"{sizes[0]:,} on every rank" if len(sizes) > 1 else f"{sizes[0]:,}"
-    return ", ".join(
-        f"{size:,} on {number} rank{'s' * (number > 1)}" for size, number in sorted(counted.items())
-    )
+
+    parts = []
+    for size, ranks in sorted(counted.items()):
+        parts.append(f"{size:,} on {ranks} rank{'s' * (ranks > 1)}")
+    return ", ".join(parts)

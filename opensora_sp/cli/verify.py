@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     """Print the comparison; exits with 1 where the results differ."""
     from opensora_sp.config import load_train_config
+    from opensora_sp.parallel.strategies import WholeSamples
     from opensora_sp.verification import verify_config
 
     cfg = load_train_config(args.config, args.cfg_options)
@@ -52,8 +53,10 @@ def run(args: argparse.Namespace) -> None:
         f"{cfg.model['type']} on {ranks} ranks and on one, float64, latents {list(shape)}, "
         f"{options}\n"
     )
-    note = ": no token moves, so that no exchange is tested" if strategy == "WholeSamples" else ""
-    sys.stdout.write(f"strategy {strategy}{note}\n")
+    nothing = ""
+    if strategy is WholeSamples:
+        nothing = ": no token moves, so that no exchange is tested"
+    sys.stdout.write(f"strategy: {strategy.label}{nothing}\n")
     sys.stdout.write(report(verdict, shown=None if args.all else SHOWN) + "\n")
     if not verdict.agrees:
         sys.exit(1)

@@ -89,7 +89,7 @@ class Draft:
 
     def _parent(self, key: Key, origin: str) -> dict[Any, Any]:
         """The dict that holds ``key``, made if it does not exist."""
-        parent: Any = self.values
+        parent: dict[Any, Any] = self.values
         for i, part in enumerate(key[:-1]):
             parent = parent.setdefault(_as_known(parent, part), {})
             if not isinstance(parent, dict):

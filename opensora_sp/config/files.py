@@ -115,7 +115,8 @@ def _values(path: str, tree: ast.Module) -> dict[str, Any]:
 
     try:
         # Without lazy_import=False, mmengine guesses it from the paths of imported modules.
-        return Config.fromfile(path, lazy_import=False).to_dict()
+        values: dict[str, Any] = Config.fromfile(path, lazy_import=False).to_dict()
+        return values
     except Exception as error:  # the file is code, which may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if frame.filename == abspath(path)]

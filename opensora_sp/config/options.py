@@ -79,7 +79,8 @@ def _check_braces(text: str, value: Any, before: str | None) -> None:
 
 def _with_dicts(text: str) -> ast.expr:
     """The expression with ``dict(a=1)`` replaced by ``{"a": 1}``."""
-    return _Dicts().visit(ast.parse(text, mode="eval").body)
+    replaced: ast.expr = _Dicts().visit(ast.parse(text, mode="eval").body)
+    return replaced
 
 
 class _Dicts(ast.NodeTransformer):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 
 from opensora_sp.parallel import Options
 from opensora_sp.resolutions import named_frames, named_size
@@ -103,39 +111,31 @@ class Optimizer(Strict):
     )
 
 
-class SequenceParallel(Strict):
-    """How ``sp_size`` ranks share a batch: the keyword arguments of
-    ``opensora_sp.parallel.parallelize``.
-    """
+def _option_fields() -> dict[str, Any]:
+    """The fields of ``Options`` as pydantic reads them: types, defaults and help texts."""
+    types, found = get_type_hints(Options), {}
+    for one in dataclasses.fields(Options):
+        if one.metadata["in_config"]:
+            choices = one.metadata["choices"]
+            annotation = Literal[choices] if choices else types[one.name]
+            found[one.name] = (annotation, Field(one.default, description=one.metadata["help"]))
+    return found
 
-    strategy: Literal["switch", "ulysses", "split_gather"] = Field(
-        "switch", description="What travels: rows at each change of layout, heads, or all tokens."
-    )
-    placement: Literal["stream", "branch"] = Field(
-        "stream",
-        description="Switch the tokens themselves, or only what enters and leaves temporal attention.",
-    )
-    comm_dtype: Literal["bf16", "fp8"] | None = Field(
-        None, description="Send tokens in fewer bits; None as they are."
-    )
-    overlap_chunks: int = Field(
-        1, ge=1, description="Pieces in which a switch overlaps with computing; 1 is off."
-    )
-    overlap_backward: bool = Field(
-        False, description="Recompute while gradients travel (with `grad_checkpoint`)."
-    )
-    recompute_communication: bool = Field(
-        False, description="Let recomputation send again: less memory, more communication."
-    )
-    verify: bool = Field(
-        False,
-        description="Compare output and gradients of the first batch with those of one rank alone.",
-    )
+
+_OptionFields: Any = create_model("_OptionFields", __base__=Strict, **_option_fields())
+
+
+class SequenceParallel(_OptionFields):
+    """How ``sp_size`` ranks share a batch: the fields of ``opensora_sp.parallel.Options``."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> SequenceParallel:
-        Options(**self.model_dump(exclude={"verify"}))
+        Options(**self.model_dump())
         return self
+
+    if TYPE_CHECKING:
+        # mypy does not see fields that are made at run time.
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class PromptOptions(Strict):

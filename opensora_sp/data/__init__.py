@@ -3,13 +3,24 @@
 from .bucket_plan import BucketPlan
 from .buckets import Buckets
 from .cache import CachedClip, CachedFeatures
-from .dataset import BrokenClip, Clip, ClipShape, Sample, VideoTextDataset
+from .dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
 from .index import find_files, index_files, read_captions
+from .loader import StepBatches, StepLoader
 from .manifest import Entry, Manifest, write_manifest
-from .sampler import BatchPlan, MicroBatch, MicroBatchPlan, ReplicaBatches, deal, share
+from .sampler import (
+    BatchPlan,
+    MicroBatch,
+    MicroBatchPlan,
+    ReplicaBatches,
+    micro_batches_of,
+    snake_order,
+)
 from .toy import ToyClip, is_held_out, toy_clip
 from .transforms import resize_and_crop, scale, to_clip, to_frames
 from .video import count_frames, read_frames, read_video, write_video
+
+# Former names, until 1.0.
+BrokenClip, deal, share = CorruptSample, snake_order, micro_batches_of
 
 __all__ = [
     "BatchPlan",
@@ -20,12 +31,15 @@ __all__ = [
     "CachedFeatures",
     "Clip",
     "ClipShape",
+    "CorruptSample",
     "Entry",
     "Manifest",
     "MicroBatch",
     "MicroBatchPlan",
     "ReplicaBatches",
     "Sample",
+    "StepBatches",
+    "StepLoader",
     "ToyClip",
     "VideoTextDataset",
     "count_frames",
@@ -33,12 +47,14 @@ __all__ = [
     "find_files",
     "index_files",
     "is_held_out",
+    "micro_batches_of",
     "read_captions",
     "read_frames",
     "read_video",
     "resize_and_crop",
     "scale",
     "share",
+    "snake_order",
     "to_clip",
     "to_frames",
     "toy_clip",

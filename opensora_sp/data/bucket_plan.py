@@ -1,7 +1,8 @@
-"""The sequence of micro-batches of a bucketed set: every step's micro-batches cost about the same.
+"""The sequence of micro-batches of a bucketed set: the micro-batches of a step cost about the same.
 
-In each epoch every clip is put into a bucket or left out (``Buckets``), each bucket is shuffled and cut into
-micro-batches, of which the last has what is left, and all of them, by cost, are cut into steps, which are shuffled.
+In each epoch, every clip is assigned to a bucket or dropped (``Buckets``). Each bucket is shuffled
+and cut into micro-batches, the last of which may be smaller. All micro-batches, sorted by cost, are
+cut into steps, and the steps are shuffled.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,42 +23,56 @@ from .dataset import ClipShape
 from .manifest import Manifest
 from .sampler import MicroBatch
 
-Batch = tuple[ClipShape, tuple[int, ...], float]
-"""Shape, ids, cost."""
 Cost = Callable[[ClipShape, int], float]
 """Estimated work of a micro-batch: ``cost(shape, clips)``."""
-CLIPS_AT_A_TIME = 1 << 16
-SAME_BUCKET = (
-    5  # replacements looked for in a clip's own bucket, before any file that is long enough will do
-)
+CLIPS_PER_CHUNK = 1 << 16
+# Substitutes that are looked for in a clip's own bucket, before any file that is long enough is
+# used.
+SAME_BUCKET = 5
+
+
+class Batch(NamedTuple):
+    """A micro-batch without its number."""
+
+    shape: ClipShape
+    ids: tuple[int, ...]
+    cost: float
+
+
+class EntryCounts(NamedTuple):
+    """What an epoch has of a bucket entry."""
+
+    clips: int
+    micro_batches: int
+    shapes: int
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one pass over the clips does."""
+    """One pass over the clips."""
 
     number: int
     found: np.ndarray  # [N], the entry of each clip, or a key of ``DROPPED``
     steps: list[list[Batch]]
     members: dict[ClipShape, np.ndarray]  # ids of the clips of a shape
-    table: dict[int, tuple[int, int, int]]  # clips, micro-batches and shapes of each entry
+    table: dict[int, EntryCounts]  # by entry
 
 
 class BucketPlan:
     """A ``BatchPlan`` over buckets.
 
-    The number of steps differs from epoch to epoch where keep probabilities draw; the last step of some epochs has
-    fewer micro-batches. Steps are numbered through all epochs.
+    The number of steps differs from epoch to epoch where keep probabilities draw; the last step of
+    some epochs has fewer micro-batches. Steps are numbered through all epochs.
 
     Args:
         rows: manifest with ``num_frames``, ``height`` and ``width``.
         bucket_config: see ``buckets``.
         frame_interval: of the dataset.
         micro_batches_per_step, seed: see ``sampler``.
-        cost: estimate by which steps are put together.
+        cost: estimate by which micro-batches are grouped into steps.
 
     Raises:
-        ValueError: if no clip is in any bucket; it shows the table that ``describe`` gives.
+        ValueError: if no clip is in any bucket; the message has the table of ``describe``.
     """
 
     def __init__(
@@ -70,34 +85,31 @@ class BucketPlan:
         seed: int,
         cost: Cost,
     ) -> None:
-        self.buckets, self.micro_batches_per_step = (
-            Buckets.of(bucket_config),
-            micro_batches_per_step,
-        )
+        self.buckets = Buckets.of(bucket_config)
+        self.micro_batches_per_step = micro_batches_per_step
         self.frame_interval, self.seed, self.cost = frame_interval, seed, cost
-        self.num_frames, self.height, self.width = (
-            rows.column(name) for name in ("num_frames", "height", "width")
-        )
+
+        self.num_frames = rows.column("num_frames")
+        self.height, self.width = rows.column("height"), rows.column("width")
         sizes, of_clip = np.unique(np.stack([self.height, self.width]), axis=1, return_inverse=True)
         self.sizes, self.size_of_clip = sizes.T, of_clip.reshape(-1)  # [U, 2], [N]
+
         self.epoch = lru_cache(maxsize=2)(self._epoch)
-        self._starts = [0]  # first step of each epoch looked at, and of the next one
+        # First step of each epoch so far, and of the next one.
+        self._starts = [0]
         if not self.epoch(0).steps:
+            table = "\n".join(self.describe())
             raise ValueError(
-                f"got no clip for any bucket in epoch 0 of {str(rows.file)!r}:\n"
-                + "\n".join(self.describe())
-                + "\n"
+                f"got no clip for any bucket in epoch 0 of {str(rows.file)!r}:\n{table}\n"
                 "expected at least one; change bucket_config, or add longer or larger clips"
             )
 
     @property
     def fingerprint(self) -> str:
-        """What the sequence depends on beside the seed, to be compared on resume."""
-        told = repr((self.frame_interval, self.buckets.entries)).encode()
-        columns = b"".join(
-            column.tobytes() for column in (self.num_frames, self.height, self.width)
-        )
-        return f"{zlib.crc32(told + columns):08x}"
+        """A checksum of what the sequence depends on beside the seed, to be compared on resume."""
+        options = repr((self.frame_interval, self.buckets.entries)).encode()
+        columns = (self.num_frames, self.height, self.width)
+        return f"{zlib.crc32(options + b''.join(c.tobytes() for c in columns)):08x}"
 
     @property
     def steps_per_epoch(self) -> float:
@@ -108,7 +120,8 @@ class BucketPlan:
         first = step * self.micro_batches_per_step
         batches = epoch.steps[step - self._starts[epoch.number]]
         return [
-            MicroBatch(first + place, epoch.number, *batch) for place, batch in enumerate(batches)
+            MicroBatch(number, epoch.number, batch.shape, batch.ids, batch.cost)
+            for number, batch in enumerate(batches, first)
         ]
 
     def epoch_of(self, step: int) -> Epoch:
@@ -116,8 +129,8 @@ class BucketPlan:
             self._starts.append(self._starts[-1] + len(self.epoch(len(self._starts) - 1).steps))
         return self.epoch(bisect.bisect_right(self._starts, step) - 1)
 
-    def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
-        """A clip of the same bucket; after some attempts any file that is long enough, for it can be cropped."""
+    def substitute(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
+        """A clip of the same bucket; after some attempts any file that is long enough to be cut."""
         shape = micro_batch.shape
         pool = self.epoch(micro_batch.epoch).members[shape]
         if attempt >= SAME_BUCKET or len(pool) == 1:
@@ -132,28 +145,30 @@ class BucketPlan:
             yield number, self.epoch(number).members
 
     def describe(self, step: int = 0) -> list[str]:
-        """The report before training: clips and micro-batches of each bucket, steps, and why clips were dropped."""
+        """The report before training: the contents of each bucket, and why clips were dropped."""
         epoch = self.epoch(0) if step == 0 else self.epoch_of(step)
         lines = [f"{'bucket':>14} {'clips':>9} {'batch size':>11} {'batches':>8} {'shapes':>7}"]
-        for number, (clips, batches, shapes) in epoch.table.items():
+        for number, counts in epoch.table.items():
             entry = self.buckets.entries[number]
             lines.append(
-                f"{entry.name:>14} {clips:>9,} {entry.batch_size:>11} {batches:>8,} {shapes:>7}"
+                f"{entry.name:>14} {counts.clips:>9,} {entry.batch_size:>11} "
+                f"{counts.micro_batches:>8,} {counts.shapes:>7}"
             )
+
         for reason, why in DROPPED.items():
             if count := int((epoch.found == reason).sum()):
                 lines.append(f"{'dropped':>14} {count:>9,}  {why}")
         trained = int((epoch.found >= 0).sum())
         lines.append(
-            f"epoch {epoch.number}: {trained:,} of {len(epoch.found):,} clips in {len(epoch.steps):,} steps of up to "
-            f"{self.micro_batches_per_step} micro-batches"
+            f"epoch {epoch.number}: {trained:,} of {len(epoch.found):,} clips in "
+            f"{len(epoch.steps):,} steps of up to {self.micro_batches_per_step} micro-batches"
         )
         return lines
 
     def _epoch(self, number: int) -> Epoch:
         found, rng = self._assign(number), generator(self.seed, "order", number)
         batches: list[Batch] = []
-        table = {}
+        table: dict[int, EntryCounts] = {}
         members: dict[ClipShape, np.ndarray] = {}
         for place, entry in enumerate(self.buckets.entries):
             if not entry.batch_size:
@@ -163,23 +178,24 @@ class BucketPlan:
             for shape, ids in by_shape.items():
                 members[shape] = np.concatenate([members.get(shape, ids[:0]), ids])
                 shuffled = rng.permutation(ids).tolist()
-                parts = [
-                    shuffled[i : i + entry.batch_size] for i in range(0, len(ids), entry.batch_size)
-                ]
-                batches += [(shape, tuple(part), self.cost(shape, len(part))) for part in parts]
-            table[place] = len(clips), len(batches) - before, len(by_shape)
+                for first in range(0, len(ids), entry.batch_size):
+                    part = tuple(shuffled[first : first + entry.batch_size])
+                    batches.append(Batch(shape, part, self.cost(shape, len(part))))
+            table[place] = EntryCounts(len(clips), len(batches) - before, len(by_shape))
         return Epoch(number, found, self._steps(batches, rng), members, table)
 
     def _assign(self, epoch: int) -> np.ndarray:
-        """The entries of all clips, some at a time: the numbers drawn for millions would fill gigabytes."""
+        """The entry of each clip, in chunks: draws for millions of clips would fill gigabytes."""
         rng, parts = generator(self.seed, "bucket", epoch), []
-        for first in range(0, len(self.num_frames), CLIPS_AT_A_TIME):
-            known = [
-                column[first : first + CLIPS_AT_A_TIME]
-                for column in (self.num_frames, self.height, self.width)
-            ]
-            draws = rng.random((len(known[0]), len(self.buckets.entries), 2))
-            parts.append(self.buckets.assign(*known, interval=self.frame_interval, draws=draws))
+        columns = np.stack([self.num_frames, self.height, self.width])
+        for first in range(0, len(self.num_frames), CLIPS_PER_CHUNK):
+            num_frames, height, width = columns[:, first : first + CLIPS_PER_CHUNK]
+            draws = rng.random((len(num_frames), len(self.buckets.entries), 2))
+            parts.append(
+                self.buckets.assign(
+                    num_frames, height, width, interval=self.frame_interval, draws=draws
+                )
+            )
         return np.concatenate(parts)
 
     def _by_shape(self, entry: BucketEntry, clips: np.ndarray) -> dict[ClipShape, np.ndarray]:
@@ -191,9 +207,9 @@ class BucketPlan:
         return {shape: clips[number == place] for place, shape in enumerate(known)}
 
     def _steps(self, batches: list[Batch], rng: np.random.Generator) -> list[list[Batch]]:
-        """Micro-batches of about equal cost in a step: runs of the order of costs, ties and steps shuffled."""
+        """Steps cut from the micro-batches in order of cost; ties and steps are shuffled."""
         shuffled = [batches[place] for place in rng.permutation(len(batches))]
-        ordered = sorted(shuffled, key=lambda batch: -batch[2])
+        ordered = sorted(shuffled, key=lambda batch: -batch.cost)
         size = self.micro_batches_per_step
         steps = [ordered[first : first + size] for first in range(0, len(ordered), size)]
         return [steps[place] for place in rng.permutation(len(steps))]

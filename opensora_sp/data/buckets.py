@@ -1,9 +1,10 @@
-"""Buckets as users of Open-Sora 1.2 write them: which clips are trained on at which resolution and length.
+"""Buckets in the format of Open-Sora 1.2: which clips are trained on at which size and length.
 
-``bucket_config = {"144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27)}}``: resolution, frames, (keep
-probability, batch size). A clip goes to the largest resolution whose pixels it has (0.8 of them are enough), there to
-the largest number of frames that it is longer than, and stays with the keep probability; or else it goes on to the next
-resolution. Of a pair of probabilities the second is that of taking this number of frames at all.
+``bucket_config = {"144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27)}}`` maps resolution
+and frames to (keep probability, batch size). A clip is assigned to the largest resolution that it
+has at least 0.8 of the pixels of, and there to the largest number of frames that it is longer than.
+It is kept there with the keep probability; if not, it tries the next resolution. Of a pair of
+probabilities, the second is that of using this number of frames at all.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +21,14 @@ from opensora_sp.resolutions import SIZES, closest_aspect, num_pixels
 
 from .dataset import ClipShape
 
-ENOUGH = 0.8  # share of a resolution's pixels that a clip must have
+# Share of a resolution's pixels that a clip must have.
+ENOUGH = 0.8
 UNKNOWN, SMALL, SHORT, CHANCE = -1, -2, -3, -4
 DROPPED = {
     UNKNOWN: "frames or size not in the manifest (opensora-sp index fills them in)",
-    SMALL: "fewer pixels than any resolution asks for",
+    SMALL: "fewer pixels than any resolution requires",
     SHORT: "too few frames, or an image where no bucket has 1 frame",
-    CHANCE: "left out by keep probabilities, drawn anew in each epoch",
+    CHANCE: "dropped by keep probabilities, drawn anew in each epoch",
 }
 """Why a clip is in no bucket."""
 
@@ -44,16 +47,14 @@ class BucketEntry(NamedTuple):
         return f"{self.resolution} x {self.num_frames}"
 
     def shape_at(self, aspect_ratio: float) -> ClipShape:
-        """What clips of a height over width are cut to."""
-        return ClipShape(
-            self.num_frames,
-            *SIZES[self.resolution][closest_aspect(self.resolution, aspect_ratio, 1.0)],
-        )
+        """The shape that clips of a height over width are cut to."""
+        aspect = closest_aspect(self.resolution, aspect_ratio, 1.0)
+        return ClipShape(self.num_frames, *SIZES[self.resolution][aspect])
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The entries of a bucket config in the order in which a clip tries them: most pixels first, then most frames."""
+    """The entries of a bucket config, in the order in which a clip tries them: largest first."""
 
     entries: tuple[BucketEntry, ...]
 
@@ -64,27 +65,29 @@ class Buckets:
         Raises:
             ValueError: naming the entry that cannot be used.
         """
-        if not isinstance(config, Mapping) or not all(
-            isinstance(one, Mapping) and one for one in [config, *config.values()]
-        ):
+        is_mapping = isinstance(config, Mapping) and len(config) > 0
+        if not is_mapping or not all(isinstance(one, Mapping) and one for one in config.values()):
             raise ValueError(
-                f"got bucket_config {config!r}; expected for example {{'240p': {{51: (1.0, 4)}}}}; add a bucket"
+                f"got bucket_config {config!r}; expected for example {{'240p': {{51: (1.0, 4)}}}}; "
+                "add a bucket"
             )
         unknown = [name for name in config if name not in SIZES]
         if unknown:
             close = difflib.get_close_matches(str(unknown[0]), SIZES, n=1)
             advice = f"did you mean {close[0]!r}?" if close else "take one of these"
             raise ValueError(
-                f"got the resolution {unknown[0]!r} in bucket_config; expected one of {list(SIZES)}; {advice}"
+                f"got the resolution {unknown[0]!r} in bucket_config; expected one of "
+                f"{list(SIZES)}; {advice}"
             )
-        entries = [
-            _entry(resolution, num_frames, config[resolution][num_frames])
-            for resolution in sorted(config, key=num_pixels, reverse=True)
-            for num_frames in sorted(config[resolution], reverse=True)
-        ]
+
+        entries = []
+        for resolution in sorted(config, key=num_pixels, reverse=True):
+            for num_frames, value in sorted(config[resolution].items(), reverse=True):
+                entries.append(_entry(resolution, num_frames, value))
         if not any(entry.batch_size for entry in entries):
             raise ValueError(
-                "got a bucket_config that keeps no clip; expected a keep probability over 0; raise one"
+                "got a bucket_config that keeps no clip; expected a keep probability over 0; raise "
+                "one"
             )
         return cls(tuple(entries))
 
@@ -103,12 +106,14 @@ class Buckets:
         interval: int,
         draws: np.ndarray,
     ) -> np.ndarray:
-        """The entry of each of N clips, or why it has none.
+        """The entry of each of N clips, or the reason why it has none.
 
         Args:
             num_frames, height, width: ``[N]``, NaN where not known; 1 frame is an image.
-            interval: a clip of f frames is every ``interval``-th of a file that must have over ``f * interval``.
-            draws: uniform numbers in [0, 1) ``[N, entries, 2]``; an entry with one probability takes the first.
+            interval: a clip of f frames is every ``interval``-th of a file, which must have more
+                than ``f * interval``.
+            draws: uniform numbers in [0, 1) ``[N, entries, 2]``; an entry with one probability uses
+                the first.
 
         Returns:
             int64 ``[N]``: numbers of entries, or keys of ``DROPPED``.
@@ -119,34 +124,30 @@ class Buckets:
             enough = pixels >= ENOUGH * num_pixels(self.entries[first].resolution)
             here = (found < 0) & enough
             found[here & (found == SMALL)] = SHORT
+
             for number in range(first, last):
                 entry, drawn = self.entries[number], draws[:, number]
-                tries = here & (
-                    num_frames == 1
-                    if entry.num_frames == 1
-                    else num_frames > entry.num_frames * interval
-                )
-                taken = (
-                    tries
-                    if entry.keep_frames is None
-                    else tries & (drawn[:, 0] <= entry.keep_frames)
-                )
+                fits = num_frames > entry.num_frames * interval
+                if entry.num_frames == 1:
+                    fits = num_frames == 1
+                tries = taken = here & fits
+                if entry.keep_frames is not None:
+                    taken = tries & (drawn[:, 0] <= entry.keep_frames)
+
                 found[tries] = CHANCE
                 kept = drawn[:, 0 if entry.keep_frames is None else 1] < entry.keep
                 found[taken & kept] = number
-                here &= ~taken  # whoever is not kept goes on to the next resolution
+                # A clip that is not kept tries the next resolution.
+                here &= ~taken
         return found
 
     def _resolutions(self) -> Iterator[tuple[int, int]]:
-        """Runs of entries of one resolution."""
+        """The entries ``[first, last)`` of each resolution."""
         first = 0
-        for number in range(1, len(self.entries) + 1):
-            if (
-                number == len(self.entries)
-                or self.entries[number].resolution != self.entries[first].resolution
-            ):
-                yield first, number
-                first = number
+        for _, entries in groupby(self.entries, key=lambda entry: entry.resolution):
+            last = first + len(list(entries))
+            yield first, last
+            first = last
 
 
 def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
@@ -155,23 +156,30 @@ def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
         raise ValueError(
             f"got {where}; expected a positive number of frames; write for example {{51: (1.0, 4)}}"
         )
-    usage = "write (probability, batch size), or ((probability, probability of these frames), batch size)"
+    usage = (
+        "write (probability, batch size), or ((probability, probability of these frames), batch "
+        "size)"
+    )
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"got {where} = {value!r}; expected a pair; {usage}")
-    is_pair = isinstance(value[0], (tuple, list)) and len(value[0]) == 2
-    probabilities = list(value[0]) if is_pair else [value[0]]
+
+    keep, batch_size = value
+    is_pair = isinstance(keep, (tuple, list)) and len(keep) == 2
+    probabilities = list(keep) if is_pair else [keep]
     for probability in probabilities:
         if not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
             raise ValueError(
                 f"got {where} = {value!r}; expected probabilities from 0 to 1; {usage}"
             )
-    keep, keep_frames = probabilities if is_pair else (*probabilities, None)
-    if keep_frames is not None and num_frames == 1:
+    if is_pair and num_frames == 1:
         raise ValueError(
-            f"got {where} = {value!r}; expected one probability for images, which have one length; {usage}"
+            f"got {where} = {value!r}; expected one probability for images, which have one length; "
+            f"{usage}"
         )
-    if keep and not (isinstance(value[1], int) and value[1] >= 1):
+
+    keep, keep_frames = probabilities if is_pair else (*probabilities, None)
+    if not keep:
+        return BucketEntry(resolution, num_frames, 0.0, keep_frames, 0)
+    if not (isinstance(batch_size, int) and batch_size >= 1):
         raise ValueError(f"got {where} = {value!r}; expected a batch size of at least 1; {usage}")
-    return BucketEntry(
-        resolution, num_frames, float(keep), keep_frames, int(value[1] or 0) if keep else 0
-    )
+    return BucketEntry(resolution, num_frames, float(keep), keep_frames, int(batch_size))

@@ -1,13 +1,14 @@
-"""Latents of clips and features of captions, made ahead (``features/precompute.py``), as a dataset.
+"""A dataset of precomputed latents and text features, and its files.
 
     cache/
-      index.json                what they were made of, where those of each clip lie, and which clips are broken
-      clips.jsonl               the manifest they were made of
-      shard-000000.safetensors  "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w], "text/<clip>" [tokens, W]
+      index.json                the fingerprint, the shard of each clip, and the corrupt clips
+      clips.jsonl               the manifest that the features were made of
+      shard-000000.safetensors  "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w],
+      "text/<clip>" [tokens, W]
 
-Clips are numbered by their line in the manifest. A shard also says in its header, as JSON, how many frames per second
-its clips have (``fps``) and which could not be read (``broken``), so the index can always be made again of the shards.
-Numbers are kept in half the bytes where that loses nothing.
+Clips are numbered by their line in the manifest. The header of a shard holds as JSON the frame
+rates of its clips (``fps``) and the clips that could not be read (``broken``), so the index can
+always be rebuilt from the shards. Numbers are kept in 16 bits where that loses nothing.
 
 Legend: c latent channels, f x h x w latent size, W width of text features.
 """
@@ -16,16 +17,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .dataset import BrokenClip, ClipShape, Sample
+from .dataset import ClipShape, CorruptSample, Sample
 from .manifest import Manifest
 
 FORMAT = 1
@@ -36,8 +37,10 @@ Key = tuple[int, ClipShape]
 
 @dataclass(frozen=True)
 class CachedClip:
-    """Latents ``[c, f, h, w]`` of one clip, or latent frames of it, and, with the first of them, its caption's features
-    ``[tokens, W]``."""
+    """Latents ``[c, f, h, w]`` of one clip, or some of its latent frames.
+
+    With the first latent frame comes the caption's features ``[tokens, W]``.
+    """
 
     latents: Tensor
     text: Tensor | None
@@ -46,63 +49,71 @@ class CachedClip:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one file holds."""
+    """The header of one shard file."""
 
     path: Path
     fps: dict[Key, float]
     texts: dict[int, int]  # tokens of each clip's caption
-    broken: dict[Key, tuple[str, str]]  # path and reason
+    corrupt: dict[Key, tuple[str, str]]  # path and reason
 
     @classmethod
     def read(cls, path: Path) -> Shard:
-        """From the file's header.
+        """Read it without the tensors.
 
         Raises:
-            ValueError: if it is damaged.
+            ValueError: if the file is damaged.
         """
         from safetensors import SafetensorError, safe_open
 
+        texts, fps, corrupt = {}, {}, {}
         try:
             with safe_open(path, "pt") as file:
-                told = json.loads(file.metadata()["clips"])
-                names = [name for name in file.keys() if name.startswith("text/")]
-                texts = {
-                    int(name.split("/")[1]): file.get_slice(name).get_shape()[0] for name in names
-                }
+                header = json.loads(file.metadata()["clips"])
+                for name in file.keys():
+                    if name.startswith("text/"):
+                        texts[int(name.split("/")[1])] = file.get_slice(name).get_shape()[0]
         except (SafetensorError, OSError, TypeError, KeyError) as error:
             raise ValueError(
-                f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature cache; remove it "
-                "and run scripts/precompute.py again"
+                f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature "
+                "cache; remove it and run scripts/precompute.py again"
             ) from None
-        fps = {(clip, parse_shape(shape)): rate for clip, shape, rate in told["fps"]}
-        broken = {
-            (clip, parse_shape(shape)): (file, why) for clip, shape, file, why in told["broken"]
-        }
-        return cls(path, fps, texts, broken)
+
+        for clip, shape, rate in header["fps"]:
+            fps[clip, parse_shape(shape)] = rate
+        for clip, shape, file, reason in header["broken"]:
+            corrupt[clip, parse_shape(shape)] = file, reason
+        return cls(path, fps, texts, corrupt)
 
 
-def shard_bytes(
-    latents: dict[Key, Tensor],
-    fps: dict[Key, float],
-    texts: dict[int, Tensor],
-    broken: dict[Key, tuple[str, str]],
-) -> bytes:
-    """A shard's file."""
-    from safetensors.torch import save
+@dataclass
+class ShardContent:
+    """What one shard file holds: latents by clip and shape, captions' features by clip."""
 
-    tensors = {
-        f"latents/{clip}/{shape_name(shape)}": narrowed(z) for (clip, shape), z in latents.items()
-    }
-    tensors |= {f"text/{clip}": narrowed(features) for clip, features in texts.items()}
-    told = {
-        "fps": [[clip, shape_name(shape), rate] for (clip, shape), rate in fps.items()],
-        "broken": [[clip, shape_name(shape), *why] for (clip, shape), why in broken.items()],
-    }
-    return save(tensors, {"clips": json.dumps(told)})
+    latents: dict[Key, Tensor] = field(default_factory=dict)
+    fps: dict[Key, float] = field(default_factory=dict)
+    texts: dict[int, Tensor] = field(default_factory=dict)
+    corrupt: dict[Key, tuple[str, str]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        from safetensors.torch import save
+
+        tensors = {}
+        for (clip, shape), z in self.latents.items():
+            tensors[f"latents/{clip}/{shape_name(shape)}"] = in_fewest_bits(z)
+        for clip, features in self.texts.items():
+            tensors[f"text/{clip}"] = in_fewest_bits(features)
+
+        header: dict[str, list[Any]] = {"fps": [], "broken": []}
+        for (clip, shape), rate in self.fps.items():
+            header["fps"].append([clip, shape_name(shape), rate])
+        for (clip, shape), why in self.corrupt.items():
+            header["broken"].append([clip, shape_name(shape), *why])
+        return save(tensors, {"clips": json.dumps(header)})
 
 
-def narrowed(x: Tensor) -> Tensor:
-    """The same numbers, on the CPU, in 16 bits where that loses nothing: encoders often compute in these."""
+def in_fewest_bits(x: Tensor) -> Tensor:
+    """The same numbers on the CPU, in 16 bits where that loses nothing, as with bf16 encoders."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(x.to(dtype).to(x.dtype), x):
             return x.to("cpu", dtype).contiguous()
@@ -115,7 +126,7 @@ def index_of(
     sizes: dict[ClipShape, tuple[int, int, int]],
     shards: list[Shard],
 ) -> dict[str, Any]:
-    """What ``index.json`` holds.
+    """The content of ``index.json``.
 
     Args:
         made_of: the fingerprint, by part.
@@ -123,27 +134,31 @@ def index_of(
         sizes: of the latents of each shape.
         shards: all there are; of a clip that several hold the last one counts.
     """
-    at = {
-        key: (number, rate)
-        for number, shard in enumerate(shards)
-        for key, rate in shard.fps.items()
-    }
-    texts = {
-        clip: (number, tokens)
-        for number, shard in enumerate(shards)
-        for clip, tokens in shard.texts.items()
-    }
-    broken = {key: why for shard in shards for key, why in shard.broken.items() if key not in at}
+    shard_of: dict[Key, int] = {}
+    fps: dict[Key, float] = {}
+    texts: dict[int, tuple[int, int]] = {}
+    corrupt: dict[Key, tuple[str, str]] = {}
+    for number, shard in enumerate(shards):
+        shard_of |= dict.fromkeys(shard.fps, number)
+        fps |= shard.fps
+        texts |= {clip: (number, tokens) for clip, tokens in shard.texts.items()}
+        corrupt |= shard.corrupt
+
     latents = {}
     for shape, size in sizes.items():
-        clips = sorted(clip for clip, of_shape in at if of_shape == shape)
-        where = [at[clip, shape] for clip in clips]
+        keys = sorted(key for key in fps if key[1] == shape)
         latents[shape_name(shape)] = {
             "size": size,
-            "clips": clips,
-            "shards": [number for number, _ in where],
-            "fps": [rate for _, rate in where],
+            "clips": [clip for clip, _ in keys],
+            "shards": [shard_of[key] for key in keys],
+            "fps": [fps[key] for key in keys],
         }
+
+    broken = []
+    for (clip, shape), why in sorted(corrupt.items()):
+        if (clip, shape) not in fps:
+            broken.append([clip, shape_name(shape), *why])
+    clips = sorted(texts)
     return {
         "format": FORMAT,
         "made_of": made_of,
@@ -151,13 +166,11 @@ def index_of(
         "shards": [shard.path.name for shard in shards],
         "latents": latents,
         "texts": {
-            "clips": sorted(texts),
-            "shards": [texts[clip][0] for clip in sorted(texts)],
-            "tokens": [texts[clip][1] for clip in sorted(texts)],
+            "clips": clips,
+            "shards": [texts[clip][0] for clip in clips],
+            "tokens": [texts[clip][1] for clip in clips],
         },
-        "broken": [
-            [clip, shape_name(shape), *why] for (clip, shape), why in sorted(broken.items())
-        ],
+        "broken": broken,
     }
 
 
@@ -169,20 +182,28 @@ def read_index(folder: Path) -> dict[str, Any]:
     """
     if not (folder / INDEX).is_file():
         raise ValueError(
-            f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; run "
-            f"scripts/precompute.py CONFIG -o {folder}, which goes on where it was interrupted"
+            f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
+            f"run scripts/precompute.py CONFIG -o {folder}, which resumes where it was interrupted"
         )
-    index = json.loads((folder / INDEX).read_text())
+    index: dict[str, Any] = json.loads((folder / INDEX).read_text())
     if index.get("format") != FORMAT:
         raise ValueError(
-            f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected format {FORMAT}; "
-            "make it again with scripts/precompute.py"
+            f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected "
+            f"format {FORMAT}; make it again with scripts/precompute.py"
         )
     return index
 
 
-class CachedFeatures(Dataset):
-    """Clips of a feature cache, by ``Sample``, as ``CachedClip``; those that could not be read come as ``BrokenClip``.
+class LatentColumns(NamedTuple):
+    """The clips of one shape, in ascending order, with the shard and the frame rate of each."""
+
+    clips: np.ndarray
+    shards: np.ndarray
+    fps: np.ndarray
+
+
+class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
+    """Clips of a feature cache, indexed by ``Sample``. Corrupt ones are ``CorruptSample``s.
 
     ``Sample.frames`` count latent frames here, each of which can be read by itself.
 
@@ -191,71 +212,72 @@ class CachedFeatures(Dataset):
 
     Raises:
         ValueError: if the cache is not finished.
-        KeyError: for a clip or a shape that was not asked for when the cache was made.
+        KeyError: for a clip or a shape that was not requested when the cache was made.
     """
 
     def __init__(self, path: str) -> None:
         self.folder = Path(path)
         self.index = read_index(self.folder)
         self.rows = Manifest(self.folder / MANIFEST)
-        self.sizes: dict[ClipShape, tuple[int, int, int]] = {
-            parse_shape(name): tuple(held["size"]) for name, held in self.index["latents"].items()
-        }
-        self._held = {  # by shape: clips in order, their shards, their rates
-            parse_shape(name): tuple(
-                np.array(held[column]) for column in ("clips", "shards", "fps")
-            )
-            for name, held in self.index["latents"].items()
-        }
+
+        self.sizes: dict[ClipShape, tuple[int, int, int]] = {}
+        self._latents: dict[ClipShape, LatentColumns] = {}
+        for name, held in self.index["latents"].items():
+            shape = parse_shape(name)
+            self.sizes[shape] = tuple(held["size"])
+            columns = (np.array(held[column]) for column in LatentColumns._fields)
+            self._latents[shape] = LatentColumns(*columns)
+
         texts = self.index["texts"]
-        self._texts = tuple(
-            np.array(texts[column], dtype=np.int64) for column in ("clips", "shards")
-        )
-        self._text_lengths: dict[int, int]
+        self._text_shards = dict(zip(texts["clips"], texts["shards"], strict=True))
+        self._text_lengths: dict[int, int] = {}
         if "tokens" in texts:
             self._text_lengths = dict(zip(texts["clips"], texts["tokens"], strict=True))
-        else:  # an index that was written before it held them
-            shards = [Shard.read(self.folder / name) for name in self.index["shards"]]
-            self._text_lengths = {
-                clip: tokens for shard in shards for clip, tokens in shard.texts.items()
-            }
-        self.broken: dict[ClipShape, dict[int, BrokenClip]] = {}
-        for clip, shape, file, why in self.index["broken"]:
-            self.broken.setdefault(parse_shape(shape), {})[clip] = BrokenClip(file, why)
+        else:
+            # An index of a former version, which did not hold them.
+            for name in self.index["shards"]:
+                self._text_lengths |= Shard.read(self.folder / name).texts
+
+        self.corrupt: dict[ClipShape, dict[int, CorruptSample]] = {}
+        for clip, shape_text, file, reason in self.index["broken"]:
+            of_shape = self.corrupt.setdefault(parse_shape(shape_text), {})
+            of_shape[clip] = CorruptSample(file, reason)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def known(self, shape: ClipShape) -> np.ndarray:
-        """The clips of which there are latents of a shape, or which are known to be broken."""
-        held = self._held[shape][0].tolist() if shape in self._held else []
-        return np.array([*held, *self.broken.get(shape, {})], dtype=np.int64)
+        """The clips that have latents of a shape, or are known to be corrupt."""
+        held = self._latents[shape].clips.tolist() if shape in self._latents else []
+        return np.array([*held, *self.corrupt.get(shape, {})], dtype=np.int64)
 
     def text_length(self, clip: int) -> int:
-        """Tokens of a clip's caption; 0 of one that could not be read in any shape."""
+        """Tokens of a clip's caption; 0 for a clip that could not be read in any shape."""
         return self._text_lengths.get(clip, 0)
 
-    def __getitem__(self, sample: Sample) -> CachedClip | BrokenClip:
-        broken = self.broken.get(sample.shape, {}).get(sample.clip)
-        if broken is not None:
-            return broken
-        clips, shards, rates = self._held[sample.shape]
-        place = _find(clips, sample.clip)
+    def __getitem__(self, sample: Sample) -> CachedClip | CorruptSample:
+        corrupt = self.corrupt.get(sample.shape, {}).get(sample.clip)
+        if corrupt is not None:
+            return corrupt
+
+        columns = self._latents[sample.shape]
+        place = _find(columns.clips, sample.clip)
         first, stop = sample.frames or (0, self.sizes[sample.shape][0])
         name = f"latents/{sample.clip}/{shape_name(sample.shape)}"
-        latents = self._read(shards[place], name, slice(first, stop))
+        latents = self._read(columns.shards[place], name, slice(first, stop))
+
         text = None
         if first == 0:
-            text = self._read(
-                self._texts[1][_find(self._texts[0], sample.clip)], f"text/{sample.clip}"
-            )
-        return CachedClip(latents, text, float(rates[place]))
+            text = self._read(self._text_shards[sample.clip], f"text/{sample.clip}")
+        return CachedClip(latents, text, float(columns.fps[place]))
 
     def _read(self, shard: int, name: str, frames: slice | None = None) -> Tensor:
         from safetensors import safe_open
 
         with safe_open(self.folder / self.index["shards"][shard], "pt") as file:
-            return file.get_tensor(name) if frames is None else file.get_slice(name)[:, frames]
+            tensor: Tensor
+            tensor = file.get_tensor(name) if frames is None else file.get_slice(name)[:, frames]
+            return tensor
 
 
 def _find(clips: np.ndarray, clip: int) -> int:

@@ -17,9 +17,10 @@ from .video import UNREADABLE, count_frames, read_video
 
 @dataclass(frozen=True)
 class Clip:
-    """One sample, or frames of it: ``video`` uint8 ``[3, F, height, width]``, its caption and frame rate.
+    """A clip, or some frames of it: ``video`` uint8 ``[3, F, height, width]``, caption, frame rate.
 
-    ``transforms.scale`` makes it what a VAE takes, on the device: loaders pass on a quarter of the bytes.
+    ``transforms.scale`` converts it to what a VAE takes, on the device, so loaders transfer a
+    quarter of the bytes.
     """
 
     video: Tensor
@@ -28,15 +29,15 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class BrokenClip:
-    """A file that could not be read, and why."""
+class CorruptSample:
+    """A file that could not be read, and the reason."""
 
     path: str
     reason: str
 
 
 class ClipShape(NamedTuple):
-    """What a clip is cut to: frames and pixels."""
+    """Frames and pixels that a clip is cut to."""
 
     num_frames: int
     height: int
@@ -44,8 +45,10 @@ class ClipShape(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One use of a clip: which, in which epoch (its crops depend on it), cut to which shape, and the frames
-    ``[first, stop)`` of that which are asked for; all by default."""
+    """One use of a clip: its number, the epoch (random crops depend on it), and its shape.
+
+    ``frames`` are those of the cut clip that are requested, ``[first, stop)``; all by default.
+    """
 
     clip: int
     epoch: int
@@ -53,11 +56,12 @@ class Sample(NamedTuple):
     frames: tuple[int, int] | None = None
 
 
-class VideoTextDataset(Dataset):
-    """Clips from a manifest, by ``Sample``. Items that cannot be used come as ``BrokenClip``.
+class VideoTextDataset(Dataset["Clip | CorruptSample"]):
+    """Clips from a manifest, indexed by ``Sample``. Corrupt ones are ``CorruptSample``s.
 
-    A clip is ``shape.num_frames`` frames, every ``frame_interval``-th, resized to cover the shape and cropped. What is
-    random about it is drawn from (seed, epoch, clip), so that parts of it that are read apart fit together.
+    A clip is ``shape.num_frames`` frames, every ``frame_interval``-th, resized to cover the shape
+    and cropped. Random crops and starts are drawn from (seed, epoch, clip), so parts of a clip that
+    different ranks read fit together.
 
     Args:
         manifest: a file, see ``Manifest``.
@@ -65,12 +69,12 @@ class VideoTextDataset(Dataset):
         frame_interval: take every n-th frame.
         transform: "resize_center_crop" or "resize_random_crop".
         clip_start: take frames from the "middle" of a file, or from a "random" place.
-        time_limit: seconds after which a file counts as broken.
+        time_limit: seconds after which a file counts as corrupt.
         cache: keep decoded clips in memory; for small sets, with nothing random.
-        seed: of what is random.
+        seed: of random crops and starts.
 
     Raises:
-        ValueError: if the manifest cannot be used, or ``cache`` would freeze what is random.
+        ValueError: if the manifest cannot be used, or ``cache`` would freeze random crops.
     """
 
     def __init__(
@@ -88,8 +92,9 @@ class VideoTextDataset(Dataset):
     ) -> None:
         if cache and (transform, clip_start) != ("resize_center_crop", "middle"):
             raise ValueError(
-                f"got cache=True with transform {transform!r} and clip_start {clip_start!r}; expected nothing random "
-                "to be kept; drop dataset.cache, or take 'resize_center_crop' and 'middle'"
+                f"got cache=True with transform {transform!r} and clip_start {clip_start!r}; "
+                "expected nothing random to be kept; drop dataset.cache, or take "
+                "'resize_center_crop' and 'middle'"
             )
         self.rows = Manifest(manifest)
         self.shape = None
@@ -97,44 +102,46 @@ class VideoTextDataset(Dataset):
             self.shape = ClipShape(num_frames, *image_size)
         self.frame_interval, self.transform, self.clip_start = frame_interval, transform, clip_start
         self.time_limit, self.seed = time_limit, seed
-        self._cached: dict[tuple[Any, ...], Clip | BrokenClip] | None = {} if cache else None
+        self._cached: dict[tuple[Any, ...], Clip | CorruptSample] | None = {} if cache else None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, sample: int | Sample) -> Clip | BrokenClip:
+    def __getitem__(self, sample: int | Sample) -> Clip | CorruptSample:
         if not isinstance(sample, Sample):
-            assert self.shape is not None, (
-                "a dataset without a shape is asked for samples, not indices"
-            )
+            assert self.shape is not None, "a dataset without a shape takes samples, not indices"
             sample = Sample(sample, 0, self.shape)
         if self._cached is None:
             return self._read(sample)
+
         key = sample.clip, sample.shape, sample.frames
         if key not in self._cached:
             self._cached[key] = self._read(sample)
         return self._cached[key]
 
-    def _read(self, sample: Sample) -> Clip | BrokenClip:
+    def _read(self, sample: Sample) -> Clip | CorruptSample:
         entry, shape = self.rows[sample.clip], sample.shape
         first, stop = sample.frames or (0, shape.num_frames)
-        draw = generator(self.seed, "crop", sample.epoch, sample.clip)
-        start_at, *place = draw.random(3)
+        start_at, top, left = generator(self.seed, "crop", sample.epoch, sample.clip).random(3)
+
         try:
+            start = self._start(entry, shape.num_frames, start_at)
             frames, fps = read_video(
                 entry.path,
                 num_frames=stop - first,
                 interval=self.frame_interval,
-                start=self._start(entry, shape.num_frames, start_at) + first * self.frame_interval,
+                start=start + first * self.frame_interval,
                 time_limit=self.time_limit,
             )
         except UNREADABLE as error:
-            return BrokenClip(str(entry.path), f"{type(error).__name__}: {error}")
-        crop = (place[0], place[1]) if self.transform == "resize_random_crop" else None
-        return Clip(resize_and_crop(frames, (shape.height, shape.width), crop), entry.text, fps)
+            return CorruptSample(str(entry.path), f"{type(error).__name__}: {error}")
+
+        crop = (top, left) if self.transform == "resize_random_crop" else None
+        video = resize_and_crop(frames, (shape.height, shape.width), crop)
+        return Clip(video, entry.text, fps)
 
     def _start(self, entry: Entry, num_frames: int, share: float) -> int:
-        """The first frame to read: the middle, or this share of the room that there is."""
+        """The first frame to read: of the middle, or at this share of the possible starts."""
         available = entry.num_frames or count_frames(entry.path, time_limit=self.time_limit)
         room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
         return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))

@@ -1,4 +1,4 @@
-"""Manifests: which clips there are, as CSV, JSONL or Parquet with the columns of ``Entry``."""
+"""Manifests: lists of clips as CSV, JSONL or Parquet files with the columns of ``Entry``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Entry(NamedTuple):
-    """One line: a file, its caption, and what is known of it; ``aspect_ratio`` is height over width."""
+    """One line: a file, its caption, and its known numbers; ``aspect_ratio`` is height / width."""
 
     path: Path
     text: str
@@ -31,7 +31,7 @@ WHOLE = ("num_frames", "height", "width")
 
 
 class Manifest(Sequence[Entry]):
-    """The lines of a manifest, kept by column: sets of millions of clips are copied into every loader's process.
+    """The lines of a manifest, kept by column: each process of a loader has a copy of them.
 
     Relative paths resolve against the file.
 
@@ -39,36 +39,20 @@ class Manifest(Sequence[Entry]):
         path: ``.csv`` with a header line, ``.jsonl`` with an object a line, or ``.parquet``.
 
     Raises:
-        ValueError: if the file is missing, is none of these, lacks a column or a path, lists nothing, or has a number
-            that is none.
+        ValueError: if the file is missing, has another suffix, lacks a column or a path, is empty,
+            or a cell of a column of numbers is not a number.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.file = Path(path)
         columns = _read_columns(self.file)
-        missing = [name for name in REQUIRED if name not in columns]
-        if missing:
-            raise ValueError(
-                f"got manifest {str(path)!r} with the columns {list(columns)}; expected path and text; "
-                f"add {' and '.join(missing)} to its {'first line' if self.file.suffix == '.csv' else 'lines'}"
-            )
-        if not columns["path"]:
-            raise ValueError(
-                f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
-            )
-        without = [place for place, one in enumerate(columns["path"]) if one is None or one == ""]
-        if without:
-            raise ValueError(
-                f"got manifest {str(path)!r} with {len(without)} clips without a path, clip {without[0] + 1} is the "
-                "first; expected a file for each; fill them in, or remove these lines"
-            )
+        _check_columns(self.file, columns)
         self.paths = [str(one) for one in columns["path"]]
         self.texts = [str(one or "") for one in columns["text"]]
-        self.numbers = {
-            name: _as_numbers(self.file, name, columns[name], len(self.paths))
-            for name in NUMBERS
-            if name in columns
-        }
+        self.numbers = {}
+        for name in NUMBERS:
+            if name in columns:
+                self.numbers[name] = _as_numbers(self.file, name, columns[name], len(self.paths))
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -89,20 +73,22 @@ class Manifest(Sequence[Entry]):
         return Entry(self.file.parent / self.paths[index], self.texts[index], **known)
 
     def column(self, name: str) -> np.ndarray:
-        """One of the columns of numbers as float64 ``[len(self)]``, NaN where nothing is known."""
+        """One of the columns of numbers as float64 ``[len(self)]``, NaN where it is not known."""
         return self.numbers.get(name, np.full(len(self), np.nan))
 
 
 def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:
-    """Write a CSV, JSONL or Parquet file, by the ending of ``path``; paths as they are, numbers not known left empty.
+    """Write a CSV, JSONL or Parquet file, by the suffix of ``path``.
 
-    The file appears under its name when it is complete; what stood there stays until then.
+    Paths are kept as they are, unknown numbers are empty cells.
+
+    The file appears under its name when it is complete, and replaces a former one only then.
 
     Raises:
-        ValueError: for another ending.
+        ValueError: for another suffix.
     """
     path = Path(path)
-    check_ending(path)
+    check_suffix(path)
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         _write(partial, [{**entry._asdict(), "path": str(entry.path)} for entry in entries])
@@ -118,38 +104,58 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
             writer.writeheader()
             writer.writerows(rows)
     elif path.suffix == ".jsonl":
-        path.write_text(
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-        )
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        path.write_text("".join(lines), encoding="utf-8")
     else:
         import pyarrow
         from pyarrow import parquet
 
-        parquet.write_table(
-            pyarrow.table({name: [row[name] for row in rows] for name in Entry._fields}), path
-        )
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
-def check_ending(path: Path) -> None:
-    """Raise ValueError unless a manifest's name says in which form it is."""
+def check_suffix(path: Path) -> None:
+    """Raise ValueError unless the suffix of a manifest is that of one of its formats."""
     if path.suffix not in (".csv", ".jsonl", ".parquet"):
         raise ValueError(
             f"got manifest {str(path)!r}; expected a .csv, .jsonl or .parquet file; rename it"
         )
 
 
+def _check_columns(path: Path, columns: dict[str, list[Any]]) -> None:
+    missing = [name for name in REQUIRED if name not in columns]
+    if missing:
+        where = "first line" if path.suffix == ".csv" else "lines"
+        raise ValueError(
+            f"got manifest {str(path)!r} with the columns {list(columns)}; expected path and text; "
+            f"add {' and '.join(missing)} to its {where}"
+        )
+    if not columns["path"]:
+        raise ValueError(
+            f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
+        )
+    without = [place for place, one in enumerate(columns["path"]) if one is None or one == ""]
+    if without:
+        raise ValueError(
+            f"got manifest {str(path)!r} with {len(without)} clips without a path, clip "
+            f"{without[0] + 1} is the first; expected a file for each; fill them in, or remove "
+            "these lines"
+        )
+
+
 def _read_columns(path: Path) -> dict[str, list[Any]]:
     if not path.is_file():
         raise ValueError(
-            f"got manifest {str(path)!r}, which is not a file; expected a CSV, JSONL or Parquet file with the columns "
-            "path,text; check dataset.manifest, make one of a folder with opensora-sp index, or a toy set with "
-            "scripts/make_toy_clips.py"
+            f"got manifest {str(path)!r}, which is not a file; expected a CSV, JSONL or Parquet "
+            "file with the columns path,text; check dataset.manifest, make one of a folder with "
+            "opensora-sp index, or a toy set with scripts/make_toy_clips.py"
         )
-    check_ending(path)
+    check_suffix(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
+
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # Excel begins UTF-8 with a mark
+        # utf-8-sig: Excel begins UTF-8 with a byte-order mark.
+        with path.open(newline="", encoding="utf-8-sig") as file:
             if path.suffix == ".csv":
                 reader = csv.reader(file)
                 names = next(reader, [])
@@ -158,8 +164,8 @@ def _read_columns(path: Path) -> dict[str, list[Any]]:
             return _by_column((_parsed(path, line) for line in file if line.strip()), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
-            f"got manifest {str(path)!r}, which cannot be read ({error}); expected UTF-8 with cells of at most "
-            f"{csv.field_size_limit():,} characters; save it as that"
+            f"got manifest {str(path)!r}, which cannot be read ({error}); expected UTF-8 with "
+            f"cells of at most {csv.field_size_limit():,} characters; save it as that"
         ) from None
 
 
@@ -180,7 +186,8 @@ def _parsed(path: Path, line: str) -> dict[str, Any]:
         row = error
     if not isinstance(row, dict):
         raise ValueError(
-            f"got the line {line.strip()[:80]!r} in {str(path)!r}; expected a JSON object; correct it"
+            f"got the line {line.strip()[:80]!r} in {str(path)!r}; expected a JSON object; correct "
+            "it"
         )
     return row
 
@@ -193,7 +200,8 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
         table = parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
-            f"got manifest {str(path)!r}, which cannot be read ({error}); expected Parquet; write it again"
+            f"got manifest {str(path)!r}, which cannot be read ({error}); expected Parquet; write "
+            "it again"
         ) from None
     return {name: table[name].to_pylist() for name in table.column_names if name in Entry._fields}
 
@@ -210,6 +218,7 @@ def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndar
         except (TypeError, ValueError):
             kind = "a whole number" if name in WHOLE else "a number"
             raise ValueError(
-                f"got {name} {value!r} for clip {place + 1} of {str(path)!r}; expected {kind} or nothing; correct it"
+                f"got {name} {value!r} for clip {place + 1} of {str(path)!r}; expected {kind} or "
+                "nothing; correct it"
             ) from None
     return numbers

@@ -1,8 +1,9 @@
-"""Which samples an optimizer step consumes: one sequence of micro-batches, the same for every world.
+"""Which samples an optimizer step consumes: one sequence of micro-batches for every world size.
 
-An optimizer step is a list of at most ``micro_batches_per_step`` micro-batches, each of clips of one shape. Which clips
-these are depends on (seed, epoch) and what the set holds, never on processes; only who takes which does (``deal``).
-Position in the data is a function of the step, so a resumed run needs nothing else.
+An optimizer step is a list of at most ``micro_batches_per_step`` micro-batches, each of clips of
+one shape. Which clips these are depends on (seed, epoch) and the data set, never on the number of
+processes. Which replica computes which micro-batch does depend on it (``snake_order``). The
+position in the data is a function of the step, so a resumed run needs no other state.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from .dataset import ClipShape, Sample
 
 
 class MicroBatch(NamedTuple):
-    """Clips that go through the model together. ``number`` counts from the start of the run and names random draws;
-    ``cost`` is an estimate, in units of the plan's own."""
+    """Clips that go through the model together.
+
+    ``number`` counts micro-batches from the start of the run and keys random draws. ``cost`` is an
+    estimate of the work, in the plan's own unit. Without ``ids`` it is an idle round, in which a
+    replica has nothing to compute.
+    """
 
     number: int
     epoch: int
@@ -47,11 +52,11 @@ class BatchPlan(Protocol):
     def step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of an optimizer step."""
 
-    def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
-        """The clip that stands in for one that cannot be read, at the n-th attempt to find one."""
+    def substitute(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
+        """The clip that substitutes a corrupt one, at the n-th attempt to find one."""
 
     def epochs(self, steps: int) -> Iterator[tuple[int, dict[ClipShape, np.ndarray]]]:
-        """The clips that the first ``steps`` steps are taken from, in each shape, epoch by epoch."""
+        """For each epoch of the first ``steps`` steps, the clips of each shape."""
 
     def describe(self, step: int = 0) -> list[str]:
         """The plan from a step on in lines for the log."""
@@ -59,9 +64,10 @@ class BatchPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """Clips of one shape. Micro-batch ``m`` takes the next ``batch_size`` ids of an epoch's permutation.
+    """Clips of one shape: micro-batch ``m`` is the next part of an epoch's permutation.
 
-    ``too_short`` are ids of clips that have too few frames, as the manifest says: they are left out.
+    ``too_short`` are ids of clips that have too few frames according to the manifest. They are
+    skipped.
 
     Raises:
         ValueError: if the set is smaller than one micro-batch.
@@ -77,8 +83,8 @@ class MicroBatchPlan:
     def __post_init__(self) -> None:
         if len(self.clips) < self.batch_size:
             raise ValueError(
-                f"got {len(self.clips)} clips{self._left_out()} and batch_size {self.batch_size}; expected at least "
-                "one whole batch; add clips or lower batch_size"
+                f"got {len(self.clips)} clips{self._skipped()} and batch_size {self.batch_size}; "
+                "expected at least one whole batch; add clips or lower batch_size"
             )
 
     @cached_property
@@ -96,10 +102,8 @@ class MicroBatchPlan:
 
     def step(self, step: int) -> list[MicroBatch]:
         first = step * self.micro_batches_per_step
-        return [
-            self._micro_batch(number)
-            for number in range(first, first + self.micro_batches_per_step)
-        ]
+        numbers = range(first, first + self.micro_batches_per_step)
+        return [self._micro_batch(number) for number in numbers]
 
     def _micro_batch(self, number: int) -> MicroBatch:
         epoch, position = divmod(number, self.micro_batches_per_epoch)
@@ -107,24 +111,26 @@ class MicroBatchPlan:
         ids = self.clips[_order(self.seed, epoch, len(self.clips))[here]]
         return MicroBatch(number, epoch, self.shape, tuple(ids.tolist()), 1.0)
 
-    def replacement(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
+    def substitute(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
         drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
         return int(self.clips[drawn.integers(len(self.clips))])
 
     def epochs(self, steps: int) -> Iterator[tuple[int, dict[ClipShape, np.ndarray]]]:
-        yield 0, {self.shape: self.clips}  # all of them, in each
+        # Every epoch takes all clips.
+        yield 0, {self.shape: self.clips}
 
     def describe(self, step: int = 0) -> list[str]:
         return [
-            f"{len(self.clips)} clips{self._left_out()}, {self.micro_batches_per_step} micro-batches of "
-            f"{self.batch_size} per step, {self.steps_per_epoch:.1f} steps per epoch"
+            f"{len(self.clips)} clips{self._skipped()}, {self.micro_batches_per_step} "
+            f"micro-batches of {self.batch_size} per step, {self.steps_per_epoch:.1f} steps per "
+            "epoch"
         ]
 
-    def _left_out(self) -> str:
+    def _skipped(self) -> str:
         if not self.too_short:
             return ""
         count, frames = f"{len(self.too_short)} of {self.num_samples}", self.shape.num_frames
-        return f" ({count} left out, too short for {frames} frames)"
+        return f" ({count} skipped, too short for {frames} frames)"
 
 
 @lru_cache(maxsize=2)
@@ -133,31 +139,37 @@ def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
     return generator(seed, "order", epoch).permutation(num_samples)
 
 
-def deal(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:
-    """Who takes which micro-batch of a step: a list of places in ``costs`` for each replica, all equally long.
+def snake_order(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:
+    """For each replica the places in ``costs`` of its micro-batches, all equally many.
 
-    Replicas average gradients after each micro-batch, so those of one round shall cost the same: rounds are cut out of
-    the order of falling costs, dealt forth and back. In the last round some may have none left.
+    Replicas average gradients after each micro-batch, so those of one round shall cost the same.
+    Rounds are cut from the order of decreasing costs and distributed in snake order: every second
+    round in reverse. In the last round, replicas without a micro-batch get None.
     """
     order: list[int | None] = [*sorted(range(len(costs)), key=lambda place: -costs[place])]
     order += [None] * (-len(order) % num_replicas)
+
     rounds = [order[first : first + num_replicas] for first in range(0, len(order), num_replicas)]
-    turns = [places if number % 2 == 0 else places[::-1] for number, places in enumerate(rounds)]
-    return [[places[replica] for places in turns] for replica in range(num_replicas)]
+    rounds[1::2] = [places[::-1] for places in rounds[1::2]]
+    return [[places[replica] for places in rounds] for replica in range(num_replicas)]
 
 
-def share(
+def micro_batches_of(
     micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int
 ) -> list[MicroBatch | None]:
-    """What one replica does in a step, round by round; None where it has no micro-batch left."""
-    places = deal([one.cost for one in micro_batches], num_replicas)[replica]
+    """One replica's micro-batches of a step, round by round; None where it has none left."""
+    places = snake_order([one.cost for one in micro_batches], num_replicas)[replica]
     return [None if place is None else micro_batches[place] for place in places]
 
 
 class ReplicaBatches:
-    """Batch sampler of one replica: what is to be read for its micro-batches from step ``start`` up to step ``stop``.
+    """Sampler of one replica: each of its micro-batches, with the samples to read for it.
 
-    ``samples_of`` says what that is for a micro-batch; by default all its samples.
+    Where the replica has no micro-batch left in a step's last round, it yields one without ids, of
+    the shape that costs least in this step, and no samples.
+
+    Args:
+        samples_of: which samples this rank reads of a micro-batch; by default all of them.
     """
 
     def __init__(
@@ -173,8 +185,14 @@ class ReplicaBatches:
         self.plan, self.steps = plan, range(start, stop)
         self.replica, self.num_replicas, self.samples_of = replica, num_replicas, samples_of
 
-    def __iter__(self) -> Iterator[list[Sample]]:
+    def rounds(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Micro-batches that each replica computes of a step's, idle rounds included."""
+        return -(-len(micro_batches) // self.num_replicas)
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, list[Sample]]]:
         for step in self.steps:
-            for micro_batch in share(self.plan.step(step), self.replica, self.num_replicas):
-                if micro_batch is not None:
-                    yield self.samples_of(micro_batch)
+            micro_batches = self.plan.step(step)
+            idle = min(micro_batches, key=lambda one: one.cost)._replace(ids=())
+            for assigned in micro_batches_of(micro_batches, self.replica, self.num_replicas):
+                micro_batch = idle if assigned is None else assigned
+                yield micro_batch, self.samples_of(micro_batch)

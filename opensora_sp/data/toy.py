@@ -1,4 +1,4 @@
-"""Toy clips: coloured shapes that move over a plain background, each with a caption that says so.
+"""Toy clips: coloured shapes that move over a plain background, with captions.
 
 Clip ``i`` of a seed is always the same; any two indices are independent draws.
 """
@@ -19,13 +19,14 @@ COLOURS = {
     "white": (240, 240, 240),
 }
 SHAPES = ("circle", "square", "triangle")
-MARGIN = 0.06  # shares of the frame that shapes keep away from its edges
+# Share of the frame that shapes keep away from its edges.
+MARGIN = 0.06
 DIRECTIONS = {"right": (1.0, 0.0), "left": (-1.0, 0.0), "down": (0.0, 1.0), "up": (0.0, -1.0)}
 
 
 @dataclass(frozen=True)
 class ToyClip:
-    """What a toy clip shows. Positions and lengths are shares of the frame, speed is shares per clip."""
+    """Content of a toy clip; positions and lengths are shares of the frame, speed is per clip."""
 
     shape: str
     colour: str
@@ -37,34 +38,40 @@ class ToyClip:
 
     @property
     def caption(self) -> str:
-        return f"a {self.colour} {self.shape} moving {self.direction} on a {self.background} background"
+        moving = f"a {self.colour} {self.shape} moving {self.direction}"
+        return f"{moving} on a {self.background} background"
 
     def draw(self, num_frames: int, size: int) -> np.ndarray:
         """Frames ``[num_frames, size, size, 3]`` uint8, RGB, with soft edges one pixel wide."""
         centres = (np.arange(size) + 0.5) / size
         x, y = np.meshgrid(centres, centres)
+        colour = np.array(COLOURS[self.colour], dtype=np.float64)
+        background = np.array(COLOURS[self.background], dtype=np.float64)
+
         frames = []
         for moved in np.linspace(0, self.speed, num_frames):
             dx, dy = (d * moved for d in DIRECTIONS[self.direction])
             outside = self._distance(x - self.start[0] - dx, y - self.start[1] - dy)
             cover = np.clip(0.5 - outside * size, 0, 1)[..., None]
-            colour, background = (
-                np.array(COLOURS[c], dtype=np.float64) for c in (self.colour, self.background)
-            )
             frames.append(np.rint(cover * colour + (1 - cover) * background))
         return np.stack(frames).astype(np.uint8)
 
     def _distance(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Distance to the shape's edge at an offset from its centre, negative inside."""
+        radius = self.radius
+        distance: np.ndarray
         if self.shape == "circle":
-            return np.hypot(x, y) - self.radius
-        if self.shape == "square":
-            return np.maximum(abs(x), abs(y)) - 0.9 * self.radius
-        return np.maximum(y - 0.8 * self.radius, (0.894 * abs(x) - 0.447 * y) - 0.55 * self.radius)
+            distance = np.hypot(x, y) - radius
+        elif self.shape == "square":
+            distance = np.maximum(abs(x), abs(y)) - 0.9 * radius
+        else:
+            sides = 0.894 * abs(x) - 0.447 * y - 0.55 * radius
+            distance = np.maximum(y - 0.8 * radius, sides)
+        return distance
 
 
 def is_held_out(caption: str) -> bool:
-    """Whether a caption is one of the eighth that toy training sets leave out."""
+    """Whether a caption is one of the eighth that toy training sets do not have."""
     return zlib.crc32(caption.encode()) % 8 == 0
 
 
@@ -74,7 +81,9 @@ def toy_clip(seed: int, index: int) -> ToyClip:
     colour, background = rng.permutation(list(COLOURS))[:2]
     direction = str(rng.choice(list(DIRECTIONS)))
     radius, speed = rng.uniform(0.2, 0.25), rng.uniform(0.25, 0.36)
-    near = radius + MARGIN  # as near as the centre comes to an edge
+
+    # The least distance of the centre to an edge.
+    near = radius + MARGIN
     across, along = rng.uniform(near, 1 - near), rng.uniform(near, 1 - near - speed)
     horizontal, forward = direction in ("left", "right"), direction in ("right", "down")
     along = along if forward else 1 - along

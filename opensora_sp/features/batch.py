@@ -1,4 +1,4 @@
-"""One micro-batch of a training step: latents noised, with everything that is drawn about them.
+"""One micro-batch of a training step: noised latents, and all that is drawn about them.
 
 Legend: B clips, c latent channels, f x h x w latent size.
 """
@@ -12,73 +12,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.conditions import size_conditions
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import ClipShape
 from opensora_sp.diffusion import DiffusionProcess, Noised, draw_frame_mask
-from opensora_sp.models import sample_numbers
 from opensora_sp.randomness import generator, normal, uniform
 from opensora_sp.transfer import to_device
 
-from .sharded import Features, Source
+from .sharded import Features
+from .sources import Source
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the model and the loss take. ``inputs`` are the model's keyword arguments beside ``x``.
+    """Arguments of the model and the loss; ``inputs`` are keyword arguments beside ``x``.
 
-    Under sequence parallelism latents are NaN in what this rank neither embeds nor compares, see ``features``.
+    Under sequence parallelism, latents that this rank neither embeds nor compares are NaN, see
+    ``Features``.
     """
 
     noised: Noised
     inputs: dict[str, Any]
     ids: Tensor  # int64 [B], of the clips
-    text_lengths: list[int]  # tokens of each caption, also of those that are not here
+    text_lengths: list[int]  # tokens of each caption, also of captions that this rank does not need
 
     @property
     def x_t(self) -> Tensor:
-        """What the model sees, ``[B, c, f, h, w]``."""
+        """The model's input, ``[B, c, f, h, w]``."""
         return self.noised.x_t
 
     @property
     def target(self) -> Tensor:
-        """What it learns to predict, ``[B, c, f, h, w]``."""
+        """What the model learns to predict, ``[B, c, f, h, w]``."""
         return self.noised.target
 
     @property
     def of_group(self) -> dict[str, Any]:
-        """What every rank of a group holds alike: of latents and captions each has the part that it needs."""
-        return {"ids": self.ids} | {
-            name: one for name, one in self.inputs.items() if name not in ("y", "mask")
-        }
+        """The tensors that are equal on all ranks of a group: not latents and captions."""
+        shared = {name: one for name, one in self.inputs.items() if name not in ("y", "mask")}
+        return {"ids": self.ids} | shared
 
 
 class BatchMaker:
-    """Draws everything random about clips, keyed by micro-batch and sample id: alike on all ranks of a group."""
+    """Draws everything random about clips, keyed by micro-batch and sample id, never by rank."""
 
     def __init__(
         self, cfg: TrainConfig, model_config: Any, source: Source, device: torch.device
     ) -> None:
         self.cfg, self.model_config, self.source, self.device = cfg, model_config, source, device
         self.flow: DiffusionProcess = build_component(cfg.scheduler, SCHEDULERS)
+        self.sample_inputs = cfg.model_spec.model_class.sample_inputs
 
     @torch.no_grad()
     def make(self, micro_batch: int, ids: Sequence[int], features: Features) -> Batch:
-        """Batch of ``features``, which draws are made for as ``ids`` of micro-batch ``micro_batch``."""
-        cfg, size, latents = self.cfg, len(ids), features.latents
-        num_frames, *sides = features.shape
+        """The batch of ``features``; draws are keyed by the micro-batch's number and ``ids``."""
+        seed, latents = self.cfg.seed, features.latents
+        latent_frames = latents.shape[2]
         keys = [(micro_batch, sample) for sample in ids]
-        noise = torch.stack(
-            [normal(tuple(latents.shape[1:]), cfg.seed, "noise", *key) for key in keys]
+        geometry, numbers = size_conditions(
+            self.flow,
+            self.sample_inputs,
+            features.shape,
+            features.fps,
+            latent_frames=latent_frames,
         )
+
+        size = tuple(latents.shape[1:])
+        noise = torch.stack([normal(size, seed, "noise", *key) for key in keys])
         noise = to_device(noise, self.device)
-        height, width = (torch.full((size,), float(side), device=self.device) for side in sides)
-        geometry = self.flow.geometry(
-            height, width, latent_frames=latents.shape[2], video_frames=num_frames
-        )
-        t = torch.tensor([uniform(cfg.seed, "timestep", *key) for key in keys])
+
+        t = torch.tensor([uniform(seed, "timestep", *key) for key in keys])
         t = self.flow.timesteps_from(to_device(t, self.device), geometry)
-        x_mask = self._frame_masks(keys, latents.shape[2])
+
+        x_mask = self._frame_masks(keys, latent_frames)
         inputs = dict(
             timestep=self.flow.network_time(t),
             y=features.y,
@@ -86,47 +93,41 @@ class BatchMaker:
             x_mask=x_mask,
             drop_caption=self._drop_caption(keys),
             drop_path=self._drop_path(keys),
-        )
-        names = cfg.model_spec.model_class.sample_inputs
-        inputs |= sample_numbers(
-            names, height=height, width=width, fps=features.fps, num_frames=num_frames
+            **numbers,
         )
         noised = Noised.of(self.flow, latents, noise, t, x_mask)
-        return Batch(
-            noised, inputs, to_device(torch.tensor(ids), self.device), features.text_lengths
-        )
+        clips = to_device(torch.tensor(ids), self.device)
+        return Batch(noised, inputs, clips, features.text_lengths)
 
-    def stand_in(self, shape: ClipShape) -> Batch:
-        """What a rank computes on, for nothing, while others have a micro-batch and it has none: one empty clip."""
+    def idle(self, shape: ClipShape) -> Batch:
+        """One empty clip, which a replica without a micro-batch computes while others have one."""
         return self.make(0, [0], Features.filled(0.0, 1, shape, self.source, self.device))
 
     def _frame_masks(self, keys: list[tuple[int, int]], num_frames: int) -> Tensor | None:
-        """bool ``[B, f]``, False for given frames; whole patches of frames are given or not."""
+        """bool ``[B, f]``, False for conditioning frames; equal within a patch of frames."""
         ratios, patch = self.cfg.mask_ratios, self.model_config.patch_size[0]
         if ratios is None:
             return None
+        patches = -(-num_frames // patch)
         draws = [generator(self.cfg.seed, "frame_mask", *key) for key in keys]
-        masks = torch.stack(
-            [draw_frame_mask(ratios, -(-num_frames // patch), rng) for rng in draws]
-        )  # [B, T]
+        masks = torch.stack([draw_frame_mask(ratios, patches, rng) for rng in draws])  # [B, T]
         return to_device(masks.repeat_interleave(patch, dim=1)[:, :num_frames], self.device)
 
     def _drop_caption(self, keys: list[tuple[int, int]]) -> Tensor | None:
+        """bool ``[B]``, True for samples without caption; on the CPU, where tokens are counted."""
         rate = self.model_config.class_dropout_prob
         if not rate:
             return None
-        drawn = [uniform(self.cfg.seed, "drop_caption", *key) < rate for key in keys]
-        return torch.tensor(drawn)  # stays on the CPU, where the model counts text tokens
+        return torch.tensor([uniform(self.cfg.seed, "drop_caption", *key) < rate for key in keys])
 
     def _drop_path(self, keys: list[tuple[int, int]]) -> Tensor | None:
+        """bool ``[2 * depth, B]``, True for branches to drop, at rates that grow with the depth."""
         config = self.model_config
         if not config.drop_path:
             return None
-        rates = torch.linspace(
-            0, config.drop_path, config.depth, dtype=torch.float64
-        ).repeat_interleave(2)
-        drawn = [
-            generator(self.cfg.seed, "drop_path", *key).random(2 * config.depth) for key in keys
-        ]
-        dropped = torch.stack([torch.from_numpy(d) < rates for d in drawn], dim=1)  # [2 * depth, B]
-        return to_device(dropped, self.device)
+        rates = torch.linspace(0, config.drop_path, config.depth, dtype=torch.float64)
+        rates = rates.repeat_interleave(2)
+
+        draws = [generator(self.cfg.seed, "drop_path", *key) for key in keys]
+        numbers = [torch.from_numpy(rng.random(2 * config.depth)) for rng in draws]
+        return to_device(torch.stack([n < rates for n in numbers], dim=1), self.device)

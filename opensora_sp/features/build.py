@@ -1,4 +1,4 @@
-"""What a training config's clips are, and in which order they are trained on."""
+"""From a training config to its dataset, its encoders and the order of its clips."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from opensora_sp.data import (
 from opensora_sp.data.buckets import Buckets
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.parallel import Options
-from opensora_sp.planner.sharing import Shape, busiest_work
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.planner.sharing import busiest_work
 
 from .cached import CachedSource
-from .sharded import Encoders, Source
+from .sources import Encoders, Source
 
 TrainingSet = VideoTextDataset | CachedFeatures
 
@@ -34,6 +35,7 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
     if cfg.dataset.type == "CachedFeatures":
         assert cfg.dataset.path is not None
         return CachedFeatures(cfg.dataset.path)
+
     assert cfg.dataset.manifest is not None
     bucketed = cfg.bucket_config is not None
     return VideoTextDataset(
@@ -45,12 +47,10 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
 
 
 def make_source(cfg: TrainConfig, dataset: TrainingSet, device: torch.device) -> Source:
-    """What makes latents and text features of the dataset's clips; for a cache nothing is loaded."""
-    return (
-        CachedSource(dataset, device)
-        if isinstance(dataset, CachedFeatures)
-        else make_encoders(cfg, device)
-    )
+    """The source of the dataset's latents and text features; for a cache no encoder is loaded."""
+    if isinstance(dataset, CachedFeatures):
+        return CachedSource(dataset, device)
+    return make_encoders(cfg, device)
 
 
 def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:
@@ -69,43 +69,44 @@ def make_plan(
     """The sequence of micro-batches of a run.
 
     Args:
-        num_samples: how many clips the order is of in the checkpoint that the run goes on from. Where that is all of
-            them, as before clips too short were left out, they stay in the order.
+        num_samples: the number of clips in the order of the checkpoint that the run resumes from.
+            Former versions did not skip clips that are too short; where it is the number of all
+            clips, they stay in the order.
     """
-    if cfg.bucket_config is None:
-        return MicroBatchPlan(
-            num_samples=len(dataset),
-            batch_size=cfg.batch_size,
+    if cfg.bucket_config is not None:
+        return BucketPlan(
+            dataset.rows,
+            cfg.bucket_config,
+            frame_interval=cfg.dataset.frame_interval,
             micro_batches_per_step=micro_batches_per_step,
             seed=cfg.seed,
-            shape=ClipShape(cfg.num_frames, *cfg.size),
-            too_short=() if num_samples == len(dataset) else too_short(cfg, dataset),
+            cost=Work(cfg, dataset).flops,
         )
-    return BucketPlan(
-        dataset.rows,
-        cfg.bucket_config,
-        frame_interval=cfg.dataset.frame_interval,
+    return MicroBatchPlan(
+        num_samples=len(dataset),
+        batch_size=cfg.batch_size,
         micro_batches_per_step=micro_batches_per_step,
         seed=cfg.seed,
-        cost=Work(cfg, dataset).flops,
+        shape=ClipShape(cfg.num_frames, *cfg.size),
+        too_short=() if num_samples == len(dataset) else too_short(cfg, dataset),
     )
 
 
 def too_short(cfg: TrainConfig, dataset: TrainingSet) -> tuple[int, ...]:
-    """The clips that have fewer frames than ``num_frames`` of them take, as far as the manifest says."""
+    """The clips that have too few frames for ``num_frames``, according to the manifest."""
     span = (cfg.num_frames - 1) * cfg.dataset.frame_interval + 1
     return tuple(np.flatnonzero(dataset.rows.column("num_frames") < span).tolist())
 
 
 def with_length(cfg: TrainConfig, plan: BatchPlan) -> TrainConfig:
-    """The config with ``max_steps``: as it says, or as many as its epochs have if all are as long as the first."""
+    """The config with ``max_steps``, from ``epochs`` if it has these, all as long as the first."""
     if cfg.epochs is None:
         return cfg
     return cfg.model_copy(update={"max_steps": math.ceil(cfg.epochs * plan.steps_per_epoch)})
 
 
 def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str, Any]:
-    """What data order and draws depend on, as a checkpoint keeps it."""
+    """What data order and random draws depend on, as a checkpoint keeps it."""
     state: dict[str, Any] = {
         "seed": cfg.seed,
         "batch_size": cfg.batch_size,
@@ -119,30 +120,30 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
 
 
 def largest_batch(cfg: TrainConfig) -> int:
-    """Bytes of the largest micro-batch of clips, uint8 ``[3, frames, height, width]``, as the data workers make it."""
+    """Bytes of the largest micro-batch that workers read: uint8 ``[3, frames, height, width]``."""
     if cfg.bucket_config is None:
         return cfg.batch_size * 3 * cfg.num_frames * math.prod(cfg.size)
     entries = Buckets.of(cfg.bucket_config).entries
-    return max(
-        one.batch_size * 3 * one.num_frames * math.prod(one.shape_at(9 / 16)[1:]) for one in entries
-    )
+    return max(3 * one.batch_size * math.prod(one.shape_at(9 / 16)) for one in entries)
 
 
 class Work:
-    """Tokens and estimated work of the model on clips of a shape; a cache knows their latents, or else the planner."""
+    """Tokens and estimated work of the model on clips of a shape."""
 
     def __init__(self, cfg: TrainConfig, dataset: TrainingSet | None = None) -> None:
         self.vae, self.model = cfg.vae, cfg.model_spec.config
         self.sizes = dataset.sizes if isinstance(dataset, CachedFeatures) else {}
         self.shape_of = lru_cache(maxsize=None)(self._shape_of)
 
-    def _shape_of(self, clip: ClipShape, num_samples: int) -> Shape:
-        size = self.sizes.get(clip) or planned_latent_size(self.vae, *clip)
-        return Shape.of(self.model, num_samples, size)
-
     def tokens(self, clip: ClipShape) -> int:
+        """Tokens of one clip."""
         return self.shape_of(clip, 1).tokens
 
     def flops(self, clip: ClipShape, num_samples: int) -> float:
         """Forward work of the blocks."""
         return busiest_work(self.shape_of(clip, num_samples), Options(), 1)
+
+    def _shape_of(self, clip: ClipShape, num_samples: int) -> BatchShape:
+        # A feature cache knows the size of its latents without the encoder.
+        size = self.sizes.get(clip) or planned_latent_size(self.vae, *clip)
+        return BatchShape.of(self.model, num_samples, size)

@@ -1,5 +1,4 @@
-"""Training from a feature cache: what its features were made of, whether that is what a config asks for, and how they
-come to the model in place of encoders.
+"""Training from a feature cache: its source, and the checks that it fits a config.
 
 Legend: c latent channels, f x h x w latent size, L text tokens, W their width.
 """
@@ -22,28 +21,25 @@ from opensora_sp.data.cache import shape_name
 from opensora_sp.encoders import Piece
 from opensora_sp.encoders.loading import weights_digest
 
-from .sharded import MAX_REPLACEMENTS
+from .sharded import MAX_SUBSTITUTES
 
 logger = logging.getLogger(__name__)
-CUT_BY = ("transform", "clip_start", "frame_interval")  # of a dataset: what its clips depend on
-NOT_TOLD = (
-    "from_pretrained",
-    "micro_batch_size",
-    "offload",
-)  # of an encoder: what changes nothing, or is the digest's
+# Options of a dataset that decide how its clips are cut.
+CUT_BY = ("transform", "clip_start", "frame_interval")
+# Options of an encoder that are not part of the fingerprint: they change no feature, or the
+# weights' digest has them.
+NOT_IN_FINGERPRINT = ("from_pretrained", "micro_batch_size", "offload")
 
 
 class CachedSource:
-    """A ``features.Source`` of ``CachedClip``s: there is nothing to encode, and latent frames stand alone."""
+    """A ``Source`` of ``CachedClip``s: nothing is encoded, every latent frame is a piece."""
 
     def __init__(self, dataset: CachedFeatures, device: torch.device) -> None:
         self.dataset, self.sizes, self.device = dataset, dataset.sizes, device
-        told = dataset.index["source"]
-        self.channels, self.width, self.max_length = (
-            told["channels"],
-            told["width"],
-            told["max_length"],
-        )
+        source: dict[str, int] = dataset.index["source"]
+        self.channels = source["channels"]
+        self.width = source["width"]
+        self.max_length = source["max_length"]
 
     def latent_size(self, shape: ClipShape) -> tuple[int, int, int]:
         return self.sizes[shape]
@@ -68,23 +64,29 @@ class CachedSource:
 
 
 def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:
-    """What the features of a config's clips depend on, by the config's keys: encoders with their weights, how clips are
-    cut, and the manifest. The weights of an encoder are None where they are not on this machine."""
-    told: dict[str, Any] = {}
+    """The fingerprint of a feature cache: all that its features depend on, by config key.
+
+    That is the encoders with digests of their weights, how clips are cut, and the manifest. The
+    digest is None where an encoder's weights are not on this machine.
+    """
+    parts: dict[str, Any] = {}
     for key in ("vae", "text_encoder"):
         options = getattr(cfg, key)
-        told |= {f"{key}.{name}": value for name, value in options.items() if name not in NOT_TOLD}
+        for name, value in options.items():
+            if name not in NOT_IN_FINGERPRINT:
+                parts[f"{key}.{name}"] = value
         source = options.get("from_pretrained")
-        told[f"{key}.weights"] = source and weights_digest(source, options.get("subfolder"))
-    told |= {f"dataset.{name}": getattr(cfg.dataset, name) for name in CUT_BY}
-    told["dataset.manifest"] = manifest_digest(rows)
-    return json.loads(
-        json.dumps(told, default=str)
-    )  # tuples as lists, as they come back from the index
+        parts[f"{key}.weights"] = source and weights_digest(source, options.get("subfolder"))
+
+    parts |= {f"dataset.{name}": getattr(cfg.dataset, name) for name in CUT_BY}
+    parts["dataset.manifest"] = manifest_digest(rows)
+    # Tuples become lists, as they are read back from the index.
+    fingerprint: dict[str, Any] = json.loads(json.dumps(parts, default=str))
+    return fingerprint
 
 
 def manifest_digest(rows: Manifest) -> str:
-    """Of paths, captions and sizes, in their order."""
+    """SHA-256 of paths, captions and sizes, in their order."""
     digest = hashlib.sha256()
     for column in (rows.paths, rows.texts):
         for line in column:
@@ -100,25 +102,21 @@ def check_made_of(found: dict[str, Any], wanted: dict[str, Any], folder: str) ->
     Raises:
         ValueError: naming every part that differs.
     """
-    unknown = [
-        key
-        for key, value in wanted.items()
-        if key.endswith(".weights") and value is None and found.get(key)
-    ]
-    for key in unknown:
-        logger.info(
-            "%s are not on this machine: not compared with those that the feature cache was made with",
-            key,
-        )
-    differing = [
-        f"{key} {wanted.get(key)!r} (there {found.get(key)!r})"
-        for key in sorted(found.keys() | wanted.keys())
-        if key not in unknown and found.get(key) != wanted.get(key)
-    ]
+    differing = []
+    for key in sorted(found.keys() | wanted.keys()):
+        ours, theirs = wanted.get(key), found.get(key)
+        if key.endswith(".weights") and key in wanted and ours is None and theirs:
+            logger.info(
+                "%s are not on this machine: not compared with the weights of the feature cache",
+                key,
+            )
+        elif ours != theirs:
+            differing.append(f"{key} {ours!r} (there {theirs!r})")
     if differing:
         raise ValueError(
-            f"got {', '.join(differing)} with the feature cache {folder!r}; expected what it was made with; change the "
-            "config back, or make another cache of it: scripts/precompute.py CONFIG -o FOLDER"
+            f"got {', '.join(differing)} with the feature cache {folder!r}; expected what it was "
+            "made with; change the config back, or make another cache of it: "
+            "scripts/precompute.py CONFIG -o FOLDER"
         )
 
 
@@ -133,39 +131,48 @@ def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
 
 
 def check_clips(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> None:
-    """Raise ValueError unless the cache holds every clip that the run's steps take."""
-    broken = {shape: set(clips) for shape, clips in dataset.broken.items()}
-    lacking = {}
-    for shape, clips in clips_used(plan, cfg.max_steps, broken).items():
-        if missing := len(np.setdiff1d(clips, dataset.known(shape))):
-            lacking[shape_name(shape)] = missing
-    if lacking:
-        sizes = f"image_size {cfg.size} and num_frames {cfg.num_frames}"
-        asked = sizes if cfg.bucket_config is None else "bucket_config"
-        told = ", ".join(f"{count} clips of {shape}" for shape, count in lacking.items())
-        folder, known = str(dataset.folder), [shape_name(shape) for shape in dataset.sizes]
-        raise ValueError(
-            f"got {asked} and max_steps {cfg.max_steps}, for which the feature cache {folder!r} lacks {told}; expected "
-            f"all clips of the run, where it has some of the shapes {known}; run "
-            f"scripts/precompute.py with this config -o {dataset.folder}, which adds them"
-        )
+    """Raise ValueError unless the cache holds every clip that the run's steps use."""
+    corrupt = {shape: set(clips) for shape, clips in dataset.corrupt.items()}
+    missing = {}
+    for shape, clips in clips_used(plan, cfg.max_steps, corrupt).items():
+        if count := len(np.setdiff1d(clips, dataset.known(shape))):
+            missing[shape] = count
+    if not missing:
+        return
+
+    sizes = f"image_size {cfg.size} and num_frames {cfg.num_frames}"
+    asked = sizes if cfg.bucket_config is None else "bucket_config"
+    lacks = ", ".join(f"{count} clips of {shape_name(shape)}" for shape, count in missing.items())
+    folder, known = str(dataset.folder), [shape_name(shape) for shape in dataset.sizes]
+    raise ValueError(
+        f"got {asked} and max_steps {cfg.max_steps}, for which the feature cache {folder!r} lacks "
+        f"{lacks}; expected all clips of the run, where it has some of the shapes {known}; run "
+        f"scripts/precompute.py with this config -o {dataset.folder}, which adds them"
+    )
 
 
 def clips_used(
-    plan: BatchPlan, steps: int, broken: dict[ClipShape, set[int]]
+    plan: BatchPlan, steps: int, corrupt: dict[ClipShape, set[int]]
 ) -> dict[ClipShape, np.ndarray]:
-    """The clips that a run of so many steps takes in each shape, in order, with those that replace broken ones."""
-    found: dict[ClipShape, list[np.ndarray]] = {}
+    """The clips that so many steps use in each shape, sorted, with substitutes of corrupt ones."""
+    used: dict[ClipShape, set[int]] = {}
     for epoch, members in plan.epochs(steps):
         for shape, clips in members.items():
-            replacements = []
+            of_epoch = set(clips.tolist())
             batch = MicroBatch(0, epoch, shape, (), 0.0)
-            for index in (
-                sorted(broken.get(shape, set()) & set(clips.tolist())) if shape in broken else ()
-            ):
-                for attempt in range(MAX_REPLACEMENTS):
-                    replacements.append(plan.replacement(batch, index, attempt))
-                    if replacements[-1] not in broken[shape]:
-                        break
-            found.setdefault(shape, []).extend([clips, np.array(replacements, dtype=np.int64)])
-    return {shape: np.unique(np.concatenate(parts)) for shape, parts in found.items()}
+            substitutes = _substitutes(plan, batch, of_epoch, corrupt.get(shape, set()))
+            used.setdefault(shape, set()).update(of_epoch, substitutes)
+    return {shape: np.array(sorted(clips), dtype=np.int64) for shape, clips in used.items()}
+
+
+def _substitutes(
+    plan: BatchPlan, batch: MicroBatch, clips: set[int], corrupt: set[int]
+) -> list[int]:
+    """The clips that training tries in place of the corrupt ones, each until one is not corrupt."""
+    tried = []
+    for clip in clips & corrupt:
+        for attempt in range(MAX_SUBSTITUTES):
+            tried.append(plan.substitute(batch, clip, attempt))
+            if tried[-1] not in corrupt:
+                break
+    return tried

@@ -1,4 +1,4 @@
-"""Account of the clips that could not be read."""
+"""Count of the files that could not be read: logged once each, and too many of them end the run."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.data import BrokenClip, Manifest
+from opensora_sp.data import CorruptSample, Manifest
 from opensora_sp.parallel import SequenceMesh
 
 logger = logging.getLogger(__name__)
-ENOUGH_READ = 100  # clips, after which a fraction of broken ones means something
+# Clips after which the fraction of corrupt ones is meaningful.
+ENOUGH_READ = 100
 
 
-class BrokenClips:
-    """Counts clips used and replaced, and tells of broken ones.
+class CorruptSamples:
+    """Counts clips that were read and clips that were substituted because they were corrupt.
 
-    ``read`` clips were used and ``replaced`` got another one; both are equal on all ranks of an SP group.
-    ``files_read`` counts the clips used by kind of file.
+    ``read`` and ``substituted`` are equal on all ranks of a sequence-parallel group. ``files_read``
+    counts the clips that were read by file suffix.
+
+    Args:
+        rows: the manifest that the clips are from.
+        max_bad_fraction: substituted clips of those read, over which ``report`` raises.
     """
 
     def __init__(self, rows: Manifest, mesh: SequenceMesh, max_bad_fraction: float) -> None:
         self.rows, self.mesh, self.max_bad_fraction = rows, mesh, max_bad_fraction
         self.files_read: Counter[str] = Counter()
-        self.read, self.replaced = 0, 0
-        self.found: dict[str, str] = {}  # path -> reason, of all ranks after ``tell``
-        self._untold: dict[str, str] = {}  # what this rank has found since
+        self.read, self.substituted = 0, 0
+        self.found: dict[str, str] = {}  # path -> reason, of all ranks after ``report``
+        self._unreported: dict[str, str] = {}
 
     def note(self, items: Iterable[Any]) -> None:
-        """Remember the broken ones among what this rank has read."""
+        """Remember the corrupt samples among what this rank has read."""
         for item in items:
-            if isinstance(item, BrokenClip) and item.path not in self.found:
-                self._untold[item.path] = item.reason
+            if isinstance(item, CorruptSample) and item.path not in self.found:
+                self._unreported[item.path] = item.reason
 
     def count_used(self, ids: Iterable[int]) -> None:
+        """Count the clips of a micro-batch, after substitution."""
         suffixes = [self.rows[index].path.suffix for index in ids]
         self.files_read.update(suffixes)
         self.read += len(suffixes)
@@ -45,35 +51,36 @@ class BrokenClips:
     @property
     def last(self) -> tuple[str, str] | None:
         """Path and reason of the newest one that this rank knows of."""
-        return next(reversed(({**self.found, **self._untold}).items()), None)
+        return next(reversed((self.found | self._unreported).items()), None)
 
-    def tell(self, device: torch.device) -> int:
-        """Log what was found broken, each path once, on rank 0; returns the clips replaced so far. Collective.
+    def report(self, device: torch.device) -> int:
+        """Log new corrupt files on rank 0; returns the clips substituted so far. Collective.
 
         Raises:
-            ValueError: if too many clips are broken.
+            ValueError: if too many clips are corrupt.
         """
-        counts = torch.tensor([self.read, self.replaced, len(self._untold)], device=device)
+        counts = torch.tensor([self.read, self.substituted, len(self._unreported)], device=device)
         dist.all_reduce(counts)
-        read, replaced, untold = counts.tolist()
-        read, replaced = read // self.mesh.sp_size, replaced // self.mesh.sp_size
-        if untold:
-            found: list[dict[str, str]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(found, self._untold)
-            new = {
-                path: reason
-                for of_rank in found
-                for path, reason in of_rank.items()
-                if path not in self.found
-            }
-            for path, reason in new.items() if self.mesh.rank == 0 else ():
-                logger.warning("skipped a clip that cannot be read: %s (%s)", path, reason)
-            self.found |= new
-            self._untold = {}
-        if replaced > self.max_bad_fraction * max(read, min(ENOUGH_READ, len(self.rows))):
+        read, substituted, unreported = map(int, counts.tolist())
+        # Every rank of a group has counted the clips of the group.
+        read, substituted = read // self.mesh.sp_size, substituted // self.mesh.sp_size
+
+        if unreported:
+            self._log_new()
+        if substituted > self.max_bad_fraction * max(read, min(ENOUGH_READ, len(self.rows))):
             raise ValueError(
-                f"got {replaced} broken clips of {read} read, the last {self.last}; expected at most "
-                f"dataset.max_bad_fraction = {self.max_bad_fraction:g} of them; check the files that train.log names, "
-                "or raise max_bad_fraction"
+                f"got {substituted} corrupt clips of {read} read, the last {self.last}; expected "
+                f"at most dataset.max_bad_fraction = {self.max_bad_fraction:g} of them; check the "
+                "files that train.log names, or raise max_bad_fraction"
             )
-        return replaced
+        return substituted
+
+    def _log_new(self) -> None:
+        found: list[dict[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(found, self._unreported)
+        self._unreported = {}
+        for of_rank in found:
+            for path, reason in of_rank.items():
+                if path not in self.found and self.mesh.rank == 0:
+                    logger.warning("skipped a clip that cannot be read: %s (%s)", path, reason)
+                self.found.setdefault(path, reason)

@@ -1,8 +1,9 @@
-"""Make a feature cache: what the steps of a config's run would read and encode, written down once.
+"""Make a feature cache: encode once what the steps of a config's run would read and encode.
 
-Ranks share the work by shards, each of some clips. A shard appears whole or not at all, so an interrupted run goes on
-with the clips that none holds. Broken clips are listed with their reasons, and tried again by the next run; what the
-training would take in their place is encoded as well.
+Ranks share the work by shards of some clips each. A shard file appears whole or not at all, so an
+interrupted run resumes with the clips that no shard holds. Corrupt clips are listed with their
+reasons and tried again by the next run. Clips that training would substitute for them are encoded
+as well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,45 +25,49 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.console import RANK_LOCAL
 from opensora_sp.data import (
     BatchPlan,
-    BrokenClip,
     Clip,
     ClipShape,
+    CorruptSample,
     Sample,
     VideoTextDataset,
     write_manifest,
 )
-from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, index_of, shard_bytes
+from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, ShardContent, index_of
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, raise_on_all_ranks
 
 from .build import make_dataset, make_encoders, make_plan, with_length
 from .cached import check_made_of, clips_used, made_of
-from .sharded import Encoders
+from .sources import Encoders
 
 logger = logging.getLogger(__name__)
-CLIPS_A_SHARD = 64
-PIXELS_AT_A_TIME = 1 << 25  # of clips that are encoded together, or one clip
-UNFINISHED = "made_of.json"  # the fingerprint, until there is an index
+CLIPS_PER_SHARD = 64
+# Of clips that are encoded together; a larger clip is encoded alone.
+PIXELS_PER_BATCH = 1 << 25
+# Holds the fingerprint until there is an index.
+UNFINISHED = "made_of.json"
 
 
 def precompute(cfg: TrainConfig, folder: str) -> Path:
-    """Write, or go on writing, the feature cache of a config's run; every rank calls it.
+    """Write the feature cache of a config's run, or resume writing it; every rank calls this.
 
-    It holds what ``cfg.max_steps`` steps take, with ``micro_batches_per_step`` as for as many processes as there are.
+    It holds the clips of ``cfg.max_steps`` steps, with the ``micro_batches_per_step`` of a run on
+    as many processes.
 
     Returns:
         The folder, for ``dataset=dict(type="CachedFeatures", path=...)``.
 
     Raises:
-        ValueError: if clips are cut at random, the folder has a cache that was made of something else, or no clip can
-            be read.
+        ValueError: if clips are cut at random, the folder has a cache that was made of something
+            else, or no clip can be read.
     """
     from opensora_sp.plugin import current_device, launch
 
     with raise_on_all_ranks():
-        check_kept(cfg)
+        check_reproducible(cfg)
         dataset = make_dataset(cfg)
     assert isinstance(dataset, VideoTextDataset)
+
     launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
     limits = dict(
         peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=0.0
@@ -76,13 +82,14 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
     return cache.folder
 
 
-def check_kept(cfg: TrainConfig) -> None:
+def check_reproducible(cfg: TrainConfig) -> None:
     """Raise ValueError if a clip is not the same in every epoch, or comes from a cache itself."""
-    kept = ("resize_center_crop", "middle")
-    if (cfg.dataset.transform, cfg.dataset.clip_start) != kept:
+    fixed = ("resize_center_crop", "middle")
+    if (cfg.dataset.transform, cfg.dataset.clip_start) != fixed:
         raise ValueError(
-            f"got dataset.transform {cfg.dataset.transform!r} and clip_start {cfg.dataset.clip_start!r} to keep in a "
-            "feature cache; expected clips that are the same in every epoch; set dataset.transform=resize_center_crop "
+            f"got dataset.transform {cfg.dataset.transform!r} and clip_start "
+            f"{cfg.dataset.clip_start!r} to keep in a feature cache; expected clips that are the "
+            "same in every epoch; set dataset.transform=resize_center_crop "
             "dataset.clip_start=middle, for the cache and for the training"
         )
     if cfg.dataset.type == "CachedFeatures":
@@ -93,7 +100,7 @@ def check_kept(cfg: TrainConfig) -> None:
 
 
 class CacheWriter:
-    """Writes the shards of one rank; rank 0 also what there is once. Creating and ``write`` are collective."""
+    """Writes one rank's shards; rank 0 also the index. Creating and ``write`` are collective."""
 
     def __init__(
         self, cfg: TrainConfig, folder: Path, dataset: VideoTextDataset, encoders: Encoders
@@ -102,41 +109,43 @@ class CacheWriter:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.disk = Disk()
         self.made_of = made_of(cfg, dataset.rows)
-        begun = [path for path in (folder / INDEX, folder / UNFINISHED) if path.is_file()]
-        if begun:
-            told = json.loads(begun[0].read_text())
-            check_made_of(told["made_of"], self.made_of, str(folder))
-        dist.barrier()  # nobody writes before all have looked
+
+        for path in (folder / INDEX, folder / UNFINISHED):
+            if path.is_file():
+                found = json.loads(path.read_text())["made_of"]
+                check_made_of(found, self.made_of, str(folder))
+                break
+        # No rank writes before all have checked.
+        dist.barrier()
         if self.rank == 0:
             self.disk.mkdir(folder)
             self.disk.write_file(folder / UNFINISHED, _json({"made_of": self.made_of}))
         dist.barrier()
-        self.first = len(self._names())  # shards of earlier runs
+        self.num_former_shards = len(self._names())
 
     def write(self, plan: BatchPlan) -> None:
-        """Encode until everything that the run would take is there, or known to be broken; then write the index."""
+        """Encode until everything that the run uses is written or corrupt; then write the index."""
         while True:
             shards = self.shards()
-            at = {key for shard in shards for key in shard.fps}
-            broken: dict[ClipShape, set[int]] = {}
-            for clip, shape in (
-                key for shard in shards[self.first :] for key in shard.broken if key not in at
-            ):
-                broken.setdefault(shape, set()).add(clip)
-            used = clips_used(plan, self.cfg.max_steps, broken)
+            encoded: set[Key] = set()
+            for shard in shards:
+                encoded.update(shard.fps)
+
+            corrupt = self._corrupt(shards, encoded)
+            used = clips_used(plan, self.cfg.max_steps, corrupt)
             todo: dict[int, list[ClipShape]] = {}
             for shape, clips in used.items():
                 for clip in clips.tolist():
-                    if (clip, shape) not in at and clip not in broken.get(shape, ()):
+                    if (clip, shape) not in encoded and clip not in corrupt.get(shape, ()):
                         todo.setdefault(clip, []).append(shape)
             if not todo:
                 break
-            self._write_shards(
-                dict(sorted(todo.items())), {clip for s in shards for clip in s.texts}, len(shards)
-            )
-        if not at:
+            self._write_shards(dict(sorted(todo.items())), shards)
+
+        if not encoded:
             raise ValueError(
-                f"got {len(self.dataset)} clips, none of which can be read; expected video files; check the manifest"
+                f"got {len(self.dataset)} clips, none of which can be read; expected video files; "
+                "check the manifest"
             )
         if self.rank == 0:
             self._write_index(list(used), shards)
@@ -148,90 +157,119 @@ class CacheWriter:
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("shard-*.safetensors"))
 
-    def _write_shards(
-        self, todo: dict[int, list[ClipShape]], texts: set[int], written: int
-    ) -> None:
-        """One shard after the other of this rank's; all ranks' together hold ``todo``, or say why not. Collective."""
+    def _corrupt(self, shards: list[Shard], encoded: set[Key]) -> dict[ClipShape, set[int]]:
+        """What this run has found to be corrupt; what a former run has found is tried again."""
+        corrupt: dict[ClipShape, set[int]] = {}
+        for shard in shards[self.num_former_shards :]:
+            for clip, shape in shard.corrupt.keys() - encoded:
+                corrupt.setdefault(shape, set()).add(clip)
+        return corrupt
+
+    def _write_shards(self, todo: dict[int, list[ClipShape]], shards: list[Shard]) -> None:
+        """Write this rank's shards; those of all ranks together hold ``todo``. Collective."""
+        with_caption: set[int] = set()
+        for shard in shards:
+            with_caption.update(shard.texts)
         clips = list(todo)
-        parts = [clips[i : i + CLIPS_A_SHARD] for i in range(0, len(clips), CLIPS_A_SHARD)]
-        mine = range(self.rank, len(parts), self.world)
+        parts = [clips[i : i + CLIPS_PER_SHARD] for i in range(0, len(clips), CLIPS_PER_SHARD)]
+        own = range(self.rank, len(parts), self.world)
+
         newest = max((int(re.sub(r"\D", "", name)) for name in self._names()), default=-1)
-        dist.barrier()  # all have seen the same names
-        batches = [
-            list(self._batches({clip: todo[clip] for clip in parts[number]})) for number in mine
-        ]
+        # All ranks have seen the same names before one writes a new one.
+        dist.barrier()
+        batches = {}
+        for number in own:
+            batches[number] = list(self._batches({clip: todo[clip] for clip in parts[number]}))
+
         loader = iter(
             DataLoader(
                 self.dataset,
-                batch_sampler=[batch for of_shard in batches for batch in of_shard],
+                batch_sampler=list(chain.from_iterable(batches.values())),
                 collate_fn=list,
                 num_workers=self.cfg.num_workers,
                 generator=torch.Generator().manual_seed(self.cfg.seed),
             )
         )
-        for number, of_shard in zip(mine, batches, strict=True):
-            self._write_shard(newest + 1 + number, of_shard, loader, texts)
-            logger.info("feature cache: shard %d of %d", written + number + 1, written + len(parts))
+        for number, of_shard in batches.items():
+            self._write_shard(newest + 1 + number, of_shard, loader, with_caption)
+            done, total = len(shards) + number + 1, len(shards) + len(parts)
+            logger.info("feature cache: shard %d of %d", done, total)
         dist.barrier()
 
     def _batches(self, todo: dict[int, list[ClipShape]]) -> Iterator[list[Sample]]:
         """What is read and encoded together: clips of one shape, as many as fit."""
-        for shape in sorted({shape for shapes in todo.values() for shape in shapes}):
-            clips = [clip for clip, shapes in todo.items() if shape in shapes]
-            size = max(1, PIXELS_AT_A_TIME // (shape.num_frames * shape.height * shape.width))
+        by_shape: dict[ClipShape, list[int]] = {}
+        for clip, shapes in todo.items():
+            for shape in shapes:
+                by_shape.setdefault(shape, []).append(clip)
+
+        for shape, clips in sorted(by_shape.items()):
+            size = max(1, PIXELS_PER_BATCH // (shape.num_frames * shape.height * shape.width))
             for first in range(0, len(clips), size):
                 yield [Sample(clip, 0, shape) for clip in clips[first : first + size]]
 
-    @torch.no_grad()
     def _write_shard(
-        self, number: int, batches: list[list[Sample]], loader: Any, texts: set[int]
+        self,
+        number: int,
+        batches: list[list[Sample]],
+        loader: Iterator[list[Any]],
+        with_caption: set[int],
     ) -> None:
-        latents: dict[Key, torch.Tensor] = {}
-        fps: dict[Key, float] = {}
-        broken: dict[Key, tuple[str, str]] = {}
-        captions: dict[int, torch.Tensor] = {}
+        content = self._encode(batches, loader, with_caption)
+        path = self.folder / f"shard-{number:06d}.safetensors"
+        self.disk.write_file(path, content.to_bytes())
+
+    @torch.no_grad()
+    def _encode(
+        self, batches: list[list[Sample]], loader: Iterator[list[Any]], with_caption: set[int]
+    ) -> ShardContent:
+        """Encode the clips of one shard, and those captions that no shard has."""
+        content = ShardContent()
         for samples in batches:
             read: dict[Key, Clip] = {}
             for sample, item in zip(samples, next(loader), strict=True):
-                if isinstance(item, BrokenClip):
-                    broken[sample.clip, sample.shape] = item.path, item.reason
-                    why = "left out of the feature cache: %s (%s)"
-                    logger.warning(why, item.path, item.reason, extra=RANK_LOCAL)
+                if isinstance(item, CorruptSample):
+                    content.corrupt[sample.clip, sample.shape] = item.path, item.reason
+                    message = "skipped in the feature cache: %s (%s)"
+                    logger.warning(message, item.path, item.reason, extra=RANK_LOCAL)
                 else:
                     read[sample.clip, sample.shape] = item
-            latents |= zip(
-                read, (z.cpu() for z in self.encoders.latents(list(read.values()))), strict=True
-            )
-            fps |= {key: clip.fps for key, clip in read.items()}
-            new = {
-                clip: item
-                for (clip, _), item in read.items()
-                if clip not in texts and clip not in captions
-            }
-            if new:
-                for clip, y, mask in zip(
-                    new, *self.encoders.texts(list(new.values())), strict=True
-                ):
-                    captions[clip] = y[0, : int(mask.sum())]
-        path = self.folder / f"shard-{number:06d}.safetensors"
-        self.disk.write_file(path, shard_bytes(latents, fps, captions, broken))
 
-    def _write_index(self, shapes: list[ClipShape], shards: list[Shard]) -> None:
-        shapes = sorted({*shapes, *(shape for shard in shards for _, shape in shard.fps)})
+            encoded = self.encoders.latents(list(read.values()))
+            content.latents |= zip(read, (z.cpu() for z in encoded), strict=True)
+            content.fps |= {key: clip.fps for key, clip in read.items()}
+
+            new = {}
+            for (clip, _), item in read.items():
+                if clip not in with_caption and clip not in content.texts:
+                    new[clip] = item
+            if new:
+                y, mask = self.encoders.texts(list(new.values()))
+                for clip, features, length in zip(new, y[:, 0], mask.sum(1).tolist(), strict=True):
+                    content.texts[clip] = features[:length]
+        return content
+
+    def _write_index(self, used: list[ClipShape], shards: list[Shard]) -> None:
+        shapes = set(used)
+        for shard in shards:
+            shapes.update(shape for _, shape in shard.fps)
+
         entries = (entry._replace(path=entry.path.resolve()) for entry in self.dataset.rows)
         write_manifest(self.folder / MANIFEST, entries)
-        source = {
-            name: getattr(self.encoders, name) for name in ("channels", "width", "max_length")
-        }
-        index = index_of(
-            self.made_of, source, {s: self.encoders.latent_size(s) for s in shapes}, shards
-        )
+        names = ("channels", "width", "max_length")
+        source = {name: getattr(self.encoders, name) for name in names}
+        sizes = {shape: self.encoders.latent_size(shape) for shape in sorted(shapes)}
+        index = index_of(self.made_of, source, sizes, shards)
         self.disk.write_file(self.folder / INDEX, _json(index))
         self.disk.unlink(self.folder / UNFINISHED)
-        held = sum(len(one["clips"]) for one in index["latents"].values())
-        told = "feature cache %s: latents of %d clips in %d shapes, %d captions, %d broken"
+
         logger.info(
-            told, self.folder, held, len(shapes), len(index["texts"]["clips"]), len(index["broken"])
+            "feature cache %s: latents of %d clips in %d shapes, %d captions, %d corrupt",
+            self.folder,
+            sum(len(one["clips"]) for one in index["latents"].values()),
+            len(shapes),
+            len(index["texts"]["clips"]),
+            len(index["broken"]),
         )
 
 

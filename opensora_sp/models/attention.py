@@ -297,7 +297,7 @@ def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: lis
 
 
 def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
-    """A kernel for packed tokens ``(q, k, v, q edges, k edges, longest q, longest k)``, if any."""
+    """A kernel for packed tokens with the arguments of ``varlen.flash``, if there is one."""
     if backend.name == "flash":
         from flash_attn import flash_attn_varlen_func
 

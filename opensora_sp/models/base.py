@@ -7,11 +7,12 @@ sample (1, or 2 with conditioning frames).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,13 @@ from .config import SharedConfig
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
 from .layers import CaptionEmbedder, CrossAttention, PatchEmbed3D
-from .pretrained import Pretrained
 from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows
 
+Model = TypeVar("Model", bound="ConditionedModel")
 
-class ConditionedModel(Pretrained, nn.Module):
+
+class ConditionedModel(nn.Module):
     """Base of the STDiT models.
 
     A subclass builds its embedders, blocks and final layer, in the order of the public checkpoints,
@@ -53,6 +55,30 @@ class ConditionedModel(Pretrained, nn.Module):
         self.grad_checkpoint = False
         self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
+
+    @classmethod
+    def from_pretrained(cls: type[Model], path: str | Path, **options: Any) -> Model:
+        """Build a model of this class from weights in any layout.
+
+        The options are those of ``opensora_sp.checkpoint.from_pretrained``: ``strict``, ``ema``,
+        ``dtype`` and others, and values of the configuration.
+        """
+        from opensora_sp.checkpoint import from_pretrained
+
+        return from_pretrained(path, model=cls.__name__, **options)  # type: ignore[return-value]
+
+    def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write ``config.json`` and safetensors into a new folder.
+
+        ``max_shard_size`` is that of ``opensora_sp.checkpoint.save_pretrained``.
+        """
+        from opensora_sp.checkpoint import save_pretrained
+
+        save_pretrained(self, path, max_shard_size=max_shard_size)
+
+    def position_tables(self) -> dict[str, Tensor]:
+        """Buffers in the state dict that follow from the configuration, by name."""
+        return {}
 
     def set_grad_checkpoint(self, enabled: bool = True) -> None:
         """Keep only the input of each segment in forward, and recompute it in backward."""
@@ -80,15 +106,8 @@ class ConditionedModel(Pretrained, nn.Module):
         """Captions packed and projected, ``[N, C]``; encoded text is returned as it is."""
         if isinstance(y, Text):
             return y
-        packed, lengths = self.pack_text(y, mask, drop)
-        return Text(packed, lengths)
-
-    def pack_text(
-        self, y: Tensor, mask: Tensor | None, drop: Tensor | None
-    ) -> tuple[Tensor, list[int]]:
-        """Text ``[N, C]``, packed, and each sample's number of tokens."""
         packed, lengths = self.y_embedder.pack(y, mask, drop)  # [N, Cy]
-        return self.y_embedder(packed.to(self.dtype)), lengths
+        return Text(self.y_embedder(packed.to(self.dtype)), lengths)
 
     def patch_grid(
         self,
@@ -136,8 +155,7 @@ class ConditionedModel(Pretrained, nn.Module):
         clips.
         """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        latents: Tensor = self.gather(rows.clear_outside(x), rows)
-        return latents
+        return self.gather(rows.clear_outside(x), rows)
 
     def timesteps(self, timestep: Tensor, x_mask: Tensor | None) -> Tensor:
         """Each sample's timestep and, with a mask, the 0 of its conditioning frames: ``[B, m]``."""
@@ -149,7 +167,7 @@ class ConditionedModel(Pretrained, nn.Module):
         """``[B, frames]``, False for conditioning frames -> ``[B, T]``, True for such patches."""
         return None if x_mask is None else ~x_mask[:, :: self.config.patch_size[0]].bool()
 
-    def branch_scales(self, drop_path: Tensor | None) -> list[Tensor | None]:
+    def branch_scales(self, drop_path: Tensor | None) -> Sequence[Tensor | None]:
         """The factors ``[B]`` of the branches of each of the ``2 * depth`` parts (drop-path)."""
         depth = self.config.depth
         if drop_path is None:
@@ -175,7 +193,7 @@ class ConditionedModel(Pretrained, nn.Module):
         """
         if self.compile_backend is not None:
             part = partial(run_compiled, self.compile_backend, part)
-        tokens: Tensor = self.segment(
+        return self.segment(
             part,
             condition.rows,
             x,
@@ -184,7 +202,6 @@ class ConditionedModel(Pretrained, nn.Module):
             recompute=self.grad_checkpoint and torch.is_grad_enabled(),
             last=last,
         )
-        return tokens
 
     def initialize(self, embedders: Iterable[nn.Module], zero: Iterable[str]) -> None:
         """Initialize as the released models: Xavier weights, and small ones in ``embedders``.

@@ -17,6 +17,7 @@ V patch volume, m modulation states of a sample, b samples of n rows (``Rows.spr
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
 ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
+
+# Without weights of its own: the modulation scales and shifts.
+LayerNorm = partial(nn.LayerNorm, eps=1e-6, elementwise_affine=False)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -46,10 +50,10 @@ def _by_sample(x: Tensor, entry: Tensor) -> Tensor:
 
 
 class ModulatedBlock(nn.Module):
-    """The layers that all blocks have. ``scale_shift_table`` is added to the modulation.
+    """The layers that all blocks have, and the branches that end them.
 
-    Blocks take tokens ``[R, L, C]`` and return as many. ``branch_scale`` ``[B]`` multiplies the
-    modulated branches of each sample (drop-path).
+    ``scale_shift_table`` is added to the modulation. Blocks take tokens ``[R, L, C]`` and return as
+    many. ``branch_scale`` ``[B]`` multiplies the modulated branches of each sample (drop-path).
     """
 
     def __init__(
@@ -62,17 +66,17 @@ class ModulatedBlock(nn.Module):
     ) -> None:
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
-        self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.norm1 = LayerNorm(width)
         self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame)
         self.cross_attn = CrossAttention(width, heads)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.norm2 = LayerNorm(width)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.rowwise = Rowwise()
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
-        attended: Tensor = self.cross_attn(
+        return self.cross_attn(
             x,
             condition.text,
             condition.lengths,
@@ -80,10 +84,14 @@ class ModulatedBlock(nn.Module):
             keys=condition.keys.get(self.cross_attn),
             backend=condition.rows.grid.attention,
         )
-        return attended
 
-    def feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        """The MLP branch. It acts on single tokens, so ``rowwise`` may run some rows at a time."""
+    def feed_forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
+        """The MLP branch: modulate, MLP, gate. ``rowwise`` may run it in chunks of rows."""
+        entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
+        return self.rowwise(self.add_mlp, condition.rows, x, *entries)
+
+    def add_mlp(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        """The MLP branch with its entries of the modulation."""
         return add_gated(x, gate, self.mlp(modulate(self.norm2(x), shift, scale)))
 
 
@@ -95,22 +103,30 @@ class STDiT3Block(ModulatedBlock):
     ) -> None:
         super().__init__(config, qk_norm=config.qk_norm, rope=rope, in_frame=in_frame)
 
-    def forward(
-        self, x: Tensor, condition: Condition, branch_scale: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
-        table = self.scale_shift_table
-        shift, scale, gate = condition.entries(table[:MLP], ATTENTION, branch_scale)
+        table = self.scale_shift_table[:MLP]
+        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
         modulated = modulate(self.norm1(x), shift, scale)
         x = add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
 
         x = x + self.attend_text(x, condition)
 
-        entries = condition.entries(table[MLP:], MLP, branch_scale)
-        return self.rowwise(self.feed_forward, condition.rows, x, *entries)
+        return self.feed_forward(x, condition, branch_scale)
 
 
-class STDiTBlock(ModulatedBlock):
+class SpatialTemporalBlock(ModulatedBlock):
+    """A block of STDiT or STDiT2, in two parts. Its subclasses have the temporal one."""
+
+    def spatial(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
+        """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
+        table = self.scale_shift_table[:MLP]
+        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
+        modulated = modulate(self.norm1(x), shift, scale)
+        return add_gated(x, gate, self.attn(modulated, condition.rows))
+
+
+class STDiTBlock(SpatialTemporalBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
     The temporal attention has no norm. Its gate is that of the spatial one, on all frames as the
@@ -121,40 +137,28 @@ class STDiTBlock(ModulatedBlock):
         super().__init__(config)
         self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False)
 
-    def spatial(
-        self, x: Tensor, condition: Condition, branch_scale: Tensor | None = None
-    ) -> Tensor:
-        """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
-        table = self.scale_shift_table[:MLP]
-        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
-        modulated = modulate(self.norm1(x), shift, scale)
-        return add_gated(x, gate, self.attn(modulated, condition.rows))
-
     def temporal(
         self,
         x: Tensor,
         condition: Condition,
-        branch_scale: Tensor | None = None,
-        positions: Tensor | None = None,
+        branch_scale: Tensor | None,
+        positions: Tensor | None,
     ) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``.
 
         ``positions`` ``[1, T, C]`` of the frames are added to what the attention sees.
         """
-        table = self.scale_shift_table
-        (gate,) = condition.entries(
-            table[GATE:MLP], ATTENTION + GATE, branch_scale, ignore_frames=True
-        )
+        table = self.scale_shift_table[GATE:MLP]
+        (gate,) = condition.entries(table, GATE, branch_scale, ignore_frames=True)
         with_positions = x if positions is None else x + positions
         x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows))
 
         x = x + self.attend_text(x, condition)
 
-        entries = condition.entries(table[MLP:], MLP, branch_scale)
-        return self.rowwise(self.feed_forward, condition.rows, x, *entries)
+        return self.feed_forward(x, condition, branch_scale)
 
 
-class STDiT2Block(ModulatedBlock):
+class STDiT2Block(SpatialTemporalBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
     The temporal attention has a norm and entries of its own.
@@ -163,24 +167,13 @@ class STDiT2Block(ModulatedBlock):
     def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
         super().__init__(config, qk_norm=config.qk_norm)
         width, heads = config.hidden_size, config.num_heads
-        self.norm_temp = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.norm_temp = LayerNorm(width)
         self.attn_temp = SelfAttention(
             width, heads, qk_norm=config.qk_norm, rope=rope, norm_last=config.qk_norm_legacy
         )
         self.scale_shift_table_temporal = nn.Parameter(torch.randn(3, width) / width**0.5)
 
-    def spatial(
-        self, x: Tensor, condition: Condition, branch_scale: Tensor | None = None
-    ) -> Tensor:
-        """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
-        table = self.scale_shift_table[:MLP]
-        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
-        modulated = modulate(self.norm1(x), shift, scale)
-        return add_gated(x, gate, self.attn(modulated, condition.rows))
-
-    def temporal(
-        self, x: Tensor, condition: Condition, branch_scale: Tensor | None = None
-    ) -> Tensor:
+    def temporal(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``."""
         table = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(table, TEMPORAL_ATTENTION, branch_scale)
@@ -189,25 +182,19 @@ class STDiT2Block(ModulatedBlock):
 
         x = x + self.attend_text(x, condition)
 
-        entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
-        return self.rowwise(self.feed_forward, condition.rows, x, *entries)
+        return self.feed_forward(x, condition, branch_scale)
 
 
 class FinalLayer(nn.Module):
     """Norm, modulation and projection of a token to the channels of its patch."""
 
-    def __init__(self, width: int, out_width: int, *, legacy: bool) -> None:
+    def __init__(self, config: SharedConfig) -> None:
         super().__init__()
-        self.norm_final = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.linear = nn.Linear(width, out_width)
+        width = config.hidden_size
+        self.norm_final = LayerNorm(width)
+        self.linear = nn.Linear(width, math.prod(config.patch_size) * config.out_channels)
         self.scale_shift_table = nn.Parameter(torch.randn(2, width) / width**0.5)
-        self.legacy = legacy
-
-    @classmethod
-    def of(cls, config: SharedConfig) -> FinalLayer:
-        """The final layer of a model with this configuration."""
-        out_width = math.prod(config.patch_size) * config.out_channels
-        return cls(config.hidden_size, out_width, legacy=config.legacy_final_layer)
+        self.legacy = config.legacy_final_layer
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Rows ``[R, L, C]`` and timestep embeddings ``[B, m, C]`` -> ``[R, L, V * C_out]``."""

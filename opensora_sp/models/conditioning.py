@@ -31,11 +31,14 @@ GATE = 2  # a branch has three entries in a modulation: shift, scale, gate
 class Text:
     """Encoded captions. Those of ``encode_text`` serve any number of calls of the model.
 
-    ``keys`` are the keys and values ``[N, 2 * C]`` of each cross-attention, where precomputed.
+    Attributes:
+        tokens: ``[N, C]``, packed.
+        lengths: tokens of each sample, host integers.
+        keys: keys and values ``[N, 2 * C]`` of each cross-attention, if precomputed.
     """
 
-    tokens: Tensor  # [N, C], packed
-    lengths: Sequence[int]  # tokens of each sample
+    tokens: Tensor
+    lengths: Sequence[int]
     keys: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
     def followed_by(self, other: Text) -> Text:
@@ -57,67 +60,30 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """The conditions of the tokens in one layout's rows, shared by all blocks."""
+    """The conditions of the tokens in one layout's rows, shared by all blocks.
+
+    Attributes:
+        rows: the rows held here.
+        modulation: ``[B, m, k, C]`` in at least fp32, since the gradients of all blocks are summed
+            in it.
+        frames: bool ``[B, 1 or T, 1 or T, 1]``, True for conditioning frames (timestep 0).
+        dtype: the dtype that tokens are computed in.
+        text: ``[N, C]``, packed captions.
+        lengths: numbers of tokens held and of text tokens that belong together.
+        order: int64 ``[R * L]``, the tokens in the order of ``lengths``, if they do not lie in it.
+        keys: see ``Text``.
+        rotation: by which a rotary embedding turns queries and keys of self-attention.
+    """
 
     rows: Rows
-    # [B, m, k, C] in at least fp32: the gradients of all blocks are summed in it.
     modulation: Tensor
-    # [B, 1 or T, 1 or T, 1] bool: True for conditioning frames, which have timestep 0.
     frames: Tensor | None
-    # The dtype that tokens are computed in.
     dtype: torch.dtype
-    # Packed captions, [N, C].
     text: Tensor
-    # Tokens held and text tokens that belong together.
     lengths: Packing
-    # [R * L] int64: the tokens in the order of ``lengths``, where they do not lie in it.
     order: Tensor | None
-    # See ``Text``.
     keys: Mapping[nn.Module, Tensor]
-    # By which a rotary embedding turns queries and keys of self-attention.
-    rotation: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        rows: Rows,
-        modulation: Tensor,
-        frames: Tensor | None,
-        text: Text,
-        null_frames: Sequence[int] = (),
-        rope: RotaryEmbedding | None = None,
-        in_frame: bool = False,
-    ) -> Condition:
-        """Lay the conditions of a batch out over the rows held here.
-
-        Args:
-            modulation: ``[B, m, k, C]``.
-            frames: bool ``[B, T]``, True for conditioning frames.
-            text: one caption for each sample. With ``null_frames`` a second for each sample
-                follows these; the frames of these numbers attend to it instead.
-            rope: rotates queries and keys, for attention within a frame or over frames.
-        """
-        if frames is not None:
-            by_row = rows.layout == SPATIAL
-            frames = frames[:, :, None, None] if by_row else frames[:, None, :, None]
-
-        tokens, order = rows.tokens_per_sample(), None
-        if null_frames:
-            order = _null_frames_last(rows, null_frames, modulation.device)
-            null_tokens = rows.tokens_per_sample(null_frames)
-            tokens = [n - null for n, null in zip(tokens, null_tokens, strict=True)] + null_tokens
-
-        return cls(
-            rows=rows,
-            modulation=modulation.to(torch.promote_types(modulation.dtype, torch.float32)),
-            frames=frames,
-            dtype=modulation.dtype,
-            text=text.tokens,
-            lengths=Packing(tokens, text.lengths),
-            order=order,
-            keys=text.keys,
-            rotation=None if rope is None else rope.rotation(rows, in_frame, modulation.device),
-        )
+    rotation: Tensor | None
 
     def per_token(self, table: Tensor, *, ignore_frames: bool = False) -> tuple[Tensor, ...]:
         """A table ``[B, m, k, C]`` for the tokens held: k tensors ``[b, 1 or n, 1 or L, C]``.
@@ -126,10 +92,11 @@ class Condition:
         ``[b, 1, 1, C]`` where samples are held whole.
         """
         states = table[:, :, None, None].unbind(1)  # m of [B, 1, 1, k, C]
-        chosen = states[0]
-        if self.frames is not None and not ignore_frames:
-            is_frame = self.frames[..., None]
-            chosen = torch.where(is_frame, states[1], chosen)  # [B, 1 or T, 1 or T, k, C]
+        if self.frames is None or ignore_frames:
+            chosen = states[0]
+        else:
+            # For each frame: [B, 1 or T, 1 or T, k, C].
+            chosen = torch.where(self.frames[..., None], states[1], states[0])
         return self.rows.spread(chosen.to(self.dtype)).unbind(-2)
 
     def entries(
@@ -156,7 +123,15 @@ def _null_frames_last(rows: Rows, null_frames: Sequence[int], device: torch.devi
 
 
 class Conditioning:
-    """What a batch is conditioned on. The arguments are those of ``Condition.of``."""
+    """What a batch is conditioned on.
+
+    Args:
+        modulation: ``[B, m, k, C]``.
+        frames: bool ``[B, T]``, True for conditioning frames.
+        text: one caption for each sample. With ``null_frames`` a second one for each sample follows
+            these; the frames of these numbers attend to it instead.
+        spatial_rope, temporal_rope: rotate queries and keys, within a frame or over frames.
+    """
 
     def __init__(
         self,
@@ -168,24 +143,47 @@ class Conditioning:
         spatial_rope: RotaryEmbedding | None = None,
         temporal_rope: RotaryEmbedding | None = None,
     ) -> None:
-        self._batch = modulation, frames, text, null_frames
-        self._ropes = temporal_rope, spatial_rope
+        self.modulation, self.frames = modulation, frames
+        self.text, self.null_frames = text, null_frames
+        self.ropes = temporal_rope, spatial_rope
         self._laid_out: dict[bool, Condition] = {}
 
     def spatial(self, rows: Rows) -> Condition:
-        """For attention within a frame; laid out at the first call."""
+        """The conditions of the rows held, for attention within a frame; laid out once."""
         return self._over(rows, in_frame=True)
 
     def temporal(self, rows: Rows) -> Condition:
-        """For attention over frames; laid out at the first call."""
+        """The conditions of the rows held, for attention over frames; laid out once."""
         return self._over(rows, in_frame=False)
 
     def _over(self, rows: Rows, *, in_frame: bool) -> Condition:
         if in_frame not in self._laid_out:
-            self._laid_out[in_frame] = Condition.of(
-                rows, *self._batch, rope=self._ropes[in_frame], in_frame=in_frame
-            )
+            self._laid_out[in_frame] = self._lay_out(rows, in_frame)
         return self._laid_out[in_frame]
+
+    def _lay_out(self, rows: Rows, in_frame: bool) -> Condition:
+        modulation, frames, rope = self.modulation, self.frames, self.ropes[in_frame]
+        if frames is not None:
+            by_row = rows.layout == SPATIAL
+            frames = frames[:, :, None, None] if by_row else frames[:, None, :, None]
+
+        tokens, order = rows.tokens_per_sample(), None
+        if self.null_frames:
+            order = _null_frames_last(rows, self.null_frames, modulation.device)
+            null_tokens = rows.tokens_per_sample(self.null_frames)
+            tokens = [n - null for n, null in zip(tokens, null_tokens, strict=True)] + null_tokens
+
+        return Condition(
+            rows=rows,
+            modulation=modulation.to(torch.promote_types(modulation.dtype, torch.float32)),
+            frames=frames,
+            dtype=modulation.dtype,
+            text=self.text.tokens,
+            lengths=Packing(tokens, self.text.lengths),
+            order=order,
+            keys=self.text.keys,
+            rotation=None if rope is None else rope.rotation(rows, in_frame, modulation.device),
+        )
 
 
 def sample_numbers(

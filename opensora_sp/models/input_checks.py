@@ -34,7 +34,7 @@ def check_inputs(
             f"got x of shape {tuple(x.shape)}; expected [B, {config.in_channels}, frames, height, "
             "width]; pass latents of the VAE that the model was configured for (in_channels)"
         )
-    check_caption(config, num_samples, y, mask, drop_caption)
+    check_text(config, num_samples, y, mask, drop_caption)
     check_shape("timestep", timestep, (num_samples,))
 
     flags = {
@@ -107,32 +107,22 @@ def check_clip_sizes(num_samples: int, num_sizes: int) -> None:
         )
 
 
-def check_caption(
+def check_text(
     config: SharedConfig,
     num_samples: int,
     y: Tensor | Text,
     mask: Tensor | None,
     drop_caption: Tensor | None,
 ) -> None:
-    """Text features, or encoded text, one for each sample."""
-    if not isinstance(y, Text):
-        check_text(config, num_samples, y, mask, drop_caption)
-    elif len(y.lengths) != num_samples or mask is not None or drop_caption is not None:
-        raise ValueError(
-            f"got encoded text of {len(y.lengths)} captions for {num_samples} samples, or a mask "
-            "or drop_caption with it; expected one caption per sample and neither; "
-            "pass both to encode_text"
-        )
-
-
-def check_text(
-    config: SharedConfig,
-    num_samples: int,
-    y: Tensor,
-    mask: Tensor | None,
-    drop_caption: Tensor | None,
-) -> None:
-    """Text features ``[B, 1, L, Cy]`` with a mask, or with ``skip_y_embedder`` packed text."""
+    """Encoded text, text features ``[B, 1, L, Cy]``, or with ``skip_y_embedder`` packed text."""
+    if isinstance(y, Text):
+        if len(y.lengths) != num_samples or mask is not None or drop_caption is not None:
+            raise ValueError(
+                f"got encoded text of {len(y.lengths)} captions for {num_samples} samples, or a "
+                "mask or drop_caption with it; expected one caption per sample and neither; "
+                "pass both to encode_text"
+            )
+        return
     if isinstance(config, STDiT3Config) and config.skip_y_embedder:
         _check_packed_text(config, num_samples, y, mask, drop_caption)
         return
@@ -212,14 +202,16 @@ def check_input_size(config: STDiTConfig, x: Tensor) -> None:
         )
 
 
-def check_sample_numbers(numbers: dict[str, Tensor | None]) -> None:
-    """STDiT2 is conditioned on all of them."""
-    missing = [name for name, number in numbers.items() if number is None]
+def check_sample_numbers(numbers: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The numbers of the samples, all of which STDiT2 is conditioned on."""
+    present = {name: number for name, number in numbers.items() if number is not None}
+    missing = [name for name in numbers if name not in present]
     if missing:
         raise ValueError(
             f"got no {', '.join(missing)}; expected one number per sample for each of "
             f"{list(numbers)}, which STDiT2 is conditioned on; pass them"
         )
+    return present
 
 
 def check_conditioning_frames(
@@ -242,24 +234,17 @@ def check_conditioning_frames(
 
     pairs = {"cond": (cond, x), "cond_mask": (cond_mask, x), "y_null": (y_null, y)}
     for name, (tensor, like) in pairs.items():
-        both = isinstance(tensor, Tensor) and isinstance(like, Tensor)
-        if both and tensor.shape != like.shape:
+        # Encoded text has no shape to compare.
+        if not (isinstance(tensor, Tensor) and isinstance(like, Tensor)):
+            continue
+        if tensor.shape != like.shape:
             raise ValueError(
                 f"got {name} of shape {tuple(tensor.shape)}; expected {list(like.shape)}; "
                 "give it the batch's size"
             )
-    if mask_index:
-        _check_null_text(config, x, y, mask_index, y_null)
+    if not mask_index:
+        return
 
-
-def _check_null_text(
-    config: STDiT3Config,
-    x: Tensor,
-    y: Tensor | Text,
-    mask_index: Sequence[int],
-    y_null: Tensor | Text | None,
-) -> None:
-    """The text that the conditioning frames attend to."""
     num_frames = -(-x.shape[2] // config.patch_size[0])
     in_range = all(0 <= frame < num_frames for frame in mask_index)
     if y_null is None or config.skip_y_embedder or not in_range:
@@ -272,4 +257,4 @@ def _check_null_text(
 
     # The shape of y_null was compared with that of y, unless one of them is encoded.
     if isinstance(y, Text) or isinstance(y_null, Text):
-        check_caption(config, len(x), y_null, None, None)
+        check_text(config, len(x), y_null, None, None)

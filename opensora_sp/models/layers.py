@@ -149,21 +149,17 @@ class RotaryEmbedding(nn.Module):
         self.freqs.data = self._frequencies(device) if exact.is_meta else exact.to(device)
         return self
 
-    def forward(
-        self, q: Tensor, rows: Rows, *, in_frame: bool = False, rotation: Tensor | None = None
-    ) -> Tensor:
-        """Rotate queries or keys ``[R, L, H, D]``, for attention within a frame or over frames.
-
-        ``rotation`` is that of these rows, if precomputed.
-        """
-        if rotation is None:
-            rotation = self.rotation(rows, in_frame, q.device)
+    def forward(self, q: Tensor, rotation: Tensor) -> Tensor:
+        """Rotate queries or keys ``[R, L, H, D]``."""
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
         pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
         return torch.view_as_real(pairs * rotation).flatten(-2).to(q.dtype)
 
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
-        """Complex factors of length 1 of queries and keys, ``[1 or R, 1 or L, 1, D/2]``."""
+        """Complex factors of length 1 for queries and keys, ``[1 or R, 1 or L, 1, D/2]``.
+
+        ``in_frame``: for attention within a frame, not over frames.
+        """
         angles = self.angles(rows, in_frame, device)[:, :, None]
         return torch.polar(torch.ones_like(angles), angles)
 
@@ -240,8 +236,9 @@ class SelfAttention(Point):
         if not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.ropes:
-            q = rope(q, rows, in_frame=self.in_frame, rotation=rotation)
-            k = rope(k, rows, in_frame=self.in_frame, rotation=rotation)
+            if rotation is None:
+                rotation = rope.rotation(rows, self.in_frame, x.device)
+            q, k = rope(q, rotation), rope(k, rotation)
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.proj(self.attend(q, k, v, rows).flatten(-2))

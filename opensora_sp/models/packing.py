@@ -35,8 +35,24 @@ class Packing:
         """The queries cut into pieces, for a device of that many multiprocessors."""
         key = heads, processors
         if key not in self._pieces:
-            self._pieces[key] = Pieces.of(self.queries, self.keys, heads, processors)
+            self._pieces[key] = self._cut(heads, processors)
         return self._pieces[key]
+
+    def _cut(self, heads: int, processors: int) -> Pieces:
+        """As many pieces as keep all multiprocessors busy."""
+        samples = list(zip(self.queries, self.keys, strict=True))
+        tiles = sum(-(-keys // TILE) for queries, keys in samples if queries)
+        wanted = -(-processors // max(1, heads * tiles))
+
+        q_sizes: list[int] = []
+        k_sizes: list[int] = []
+        counts: list[tuple[int, int]] = []
+        for queries, keys in samples:
+            sizes = _cut(queries, keys, wanted)
+            q_sizes += sizes
+            k_sizes += [keys] * len(sizes)
+            counts.append((keys, len(sizes)))
+        return Pieces(tuple(q_sizes), tuple(k_sizes), tuple(counts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,22 +84,6 @@ class Pieces:
     keys: tuple[int, ...]
     samples: tuple[tuple[int, int], ...]  # (keys, pieces) of each sample
     _calls: dict[int, list[Call]] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, queries: Sequence[int], keys: Sequence[int], heads: int, processors: int) -> Pieces:
-        """Pieces of the samples, as many as keep all multiprocessors busy."""
-        tiles = sum(-(-k // TILE) for q, k in zip(queries, keys, strict=True) if q)
-        wanted = -(-processors // max(1, heads * tiles))
-
-        q_sizes: list[int] = []
-        k_sizes: list[int] = []
-        samples: list[tuple[int, int]] = []
-        for q, k in zip(queries, keys, strict=True):
-            sizes = _cut(q, k, wanted)
-            q_sizes += sizes
-            k_sizes += [k] * len(sizes)
-            samples.append((k, len(sizes)))
-        return cls(tuple(q_sizes), tuple(k_sizes), tuple(samples))
 
     @cached_property
     def are_equal(self) -> bool:

@@ -61,7 +61,7 @@ class STDiT(ConditionedModel):
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         self.y_embedder = CaptionEmbedder(config.caption_channels, width, config.model_max_length)
         self.blocks = nn.ModuleList(STDiTBlock(config) for _ in range(config.depth))
-        self.final_layer = FinalLayer.of(config)
+        self.final_layer = FinalLayer(config)
 
         # Without its temporal and text branches, the model begins as an image model.
         self.initialize(
@@ -116,8 +116,8 @@ class STDiT(ConditionedModel):
 
         # Embed the patches of the spatial rows held here.
         rows = self.shard(self.patch_grid(x, video_mask))
-        positions = self.pos_embed[0, rows.patches(x.device)]  # [1, S, C]
-        x = self.x_embedder(self.patchify(x, rows)) + positions  # [R, S, C]
+        x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
+        x = x + self.pos_embed[0, rows.patches(x.device)]
 
         scales = self.branch_scales(drop_path)
         for i, block in enumerate(self.blocks):
@@ -140,7 +140,7 @@ class STDiT(ConditionedModel):
         sizes = zip(config.input_size, config.patch_size, strict=True)
         frames, lines, columns = (torch.arange(size // patch) for size, patch in sizes)
 
-        coordinates = ((axis / config.space_scale).double() for axis in (lines, columns))
-        space = frame_position_embedding(*coordinates, width)
+        lines, columns = lines / config.space_scale, columns / config.space_scale
+        space = frame_position_embedding(lines.double(), columns.double(), width)
         time = position_embedding(frames.double() / config.time_scale, width)
         return {"pos_embed": space.float()[None], "pos_embed_temporal": time.float()[None]}

@@ -61,7 +61,7 @@ class STDiT2(ConditionedModel):
         self.y_embedder = CaptionEmbedder(config.caption_channels, width, config.model_max_length)
         self.rope = RotaryEmbedding(width // config.num_heads)
         self.blocks = nn.ModuleList(STDiT2Block(config, self.rope) for _ in range(config.depth))
-        self.final_layer = FinalLayer.of(config)
+        self.final_layer = FinalLayer(config)
         self.csize_embedder = SizeEmbedder(width // 3)
         self.ar_embedder = SizeEmbedder(width // 3)
         self.fl_embedder = SizeEmbedder(width)
@@ -122,7 +122,9 @@ class STDiT2(ConditionedModel):
 
         # The timestep, the numbers of the sample and the text condition all tokens.
         t = self.t_embedder(self.timesteps(timestep, x_mask))  # [B, m, C]
-        size, motion = self.embed_numbers(len(x), num_frames, height, width, ar, fps)
+        size, motion = self.embed_numbers(
+            len(x), num_frames=num_frames, height=height, width=width, ar=ar, fps=fps
+        )
         modulation = torch.cat([self.t_block(t + size), self.t_block_temp(t + motion)], dim=-1)
         conditioning = Conditioning(
             modulation.unflatten(-1, (9, -1)),  # [B, m, 9, C]
@@ -134,8 +136,8 @@ class STDiT2(ConditionedModel):
         # Embed the patches of the spatial rows held here.
         trained_at = self.config.input_sq_size
         rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
-        positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]
-        x = self.x_embedder(self.patchify(x, rows)) + positions  # [R, S, C]
+        x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
+        x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
         scales = self.branch_scales(drop_path)
         for i, block in enumerate(self.blocks):
@@ -153,20 +155,11 @@ class STDiT2(ConditionedModel):
         x = self.final_layer(x, t, conditioning.temporal(rows))  # [R, T, V * C_out]
         return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
 
-    def embed_numbers(
-        self,
-        num_samples: int,
-        num_frames: Tensor | None,
-        height: Tensor | None,
-        width: Tensor | None,
-        ar: Tensor | None,
-        fps: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def embed_numbers(self, samples: int, **numbers: Tensor | None) -> tuple[Tensor, Tensor]:
         """Embeddings of height, width and aspect ratio, and of length and speed: ``[B, 1, C]``."""
-        check_sample_numbers(
-            dict(num_frames=num_frames, height=height, width=width, ar=ar, fps=fps)
-        )
-        pixels = torch.stack([height, width], dim=1)  # [B, 2]
-        size = [self.csize_embedder(pixels, num_samples), self.ar_embedder(ar, num_samples)]
-        motion = self.fl_embedder(num_frames, num_samples) + self.fps_embedder(fps, num_samples)
+        n = check_sample_numbers(numbers)
+        pixels = torch.stack([n["height"], n["width"]], dim=1)  # [B, 2]
+        size = [self.csize_embedder(pixels, samples), self.ar_embedder(n["ar"], samples)]
+        length = self.fl_embedder(n["num_frames"], samples)
+        motion = length + self.fps_embedder(n["fps"], samples)
         return torch.cat(size, dim=1)[:, None], motion[:, None]

@@ -75,7 +75,7 @@ class STDiT3(ConditionedModel):
             STDiT3Block(config, spatial_rope, in_frame=True) for _ in range(depth)
         )
         self.temporal_blocks = nn.ModuleList(STDiT3Block(config, self.rope) for _ in range(depth))
-        self.final_layer = FinalLayer.of(config)
+        self.final_layer = FinalLayer(config)
 
         # Without its temporal branches, the model begins as an image model.
         # Without the embedders of conditioning frames, it begins as one that ignores these.
@@ -165,11 +165,10 @@ class STDiT3(ConditionedModel):
         # Embed the patches of the spatial rows held here.
         trained_at = config.input_sq_size
         rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
-        positions = self.pos_embed(rows, x.device).to(self.dtype)  # [1, S, C]
         x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
         if config.use_cond:
             x = x + self.embed_conditioning_frames(cond, cond_mask, rows)
-        x = x + positions
+        x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
         scales = self.branch_scales(drop_path)
         pairs = zip(self.spatial_blocks, self.temporal_blocks, strict=True)
@@ -199,13 +198,11 @@ class STDiT3(ConditionedModel):
             mask = self.x_embedder_cond_mask(self.patchify(cond_mask, rows))
         return frames + mask
 
-    def pack_text(
-        self, y: Tensor, mask: Tensor | None, drop: Tensor | None
-    ) -> tuple[Tensor, list[int]]:
-        if not self.config.skip_y_embedder:
-            return super().pack_text(y, mask, drop)
+    def embed_text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
+        """Captions packed and projected; with ``skip_y_embedder`` they are already."""
+        if isinstance(y, Text) or mask is None or not self.config.skip_y_embedder:
+            return super().embed_text(y, mask, drop)
 
-        assert mask is not None
         packed, lengths = y.flatten(0, 1), mask.tolist()
         check_packed_lengths(packed, lengths)
-        return packed.to(self.dtype), lengths
+        return Text(packed.to(self.dtype), lengths)

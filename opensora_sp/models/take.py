@@ -14,8 +14,7 @@ def take(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     Each gradient has one place then, and is written there. The backward of ``index_select`` would
     add it: on CUDA by an atomic each, in the dtype of x.
     """
-    taken: Tensor = _Take.apply(x, index, dim)
-    return taken
+    return _Take.apply(x, index, dim)
 
 
 class _Take(torch.autograd.Function):

@@ -74,8 +74,7 @@ class VideoMask:
         """1 + the last line (``dim`` 2 reduced) or column inside of each clip, 0 without any."""
         inside = self.positions.any(dim=1).any(dim=dim)  # [B, height] or [B, width]
         numbers = torch.arange(1, inside.shape[1] + 1, device=inside.device)
-        ends: list[int] = (inside * numbers).amax(1).tolist()
-        return ends
+        return (inside * numbers).amax(1).tolist()
 
 
 @dataclass(frozen=True, eq=False)

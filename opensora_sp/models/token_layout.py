@@ -28,6 +28,7 @@ length (S or T), c channels of a latent, (pt, ph, pw) patch size, V = pt * ph * 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -105,8 +106,7 @@ class PatchGrid:
     @property
     def patch_volume(self) -> int:
         """V, latent positions in one patch."""
-        pt, ph, pw = self.patch_size
-        return pt * ph * pw
+        return math.prod(self.patch_size)
 
     @cached_property
     def windows(self) -> Windows | None:
@@ -280,8 +280,7 @@ class Rows:
         if self.attend_alone:
             return None
         key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
-        groups: Groups | None = self.grid.once(key, lambda: group_tokens(self, units))
-        return groups
+        return self.grid.once(key, lambda: group_tokens(self, units))
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.
@@ -318,9 +317,9 @@ class Rows:
 
     def _as_latent(self, z: Tensor) -> Tensor:
         num_samples, size = self.grid.num_samples, self.grid.latent_size
-        if z.ndim == 2 and z.shape == (num_samples, size[0]):
+        if z.shape == (num_samples, size[0]):
             return z[:, None, :, None, None].expand(num_samples, 1, *size)
-        if z.ndim == 4 and z.shape == (num_samples, *size):
+        if z.shape == (num_samples, *size):
             return z[:, None]
         if z.ndim == 5 and (z.shape[0], *z.shape[2:]) == (num_samples, *size):
             return z

@@ -16,7 +16,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+Kernel = Callable[..., Tensor]
 
 ARGUMENTS = {
     "_flash_attention_forward": (
@@ -29,33 +29,22 @@ ARGUMENTS = {
 }
 
 
-def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_edges: Tensor,
-    k_edges: Tensor,
-    longest_q: int,
-    longest_k: int,
-) -> Tensor:
-    """FlashAttention-2 in fp16 or bf16: packed ``[N, H, D]``, int32 edges ``[P + 1]``."""
+def flash(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int) -> Tensor:
+    """FlashAttention-2 in fp16 or bf16.
+
+    Args:
+        q, k, v: packed tokens ``[N, H, D]``.
+        lengths: where queries and where keys begin, int32 ``[P + 1]`` each, and the longest of
+            each.
+    """
     forward = torch.ops.aten._flash_attention_forward
-    return forward(q, k, v, q_edges, k_edges, longest_q, longest_k, 0.0, False, False)[0]
+    return forward(q, k, v, *lengths, 0.0, False, False)[0]
 
 
-def efficient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_edges: Tensor,
-    k_edges: Tensor,
-    longest_q: int,
-    longest_k: int,
-) -> Tensor:
+def efficient(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int) -> Tensor:
     """Memory-efficient attention, also in fp32; shapes as ``flash``."""
     forward = torch.ops.aten._efficient_attention_forward
-    q, k, v = q[None], k[None], v[None]
-    return forward(q, k, v, None, q_edges, k_edges, longest_q, longest_k, 0.0, 0, True)[0][0]
+    return forward(q[None], k[None], v[None], None, *lengths, 0.0, 0, True)[0][0]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Sequence parallelism in plain torch: the mesh, the arithmetic of layouts, and what is hung on a model."""
+"""Sequence parallelism in plain torch: mesh, layouts, strategies, hooks attached to a model."""
 
 from .debug.comm_counter import CommLedger
 from .debug.comm_timing import CommTimer

@@ -1,6 +1,7 @@
-"""What ranks must have alike, as entries of text, and how they find the first entry in which they differ.
+"""Comparison between ranks: whether they hold the same entries, and if not, the first difference.
 
-Ranks compare one number, a digest of their entries. Only where it differs do they gather the entries themselves.
+Ranks compare one number, a digest of their entries. Only if it differs, they gather the entries
+themselves.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,9 +21,9 @@ ABSENT = "absent"
 
 
 def digest(entries: Mapping[str, str], *more: str) -> str:
-    """Of entries in their order, and of other digests."""
+    """A digest of entries, in their order, and of other digests."""
     hashed = hashlib.blake2b(digest_size=7)
-    for text in (*more, *(part for entry in entries.items() for part in entry)):
+    for text in (*more, *chain.from_iterable(entries.items())):
         hashed.update(f"{text}\0".encode())
     return hashed.hexdigest()
 
@@ -44,7 +46,7 @@ def gathered(own: Entries, group: dist.ProcessGroup | None) -> dict[int, Entries
 
 
 def differences(seen: Mapping[int, Entries]) -> list[str]:
-    """The entries in which ranks differ, in order, with what each rank has: the same list on all of them."""
+    """The entries that differ between ranks, in order, with each rank's value."""
     names = dict.fromkeys(name for entries in seen.values() for name in entries)
     found = []
     for name in names:
@@ -52,18 +54,17 @@ def differences(seen: Mapping[int, Entries]) -> list[str]:
         for rank, entries in seen.items():
             values.setdefault(entries.get(name, ABSENT), []).append(rank)
         if len(values) > 1:
-            found.append(
-                f"{name} is " + ", ".join(f"{v} on {_ranks(r)}" for v, r in values.items())
-            )
+            listed = [f"{value} on {_ranks(ranks)}" for value, ranks in values.items()]
+            found.append(f"{name} is {', '.join(listed)}")
     return found
 
 
 def first_of(found: Sequence[str]) -> str:
     """The first difference, and how many there are beside it."""
     others = len(found) - 1
-    return found[0] + (
-        f" (and {others} more {'entries' if others > 1 else 'entry'})" if others else ""
-    )
+    if not others:
+        return found[0]
+    return f"{found[0]} (and {others} more {'entries' if others > 1 else 'entry'})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -71,7 +72,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Shape and dtype of a tensor, plain values as they are, of anything else what is in it or its type."""
+    """Shape and dtype of a tensor, a plain value as it is, or what a container holds; else the type."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {_dtype(value)}"
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -79,14 +80,15 @@ def describe(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(describe, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {describe(one)}' for key, one in value.items())}}}"
-    # Encoded text says so itself: each rank holds the captions of its own tokens.
+        entries = [f"{key}: {describe(one)}" for key, one in value.items()]
+        return f"{{{', '.join(entries)}}}"
+
+    # Encoded text describes itself: each rank holds the captions of its own tokens.
     if isinstance(form := getattr(value, "shared_form", None), str):
         return form
     if is_dataclass(value) and not isinstance(value, type):
-        return (
-            f"{type(value).__name__} {' '.join(describe(one) for one in fields_of(value).values())}"
-        )
+        described = map(describe, fields_of(value).values())
+        return f"{type(value).__name__} {' '.join(described)}"
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
@@ -96,7 +98,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def describe_model(model: nn.Module) -> Entries:
-    """Class, config, and name, shape, dtype and trainability of each parameter. Values are not looked at."""
+    """Class, config, and name, shape, dtype and trainability of each parameter; no values."""
     entries = {"the class": f"{type(model).__module__}.{type(model).__qualname__}"}
     for name, value in _config(model):
         entries[f"config.{name}"] = describe(value)
@@ -106,7 +108,7 @@ def describe_model(model: nn.Module) -> Entries:
 
 
 def _config(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    """Of a dataclass, a dict, or what has ``to_dict``, without what libraries keep there for themselves."""
+    """Entries of a config: a dataclass, a dict, or an object with ``to_dict``; no private ones."""
     config: Any = getattr(model, "config", None)
     if is_dataclass(config):
         config = fields_of(config)
@@ -117,32 +119,31 @@ def _config(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 class ModelForm:
-    """The digest of a model's description, made again only when dtype or trainability of a parameter has changed."""
+    """The digest of a model's description, cached until a dtype or a trainability changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._tables: list[
-            dict[str, Any]
-        ] = []  # of each module its parameters, which may be replaced
+        # The parameters of each module, which may be replaced.
+        self._tables: list[dict[str, Any]] = []
         self._flags: list[tuple[bool, torch.dtype]] | None = None
         self._digest = ""
 
     def digest(self) -> str:
         if self._flags is None or self._read_flags() != self._flags:
-            self._tables = [
-                module._parameters for module in self.model.modules() if module._parameters
-            ]
+            modules = self.model.modules()
+            self._tables = [module._parameters for module in modules if module._parameters]
             self._flags = self._read_flags()
             self._digest = digest(describe_model(self.model))
         return self._digest
 
     def _read_flags(self) -> list[tuple[bool, torch.dtype]]:
-        held = (p for table in self._tables for p in table.values())
-        return [(p.requires_grad, p.dtype) for p in held if p is not None]
+        parameters = chain.from_iterable(table.values() for table in self._tables)
+        return [(p.requires_grad, p.dtype) for p in parameters if p is not None]
 
 
 def check_same_model(model: nn.Module, device: torch.device) -> None:
-    """Compare a model between all ranks of the default process group, before they share it. Collective.
+    """Compare a model between all ranks of the default process group, before they share it.
+    Collective.
 
     Raises:
         ValueError: the same on all ranks, naming the first entry that differs.
@@ -155,9 +156,9 @@ def check_same_model(model: nn.Module, device: torch.device) -> None:
 def refuse_models(seen: Mapping[int, Entries], which: str) -> None:
     """Raise the error of models that differ between the ranks ``which``."""
     raise ValueError(
-        f"got different models on the ranks {which}: {first_of(differences(seen))}; expected the same class, "
-        "config and parameters (names, shapes, dtypes, trainable or frozen) on all of them; build, cast and "
-        "freeze the model alike on every rank"
+        f"got different models on the ranks {which}: {first_of(differences(seen))}; expected the "
+        "same class, config and parameters (names, shapes, dtypes, trainable or frozen) on all of "
+        "them; build, cast and freeze the model alike on every rank"
     )
 
 

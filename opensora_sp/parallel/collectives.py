@@ -1,7 +1,8 @@
-"""The exchanges of sequence parallelism, each with its exact adjoint as backward.
+"""The collectives of sequence parallelism, each with its exact adjoint as backward.
 
-All are ``all_to_all_single`` with split sizes that every rank knows beforehand. Ranks without rows call them too.
-``exchange`` is a registered operator, so that ``torch.compile`` takes it into its graph as it is.
+All are ``all_to_all_single`` with split sizes that every rank knows beforehand. Ranks without rows
+call them too. ``exchange`` is a registered operator, so that ``torch.compile`` takes it into its
+graph as it is.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ def all_to_all(
 ) -> tuple[Tensor, dist.Work | None]:
     """Entries ``[sum(send), ...]`` cut by receiver -> ``[sum(recv), ...]`` in order of the sender.
 
-    With ``async_op`` the result is under way until the work returned is waited for, and ``x`` must live as long.
+    With ``async_op`` the exchange is in flight until the work returned completes, and ``x`` must
+    live as long.
     """
     out = x.new_empty(sum(recv), *x.shape[1:])
     if isinstance(group, ImaginedGroup):
         return out, cast(dist.Work, group)
-    elsewhere = sum(send) - send[dist.get_rank(group)]
-    record(
-        kind, backward=backward, elements=elsewhere * x[:1].numel(), element_size=x.element_size()
-    )
+
+    to_others = sum(send) - send[dist.get_rank(group)]
+    elements = to_others * x[:1].numel()
+    record(kind, backward=backward, elements=elements, element_size=x.element_size())
+
     x = x.contiguous()
     if async_op:
         return out, dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
@@ -50,7 +53,10 @@ def all_to_all(
     return out, None
 
 
-_SCHEMA = "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, bool reverse) -> Tensor"
+_SCHEMA = (
+    "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, "
+    "bool reverse) -> Tensor"
+)
 
 
 def _exchange_now(
@@ -67,9 +73,8 @@ def _exchange_now(
 
     In reverse each step is undone, the last one first: what was read by index is written by index.
     """
-    process_group = dist.distributed_c10d._resolve_process_group(
-        group
-    )  # operators take no group objects
+    # Operators take no group objects.
+    process_group = dist.distributed_c10d._resolve_process_group(group)
     if reverse:
         send, recv, pack, place = recv, send, place, pack
     arrived, _ = all_to_all(
@@ -88,7 +93,7 @@ def _exchange_fake(
     kind: str,
     reverse: bool,
 ) -> Tensor:
-    return tokens.new_empty((pack if reverse else place).shape[0], tokens.shape[1])
+    return tokens.new_empty((pack if reverse else place).shape[0], *tokens.shape[1:])
 
 
 _exchange = torch.library.custom_op(
@@ -122,7 +127,8 @@ def exchange(
     kind: str = "switch",
     reverse: bool = False,
 ) -> Tensor:
-    """Exchange entries ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by this rank's plan.
+    """Exchange entries ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by
+    this rank's plan.
 
     ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
     """
@@ -134,13 +140,20 @@ def exchange(
 
 
 def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For ``torch.utils.checkpoint``: keep what exchanges return, so that recompute sends nothing again."""
+    """Contexts of forward and of recomputation, for ``torch.utils.checkpoint``.
+
+    The first keeps what exchanges return, so that the second sends nothing again.
+    """
     keeping, using = create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
     return keeping, _Once(using)
 
 
 class _Once:
-    """A context of recomputation, which uses up what was kept and so can be entered once."""
+    """A context of recomputation, which uses up what was kept and so can be entered once.
+
+    Raises:
+        ValueError: when it is entered again.
+    """
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self.context, self.is_used = context, False
@@ -148,9 +161,10 @@ class _Once:
     def __enter__(self) -> None:
         if self.is_used:
             raise ValueError(
-                "got a second backward pass (retain_graph=True) through checkpointed blocks that keep what they "
-                "receive from other ranks; expected one, which uses that up; set recompute_communication=True, "
-                "switch gradient checkpointing off, or call the model again"
+                "got a second backward pass (retain_graph=True) through checkpointed blocks that "
+                "keep what they receive from other ranks; expected one, which uses that up; set "
+                "recompute_communication=True, switch gradient checkpointing off, or call the "
+                "model again"
             )
         self.is_used = True
         self.context.__enter__()
@@ -160,7 +174,7 @@ class _Once:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Forward gives every rank all rows; backward gives every row's holder the sum of all ranks' gradients."""
+    """Forward gathers all rows on every rank; backward sums each row's gradients on its owner."""
 
     @staticmethod
     def forward(
@@ -187,7 +201,8 @@ def gather_rows(
 ) -> Tensor:
     """All ranks' rows ``[sum(sizes), ...]`` from the rows ``[sizes[rank], ...]`` of each.
 
-    A loss computed on the result by every rank counts once per rank; averaged over the group that is the loss itself.
+    A loss computed on the result by every rank counts once per rank; averaged over the group that
+    is the loss itself.
     """
     rows: Tensor = _GatherRows.apply(x, sizes, group, kind)
     return rows

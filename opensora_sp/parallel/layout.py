@@ -1,8 +1,9 @@
-"""Who holds which tokens, and what each rank sends to each other: integer arithmetic, no processes.
+"""Token layouts, and the exchanges between them: integer arithmetic, no processes.
 
-A layout is written as the order of a batch's axes, with a bar: the axes before it count units, those after it lie
-inside a unit. Units are dealt out in runs, balanced by entries: each rank's run ends with the last unit that lies whole
-in its share. So ranks differ by at most one unit, and one may hold none.
+A layout is written as the order of a batch's axes, with a bar: the axes before it count units,
+those after it lie inside a unit. Units are distributed in runs, balanced by entries: each rank's
+run ends with the last unit that lies whole in its share. So ranks differ by at most one unit, and
+one may hold none.
 
     b t | s        spatial rows: one unit is a frame of a sample
     b s | t        temporal rows: one unit is a patch through all frames
@@ -12,10 +13,12 @@ in its share. So ranks differ by at most one unit, and one may hold none.
 
 Windows are any ``Partition`` of a frame's patches; they may differ in size.
 
-Turning one layout into another is a fixed exchange: from the sizes alone every rank computes which entries it sends to
-whom (``send_splits``, in the order ``pack``) and where those it receives belong (``recv_splits``, ``place``).
+Turning one layout into another is a fixed exchange: from the sizes alone every rank computes which
+entries it sends to whom (``send_splits``, in the order ``pack``) and where those it receives belong
+(``recv_splits``, ``place``).
 
-Legend: b samples, t frames, s patches of a frame, w windows of a frame, p patches of a window, h heads.
+Legend: b samples, t frames, s patches of a frame, w windows of a frame, p patches of a window, h
+heads.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 SPATIAL_ROWS = "b t | s"
 TEMPORAL_ROWS = "b s | t"
 WINDOW_ROWS = "b w | p t"
-WINDOW_COLUMNS = "b w p | t"  # rows in the order of the windows, dealt out one by one
+WINDOW_COLUMNS = "b w p | t"  # rows in the order of the windows, distributed one by one
 
 
 class Partition(Protocol):
@@ -52,24 +55,22 @@ class Partition(Protocol):
 
 
 def balanced_run(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """The rows ``[start, stop)`` of one rank: contiguous, and as many as any other rank's, give or take one."""
+    """The contiguous rows ``[start, stop)`` of one rank; numbers of rows differ by at most one."""
     return num_rows * rank // num_ranks, num_rows * (rank + 1) // num_ranks
 
 
 def run_sizes(num_rows: int, num_ranks: int) -> list[int]:
     """Rows held by each rank."""
-    return [
-        stop - start
-        for start, stop in (balanced_run(num_rows, num_ranks, r) for r in range(num_ranks))
-    ]
+    runs = (balanced_run(num_rows, num_ranks, rank) for rank in range(num_ranks))
+    return [stop - start for start, stop in runs]
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
     """One rank's part in bringing the entries of a batch into another layout.
 
-    ``sent = entries[pack]``, cut by ``send_splits``; what arrives, sender by sender as ``recv_splits`` says, goes to
-    ``result[place]``.
+    ``sent = entries[pack]``, cut by ``send_splits``; what arrives, sender by sender as
+    ``recv_splits`` says, goes to ``result[place]``.
     """
 
     pack: Tensor
@@ -93,12 +94,12 @@ def plan_exchange(
     num_chunks: int = 1,
     windows: Partition | None = None,
 ) -> ExchangePlan:
-    """Plan one rank's exchange of all entries of the axes ``sizes`` from the layout ``left`` to the one ``entered``.
+    """Plan one rank's part in an exchange of all entries from one layout to another.
 
-    Every rank's run may be left in several chunks, cut between rows (entries that differ in the last axis alone), an
-    exchange each; the plan is then that of one ``chunk``: ``pack`` counts from the chunk's first entry and ``place``
-    fills a part of the result. ``sizes`` has the axis s, which layouts may divide into w and p by ``windows``. Plans
-    are cached.
+    Every rank's run may be left in several chunks, cut between rows (entries that differ in the
+    last axis alone), an exchange each; the plan is then that of one ``chunk``: ``pack`` counts from
+    the chunk's first entry and ``place`` fills a part of the result. ``sizes`` has the axis s,
+    which layouts may divide into w and p by ``windows``. Plans are cached.
 
     Raises:
         ValueError: if a layout does not name every axis once.
@@ -109,12 +110,14 @@ def plan_exchange(
 
 
 def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -> ExchangePlan:
-    """Plan one rank's part in handing entries from the ranks that made them to all that want them.
+    """Plan one rank's part in sending entries from their makers to all that want them.
 
     Args:
         made: for each rank the numbers of its entries, int64, in its own order.
-        wanted: for each rank which entries it wants, bool ``[all entries]``; many may want one, or none.
-        rank: whose part; its plan packs its own entries, and ``place`` has the numbers of those that arrive.
+        wanted: for each rank which entries it wants, bool ``[all entries]``; many may want one, or
+            none.
+        rank: whose part; its plan packs its own entries, and ``place`` has the numbers of those
+            that arrive.
     """
     sent = [of_receiver[made[rank]].nonzero().flatten() for of_receiver in wanted]
     arriving = [of_sender[wanted[rank][of_sender]] for of_sender in made]
@@ -169,26 +172,27 @@ def _cached_plan(
     num_chunks: int,
     windows: Partition | None,
 ) -> ExchangePlan:
-    # a plan made while sampling serves training as well, one made while tracing with fake tensors is real
+    # A plan made in sampling serves training as well; one made under fake tensors is real.
     with torch.inference_mode(False), unset_fake_temporarily():
-        left_layout, entered_layout = (
-            _Layout(dict(sizes), text, windows) for text in (left, entered)
-        )
+        left_layout = _Layout(dict(sizes), left, windows)
+        entered_layout = _Layout(dict(sizes), entered, windows)
         left_runs, entered_runs = left_layout.runs(num_ranks), entered_layout.runs(num_ranks)
-        chunks = [
-            left_layout.chunk(run, c, num_chunks) for run in left_runs for c in range(num_chunks)
-        ]
+
+        # What this rank sends: the receiver of each entry of its chunk.
+        chunks: list[tuple[int, int]] = []
+        for run in left_runs:
+            chunks += [left_layout.chunk(run, c, num_chunks) for c in range(num_chunks)]
         held = torch.arange(*chunks[rank * num_chunks + chunk])
-        receiver = _piece(
-            left_layout.positions_in(entered_layout, held), [stop for _, stop in entered_runs]
-        )
+        destination = left_layout.positions_in(entered_layout, held)
+        receiver = _piece(destination, [stop for _, stop in entered_runs])
+
+        # What it receives of this chunk: senders hold ascending runs and pack in their own order.
         wanted = torch.arange(*entered_runs[rank])
         source = entered_layout.positions_in(left_layout, wanted)
         piece = _piece(source, [stop for _, stop in chunks])
         mine = (piece % num_chunks == chunk).nonzero().flatten()
-        order = torch.argsort(
-            source[mine]
-        )  # senders hold ascending runs and pack in their own order
+        order = torch.argsort(source[mine])
+
         return ExchangePlan(
             pack=torch.argsort(receiver, stable=True).to(device),
             place=mine[order].to(device),
@@ -205,18 +209,21 @@ def _piece(positions: Tensor, stops: list[int]) -> Tensor:
 class _Layout:
     """Positions of entries in one order of the axes, and the runs of them that ranks hold.
 
-    A window's size multiplies the strides of the axes between w and p; before w, a frame's S patches do.
+    A window's size multiplies the strides of the axes between w and p; before w, a frame's S
+    patches do.
     """
 
     def __init__(self, sizes: dict[str, int], text: str, windows: Partition | None) -> None:
         units, bar, within = text.partition("|")
         self.sizes, self.axes, self.units = sizes, [*units.split(), *within.split()], units.split()
+
         patches = "wp" if "w" in self.axes and windows is not None else "s"
         if not bar or sorted(self.axes) != sorted("".join(sizes).replace("s", patches)):
             raise ValueError(
-                f"got layout {text!r} for the axes {sorted(sizes)}; expected each of them once and a bar after those "
-                "that count units; write for example 'b t | s'"
+                f"got layout {text!r} for the axes {sorted(sizes)}; expected each of them once and "
+                "a bar after those that count units; write for example 'b t | s'"
             )
+
         self.total = math.prod(sizes.values())
         self.windows = windows if patches == "wp" else None
         if self.windows is not None:
@@ -229,9 +236,10 @@ class _Layout:
         """Entries held by each rank: up to the last unit that ends within its share."""
         shares = torch.tensor([self.total * rank // num_ranks for rank in range(num_ranks)])
         coordinates = self._coordinates(shares)
-        starts = self._positions(
-            {a: c if a in self.units else c * 0 for a, c in coordinates.items()}
-        ).tolist()
+        of_unit = {
+            axis: index if axis in self.units else index * 0 for axis, index in coordinates.items()
+        }
+        starts = self._positions(of_unit).tolist()
         return tuple(zip(starts, [*starts[1:], self.total], strict=True))
 
     @property
@@ -240,7 +248,7 @@ class _Layout:
         return int(last) + 1
 
     def unit_numbers(self, positions: Tensor) -> Tensor:
-        """The units that these positions lie in; the end of all entries lies in the one after the last."""
+        """The unit of each position; the end of all entries is in the one after the last."""
         coordinates, number = self._coordinates(positions), torch.zeros_like(positions)
         for axis in self.units:
             if axis == "w" and "p" in self.units:
@@ -248,10 +256,8 @@ class _Layout:
             elif axis == "p":
                 number = number + coordinates["p"]
             else:
-                number = (
-                    number * (len(self.window_sizes) if axis == "w" else self.sizes[axis])
-                    + coordinates[axis]
-                )
+                count = len(self.window_sizes) if axis == "w" else self.sizes[axis]
+                number = number * count + coordinates[axis]
         return number
 
     def chunk(self, run: tuple[int, int], chunk: int, num_chunks: int) -> tuple[int, int]:
@@ -305,3 +311,22 @@ class _Layout:
 
     def _window_start(self, window: Tensor) -> Tensor:
         return self.window_stops[window] - self.window_sizes[window]
+
+
+UNIT_NAMES = {
+    "b": "samples (B)",
+    "b t": "spatial rows (B*T)",
+    "b s": "temporal rows (B*S)",
+    "b w": "windows (B*W)",
+    "b w p": "temporal rows (B*S)",
+    "b t h": "heads of frames (B*T*H)",
+    "b w h": "heads of windows (B*W*H)",
+    "b h": "heads of clips (B*H)",
+    "h": "heads (H)",
+}
+
+
+def unit_name(layout: str) -> str:
+    """What the units of a layout are, for users."""
+    axes = layout.partition("|")[0].strip()
+    return UNIT_NAMES.get(axes, f"units of {axes!r}")

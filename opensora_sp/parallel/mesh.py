@@ -7,41 +7,45 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opensora_sp.process_groups import host_backend
+from opensora_sp.backends import host_backend
 
 from .numerics import accumulate_in_fp32
 
 
 class ImaginedGroup:
-    """Stands where a process group would be if nothing is to be sent: exchanges return tensors without content."""
+    """A process group without processes: nothing is sent, and exchanges return empty tensors."""
 
     group_name = "imagined"
 
     def wait(self) -> None:
-        """As the work of an exchange: nothing is under way."""
+        """As the work of an exchange: nothing is in flight."""
 
 
 class SequenceMesh:
     """All processes, arranged as ``dp_size`` replicas of ``sp_size`` neighbouring ranks each.
 
-    The ranks of one replica (``sp_group``) share every batch and hold a part of its rows; ranks with equal
-    ``sp_rank`` (``dp_group``) hold different batches. Without a process group there is one process, and both are None.
+    The ranks of one replica (``sp_group``) share every batch and hold a part of its rows; ranks
+    with equal ``sp_rank`` (``dp_group``) hold different batches. Without a process group there is
+    one process, and both are None.
 
-    Creating a mesh is collective: every rank of the world does it, in the same order. It also lets matrix products
-    accumulate in fp32 in this process (``accumulate_in_fp32``): runs, the plugin and ``parallelize`` need a mesh.
+    Creating a mesh is collective: every rank of the world does it, in the same order. It also lets
+    matrix products accumulate in fp32 in this process (``accumulate_in_fp32``): runs, the plugin
+    and ``parallelize`` need a mesh.
 
     Raises:
-        ValueError: if ``sp_size`` does not divide the number of processes, or a launcher started several processes
-            that have not joined a process group.
+        ValueError: if ``sp_size`` does not divide the number of processes, or a launcher started
+            several processes that have not joined a process group.
     """
 
     def __init__(self, sp_size: int = 1) -> None:
         running = dist.is_available() and dist.is_initialized()
         if not running and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
-                f"got {os.environ['WORLD_SIZE']} processes without a process group; expected one; call "
-                "colossalai.launch_from_torch() or torch.distributed.init_process_group() first"
+                f"got {os.environ['WORLD_SIZE']} processes without a process group; expected one; "
+                "call colossalai.launch_from_torch() or torch.distributed.init_process_group() "
+                "first"
             )
+
         world = dist.get_world_size() if running else 1
         rank = dist.get_rank() if running else 0
         check_sp_size(sp_size, world)
@@ -49,18 +53,20 @@ class SequenceMesh:
         self.world_size, self.rank = world, rank
         self.sp_size, self.dp_size = sp_size, world // sp_size
         self.dp_rank, self.sp_rank = divmod(rank, sp_size)
+
         replicas = [list(range(first, first + sp_size)) for first in range(0, world, sp_size)]
+        peers = [list(ranks) for ranks in zip(*replicas, strict=True)]
         self.sp_group = _my_group(replicas, rank, world)
-        self.dp_group = _my_group(
-            [list(peers) for peers in zip(*replicas, strict=True)], rank, world
-        )
-        self.host_group = self.sp_group  # the same ranks, for tensors on the CPU
+        self.dp_group = _my_group(peers, rank, world)
+
+        # The ranks of sp_group, for tensors on the CPU.
+        self.host_group = self.sp_group
         if self.sp_group is not None and "gloo" not in dist.get_backend_config(self.sp_group):
             self.host_group = _my_group(replicas, rank, world, backend=host_backend())
 
     @classmethod
     def imagined(cls, sp_size: int, sp_rank: int) -> SequenceMesh:
-        """The mesh as one rank of ``sp_size`` would see it, without processes, to trace a model with fake tensors."""
+        """The mesh of one rank, without processes, to trace a model with fake tensors."""
         mesh = cls.__new__(cls)
         mesh.world_size, mesh.rank = sp_size, sp_rank
         mesh.sp_size, mesh.dp_size, mesh.sp_rank, mesh.dp_rank = sp_size, 1, sp_rank, 0
@@ -81,8 +87,8 @@ def check_sp_size(sp_size: int, world_size: int) -> None:
     if sp_size < 1 or world_size % sp_size:
         fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(
-            f"got sp_size {sp_size} with {world_size} processes; expected an sp_size that divides the number of "
-            f"processes, one of {fitting}; change sp_size or the number of processes"
+            f"got sp_size {sp_size} with {world_size} processes; expected an sp_size that divides "
+            f"the number of processes, one of {fitting}; change sp_size or the number of processes"
         )
 
 
@@ -94,8 +100,9 @@ def _my_group(
         return None
     if len(groups[0]) == world and backend is None:
         return dist.group.WORLD
-    made = [dist.new_group(ranks, backend=backend) for ranks in groups]
-    own: dist.ProcessGroup = next(
-        group for ranks, group in zip(groups, made, strict=True) if rank in ranks
-    )
+
+    own = None
+    for ranks in groups:
+        group = dist.new_group(ranks, backend=backend)
+        own = group if rank in ranks else own
     return own

@@ -1,53 +1,138 @@
-"""The options of sequence parallelism: strategy, placement, precision and overlap of the exchanges."""
+"""The options of sequence parallelism, each declared once.
+
+``Options`` holds name, default, choices and help text. The keywords of ``parallelize``, the section
+``sequence_parallel`` of a config and its reference page derive from these fields.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
-STRATEGIES = ("switch", "ulysses", "split_gather")
+from .cost_model import H100, CostModel
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 PLACEMENTS = ("stream", "branch")
-STREAM_SWITCH = ("switch", "stream")  # between the blocks, where overlap is possible
 COMM_DTYPES = ("bf16", "fp8")
+
+
+def _option(default: Any, text: str, choices: tuple[str | None, ...] = ()) -> Any:
+    """A field with its help text and, if these are few, its valid values."""
+    metadata = {"help": text, "choices": choices, "in_config": True}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How ranks work together; see ``parallelize``. Checks itself."""
+    """How the ranks of a sequence-parallel group share a batch: the keywords of ``parallelize``.
 
-    strategy: str = "switch"
-    placement: str = "stream"
-    comm_dtype: str | None = None
-    overlap_chunks: int = 1
-    overlap_backward: bool = False
-    recompute_communication: bool = False
+    Each field's ``metadata["help"]`` explains it; the config reference shows these texts.
+
+    Raises:
+        ValueError: if a value is unknown or options contradict each other.
+    """
+
+    strategy: str = _option(
+        "switch",
+        "A parallel strategy, see below. `switch`: tokens change between spatial and temporal "
+        "rows. `ulysses` (heads) and `split_gather` (all tokens) are exact baselines that send "
+        "more. Or a registered one.",
+    )
+    placement: str = _option(
+        "stream",
+        "Where `switch` exchanges tokens. `stream`: the residual stream, between blocks. `branch`: "
+        "the stream stays in temporal rows; the input and output of each spatial attention travel.",
+        PLACEMENTS,
+    )
+    comm_dtype: str | None = _option(
+        None,
+        "Precision of the exchange with `placement='branch'`: `bf16`, or `fp8` (e4m3 forward, e5m2 "
+        "backward, one scale per token). None sends the model's dtype.",
+        (None, *COMM_DTYPES),
+    )
+    overlap_chunks: int = _option(
+        1,
+        "Chunks in which the end of a block is computed; each is sent while the next is computed. "
+        "1 turns this off.",
+    )
+    overlap_backward: bool = _option(
+        False,
+        "With gradient checkpointing, recompute a block while its output gradient is in flight.",
+    )
+    recompute_communication: bool = _option(
+        False,
+        "With gradient checkpointing, repeat the exchanges inside of blocks in recomputation "
+        "instead of keeping what was received: less memory, more communication.",
+    )
+    cost_model: CostModel = field(
+        default=H100,
+        metadata={
+            "help": "Speed of the devices and of their links, by which a strategy is chosen for "
+            "each shape; equal on all ranks.",
+            "choices": (),
+            "in_config": False,
+        },
+    )
+    verify: bool = _option(
+        False,
+        "Run the first batch with and without sequence parallelism, log the largest relative "
+        "differences of output and gradients, and raise an error if they exceed rounding.",
+    )
 
     def __post_init__(self) -> None:
-        known = dict(strategy=STRATEGIES, placement=PLACEMENTS, comm_dtype=(None, *COMM_DTYPES))
-        for name, values in known.items():
-            if getattr(self, name) not in values:
+        # Strategies have Options in their signatures.
+        from .strategies import strategy_options
+
+        for one in fields(self):
+            value, choices = getattr(self, one.name), one.metadata["choices"]
+            if one.name == "strategy":
+                choices = strategy_options()
+            if choices and value not in choices:
                 raise ValueError(
-                    f"got {name} {getattr(self, name)!r}; expected one of {values}; choose one of these"
+                    f"got {one.name} {value!r}; expected one of {choices}; choose one of these"
                 )
+
         if self.overlap_chunks < 1:
             raise ValueError(
                 f"got overlap_chunks {self.overlap_chunks}; expected at least 1; 1 turns chunks off"
             )
         if self.placement == "branch" and self.strategy != "switch":
             raise ValueError(
-                f"got placement 'branch' with strategy {self.strategy!r}; expected strategy 'switch'; change either"
+                f"got placement 'branch' with strategy {self.strategy!r}; expected strategy "
+                "'switch'; change either"
             )
         if self.comm_dtype is not None and self.placement != "branch":
             raise ValueError(
-                f"got comm_dtype {self.comm_dtype!r} with placement {self.placement!r}, which moves the residual "
-                "stream; expected None there, the model's own dtype: rounding would add up over the blocks; set "
-                "placement='branch' or leave comm_dtype out"
+                f"got comm_dtype {self.comm_dtype!r} with placement {self.placement!r}, which "
+                "moves the residual stream; expected None there, the model's own dtype: rounding "
+                "would add up over the blocks; set placement='branch' or leave comm_dtype out"
             )
-        if (self.overlap_chunks > 1 or self.overlap_backward) and (
-            self.strategy,
-            self.placement,
-        ) != STREAM_SWITCH:
+        if self.overlaps and (self.strategy, self.placement) != ("switch", "stream"):
             raise ValueError(
-                f"got overlap_chunks {self.overlap_chunks} and overlap_backward {self.overlap_backward} with strategy "
-                f"{self.strategy!r} and placement {self.placement!r}; expected 'switch' and 'stream', where switches "
-                "lie between blocks; change these or leave the overlap out"
+                f"got overlap_chunks {self.overlap_chunks} and overlap_backward "
+                f"{self.overlap_backward} with strategy {self.strategy!r} and placement "
+                f"{self.placement!r}; expected 'switch' and 'stream', where switches lie between "
+                "blocks; change these or leave the overlap out"
             )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether any exchange overlaps with computation."""
+        return self.overlap_chunks > 1 or self.overlap_backward
+
+
+def takes_options(function: Function) -> Function:
+    """Show the fields of ``Options`` in place of ``**keywords``, in signature and docstring."""
+    signature = inspect.signature(function)
+    keyword, named, lines = inspect.Parameter.KEYWORD_ONLY, [], []
+    for one in fields(Options):
+        named.append(inspect.Parameter(one.name, keyword, default=one.default, annotation=one.type))
+        lines.append(f"        {one.name}: {one.metadata['help']}")
+
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+    function.__doc__ = f"{function.__doc__}\n    Options:\n" + "\n".join(lines)
+    return function

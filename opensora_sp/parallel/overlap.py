@@ -1,16 +1,19 @@
-"""Switches that travel while the model computes.
+"""Switches in flight while the model computes.
 
-A block ends with work on single tokens. Done in chunks of rows, each chunk is sent off while the next is computed
-(``launch``), and the switch waits for all of them (``land``). Backward mirrors it: landing sends all gradients off,
-launching waits for those of its chunk. Under checkpointing the launch belongs to what is recomputed and saves an
-(empty) tensor; asking for it back starts the recomputation, so gradients travel meanwhile.
+A block ends with work on single tokens. Done in chunks of rows, each chunk is sent while the next
+one is computed (``start``), and the switch completes when all have arrived (``wait``). Backward
+mirrors it: completion sends all gradients, and the start of each chunk waits for its own. Under
+checkpointing the start belongs to the recomputed part and saves an (empty) tensor; unpacking it
+begins the recomputation, so that gradients are in flight meanwhile.
 
-What is under way stays with the ``Flight``; autograd sees only empty tickets that tie launches to their landing.
+Tensors in flight belong to the ``InFlightSwitch``; autograd sees only empty tickets that tie starts
+to their wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +28,27 @@ from .typed import once_differentiable
 KIND = "switch"
 
 
-class Flight:
-    """One switch under way: a chunk of this rank's tokens at a time."""
+@dataclass(frozen=True)
+class _Transfer:
+    """One asynchronous all-to-all; ``packed`` has to live until it completes."""
+
+    packed: Tensor
+    arriving: Tensor
+    work: dist.Work
+
+    def wait(self, *, backward: bool) -> Tensor:
+        with communicating(KIND, self.arriving.device, backward=backward):
+            self.work.wait()
+        return self.arriving
+
+
+class InFlightSwitch:
+    """One switch, a chunk of this rank's tokens at a time.
+
+    Args:
+        plan: the exchange of ``chunk`` of ``num_chunks``.
+        overlap_backward: start the gradients' exchange and recompute before waiting for it.
+    """
 
     def __init__(
         self,
@@ -38,61 +60,51 @@ class Flight:
         self._plan, self._group, self._overlap_backward = plan, group, overlap_backward
         self._plans: list[ExchangePlan] = []
         self._sent: set[int] = set()
-        self._under_way: dict[
-            int, tuple[Tensor, Tensor, dist.Work]
-        ] = {}  # what is sent, what arrives
+        self._transfers: dict[int, _Transfer] = {}  # by chunk
         self._tickets: list[Tensor] = []
 
-    def launch(self, chunks: Iterable[Tensor], num_chunks: int) -> Flight:
-        """Send chunks ``[rows, L, C]`` off as they are computed. In recomputation nothing is sent again."""
+    def start(self, chunks: Iterable[Tensor], num_chunks: int) -> InFlightSwitch:
+        """Send chunks ``[rows, L, C]`` as they are computed, not again in recomputation."""
         self._plans = [self._plan(chunk, num_chunks) for chunk in range(num_chunks)]
-        recomputes = bool(self._sent)  # whose graph is checkpointing's, not ours to hold
-        tickets = [_Launch.apply(x.flatten(0, 1), self, chunk) for chunk, x in enumerate(chunks)]
+        recomputes = bool(self._sent)
+        tickets = [_Start.apply(x.flatten(0, 1), self, chunk) for chunk, x in enumerate(chunks)]
+
+        # The graph of a recomputation is held by checkpointing.
         self._tickets = [] if recomputes else tickets
         return self
 
-    def land(self) -> Tensor:
-        """Wait for all chunks: the tokens ``[n, C]`` of the layout entered."""
+    def wait(self) -> Tensor:
+        """Complete all chunks: the tokens ``[n, C]`` of the layout entered."""
         tickets, self._tickets = self._tickets, []
-        landed: Tensor = _Land.apply(self, *tickets)
-        return landed
+        tokens: Tensor = _Wait.apply(self, *tickets)
+        return tokens
 
     def send(self, chunk: int, tokens: Tensor) -> None:
         if chunk not in self._sent:
             self._sent.add(chunk)
             plan = self._plans[chunk]
-            self._start(
-                chunk,
-                tokens.index_select(0, plan.pack),
-                plan.send_splits,
-                plan.recv_splits,
-                backward=False,
-            )
+            packed = tokens.index_select(0, plan.pack)
+            self._start(chunk, packed, plan.send_splits, plan.recv_splits, backward=False)
 
     def receive(self) -> Tensor:
-        parts = [self._wait(chunk, backward=False) for chunk in range(len(self._plans))]
-        landed = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+        parts = [
+            self._transfers.pop(chunk).wait(backward=False) for chunk in range(len(self._plans))
+        ]
+        tokens = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
         for plan, part in zip(self._plans, parts, strict=True):
-            landed.index_copy_(0, plan.place, part)
-        return landed
+            tokens.index_copy_(0, plan.place, part)
+        return tokens
 
-    def send_back(self, grad: Tensor) -> None:
-        for chunk, plan in reversed(
-            list(enumerate(self._plans))
-        ):  # the last chunk's gradient is used first
-            self._start(
-                chunk,
-                grad.index_select(0, plan.place),
-                plan.recv_splits,
-                plan.send_splits,
-                backward=True,
-            )
+    def send_gradient(self, grad: Tensor) -> None:
+        # The last chunk's gradient is used first.
+        for chunk, plan in reversed(list(enumerate(self._plans))):
+            packed = grad.index_select(0, plan.place)
+            self._start(chunk, packed, plan.recv_splits, plan.send_splits, backward=True)
             if not self._overlap_backward:
-                _, arriving, work = self._under_way[chunk]
-                _wait_for(work, arriving, backward=True)
+                self._transfers[chunk].wait(backward=True)
 
-    def receive_back(self, chunk: int) -> Tensor:
-        part = self._wait(chunk, backward=True)
+    def receive_gradient(self, chunk: int) -> Tensor:
+        part = self._transfers.pop(chunk).wait(backward=True)
         return torch.empty_like(part).index_copy_(0, self._plans[chunk].pack, part)
 
     def _start(
@@ -102,48 +114,37 @@ class Flight:
             packed, send, recv, self._group, kind=KIND, backward=backward, async_op=True
         )
         assert work is not None
-        self._under_way[chunk] = packed, arriving, work
-
-    def _wait(self, chunk: int, *, backward: bool) -> Tensor:
-        _, arriving, work = self._under_way.pop(chunk)
-        _wait_for(work, arriving, backward=backward)
-        return arriving
+        self._transfers[chunk] = _Transfer(packed, arriving, work)
 
 
-def _wait_for(work: dist.Work, arriving: Tensor, *, backward: bool) -> None:
-    with communicating(KIND, arriving.device, backward=backward):
-        work.wait()
-
-
-class _Launch(torch.autograd.Function):
-    """Forward sends a chunk off and returns a ticket; backward waits for the chunk's gradient."""
+class _Start(torch.autograd.Function):
+    """Forward sends a chunk and returns a ticket; backward waits for the chunk's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, flight: Flight, chunk: int) -> Tensor:
-        ctx.flight, ctx.chunk = flight, chunk
+    def forward(ctx: Any, tokens: Tensor, switch: InFlightSwitch, chunk: int) -> Tensor:
+        ctx.switch, ctx.chunk = switch, chunk
         ctx.save_for_backward(tokens.new_empty(0))
-        flight.send(chunk, tokens)
+        switch.send(chunk, tokens)
         return tokens.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor, None, None]:
-        _ = (
-            ctx.saved_tensors
-        )  # under checkpointing this recomputes the block, while its gradient travels
-        return ctx.flight.receive_back(ctx.chunk), None, None
+        # Under checkpointing this recomputes the block, while its gradient is in flight.
+        _ = ctx.saved_tensors
+        return ctx.switch.receive_gradient(ctx.chunk), None, None
 
 
-class _Land(torch.autograd.Function):
-    """Forward waits for all chunks; backward sends their gradients off and returns tickets."""
+class _Wait(torch.autograd.Function):
+    """Forward completes all chunks; backward sends their gradients and returns tickets."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, *tickets: Tensor) -> Tensor:
-        ctx.flight, ctx.num_chunks = flight, len(tickets)
-        return flight.receive()
+    def forward(ctx: Any, switch: InFlightSwitch, *tickets: Tensor) -> Tensor:
+        ctx.switch, ctx.num_chunks = switch, len(tickets)
+        return switch.receive()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.flight.send_back(grad)
+        ctx.switch.send_gradient(grad)
         return None, *(grad.new_empty(0) for _ in range(ctx.num_chunks))

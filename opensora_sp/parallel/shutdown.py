@@ -3,7 +3,7 @@
 A gloo thread that completes a collective can hold the last reference to a tensor that Python has
 seen. It drops that tensor under the mutex of its group, and dropping it takes the GIL. torch 2.5
 destroys a ``ProcessGroup`` with the GIL held, and ``~ProcessGroupGloo`` waits for the same mutex
-and then joins the thread: neither side can go on, and nothing times out. ``Backend`` objects, in
+and then joins the thread: neither side can continue, and nothing times out. ``Backend`` objects, in
 contrast, release the GIL in their destructor. So whoever holds the backends while the process
 group is destroyed, and drops them after it, cannot deadlock.
 """

@@ -1,4 +1,9 @@
-"""What the engine asks of a model's own description of its rows and of the grid of patches that they lie in."""
+"""Protocols of the engine: what it uses of a model's description of its rows and of the grid that
+they lie in.
+
+``models/token_layout.py`` implements them for latents, ``module_points.py`` for the tokens of any
+other model.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,15 @@ from .layout import Partition
 
 
 class Grid(Protocol):
-    """The patches of a batch: B samples of T frames of S patches. ``full``: all tokens of a sample attend together."""
+    """The patches of a batch: B samples of T frames of S patches.
 
-    num_samples: int
-    full: bool
+    ``full``: all tokens of a sample attend together.
+    """
 
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def full(self) -> bool: ...
     @property
     def shape(self) -> tuple[int, int, int]: ...
     @property
@@ -23,20 +32,21 @@ class Grid(Protocol):
     @property
     def patches_per_frame(self) -> int: ...
     @property
-    def patch_volume(self) -> int: ...
-    @property
     def windows(self) -> Partition | None: ...
     def rows(self, layout: str) -> Rows: ...
 
 
 class Rows(Protocol):
-    """The rows ``[start, stop)`` of all rows of a layout, "spatial" or "temporal", each of ``length`` tokens."""
+    """The rows ``[start, stop)`` of a layout, "spatial" or "temporal", of ``length`` tokens each."""
 
-    grid: Grid
-    layout: str
-    start: int
-    stop: int
-
+    @property
+    def grid(self) -> Grid: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
     @property
     def length(self) -> int: ...
     @property
@@ -46,6 +56,20 @@ class Rows(Protocol):
     def take(self, start: int, stop: int) -> Rows: ...
     def turned(self) -> Rows: ...
     def turn(self, x: Tensor) -> tuple[Tensor, Rows]: ...
+
+
+class LatentGrid(Grid, Protocol):
+    """A grid of patches of latents."""
+
+    @property
+    def patch_volume(self) -> int: ...
+
+
+class LatentRows(Rows, Protocol):
+    """Rows that know their place in the latents of the batch."""
+
+    @property
+    def grid(self) -> LatentGrid: ...
     def slice(self, z: Tensor) -> Tensor: ...
     def samples(self, device: torch.device) -> Tensor: ...
     def inside(self, device: torch.device) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""Types that torch leaves out: decorators that keep what they decorate, and what a forward hook is given."""
+"""What torch has without types or public names: decorators, hook arguments, autograd's state."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def uncompiled(function: Decorated) -> Decorated:
 def once_differentiable(backward: Decorated) -> Decorated:
     """For a backward pass that has none of its own."""
     return cast(Decorated, autograd_function.once_differentiable(backward))
+
+
+def is_backward_running() -> bool:
+    """Whether autograd is running: a forward is then a recomputation of checkpointing."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,5 +1,8 @@
-"""What a config will do on some number of GPUs, before any is used: who holds what, what is sent, what fits."""
+"""Estimates of a config's run on a number of GPUs: balance, communication, memory."""
 
-from .plan import Bucket, BucketPlan, Plan, buckets_of, plan
+from .run_plan import BatchEstimate, BatchSpec, Plan, buckets_of, plan
 
-__all__ = ["Bucket", "BucketPlan", "Plan", "buckets_of", "plan"]
+# The names of 0.x, until 1.0.
+Bucket, BucketPlan = BatchSpec, BatchEstimate
+
+__all__ = ["BatchEstimate", "BatchSpec", "Bucket", "BucketPlan", "Plan", "buckets_of", "plan"]

@@ -1,5 +1,4 @@
-"""What torch takes of a GPU's memory, counted while a model runs on meta tensors, which hold no
-data.
+"""Memory that torch allocates on a GPU, counted on meta tensors, which hold no data.
 
 This is the one place that knows how CUDA differs from the sum of all tensors:
 
@@ -39,8 +38,7 @@ THREADS_OF_SM, THREADS_OF_SUM = 2048, 512  # of a multiprocessor, and of a block
 
 
 class AllocatorPeak(LivePeak):
-    """Counts what torch's caching allocator hands out for meta tensors, as ``LivePeak`` counts
-    tensors.
+    """Counts the bytes that torch's caching allocator would allocate for meta tensors.
 
     ``largest`` are the bytes of the largest block: it has to lie in one piece, so that as much can
     be free without being of use.
@@ -100,11 +98,10 @@ def _flash_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
 
 
 def _exchange(args: tuple[Any, ...], _: Any) -> int:
-    """Inside of an exchange tokens lie once more: packed by receiver, and then as they arrive."""
+    """An exchange holds tokens once more: packed by receiver, and then as they arrive."""
     tokens, _, _, sent, received = args[:5]
-    return rounded(
-        max(sum(sent), sum(received)) * tokens.shape[1:].numel() * tokens.element_size(), BLOCK
-    )
+    token = tokens.shape[1:].numel() * tokens.element_size()
+    return rounded(max(sum(sent), sum(received)) * token, BLOCK)
 
 
 def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
@@ -146,10 +143,8 @@ def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     shares_inputs = inputs >= min(16 * height, 256)
     of_thread = -(-inputs // height) if shares_inputs else inputs
     columns = width if shares_inputs else width * height
-    grid, wanted = (
-        -(-(outputs // vector) // columns),
-        PROCESSORS * (THREADS_OF_SM // (width * height)),
-    )
+    grid = -(-(outputs // vector) // columns)
+    wanted = PROCESSORS * (THREADS_OF_SM // (width * height))
     if not shares_inputs or of_thread < 256 or grid > wanted:
         return 0
     blocks = max(min(-(-wanted // grid), -(-of_thread // 16)), -(-of_thread // 256))

@@ -1,7 +1,7 @@
-"""What a model has to compute, whoever shares it: matrix products of its layers and of its attentions, by arithmetic.
+"""FLOPs of a model: matrix products of its layers and of its attentions, by arithmetic.
 
-Counted are those that depend on the size of a clip or its text; embedding the timestep and sizes of a sample, norms and
-everything elementwise are left out (together under a thousandth in STDiT3-XL).
+Counted are those that depend on the size of a clip or its text; embedding the timestep and sizes of
+a sample, norms and everything elementwise are left out (together under a thousandth in STDiT3-XL).
 """
 
 from __future__ import annotations
@@ -14,23 +14,19 @@ from torch import nn
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.config import SharedConfig
 from opensora_sp.models.layers import CrossAttention, PatchEmbed3D
+from opensora_sp.parallel.batch_shape import BatchShape
 
-from .sharing import Shape, attention_work
+from .sharing import attention_work
 
-TOKENS = (
-    "x_embedder",
-    "blocks",
-    "spatial_blocks",
-    "temporal_blocks",
-    "final_layer",
-)  # see all tokens of a clip
-TEXT_ONLY = "kv_linear"  # of a block's layers, the one that sees the text instead
-STEP = 3  # forward, and backward twice as much: gradients of what goes in and of the weights
+# Parts of a model whose layers see all tokens of a clip; of a block's, one sees the text instead.
+TOKENS = ("x_embedder", "blocks", "spatial_blocks", "temporal_blocks", "final_layer")
+TEXT_ONLY = "kv_linear"
+STEP = 3  # forward, and twice as much backward: gradients of inputs and of weights
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a forward pass: so many for each token, for each text token, and for each pair of the two."""
+    """FLOPs of a forward pass for each token, each text token, and each pair of the two."""
 
     config: SharedConfig
     per_token: float
@@ -56,14 +52,18 @@ class ModelFlops:
         return cls(model.config, tokens, text, pairs)
 
     def forward(self, latents: tuple[int, ...], text_tokens: float) -> float:
-        """Of a batch of latents ``(B, c, frames, height, width)`` whose captions have ``text_tokens`` together."""
+        """FLOPs of a forward pass.
+
+        Args:
+            latents: shape ``(B, c, frames, height, width)`` of the batch.
+            text_tokens: of all its captions together.
+        """
         num_samples, _, frames, height, width = latents
-        shape = Shape.of(self.config, num_samples, (frames, height, width))
+        shape = BatchShape.of(self.config, num_samples, (frames, height, width))
         alone = self.per_token * shape.tokens + self.config.depth * attention_work(shape)
-        return (
-            text_tokens * (self.per_text_token + self.per_pair * shape.tokens / num_samples) + alone
-        )
+        per_text_token = self.per_text_token + self.per_pair * shape.tokens / num_samples
+        return text_tokens * per_text_token + alone
 
     def step(self, latents: tuple[int, ...], text_tokens: float) -> float:
-        """Of forward and backward, what checkpointing recomputes not counted."""
+        """FLOPs of forward and backward, without recomputation."""
         return STEP * self.forward(latents, text_tokens)

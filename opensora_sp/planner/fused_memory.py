@@ -7,15 +7,15 @@ forward and backward, so what forward keeps is exact. The graphs are not compile
 * operators that call a library (products, attention, exchanges, anything complex) give a buffer,
   and take buffers;
 * sums and means give a buffer;
-* all that works on single elements is fused into what reads it, unless it leaves the graph, a
-  library reads it, or several readers would repeat many reads (``realize_reads_threshold`` of
-  inductor);
+* elementwise operators are fused into their readers, unless the result leaves the graph, a library
+  reads it, or several readers would repeat many reads (``realize_reads_threshold`` of inductor);
 * a buffer is freed after its last reader, and a fused result takes the place of one that is read
   last.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,25 +26,25 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
-LIBRARY = {
-    *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward),
-    *(aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
-    *(
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_efficient_attention_backward,
-    ),
-}
-REDUCTIONS = {
-    aten.sum,
-    aten.mean,
-    aten.var_mean,
-    aten.var,
-    aten.amax,
-    aten.amin,
-    aten.any,
-    aten.prod,
-}
-READS_OF_REUSED, READS = 4, 8  # inductor's realize_reads_threshold and realize_acc_reads_threshold
+PRODUCTS = (
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten.convolution,
+    aten.convolution_backward,
+)
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+)
+SUMS = (aten.sum, aten.mean, aten.var_mean, aten.var)
+REDUCTIONS = (*SUMS, aten.amax, aten.amin, aten.any, aten.prod)
+
+# inductor's realize_reads_threshold and realize_acc_reads_threshold
+READS_OF_REUSED, READS = 4, 8
 
 
 def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     from torch._inductor.decomposition import select_decomp_table
 
     def partition(joint: GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        # the folding of constants takes tensors without data for such
+        # The folding of constants takes tensors without data for constants.
         with torch._inductor.config.patch(joint_graph_constant_folding=False):  # type: ignore[attr-defined]
             _recursive_joint_graph_passes(joint)
         return min_cut_rematerialization_partition(
@@ -73,13 +73,9 @@ class FusedGraph:
 
     def __init__(self, module: GraphModule, _: Sequence[Any]) -> None:
         self._boxed_call = True  # of the instance, as wrappers copy it
-        self.nodes = [node for node in module.graph.nodes if node.op != "output"]
-        self.outputs: Any = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[
-            0
-        ]
-        self.reads: dict[
-            Node, set[Node]
-        ] = {}  # of fused nodes: the buffers that they are computed from
+        *self.nodes, output = module.graph.nodes
+        self.outputs: Any = output.args[0]
+        self.reads: dict[Node, set[Node]] = {}  # the buffers that fused nodes are computed from
         self.buffers = self._buffers()
         self.last = self._last_readers()
 
@@ -121,16 +117,14 @@ class FusedGraph:
         return last | dict.fromkeys(self._leave(), len(self.nodes))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        values: dict[Node, Any] = {}
-        given = list(inputs)
-        inputs.clear()
         dying: dict[int, list[Node]] = {}
         for node, step in self.last.items():
             dying.setdefault(step, []).append(node)
 
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        values = dict(zip(placeholders, given, strict=True))
-        del given
+        values: dict[Node, Any] = dict(zip(placeholders, inputs, strict=True))
+        inputs.clear()
+
         for step, node in enumerate(self.nodes):
             if node in self.buffers and node.op != "placeholder":
                 self._replaced(node, dying.get(step, ()), values)
@@ -140,17 +134,14 @@ class FusedGraph:
         return [values[one] if isinstance(one, Node) else one for one in self.outputs]
 
     def _replaced(self, node: Node, dying: Sequence[Node], values: dict[Node, Any]) -> None:
-        """Let go of one buffer whose place a fused result takes."""
+        """Free one buffer whose place a fused result takes."""
         size = _bytes(node)
         if _calls_library(node) or _is_view(node) or not size:
             return
+
         for one in dying:
-            if (
-                one.op != "placeholder"
-                and one is not node
-                and not _is_view(one)
-                and _bytes(one) == size
-            ):
+            is_buffer = one is not node and one.op != "placeholder" and not _is_view(one)
+            if is_buffer and _bytes(one) == size:
                 values.pop(one, None)
                 return
 
@@ -168,33 +159,26 @@ class FusedGraph:
 
 
 def _empty(node: Node) -> Any:
-    found = node.meta["val"]
-    return tree_map(_made, found)
+    return tree_map(_made, node.meta["val"])
 
 
 def _made(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return _number(value)
-    size, stride = ([_number(n) for n in numbers] for numbers in (value.shape, value.stride()))
-    return torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+    size, stride = map(_number, value.shape), map(_number, value.stride())
+    return torch.empty_strided([*size], [*stride], dtype=value.dtype, device="meta")
 
 
 def _number(value: Any) -> Any:
-    return (
-        value.node.hint
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-        else value
-    )
+    is_symbol = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return value.node.hint if is_symbol else value
 
 
 def _bytes(node: Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    count = 1
-    for size in value.shape:
-        count *= _number(size)
-    return count * value.dtype.itemsize
+    return math.prod(map(_number, value.shape)) * value.dtype.itemsize
 
 
 def _packet(node: Node) -> Any:
@@ -225,9 +209,12 @@ def _calls_library(node: Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    tensors = [one for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
-    tensors += [
-        n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)
-    ]
+
+    values = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
+    tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
     is_complex = any(one.dtype.is_complex for one in tensors)
-    return is_complex or _packet(node) in LIBRARY or node.target.namespace not in ("aten", "prims")
+    return (
+        is_complex
+        or _packet(node) in PRODUCTS + ATTENTION
+        or node.target.namespace not in ("aten", "prims")
+    )

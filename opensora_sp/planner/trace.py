@@ -21,7 +21,7 @@ from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from . import fused_memory
 from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak
 
-DEPTH = 2  # pairs of blocks traced; each further one keeps as much more as the first does
+DEPTH = 2  # pairs of blocks traced; each further one adds as much as the second
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,19 @@ def trace_activations(
     Args:
         name, config: a model's registered name and its whole configuration.
         latents: ``(B, c, frames, height, width)``.
-        device: "cuda" counts what torch's allocator would hand out, "cpu" the bytes of tensors.
+        device: "cuda" counts what torch's allocator would allocate, "cpu" the bytes of tensors.
         compiled: the parts between two switches are compiled by inductor.
     """
     small = dataclasses.replace(config, depth=DEPTH)
     model = _model(name, small, dtype)
     model.set_grad_checkpoint(checkpointing)
-    parallelize(model, SequenceMesh.imagined(ranks, ranks - 1), **dataclasses.asdict(options))
+    mesh = SequenceMesh.imagined(ranks, ranks - 1)
+    parallelize(model, mesh, dataclasses.replace(options, verify=False))
 
     live = AllocatorPeak() if device == "cuda" else LivePeak()
     at_segments: list[int] = []  # live bytes
     model.segment.register_forward_pre_hook(lambda *_: at_segments.append(live.live))
-    with _forks_nothing(), live:
+    with _meta_device_module(), live:
         if compiled:
             compile_blocks(model, backend=fused_memory.backend)
             _passed(model, latents, ranks, training, live)
@@ -82,6 +83,7 @@ def trace_activations(
     # Between the temporal parts of two pairs: all that a forward pass makes once exists before the
     # first.
     pair = at_segments[3] - at_segments[1]
+
     # cuBLAS keeps its workspaces after the pass: they exist in the optimizer step as well.
     workspaces = CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0
     return Activations(
@@ -113,7 +115,7 @@ def run_step(
 ) -> Iterator[str]:
     """One pass of a model as the runs make it, gradients of parameters dropped as they come.
 
-    Stops after "inputs" exist and after the "pass", for whoever looks at memory.
+    Yields after "inputs" exist and after the "pass", for measurements of memory.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(training and parameter.requires_grad)
@@ -137,8 +139,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]:
-    """What the runs pass. All captions are the null caption: it has as many tokens as a text can
-    have, and the choice needs no look into data."""
+    """The inputs of a run. All captions are the null caption, which is as long as a text can be."""
     config: Any = model.config
     size = latents[0]
     with torch.device(device):
@@ -150,16 +151,14 @@ def _inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]
         if getattr(config, "drop_path", 0.0):
             inputs["drop_path"] = torch.zeros(2 * config.depth, size, dtype=torch.bool)
         inputs |= {name: torch.zeros(size) for name in model.sample_inputs}
+
     inputs["drop_caption"] = torch.ones(size, dtype=torch.bool)
     return inputs
 
 
 @contextmanager
-def _forks_nothing() -> Iterator[None]:
-    """Lets torch before 2.6 recompute on meta tensors.
-
-    It asks for a module of their random numbers, even where none is to be kept.
-    """
+def _meta_device_module() -> Iterator[None]:
+    """Lets torch before 2.6 recompute on meta tensors: it asks for a module of their generators."""
     if hasattr(torch, "meta"):
         yield
         return

@@ -1,8 +1,9 @@
 """ColossalAI's names that this package builds on, imported quietly.
 
-ColossalAI 0.5.0 warns at import about extras that are absent (apex, tensornvme) and so do packages it imports; none
-of these are needed here. Any other warning passes. Everything of ColossalAI that the plugin relies on is imported here,
-and tests/unit/test_colossalai.py knows what is used of it, so that a move upstream shows up in one place.
+ColossalAI 0.5.0 warns at import about extras that are absent (apex, tensornvme) and so do packages
+it imports; none of these are needed here. Any other warning passes. Everything of ColossalAI that
+the plugin relies on is imported here, and tests/unit/test_colossalai.py knows what is used of it,
+so that a move upstream shows up in one place.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ _bitsandbytes = logging.getLogger("bitsandbytes")
 _level = _bitsandbytes.level
 _bitsandbytes.setLevel(logging.ERROR)  # complains of missing CPU kernels that nobody calls
 
-# bitsandbytes, which ColossalAI imports, mentions torch.compile, and that import starts a pool of compiler processes in
-# every rank. Without it the pool is started by whoever compiles first.
+# bitsandbytes, which ColossalAI imports, mentions torch.compile, and that import starts a pool of
+# compiler processes in every rank. Without it the pool is started by whoever compiles first.
 _pool = os.environ.get("TORCH_WARM_POOL")
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 

@@ -11,7 +11,7 @@ from ._colossalai import CpuAccelerator, get_accelerator, set_accelerator
 
 
 class GlooCpuAccelerator(CpuAccelerator):
-    """ColossalAI's CPU accelerator raises on every stream call, which ZeRO makes; a CPU has one stream."""
+    """A CPU accelerator whose stream calls do nothing; ColossalAI's raises, and ZeRO makes them."""
 
     def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:  # noqa: N802
         return None
@@ -48,6 +48,6 @@ class GlooCpuAccelerator(CpuAccelerator):
 
 
 def use_cpu_if_nothing_else() -> None:
-    """Install the CPU accelerator in this process if ColossalAI found no device and nobody chose one."""
+    """Install the CPU accelerator if ColossalAI found no device and none was chosen."""
     if type(get_accelerator()) is CpuAccelerator:
         set_accelerator(GlooCpuAccelerator())

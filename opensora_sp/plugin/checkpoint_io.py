@@ -218,7 +218,7 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         wanted = own if strict else {name: tensor for name, tensor in own.items() if name in shapes}
         check_names(source, shapes, wanted, exact=strict)
         for name, stored in tensors.items():
-            if shards is not None and name in shards.masters:
+            if shards is not None and name in shards.master_weights:
                 shards.set_weight(name, stored.read())
             elif name in own:
                 own[name].copy_(stored.read())
@@ -302,8 +302,8 @@ def _model_parts(model: ModelWrapper) -> dict[str, Part]:
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     parts = {}
     for name, tensor in module.state_dict().items():
-        if shards is not None and name in shards.masters:
-            parts[name] = shards.part(name, shards.masters[name])
+        if shards is not None and name in shards.master_weights:
+            parts[name] = shards.part(name, shards.master_weights[name])
         else:
             parts[name] = Part.whole(tensor, constant=name in frozen)
     return parts

@@ -20,7 +20,8 @@ from .accelerator import use_cpu_if_nothing_else
 def launch(
     seed: int, settings: Mapping[str, Any] | None = None, *, timeout: timedelta | None = None
 ) -> None:
-    """Initialise the process group (NCCL on CUDA, gloo on CPU) from the launcher's environment, quietly.
+    """Initialise the process group (NCCL on CUDA, gloo on CPU) from the launcher's environment,
+    quietly.
 
     Args:
         seed: of all generators in this process.
@@ -28,8 +29,8 @@ def launch(
         timeout: of collectives, for any backend; None takes torch's, which differ by backend.
 
     Raises:
-        ValueError: on every rank, if ranks are missing or differ in versions, devices or ``settings``; see
-            ``opensora_sp.runtime.join_rendezvous``.
+        ValueError: on every rank, if ranks are missing or differ in versions, devices or
+            ``settings``; see ``opensora_sp.runtime.join_rendezvous``.
     """
     use_cpu_if_nothing_else()
     get_dist_logger().set_level("ERROR")  # ColossalAI logs to stdout

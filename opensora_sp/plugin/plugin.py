@@ -37,27 +37,33 @@ Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any]
 
 
 class SequenceParallelPlugin(LowLevelZeroPlugin):
-    """ColossalAI's ``LowLevelZeroPlugin`` with sequence parallelism for models that name their sharding points.
+    """ColossalAI's ``LowLevelZeroPlugin`` with sequence parallelism.
 
-    The processes form ``world / sp_size`` replicas of ``sp_size`` ranks. The ranks of a replica work on the same
-    batches and hold a part of their tokens each; ZeRO shards and averages over the whole world. Create it on every
-    rank, after the process group (``colossalai.launch_from_torch`` or ``torch.distributed``).
+    The processes form ``world / sp_size`` replicas of ``sp_size`` ranks. The ranks of a replica
+    work on the same batches and hold a part of their tokens each; ZeRO shards and averages over the
+    whole world. Create it on every rank, after the process group (``colossalai.launch_from_torch``
+    or ``torch.distributed``).
 
     Args:
         sp_size: ranks that share a batch; must divide the number of processes.
         stage: ZeRO stage, 1 or 2.
-        precision: "fp32", "bf16", or on CUDA "fp16". Masters and moments are fp32.
+        precision: "fp32", "bf16", or on CUDA "fp16". Master weights and moments are fp32.
         max_norm: gradients are clipped to this global norm; 0 turns clipping off.
-        cast_inputs: cast floating-point inputs of the model to ``precision``. Off by default: the models of this
-            package cast what they compute on themselves, and a timestep rounded to bf16 is another timestep.
-        overlap_communication: reduce gradients while backward runs; by default on CUDA only, where it exists.
+        cast_inputs: cast floating-point inputs of the model to ``precision``. Off by default: the
+            models of this package cast what they compute on themselves, and a timestep rounded to
+            bf16 is another timestep.
+        overlap_communication: reduce gradients while backward runs; by default on CUDA only, where
+            it exists.
         initial_scale: loss scale that fp16 starts with.
-        sequence_parallel: how the ranks of a replica share a batch: keyword arguments of ``parallelize``.
-        allow_pickle: let ``Booster.load_model`` read pickled weights, which can run code; see ``NamedCheckpointIO``.
+        sequence_parallel: how the ranks of a replica share a batch: fields of
+            ``opensora_sp.parallel.Options`` by name.
+        allow_pickle: let ``Booster.load_model`` read pickled weights, which can run code; see
+            ``NamedCheckpointIO``.
         options: further arguments of ``LowLevelZeroPlugin``.
 
     Raises:
-        ValueError: if ``sp_size`` does not divide the world, or stage, precision and device do not fit.
+        ValueError: if ``sp_size`` does not divide the world, or stage, precision and device do not
+            fit.
     """
 
     def __init__(
@@ -77,37 +83,36 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         use_cpu_if_nothing_else()
         on_cuda = get_accelerator().name == "cuda"
         _check_arguments(stage, precision, on_cuda, overlap_communication, options)
-        self.sequence_parallel = dict(sequence_parallel or {})
-        Options(
-            **{key: value for key, value in self.sequence_parallel.items() if key != "verify"}
-        )  # checks itself
+        if overlap_communication is None:
+            overlap_communication = on_cuda
+
+        self.sequence_parallel = Options(**(sequence_parallel or {}))
         self.mesh = SequenceMesh(sp_size)
         self.allow_pickle = allow_pickle
+
         name = type(self).__name__
         super().__init__(
             stage=stage,
             precision=precision,
             max_norm=max_norm,
             cast_inputs=cast_inputs,
-            overlap_communication=on_cuda
-            if overlap_communication is None
-            else overlap_communication,
+            overlap_communication=overlap_communication,
             initial_scale=initial_scale,
             **options,
         )
-        type(self).__name__ = name  # ColossalAI renames the class
+        # ColossalAI renames the class.
+        type(self).__name__ = name
 
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
-        """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``, ``precision``, ``grad_clip``
-        and ``sequence_parallel``.
+        """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``,
+        ``precision``, ``grad_clip`` and ``sequence_parallel``.
 
         Args:
-            cfg: a checked training config, or any object with some of these attributes, such as an mmengine
-                ``Config``; what it lacks has defaults.
+            cfg: a checked training config, or any object with some of these attributes, such as an
+                mmengine ``Config``; what it lacks has defaults.
         """
-        how = getattr(cfg, "sequence_parallel", None) or {}
-        # A config says True for GPUs; where it runs on CPU there is nothing to overlap.
+        # True in a config is meant for GPUs; on a CPU there is nothing to overlap.
         overlap = None if getattr(cfg, "overlap_communication", True) else False
         return cls(
             sp_size=getattr(cfg, "sp_size", 1),
@@ -115,7 +120,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
             overlap_communication=overlap,
-            sequence_parallel=dict(how),
+            sequence_parallel=dict(getattr(cfg, "sequence_parallel", None) or {}),
         )
 
     def supported_devices(self) -> list[str]:
@@ -129,60 +134,72 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by ``Booster.boost``."""
-        check_same_model(
-            model, current_device()
-        )  # before anything that one rank alone would refuse
+        """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by
+        ``Booster.boost``.
+        """
+        # Before anything that one rank alone would refuse.
+        check_same_model(model, current_device())
+
         own = None if isinstance(optimizer, OptimizerWrapper) else optimizer
         if own is not None:
-            self._leave_trainable(model, own)  # first: what it refuses leaves the model as it was
-        if not isinstance(model, ModelWrapper) and (
-            self.mesh.sp_size > 1 or hasattr(model, "sharding_points")
-        ):
-            parallelize(_without_peft(model), self.mesh, **self.sequence_parallel)
+            # Before parallelize: what this refuses leaves the model as it was.
+            self._keep_trainable(model, own)
+
+        shares = self.mesh.sp_size > 1 or hasattr(model, "sharding_points")
+        if shares and not isinstance(model, ModelWrapper):
+            parallelize(_without_peft(model), self.mesh, self.sequence_parallel)
+
         if own is not None:
-            # super().configure would build LowLevelZeroOptimizer itself, so both wrappers are made here.
-            exact = self._exact_weights(model)
-            model = LowLevelZeroModel(
-                model,
-                self.precision,
-                overlap_allgather=self.zero_optim_kwargs["overlap_allgather"],
-                cast_inputs=self.cast_inputs,
-                use_fp8=self.use_fp8,
-            )
-            optimizer = SequenceZeroOptimizer(
-                own,
-                **self.zero_optim_kwargs,
-                verbose=self.verbose,
-                backward_context=model._hook_context,
-            )
-            model.update_master_params = MethodType(optimizer.update_master_params, model)  # type: ignore[assignment]
-            self._restore_exact(optimizer, exact)
-            model.shards = optimizer.shards = NamedShards(model.unwrap(), optimizer)  # type: ignore[assignment]
-            return model, optimizer, criterion, dataloader, lr_scheduler  # type: ignore[return-value]
+            wrapped: Any = self._with_zero(model, own)
+            return *wrapped, criterion, dataloader, lr_scheduler
         boosted: Boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         return boosted
 
-    def _leave_trainable(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Check an optimizer, and leave it the parameters that are trained."""
+    def _with_zero(
+        self, module: nn.Module, own: Optimizer
+    ) -> tuple[LowLevelZeroModel, SequenceZeroOptimizer]:
+        """Both wrappers of ZeRO. ``super().configure`` would build ``LowLevelZeroOptimizer``."""
+        exact = self._exact_weights(module)
+        model = LowLevelZeroModel(
+            module,
+            self.precision,
+            overlap_allgather=self.zero_optim_kwargs["overlap_allgather"],
+            cast_inputs=self.cast_inputs,
+            use_fp8=self.use_fp8,
+        )
+        optimizer = SequenceZeroOptimizer(
+            own,
+            **self.zero_optim_kwargs,
+            verbose=self.verbose,
+            backward_context=model._hook_context,
+        )
+
+        model.update_master_params = MethodType(optimizer.update_master_params, model)
+        _restore_exact(optimizer, exact)
+        model.shards = optimizer.shards = NamedShards(model.unwrap(), optimizer)
+        return model, optimizer
+
+    def _keep_trainable(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Check an optimizer, and remove frozen parameters from it."""
         if isinstance(cast_to_distributed(optimizer), DistributedOptim):
             raise ValueError(
-                f"got optimizer {type(optimizer).__name__}, which ColossalAI replaces by a distributed one; "
-                "expected an elementwise optimizer such as torch.optim.AdamW; choose another optimizer"
+                f"got optimizer {type(optimizer).__name__}, which ColossalAI replaces by a "
+                "distributed one; expected an elementwise optimizer such as torch.optim.AdamW; "
+                "choose another optimizer"
             )
-        if (
-            self.lora_enabled
-        ):  # as super().configure does, which must not see a model that is wrapped already
+        if self.lora_enabled:
+            # As super().configure does, which must not see a model that is already wrapped.
             self.add_lora_params_to_optimizer(model, optimizer)
-        groups = [
-            [p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups
-        ]
-        if not groups[0]:  # ColossalAI takes its dtype from the first parameter, frozen or not
-            raise ValueError(
-                f"got an optimizer whose first of {len(groups)} parameter groups holds no trainable parameter; "
-                "expected one there; leave groups of frozen parameters out, or put them last"
-            )
-        for group, trainable in zip(optimizer.param_groups, groups, strict=True):
+
+        for number, group in enumerate(optimizer.param_groups):
+            trainable = [p for p in group["params"] if p.requires_grad]
+            # ColossalAI takes its dtype from the first parameter, frozen or not.
+            if number == 0 and not trainable:
+                raise ValueError(
+                    f"got an optimizer whose first of {len(optimizer.param_groups)} parameter "
+                    "groups holds no trainable parameter; expected one there; leave groups of "
+                    "frozen parameters out, or put them last"
+                )
             group["params"] = trainable
 
     def get_checkpoint_io(self) -> NamedCheckpointIO:
@@ -191,23 +208,25 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     def no_sync(
         self, model: nn.Module, optimizer: OptimizerWrapper
     ) -> AbstractContextManager[None]:
-        """Micro-batches whose gradients are summed before they are sent, and no step is taken; stage 1 only.
+        """Accumulate the gradients of micro-batches locally, without communication; stage 1 only.
 
         Raises:
             ValueError: at stage 2, which shards gradients after every backward.
         """
         if not self.support_no_sync():
             raise ValueError(
-                "got no_sync at ZeRO stage 2, which shards gradients after every backward; expected stage 1; leave "
-                "no_sync out (gradients of several backward passes are summed anyway) or set stage=1"
+                "got no_sync at ZeRO stage 2, which shards gradients after every backward; "
+                "expected stage 1; leave no_sync out (gradients of several backward passes are "
+                "summed anyway) or set stage=1"
             )
         accumulating: AbstractContextManager[None] = optimizer.no_sync()
         return accumulating
 
     def _exact_weights(self, model: nn.Module) -> dict[int, torch.Tensor]:
-        """This rank's part of each trainable parameter before it is cast down."""
+        """This rank's shard of each trainable parameter, by id, as before the cast."""
         if self.precision == "fp32":
             return {}
+
         world, rank = dist.get_world_size(), dist.get_rank()
         exact = {}
         for p in model.parameters():
@@ -215,15 +234,6 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
                 size = -(-p.numel() // world)
                 exact[id(p)] = p.detach().flatten()[rank * size : (rank + 1) * size].float().clone()
         return exact
-
-    def _restore_exact(
-        self, optimizer: SequenceZeroOptimizer, exact: dict[int, torch.Tensor]
-    ) -> None:
-        # ColossalAI copies fp32 masters from weights already rounded to the working dtype.
-        masters = optimizer.get_working_to_master_map()
-        for key, part in exact.items():
-            if key in masters and masters[key].dtype == torch.float32:
-                masters[key][: part.numel()].copy_(part)
 
     def prepare_dataloader(
         self,
@@ -239,12 +249,13 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     ) -> DataLoader[Any]:
         """A loader that gives the ranks of one replica the same batches, and each replica its own.
 
-        ``seed`` reaches the sampler, the loader's generator and the workers; ranks of a replica agree in all three,
-        replicas and workers differ. With ``num_workers=0`` a data set that draws from global generators draws from
-        those of the rank's own process, which ``launch`` seeds alike on all ranks.
+        ``seed`` sets the sampler, the loader's generator and the workers. All three agree between
+        the ranks of a replica; replicas and workers differ. With ``num_workers=0`` a data set that
+        draws from global generators uses those of the rank's process, which ``launch`` seeds alike
+        on all ranks.
 
         Raises:
-            ValueError: if not even one batch comes out.
+            ValueError: if there is not even one batch.
         """
         sampler_cls = distributed_sampler_cls or DistributedSampler
         sampler = sampler_cls(
@@ -255,12 +266,16 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             seed=seed,
             drop_last=drop_last,
         )
+
         batches = len(sampler) // batch_size if drop_last else -(-len(sampler) // batch_size)
         if batches == 0:
+            num_samples = len(dataset)  # type: ignore[arg-type]
             raise ValueError(
-                f"got {len(dataset)} samples for {self.mesh.dp_size} replicas and batch_size {batch_size}, "  # type: ignore
-                "not one batch each; expected at least that; add samples, lower batch_size, or set drop_last=False"
+                f"got {num_samples} samples for {self.mesh.dp_size} replicas and batch_size "
+                f"{batch_size}, not one batch each; expected at least that; add samples, lower "
+                "batch_size, or set drop_last=False"
             )
+
         replica_seed = int(np.random.SeedSequence([seed, self.mesh.dp_rank]).generate_state(1)[0])
         return DataLoader(
             dataset,
@@ -275,13 +290,21 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         )
 
 
+def _restore_exact(optimizer: SequenceZeroOptimizer, exact: dict[int, torch.Tensor]) -> None:
+    """Set the fp32 master weights, which ColossalAI copies from rounded weights."""
+    shards = optimizer.get_working_to_master_map()
+    for key, part in exact.items():
+        if key in shards and shards[key].dtype == torch.float32:
+            shards[key][: part.numel()].copy_(part)
+
+
 def _without_peft(model: nn.Module) -> nn.Module:
-    """The model itself, into which LoRA layers have been put."""
+    """The model itself, with its LoRA layers."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _seed_worker(worker: int) -> None:
-    """Seed numpy and random from torch's worker seed, which is the loader's generator plus the worker's number."""
+    """Seed numpy and random from torch's seed of the worker."""
     seed = torch.initial_seed() % 2**32
     np.random.seed(seed)
     random.seed(seed)
@@ -306,5 +329,6 @@ def _check_arguments(
         )
     if options.get("extra_dp_size", 1) != 1:
         raise ValueError(
-            "got extra_dp_size; expected none: ZeRO shards over the whole dp x sp world; leave it out"
+            "got extra_dp_size; expected none: ZeRO shards over the whole dp x sp world; leave it "
+            "out"
         )

@@ -1,4 +1,4 @@
-"""The processes of a run: environment and host, rendezvous, and a watchdog that propagates failures."""
+"""The processes of a run: launch environment, host checks, rendezvous, and the watchdog."""
 
 from .environment import Launch
 from .host_checks import check_machine, check_shared_memory

@@ -106,7 +106,7 @@ class CollectiveRecorder:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
-        self._open: dict[int, Collective] = {}
+        self._open: set[Collective] = set()
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
@@ -132,15 +132,14 @@ class CollectiveRecorder:
         """What may be pending: calls that some thread is in, and the newest of each group."""
         with self._lock:
             newest = [group.newest[-1] for group in self._groups.values() if group.newest]
-            others = [call for call in self._open.values() if call not in newest]
+            others = [call for call in self._open if call not in newest]
         return [*others, *newest]
 
     def find(self, group: str, number: int) -> Collective | None:
         """A group's collective of this number, unless it is too old."""
         with self._lock:
             newest = self._groups[group].newest
-            index = number - newest[0].number if newest else -1
-            return newest[index] if 0 <= index < len(newest) else None
+            return next((call for call in newest if call.number == number), None)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
         former = getattr(c10d, name)
@@ -194,7 +193,7 @@ class CollectiveRecorder:
             call = Collective(operation, tensors, name, own.called, ranks, peer, line)
             if peer is None:
                 own.newest.append(call)
-            self._open[id(call)] = call
+            self._open.add(call)
         return call
 
     def _record_return(self, call: Collective | None) -> None:
@@ -202,7 +201,7 @@ class CollectiveRecorder:
             return
         with self._lock:
             call.returned = True
-            del self._open[id(call)]
+            self._open.remove(call)
             if call.peer is None:
                 self._groups[call.group].returned += 1
 

@@ -1,4 +1,4 @@
-"""The environment variables that ``torchrun``, ``colossalai run`` or ``srun`` set, read and checked."""
+"""Environment variables set by ``torchrun``, ``colossalai run`` or ``srun``, read and checked."""
 
 from __future__ import annotations
 

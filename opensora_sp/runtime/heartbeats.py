@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -14,11 +12,12 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from opensora_sp.polling import wait_until
+
 from .processes import is_alive, machine_id
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
 PROPAGATION_TIMEOUT = 5.0  # seconds for all ranks to learn of a failure
-NONE = "-"  # value of a key that is not set yet
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,6 @@ class Heartbeat:
     returned: dict[str, int]
     location: str
     left: bool
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What the store holds; None for what nobody has set."""
-
-    failure: str | None
-    stop_reason: str | None
-    heartbeats: dict[int, Heartbeat]
 
 
 class HeartbeatStore:
@@ -78,8 +68,8 @@ class HeartbeatStore:
         port = [0]
         if self._rank == 0:
             self._store = dist.TCPStore(address, 0, is_master=True, **options)
-            self._store.set("failure", NONE)
-            self._store.set("stop", NONE)
+            self._store.set("failure", "")
+            self._store.set("stop", "")
             port = [self._store.port]
 
         dist.broadcast_object_list(port, src=0)
@@ -96,19 +86,20 @@ class HeartbeatStore:
     def write(self, heartbeat: Heartbeat) -> None:
         self._connected().set(f"heartbeat {self._rank}", json.dumps(asdict(heartbeat)))
 
-    def read(self, ranks: list[int]) -> Snapshot:
-        """Failure and stop request, and the newest heartbeats of some ranks, in one message."""
-        keys = ["failure", "stop", *(f"heartbeat {rank}" for rank in ranks)]
-        failure, stop, *texts = (value.decode() for value in self._connected().multi_get(keys))
-        heartbeats = (Heartbeat(**json.loads(text)) for text in texts)
-        return Snapshot(
-            failure=None if failure == NONE else failure,
-            stop_reason=None if stop == NONE else stop,
-            heartbeats=dict(zip(ranks, heartbeats, strict=True)),
-        )
-
     def heartbeats(self, ranks: list[int]) -> dict[int, Heartbeat]:
-        return self.read(ranks).heartbeats
+        """The newest heartbeats of some ranks."""
+        if not ranks:
+            return {}
+        values = self._connected().multi_get([f"heartbeat {rank}" for rank in ranks])
+        return {rank: Heartbeat(**json.loads(value)) for rank, value in zip(ranks, values)}
+
+    def failure(self) -> str:
+        """The run's first failure; empty if there is none."""
+        return str(self._connected().get("failure").decode())
+
+    def stop_reason(self) -> str:
+        """Why some rank requested to stop; empty if none did."""
+        return str(self._connected().get("stop").decode())
 
     def request_stop(self, reason: str) -> None:
         self._connected().set("stop", reason)
@@ -116,25 +107,23 @@ class HeartbeatStore:
     def claim_failure(self, reason: str) -> str:
         """Make this the run's failure unless it has one already; returns the run's failure."""
         try:
-            return str(self._connected().compare_set("failure", NONE, reason).decode())
+            return str(self._connected().compare_set("failure", "", reason).decode())
         except RuntimeError:
             return reason  # there is no store, or rank 0 has exited
 
     def wait_until_all_know(self) -> bool:
-        """Acknowledge the failure, and wait until all living ranks have; whether they did in time."""
+        """Acknowledge the failure; returns whether all living ranks did so in time."""
         with suppress(RuntimeError):  # no store, or rank 0 was faster
             store = self._connected()
             living = self._world_size - sum(not is_alive(one) for one in self.peers.values())
             if not self._acknowledged:
                 self._acknowledged = True
                 store.add("acknowledged", 1)
-
-            wait_for(lambda: store.add("acknowledged", 0) >= living, PROPAGATION_TIMEOUT)
-            return bool(store.add("acknowledged", 0) >= living)
+            return wait_until(lambda: store.add("acknowledged", 0) >= living, PROPAGATION_TIMEOUT)
         return False
 
     def _connected(self) -> Any:
-        """The store, unless rank 0 is known to have exited: torch would print stacks per attempt."""
+        """The store, not tried after rank 0 has exited: torch would print a stack each time."""
         if 0 in self.peers and not is_alive(self.peers[0]):
             self._store = None
         if self._store is None:
@@ -164,10 +153,3 @@ class PeerTimeout:
             if silent >= self._timeout and not heartbeat.left:
                 return f"rank {rank} has sent no heartbeat for {silent:g} s (peer_timeout)"
         return None
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    """Poll until a condition holds, for so many seconds at most."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(INTERVAL / 10)

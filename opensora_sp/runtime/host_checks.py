@@ -1,4 +1,4 @@
-"""What a host must have for its ranks: network interfaces that exist, the GPUs asked for, memory."""
+"""What a host needs for its ranks: network interfaces that exist, the GPUs asked for, memory."""
 
 from __future__ import annotations
 

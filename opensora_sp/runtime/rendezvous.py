@@ -14,11 +14,13 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from opensora_sp.polling import wait_until
 
 from .environment import Launch
 from .host_checks import check_devices, check_machine
@@ -31,7 +33,6 @@ DEFAULT_JOIN_TIMEOUT = 600.0
 REMINDER_INTERVAL = 30.0  # seconds between two log lines about missing ranks
 ERROR_TIMEOUT = 20.0  # seconds that a rank which cannot start takes at most to report that
 EXIT_TIMEOUT = 5.0  # seconds that a rank waits for all others to read a verdict not to start
-POLL_INTERVAL = 0.05
 
 
 @contextmanager
@@ -85,7 +86,8 @@ def join_rendezvous(settings: Mapping[str, Any] | None = None) -> dist.Store | N
 
     rendezvous = Rendezvous(launch, join_timeout())
     rendezvous.join(settings or {})
-    return rendezvous.store
+    store: dist.Store = rendezvous.store
+    return store
 
 
 def join_timeout() -> float:
@@ -96,7 +98,8 @@ def join_timeout() -> float:
         if 0 < seconds < float("inf"):
             return seconds
     raise ValueError(
-        f"got {JOIN_TIMEOUT}={value!r} in the environment; expected seconds, such as 600; correct it"
+        f"got {JOIN_TIMEOUT}={value!r} in the environment; expected seconds, such as 600; correct "
+        "it"
     )
 
 
@@ -125,7 +128,7 @@ class Rendezvous:
         info = RankInfo(launch.rank, launch.world_size, self.host, error=error)
         if error is None:
             facts = {**versions(), "device": device_kind()}
-            info = RankInfo(launch.rank, launch.world_size, self.host, facts, settings)
+            info = replace(info, versions=facts, settings=settings)
 
         try:
             number = self.store.add("joined", 1)
@@ -161,37 +164,33 @@ class Rendezvous:
     def _next_rank(self, joined: list[RankInfo]) -> RankInfo | None:
         """The next rank that joins; None if no other joins in time."""
         key = f"rank {len(joined) + 1}"
-        reminder = time.monotonic() + REMINDER_INTERVAL
-        while not self.store.check([key]):
-            if time.monotonic() > self.deadline:
+        while not self._wait_for(key, min(REMINDER_INTERVAL, self._remaining())):
+            if self._remaining() <= 0:
                 return None
-            if time.monotonic() > reminder:
-                reminder += REMINDER_INTERVAL
-                logger.warning("waiting for %s to join", format_ranks(self._absent(joined)))
-            time.sleep(POLL_INTERVAL)
+            logger.warning("waiting for %s to join", format_ranks(self._absent(joined)))
         return RankInfo(**json.loads(self.store.get(key)))
 
     def _read_verdict(self) -> str:
         # Rank 0 has the same deadline, and its verdict names the missing ranks.
-        deadline = self.deadline + POLL_INTERVAL + 1
-        while not self.store.check(["verdict"]):
-            if time.monotonic() > deadline:
-                return (
-                    f"got no response from rank 0 at {_address(self.launch)} within "
-                    f"{self.timeout:.0f} s; expected it to start; look at its output on the first "
-                    "host"
-                )
-            time.sleep(POLL_INTERVAL)
-        return str(self.store.get("verdict").decode())
+        if self._wait_for("verdict", self._remaining() + 1):
+            return str(self.store.get("verdict").decode())
+        return (
+            f"got no response from rank 0 at {_address(self.launch)} within {self.timeout:.0f} s; "
+            "expected it to start; look at its output on the first host"
+        )
+
+    def _wait_for(self, key: str, timeout: float) -> bool:
+        return wait_until(lambda: bool(self.store.check([key])), timeout)
+
+    def _remaining(self) -> float:
+        return self.deadline - time.monotonic()
 
     def _wait_until_all_know(self) -> None:
         """A rank that exits may end the store, or let torchrun end the other ranks of its host."""
-        deadline = time.monotonic() + EXIT_TIMEOUT
-        known = self.store.add("know", 1)
-        waits = self.launch.agent_store or self.launch.hosts_store
-        while waits and known < self.launch.world_size and time.monotonic() < deadline:
-            time.sleep(POLL_INTERVAL)
-            known = self.store.add("know", 0)
+        self.store.add("know", 1)
+        if self.launch.agent_store or self.launch.hosts_store:
+            world_size = self.launch.world_size
+            wait_until(lambda: self.store.add("know", 0) >= world_size, EXIT_TIMEOUT)
 
     def _absent(self, joined: list[RankInfo]) -> list[int]:
         return sorted(set(range(self.launch.world_size)) - {one.rank for one in joined})

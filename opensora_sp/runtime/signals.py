@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -23,7 +24,7 @@ class SignalHandler:
 
     def __init__(self) -> None:
         self.received = ""
-        self._interrupted_at: float | None = None
+        self._interrupted_at = math.inf
         self._former: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -41,10 +42,10 @@ class SignalHandler:
     def _handle(self, number: int, frame: Any) -> None:
         # After SIGINT, torchrun forwards a second Ctrl-C as SIGTERM.
         now = time.monotonic()
-        if self._interrupted_at is not None and now - self._interrupted_at >= SAME_INTERRUPT:
+        if now - self._interrupted_at >= SAME_INTERRUPT:
             os._exit(INTERRUPTED)
-        if number == signal.SIGINT and self._interrupted_at is None:
-            self._interrupted_at = now
+        if number == signal.SIGINT:
+            self._interrupted_at = min(self._interrupted_at, now)
 
         # The watchdog's thread logs it: this thread may hold the lock of a log handler.
         if self.received != "SIGINT":

@@ -18,7 +18,7 @@ def location_of_thread(thread: int) -> str:
 
 
 def location(frame: FrameType) -> str:
-    """``folder/file.py:line (function)`` of the innermost frame outside of torch and this folder."""
+    """``folder/file.py:line (function)`` of the innermost frame outside torch and this folder."""
     while frame.f_code.co_filename.startswith(_SKIPPED) and frame.f_back is not None:
         frame = frame.f_back
     file = "/".join(frame.f_code.co_filename.rsplit("/", 3)[-3:])

@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from opensora_sp.console import INTERRUPTED
 from opensora_sp.error_file import write_error_file
+from opensora_sp.polling import wait_until
 
 from .collective_recorder import CollectiveRecorder
 from .collective_timeout import CollectiveTimeout
@@ -47,7 +48,6 @@ from .heartbeats import (
     Heartbeat,
     HeartbeatStore,
     PeerTimeout,
-    wait_for,
 )
 from .processes import is_alive, launchers
 from .signals import SignalHandler
@@ -100,7 +100,6 @@ class Watchdog:
         grace_time: float = 300.0,
     ) -> None:
         self.peer_timeout, self.grace_time = peer_timeout, grace_time
-        self.collective_timeout = collective_timeout
         self.stop_reason: str | None = None
 
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -165,7 +164,7 @@ class Watchdog:
 
     def why_to_stop(self) -> str:
         """``stop_reason`` of this rank, or of another one that this rank has not read yet."""
-        return self.stop_reason or self._store.read([]).stop_reason or ""
+        return self.stop_reason or self._store.stop_reason()
 
     # The main thread: errors that leave the block, and the end of the run.
 
@@ -181,7 +180,7 @@ class Watchdog:
         """Wait for the reason of a lost connection; without one, blame ranks without heartbeats."""
 
         def wait_for_failure() -> None:
-            wait_for(lambda: self._failure is not None, PROPAGATION_TIMEOUT)
+            wait_until(lambda: self._failure is not None, PROPAGATION_TIMEOUT)
 
         try:
             before = self._store.heartbeats(self._others)
@@ -229,7 +228,7 @@ class Watchdog:
         self._write_heartbeat()
         if self._rank == 0:
             with suppress(RuntimeError):
-                wait_for(self._all_have_left, self.peer_timeout)
+                wait_until(self._all_have_left, self.peer_timeout)
 
     def _all_have_left(self) -> bool:
         peers = self._store.peers
@@ -277,15 +276,13 @@ class Watchdog:
 
     def _check_ranks(self) -> None:
         """Raise the first failure of any rank; pass a request to stop on."""
-        found = self._store.read(self._others if self._rank == 0 else [0])
-        if found.failure is not None:
-            raise _RunFailed(found.failure)
-        if found.stop_reason is not None:
-            self._request_stop(found.stop_reason)
+        self._fail_if(self._store.failure())
+        stop_reason = self._store.stop_reason()
+        if stop_reason:
+            self._request_stop(stop_reason)
 
-        timeout = self._peer_timeout.check(self._number, found.heartbeats)
-        if timeout is not None:
-            raise _RunFailed(timeout)
+        heartbeats = self._store.heartbeats(self._others if self._rank == 0 else [0])
+        self._fail_if(self._peer_timeout.check(self._number, heartbeats))
         for rank, process in self._store.peers.items():
             if not is_alive(process) and not self._store.heartbeats([rank])[rank].left:
                 raise _RunFailed(
@@ -293,9 +290,11 @@ class Watchdog:
                     "it was killed, or crashed"
                 )
 
-        timeout = self._collective_timeout.check(self._number)
-        if timeout is not None:
-            raise _RunFailed(timeout)
+        self._fail_if(self._collective_timeout.check(self._number))
+
+    def _fail_if(self, failure: str | None) -> None:
+        if failure:
+            raise _RunFailed(failure)
 
     def _request_stop(self, reason: str) -> None:
         """Set ``stop_reason`` of this rank, and of the others when they read the store."""
@@ -336,7 +335,7 @@ class Watchdog:
 
 
 def backend_timeout(collective_timeout: float = COLLECTIVE_TIMEOUT) -> timedelta:
-    """For ``init_process_group``: late enough that the watchdog reports before the backend aborts."""
+    """For ``init_process_group``: longer than the watchdog's, so that it reports first."""
     return timedelta(seconds=collective_timeout + BACKEND_MARGIN)
 
 

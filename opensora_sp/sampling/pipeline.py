@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
 from opensora_sp.diffusion import unguided
-from opensora_sp.models import Text, sample_numbers
+from opensora_sp.models import Text
 from opensora_sp.parallel import SequenceMesh
 
 from .conditioning import Insertion, Prompt, insert_references, prompt_of_loop
@@ -86,8 +87,7 @@ class Pipeline:
         Raises:
             ValueError: if the latents are not finite.
         """
-        num_frames, height, width = batch[0].shape
-        shape = (self.vae.channels, *self.vae.latent_size(num_frames, height, width))
+        shape = (self.vae.channels, *self.vae.latent_size(*batch[0].shape))
 
         def noise(purpose: str, *counters: int) -> Tensor:
             drawn = [request.noise(shape, purpose, *counters, loop=loop) for request in batch]
@@ -97,15 +97,17 @@ class Pipeline:
         if conditioning is not None and any(one.in_loop(loop) for one in conditioning):
             z, levels = self._insert(z, conditioning, loop)
 
+        geometry, numbers = size_conditions(
+            self.flow,
+            self.cfg.model_spec.model_class.sample_inputs,
+            batch[0].shape,
+            torch.tensor([request.fps for request in batch], device=self.device),
+            latent_frames=z.shape[2],
+        )
         latents = self.flow.sample(
-            self._prediction(batch, text or self.encode(batch, loop)),
+            self._prediction(text or self.encode(batch, loop), numbers),
             z,
-            geometry=self.flow.geometry(
-                self._filled(batch, height),
-                self._filled(batch, width),
-                latent_frames=z.shape[2],
-                video_frames=num_frames,
-            ),
+            geometry=geometry,
             frame_levels=levels,
             draw_noise=lambda k: noise("sample_draw", k),
             on_step=on_step,
@@ -119,20 +121,8 @@ class Pipeline:
             )
         return latents
 
-    def _filled(self, batch: Sequence[Request], value: float) -> Tensor:
-        """``[B]``, one value for all requests."""
-        return torch.full((len(batch),), float(value), device=self.device)
-
-    def _prediction(self, batch: Sequence[Request], text: Text) -> Callable[..., Tensor]:
+    def _prediction(self, text: Text, numbers: dict[str, Tensor]) -> Callable[..., Tensor]:
         """The model's prediction as a function of latents and timestep, guided where asked for."""
-        num_frames, height, width = batch[0].shape
-        numbers = sample_numbers(
-            self.cfg.model_spec.model_class.sample_inputs,
-            height=self._filled(batch, height),
-            width=self._filled(batch, width),
-            fps=torch.tensor([request.fps for request in batch], device=self.device),
-            num_frames=num_frames,
-        )
         if not self.guides:
             return unguided(self.model, y=text, **numbers)
 

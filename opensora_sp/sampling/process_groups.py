@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.schema import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.parallel.cost_model import FLOPS_PER_ELEMENT
-from opensora_sp.planner.sharing import Shape, busiest_work, options_of
+from opensora_sp.parallel import Options
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.planner.sharing import busiest_work
 from opensora_sp.planner.traffic import traffic
 
 from .requests import Request, batches_of
@@ -79,14 +80,14 @@ def _deal(
 
 
 def _cost_by_shape(cfg: InferenceConfig, ranks: int) -> Callable[[Batch], float]:
-    model, how = cfg.model_spec.config, options_of(cfg.sequence_parallel)
+    model, how = cfg.model_spec.config, Options(**dict(cfg.sequence_parallel))
     doubled = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
 
     @functools.cache
     def cost(size: tuple[int, int, int], count: int) -> float:
-        shape = Shape.of(model, doubled * count, planned_latent_size(cfg.vae, *size))
-        mode = shape.mode(how, ranks)
-        sent = traffic(mode, shape, how, ranks, element_size=1, checkpointing=False, training=False)
-        return busiest_work(shape, how, ranks) + max(sent.forward, default=0) * FLOPS_PER_ELEMENT
+        shape = BatchShape.of(model, doubled * count, planned_latent_size(cfg.vae, *size))
+        sent = traffic(shape, how, ranks, element_size=1, checkpointing=False, training=False)
+        communication = max(sent.forward) * how.cost_model.flops_per_element
+        return busiest_work(shape, how, ranks) + communication
 
     return lambda batch: cost(batch[0].shape, len(batch))

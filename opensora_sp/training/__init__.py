@@ -1,4 +1,4 @@
-"""The training run."""
+"""The training run: ``trainer`` has the loop; every other module is one concern of it."""
 
 from .trainer import train
 

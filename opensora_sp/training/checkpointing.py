@@ -70,7 +70,8 @@ class TrainingState:
         """The tensor files of a checkpoint: for each, this rank's part of each tensor."""
         fixed = {name: Part.whole(tensor, constant=True) for name, tensor in self.fixed.items()}
         weights = {
-            name: self.shards.part(name, shard) for name, shard in self.shards.masters.items()
+            name: self.shards.part(name, shard)
+            for name, shard in self.shards.master_weights.items()
         }
         averages = {name: self.shards.part(name, shard) for name, shard in self.ema.shards.items()}
         return {
@@ -178,7 +179,7 @@ def load_model(
     tensors = module.state_dict()
     for name, stored in weights.tensors.items():
         whole = stored.read()
-        if name in shards.masters:
+        if name in shards.master_weights:
             shards.set_weight(name, whole)
         else:
             fixed[name] = whole.to(fixed[name].dtype, copy=True)

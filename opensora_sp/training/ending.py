@@ -1,4 +1,4 @@
-"""How a training run ends: nothing left to do, asked to stop, or done; and what its last lines say."""
+"""The end of a training run: nothing left to do, asked to stop, or done."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from opensora_sp.config.schema import Validation
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
 from opensora_sp.runtime.processes import launchers
 
-from .metrics import read_lines, read_metrics, told_time
+from .metrics import format_time, read_lines, read_metrics
 from .validation import sampling_config
 
 logger = logging.getLogger(__name__)
-PATIENCE = (
-    30.0  # seconds that torchrun gives its ranks after Ctrl-C or SIGTERM; a constant of torch 2.5
-)
+# Seconds that torchrun gives its ranks after Ctrl-C or SIGTERM; a constant of torch 2.5.
+LAUNCHER_GRACE_TIME = 30.0
 RESUME = "--resume"
-SAMPLING = "sample.py"  # in a run's folder: a config to sample from it
+# In a run's folder: a config to sample from it.
+SAMPLING = "sample.py"
 
 
 def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet) -> str | None:
-    """Why a run that resumes from ``checkpoint`` has no step to do; None where it has some."""
+    """Why a run that resumes from ``checkpoint`` has no step left; None where it has some."""
     if checkpoint is None:
         return None
+
     state = json.loads((checkpoint / "state.json").read_text())
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
@@ -41,8 +42,8 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
         return None
     key = "max_steps" if cfg.epochs is None else "epochs"
     return (
-        f"nothing left to do: {checkpoint} is of step {state['step']}, and the run ends after step "
-        f"{cfg.max_steps}; to train on, raise {key}"
+        f"nothing left to do: {checkpoint} is of step {state['step']}, and the run ends after "
+        f"step {cfg.max_steps}; to train longer, raise {key}"
     )
 
 
@@ -50,77 +51,69 @@ def command_to_resume() -> str:
     """The command that started this run, launcher included, with ``--resume auto``."""
     command = _command_of_launcher() or ["python", *sys.argv]
     kept = []
-    skipped = False
+    is_value = False
     for part in command:
-        if not skipped and part != RESUME and not part.startswith(f"{RESUME}="):
+        if not is_value and part != RESUME and not part.startswith(f"{RESUME}="):
             kept.append(part)
-        skipped = part == RESUME
+        is_value = part == RESUME
     return shlex.join([*kept, RESUME, "auto"])
 
 
 def _command_of_launcher() -> list[str]:
-    """What the user typed to start ``torchrun`` or ``colossalai run``, without the paths of Python and of these."""
+    """The command line of ``torchrun`` or ``colossalai run``, without their and Python's paths."""
     found = launchers()
     if not found or found[-1] is None:
         return []
     try:
-        parts = found[-1].cmdline()
+        parts: list[str] = found[-1].cmdline()
     except psutil.Error:
         return []
 
     if len(parts) > 1 and Path(parts[0]).name.startswith("python"):
         program = Path(parts[1]).name
-        return (
-            [program, *parts[2:]]
-            if program in ("torchrun", "colossalai")
-            else ["python", *parts[1:]]
-        )
+        if program in ("torchrun", "colossalai"):
+            return [program, *parts[2:]]
+        return ["python", *parts[1:]]
     return parts
 
 
-def short_patience(seconds_per_step: float, grace_time: float) -> str | None:
-    """What to do where a step takes longer than the launcher waits after Ctrl-C; None where it does not.
+def advice_for_long_steps(seconds_per_step: float, grace_time: float) -> str | None:
+    """How to stop a run whose steps take longer than the launcher waits; None for shorter steps.
 
     Args:
-        grace_time: the config's, which ends a rank that was signalled alone.
+        grace_time: of the config; a rank that was signalled alone has so many seconds to end.
     """
-    if seconds_per_step < PATIENCE or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if seconds_per_step < LAUNCHER_GRACE_TIME or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     is_too_short = seconds_per_step >= grace_time
     raising = f", and raise grace_time (now {grace_time:g} s)" if is_too_short else ""
     return (
-        f"a step takes {seconds_per_step:.0f} s, and torchrun kills ranks {PATIENCE:.0f} s after Ctrl-C or SIGTERM, "
-        f"without a checkpoint of that step; to stop with one, send SIGINT to this rank alone: kill -INT {os.getpid()}"
-        f"{raising}"
+        f"a step takes {seconds_per_step:.0f} s, and torchrun kills ranks "
+        f"{LAUNCHER_GRACE_TIME:.0f} s after Ctrl-C or SIGTERM, without a checkpoint of that step; "
+        "to stop with one, send SIGINT to this rank alone: "
+        f"kill -INT {os.getpid()}{raising}"
     )
 
 
 def conclude(cfg: TrainConfig, run_dir: Path, seconds: float) -> None:
-    """The last lines of a run that is done: steps, time, last loss, checkpoint, and how to sample from it."""
+    """Log the end of a finished run: steps, time, last loss, checkpoint, how to sample from it."""
     last = read_metrics(run_dir)[-1]
     loss = "no finite loss" if last["loss"] is None else f"last loss {last['loss']:.4f}"
     steps = f"{last['step']} of {cfg.max_steps} steps"
-    logger.info("finished: %s | %s | %s%s", steps, told_time(seconds), loss, _heldout(run_dir))
+    logger.info("finished: %s | %s | %s%s", steps, format_time(seconds), loss, _heldout(run_dir))
     logger.info("checkpoint: %s", newest_checkpoint(run_dir))
 
     write_sampling_config(cfg, run_dir)
-    command = [
-        "python",
-        "scripts/inference.py",
-        str(run_dir / SAMPLING),
-        "--ckpt",
-        str(run_dir),
-        "--prompt",
-        "TEXT",
-    ]
+    script = ["python", "scripts/inference.py", str(run_dir / SAMPLING)]
+    command = [*script, "--ckpt", str(run_dir), "--prompt", "TEXT"]
     logger.info("sample from it: %s", shlex.join(command))
 
 
 def write_sampling_config(cfg: TrainConfig, run_dir: Path) -> None:
-    """A config to sample from the run: its model, sizes and scheduler, and what its validation says of sampling."""
-    looks = cfg.validation or Validation(every=1, prompts=["TEXT"])
-    ours = {"prompts": [], "outputs": str(run_dir / "samples")}
-    sampling = sampling_config(cfg, looks).model_copy(update=ours)
+    """Write a config to sample from the run, with the sampling options of its validation."""
+    validation = cfg.validation or Validation(every=1, prompts=["TEXT"])
+    update = {"prompts": [], "outputs": str(run_dir / "samples")}
+    sampling = sampling_config(cfg, validation).model_copy(update=update)
     (run_dir / SAMPLING).write_text(dump_config(sampling), encoding="utf-8")
 
 

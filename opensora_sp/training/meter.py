@@ -1,4 +1,4 @@
-"""How fast a run is and what it takes: work, waiting and memory of all ranks, between one line of the log and the next.
+"""Step time, MFU, communication time, data wait and peak memory, over an interval of the log.
 
 Legend: B samples, L text tokens.
 """
@@ -22,8 +22,8 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommTimer
 from opensora_sp.planner.flops import ModelFlops
 
-# Dense bf16 (and fp16) matrix products in TFLOP/s, from NVIDIA's and AMD's data sheets, whose larger numbers are with
-# sparsity. By a part of the device's name; the first that is found counts.
+# Peak TFLOP/s of dense bf16 and fp16 matrix products, from the data sheets of NVIDIA and AMD
+# (without sparsity), by a pattern in the device's name. The first match counts.
 PEAKS = {
     r"\bB200\b": 2250.0,
     r"\bH(100|200) NVL\b": 835.0,
@@ -45,35 +45,31 @@ PEAKS = {
 
 
 class Peak(NamedTuple):
-    """What one device can do at best, in TFLOP/s, and how that is known. None where it is not."""
+    """Peak TFLOP/s of one device, None if it is not known, and where the number is from."""
 
     tflops: float | None
     source: str
 
     @classmethod
-    def of(cls, device: torch.device, precision: str, said: float | None) -> Peak:
-        """Of the config's ``peak_tflops`` (``said``), else of a GPU that is known, in 16 bits."""
-        if said is not None:
-            return cls(said, "peak_tflops of the config")
+    def of(cls, device: torch.device, precision: str, configured: float | None) -> Peak:
+        """The config's ``peak_tflops`` if it has one, else that of a known GPU in 16 bits."""
+        if configured is not None:
+            return cls(configured, "peak_tflops of the config")
         if device.type != "cuda":
             return cls(None, "the peak of a CPU is not known; set peak_tflops")
         return cls.of_gpu(torch.cuda.get_device_name(device), precision)
 
     @classmethod
     def of_gpu(cls, name: str, precision: str) -> Peak:
+        """Peak of a GPU by its name."""
         if precision not in ("bf16", "fp16"):
-            return cls(
-                None,
-                f"the peak of {name} is known in bf16 and fp16, not in {precision}; set peak_tflops",
-            )
-        if " MIG " in name:  # a part of a GPU
-            return cls(None, f"the peak of {name} is not known; set peak_tflops")
-        found = next(
-            (tflops for pattern, tflops in PEAKS.items() if re.search(pattern, name)), None
-        )
-        if found is None:
-            return cls(None, f"the peak of {name} is not known; set peak_tflops")
-        return cls(found, f"dense {precision} of {name}")
+            known = "is known in bf16 and fp16"
+            return cls(None, f"the peak of {name} {known}, not in {precision}; set peak_tflops")
+        for pattern, tflops in PEAKS.items():
+            # A MIG instance is a part of a GPU.
+            if re.search(pattern, name) and " MIG " not in name:
+                return cls(tflops, f"dense {precision} of {name}")
+        return cls(None, f"the peak of {name} is not known; set peak_tflops")
 
     def __str__(self) -> str:
         if self.tflops is None:
@@ -82,7 +78,7 @@ class Peak(NamedTuple):
 
 
 class Meter:
-    """Measures from one ``measure`` to the next what happens while ``timer`` is entered. Every rank has one."""
+    """Measures what happens while ``timer`` is entered, between two calls of ``measure``."""
 
     def __init__(
         self,
@@ -99,63 +95,68 @@ class Meter:
         self.peak = Peak.of(device, precision, peak_tflops)
         self.timer = CommTimer(device)
         self._work = 0.0
-        self._step_times: list[float] = []  # in ascending order
+        # In ascending order.
+        self._step_times: list[float] = []
 
     def count(self, batch: Batch) -> None:
-        """Note a micro-batch that this rank's replica computes. Nothing waits for the device."""
+        """Add the FLOPs of a micro-batch of this rank's replica, without waiting for the device."""
         text = text_tokens(batch.text_lengths, batch.inputs["drop_caption"], self.null_caption)
         self._work += self.flops.step(tuple(batch.x_t.shape), text)
 
     def measure(self, waited: float, *, steps: int, seconds: float, left: int) -> dict[str, float]:
-        """What all ranks did in ``steps`` optimizer steps that took ``seconds``. One collective, the same on all ranks.
+        """Metrics of all ranks over ``steps`` steps that took ``seconds``. One collective.
 
         Args:
             waited: seconds that this rank waited for data.
-            left: optimizer steps from here to the end of the run.
+            left: optimizer steps to the end of the run.
 
         Returns:
-            "step_time" in seconds; "mfu" where the peak is known; of a step's time "data_wait" of the rank that
-            waited longest (the others wait for it) and "communication", the mean; "peak_memory_gb" of the rank that
-            took most, in 1e9 bytes; "eta" in seconds, by the median step so far.
+            "step_time" in seconds; "mfu" where the peak is known; as fractions of a step's time,
+            "data_wait" of the rank that waited longest (the others wait for it) and
+            "communication", the mean; "peak_memory_gb" of the rank with the largest peak, in 1e9
+            bytes; "eta" in seconds, by the median step so far.
         """
-        # Shares of this rank's own time: ranks may come from writing a checkpoint one after the other.
+        # Fractions of this rank's own time: ranks may finish writing a checkpoint at different
+        # times.
         shares = [waited / seconds, self.timer.take() / seconds]
         numbers = [self._work, *shares, peak_memory(self.device)]
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, own)
-        work, data, exchanges, memory = torch.stack(ranks, dim=1).tolist()
+        work, data, communication, memory = torch.stack(ranks, dim=1).tolist()
         self._work = 0.0
+
         insort(self._step_times, seconds / steps)
-        told = {
+        metrics = {
             "step_time": seconds / steps,
             "data_wait": max(data),
-            "communication": statistics.fmean(exchanges),
+            "communication": statistics.fmean(communication),
             "peak_memory_gb": max(memory) / 1e9,
             "eta": left * self._step_times[len(self._step_times) // 2],
         }
         if self.peak.tflops is not None:
-            at_best = self.peak.tflops * 1e12 * len(ranks) * seconds
-            told["mfu"] = (
-                sum(work) / self.sp_size / at_best
-            )  # the ranks of a replica counted the same work
-        return told
+            at_peak = self.peak.tflops * 1e12 * len(ranks) * seconds
+            # Each rank of a replica has counted the work of the whole replica.
+            metrics["mfu"] = sum(work) / self.sp_size / at_peak
+        return metrics
 
 
 def text_tokens(lengths: Sequence[int], drop: Tensor | None, null_caption: int) -> int:
-    """Text tokens that the model sees, all samples together, as ``CaptionEmbedder.pack`` takes them.
+    """Text tokens of all samples together, as ``CaptionEmbedder.pack`` packs them.
 
     Args:
         lengths: tokens of each caption, B of them.
-        drop: bool ``[B]`` on the CPU, True for samples that get the null caption of ``null_caption`` tokens instead.
+        drop: bool ``[B]`` on the CPU, True for samples that get the null caption of
+            ``null_caption`` tokens instead.
     """
-    dropped = [False] * len(lengths) if drop is None else drop.tolist()
-    pairs = zip(lengths, dropped, strict=True)
-    return sum(null_caption if is_dropped else max(length, 1) for length, is_dropped in pairs)
+    tokens = torch.tensor(lengths).clamp(min=1)
+    if drop is not None:
+        tokens = torch.where(drop, null_caption, tokens)
+    return int(tokens.sum())
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has taken at most: of a GPU's memory what torch's tensors took, else of the host's."""
+    """Peak bytes of torch's tensors on a GPU, else of this process on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""What a run reports: a line for each interval, TensorBoard, W&B, a JSONL with the same numbers, ``loss.png``."""
+"""Metrics of a run: the log, ``metrics.jsonl``, TensorBoard, W&B, and ``loss.png``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import logging
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from opensora_sp.config import TrainConfig
@@ -20,18 +19,15 @@ from opensora_sp.data import read_frames
 
 from .wandb_run import WandbRun
 
-if TYPE_CHECKING:
-    from .trainer import Run
-
 LOGGER = logging.getLogger("opensora_sp")
-WINDOW = 0.1  # share of the run that the running mean in loss.png covers
+# Fraction of the run that the running mean in loss.png covers.
+WINDOW = 0.1
 
 
 class Reporter:
-    """Reports on rank 0; on other ranks every call does nothing.
+    """Reports metrics on rank 0; on other ranks every call does nothing.
 
-    Every number that is logged goes to all places under one name: ``metrics.jsonl``, TensorBoard and, if the config
-    asks for it, W&B.
+    Every number has the same name in ``metrics.jsonl``, TensorBoard and, if it is configured, W&B.
     """
 
     def __init__(
@@ -51,19 +47,18 @@ class Reporter:
         from tqdm.contrib.logging import logging_redirect_tqdm
 
         for name in ("metrics.jsonl", "validation.jsonl"):
-            self._drop_after(start, run_dir / name)
-        with (run_dir / "sessions.jsonl").open("a") as file:
-            began = datetime.now().astimezone().isoformat(timespec="seconds")
-            file.write(
-                json.dumps({"step": start, "stop": self.stop, "began": began, **(session or {})})
-                + "\n"
-            )
+            _drop_after(start, run_dir / name)
+        began = datetime.now().astimezone().isoformat(timespec="seconds")
+        entry = {"step": start, "stop": self.stop, "began": began, **(session or {})}
+        _append(run_dir / "sessions.jsonl", entry)
+
         self._jsonl = (run_dir / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1)
         self._wandb = WandbRun(run_dir, cfg.model_dump(mode="json")) if cfg.wandb else None
         self._above_bar = ExitStack()
         self._above_bar.enter_context(logging_redirect_tqdm([LOGGER]))
-        self._bar = tqdm(  # in a terminal alone
+        # disable=None: no bar unless this is a terminal.
+        self._bar = tqdm(
             total=self.stop,
             initial=start,
             desc="train",
@@ -80,72 +75,73 @@ class Reporter:
     def log(
         self, step: int, values: dict[str, float | None], peak_tflops: float | None = None
     ) -> None:
-        """Report the numbers of a step; ``loss`` is None where no step could be taken."""
+        """Report the numbers of a step; ``loss`` is None where every step was skipped."""
         if not self.enabled:
             return
         self._jsonl.write(json.dumps({"step": step, **values}) + "\n")
         self._draw(step, values)
-        LOGGER.info("%s", told_line(step, self.stop, values, peak_tflops))
+        LOGGER.info("%s", log_line(step, self.stop, values, peak_tflops))
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
-        for name, value in values.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step)
+        """Add the numbers to the curves of TensorBoard and W&B."""
+        known = {name: value for name, value in values.items() if value is not None}
+        for name, value in known.items():
+            self._board.add_scalar(name, value, step)
         if self._wandb is not None:
-            self._wandb.log(
-                step, {name: value for name, value in values.items() if value is not None}
-            )
+            self._wandb.log(step, known)
 
     def close(self) -> None:
-        if self.enabled:
-            self._bar.close()
-            self._above_bar.close()
-            self._board.close()
-            self._jsonl.close()
-            if self._wandb is not None:
-                self._wandb.close()
-            draw_loss(self.run_dir)
+        """Close all outputs, and draw ``loss.png``."""
+        if not self.enabled:
+            return
+        self._bar.close()
+        self._above_bar.close()
+        self._board.close()
+        self._jsonl.close()
+        if self._wandb is not None:
+            self._wandb.close()
+        draw_loss(self.run_dir)
 
     def validated(self, step: int, losses: list[float] | None, folder: Path) -> None:
-        """Report a validation: the held-out loss in each bin of timesteps, and the videos written to ``folder``."""
+        """Report the held-out loss in each bin of timesteps, and the videos in ``folder``."""
         if not self.enabled:
             return
         if losses is not None:
             mean = sum(losses) / len(losses)
             LOGGER.info("step %d/%d | held-out loss %.4f", step, self.stop, mean)
-            with (self.run_dir / "validation.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "loss": mean, "loss_by_bin": losses}) + "\n")
-            bins = {
-                f"validation/loss of bin {k + 1} of {len(losses)}": loss
-                for k, loss in enumerate(losses)
-            }
-            self._draw(step, {"validation/loss": mean, **bins})
+            line = {"step": step, "loss": mean, "loss_by_bin": losses}
+            _append(self.run_dir / "validation.jsonl", line)
+            curves: dict[str, float | None] = {"validation/loss": mean}
+            for number, loss in enumerate(losses, 1):
+                curves[f"validation/loss of bin {number} of {len(losses)}"] = loss
+            self._draw(step, curves)
+
         for described in sorted(folder.glob("*.json")):
             facts = json.loads(described.read_text(encoding="utf-8"))
             _show(self._board, described.with_suffix("." + facts["format"]), facts, step)
 
-    def _drop_after(self, step: int, path: Path) -> None:
-        """Forget what a former attempt reported beyond the step that this one starts from."""
-        if path.is_file():
-            kept = [line for line in read_lines(path) if line["step"] <= step]
-            path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _drop_after(step: int, path: Path) -> None:
+    """Remove what a former attempt reported after the step that this one starts from."""
+    if path.is_file():
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 def _show(board: Any, path: Path, facts: dict[str, Any], step: int) -> None:
-    """Put a video into TensorBoard, as the GIF that its own ``add_video`` would need moviepy to make."""
+    """Add a video to TensorBoard as a GIF; its own ``add_video`` would need moviepy for that."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     frames = read_frames(path)
     images = [Image.fromarray(frame) for frame in frames]
-    gif = io.BytesIO()
-    images[0].save(
-        gif,
-        "GIF",
-        save_all=True,
-        append_images=images[1:],
-        duration=round(1000 / facts["fps"]),
-        loop=0,
-    )
+    gif, duration = io.BytesIO(), round(1000 / facts["fps"])
+    images[0].save(gif, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
+
     height, width = frames.shape[1:3]
     image = Summary.Image(
         height=height, width=width, colorspace=3, encoded_image_string=gif.getvalue()
@@ -154,22 +150,8 @@ def _show(board: Any, path: Path, facts: dict[str, Any], step: int) -> None:
     board.file_writer.add_summary(summary, step)
 
 
-def session_of(run: Run) -> dict[str, Any]:
-    """What ``sessions.jsonl`` says of one attempt at a run, beside its steps."""
-    on_cuda = run.device.type == "cuda"
-    return {
-        "model": run.cfg.model["type"],
-        "parameters": sum(p.numel() for p in run.module.parameters()),
-        "precision": run.cfg.precision,
-        "dp_size": run.mesh.dp_size,
-        "sp_size": run.mesh.sp_size,
-        "device": torch.cuda.get_device_name(run.device) if on_cuda else "CPU",
-        "peak_tflops": run.meter.peak.tflops,
-    }
-
-
-def told_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float | None) -> str:
-    """The numbers of an interval on one line; what was not measured is left out."""
+def log_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float | None) -> str:
+    """The numbers of an interval on one line, without those that were not measured."""
     parts = [
         f"step {step}/{stop}",
         "no loss" if values["loss"] is None else f"loss {values['loss']:.4f}",
@@ -179,14 +161,14 @@ def told_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float |
         f"{values['tokens_per_s']:.4g} tokens/s",
         f"{values['peak_memory_gb']:.2f} GB",
         f"waiting: data {values['data_wait']:.1%}, communication {values['communication']:.1%}",
-        f"ETA {told_time(values['eta'])}",
+        f"ETA {format_time(values['eta'])}",
     ]
     if "mfu" in values:
         parts.insert(6, f"MFU {values['mfu']:.1%} of {peak_tflops:g} TFLOP/s")
     return " | ".join(parts)
 
 
-def told_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """``3:02:01``, with days in front where there are any."""
     return str(timedelta(seconds=round(seconds)))
 
@@ -198,21 +180,18 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file, without a last one that is being written."""
-    return [
-        json.loads(line)
-        for line in path.read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    ]
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def running_mean(losses: np.ndarray) -> np.ndarray:
-    """Mean over a window of a tenth of the run, one value for each place where the window fits."""
+    """Mean over a window of a tenth of the run, one value for each position of the window."""
     width = max(1, int(len(losses) * WINDOW))
     return np.convolve(losses, np.ones(width) / width, mode="valid")
 
 
 def draw_loss(run_dir: Path) -> Path | None:
-    """Draw ``loss.png`` from the run's metrics; returns its path, or None if nothing was logged yet."""
+    """Draw ``loss.png`` from the run's metrics; returns its path, None if nothing is logged."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -223,14 +202,11 @@ def draw_loss(run_dir: Path) -> Path | None:
         return None
     steps, losses = (np.array([line[key] for line in metrics]) for key in ("step", "loss"))
     mean = running_mean(losses)
+    label = f"running mean, {WINDOW:.0%} of the run"
+
     figure, axes = plt.subplots(figsize=(7, 4), dpi=110, layout="constrained")
     axes.plot(steps, losses, color="0.75", linewidth=0.8, label="each step")
-    axes.plot(
-        steps[len(steps) - len(mean) :],
-        mean,
-        color="tab:blue",
-        label=f"running mean, {WINDOW:.0%} of the run",
-    )
+    axes.plot(steps[len(steps) - len(mean) :], mean, color="tab:blue", label=label)
     axes.set(xlabel="optimizer step", ylabel="training loss", yscale="log", title=run_dir.name)
     axes.grid(which="both", alpha=0.3)
     axes.legend()
@@ -241,18 +217,18 @@ def draw_loss(run_dir: Path) -> Path | None:
 
 
 def log_to(run_dir: Path, *, enabled: bool) -> None:
-    """Send the package's log to ``train.log`` and the terminal; other ranks show only what is theirs alone."""
+    """Log to ``train.log`` and the terminal; other ranks show only what concerns them alone."""
     LOGGER.setLevel(logging.INFO if enabled else logging.WARNING)
     LOGGER.propagate = False
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
+
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if enabled:
         handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
+    form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     for handler in handlers:
-        handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
-        )
+        handler.setFormatter(form)
         if not enabled:
             handler.addFilter(is_shown_on_all_ranks)
         LOGGER.addHandler(handler)

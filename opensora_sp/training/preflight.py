@@ -1,4 +1,4 @@
-"""What can be checked of a training run before a process group or a model exists."""
+"""Checks of a training run before a process group or a model exists."""
 
 from __future__ import annotations
 
@@ -38,10 +38,18 @@ from .wandb_run import check_wandb
 def preflight(
     cfg: TrainConfig, resume: str | None, traced: Steps | None = None
 ) -> tuple[TrainingSet, Path | None]:
-    """Everything that can be checked without a process group or a model; the same on every rank."""
+    """Check config, files, checkpoint and machine; the same on every rank.
+
+    Returns:
+        The dataset, and the checkpoint to resume from.
+
+    Raises:
+        ValueError: if the run could not start, resume or finish.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
     check_freeze(cfg)
+
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     state = {} if checkpoint is None else json.loads((checkpoint / "state.json").read_text())
@@ -52,18 +60,18 @@ def preflight(
         check_cache(cfg, dataset)
         check_clips(cfg, dataset, plan)
     preflight_validation(cfg)
-    check_shared_memory(
-        largest_batch(cfg), cfg.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    )
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_shared_memory(largest_batch(cfg), cfg.num_workers, local_world_size)
     check_wandb(cfg.wandb)
-    if checkpoint is not None:
-        check_resume(cfg, checkpoint, dataset)
+
     if resume is None and newest_checkpoint(Path(cfg.outputs)) is not None:
         raise ValueError(
-            f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a new folder, or that "
-            "run to be continued; pass --resume auto or another --cfg-options outputs=..."
+            f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a "
+            "new folder, or that run to be resumed; pass --resume auto or another "
+            "--cfg-options outputs=..."
         )
     if checkpoint is not None:
+        check_resume(cfg, checkpoint, dataset)
         spec = cfg.model_spec
         check_model_config(checkpoint / "model", spec.model_class.__name__, spec.config)
     elif cfg.load is not None:
@@ -74,7 +82,7 @@ def preflight(
 
 
 def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
-    """Raise ValueError if going on from here would change data order or draws, or leave newer checkpoints behind."""
+    """Raise ValueError if resuming would change data order or draws, or skip newer checkpoints."""
     state = json.loads((checkpoint / "state.json").read_text())
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
@@ -82,29 +90,30 @@ def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> No
     ours = order_state(cfg, plan, len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
-    differing = [
-        f"{key} {value} (there {state.get(key)})"
-        for key, value in ours.items()
-        if state.get(key) != value
-    ]
+
+    differing = []
+    for key, value in ours.items():
+        if state.get(key) != value:
+            differing.append(f"{key} {value} (there {state.get(key)})")
     if differing:
         raise ValueError(
-            f"got {', '.join(differing)} to go on from {checkpoint}; expected what it was written with, which data "
-            "order and random draws depend on; change it back, or start a new run from these weights with "
-            f"--cfg-options load={checkpoint}"
+            f"got {', '.join(differing)} to resume from {checkpoint}; expected what it was written "
+            "with, which data order and random draws depend on; change it back, or start a new run "
+            f"from these weights with --cfg-options load={checkpoint}"
         )
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)
     newest = find_checkpoint(Path(cfg.outputs), "auto")
     if newest is not None and newest.name > checkpoint.name:
         raise ValueError(
-            f"got --resume {checkpoint} while {cfg.outputs} holds newer checkpoints, up to {newest.name}; expected the "
-            "newest of them; move the newer ones away, or pass another --cfg-options outputs=..."
+            f"got --resume {checkpoint} while {cfg.outputs} holds newer checkpoints, up to "
+            f"{newest.name}; expected the newest of them; move the newer ones away, or pass "
+            "another --cfg-options outputs=..."
         )
 
 
 def initial_weights(cfg: TrainConfig) -> Weights:
-    """The weights that ``cfg.load`` stands for, in any layout; of a run's checkpoint those that were trained."""
+    """The weights that ``cfg.load`` names, in any layout; of a run's checkpoint not the EMA."""
     assert cfg.load is not None
     return open_weights(cfg.load, allow_pickle=cfg.allow_pickle)
 

@@ -1,9 +1,9 @@
-"""Traces of single steps, by torch's profiler, in which the parts of a step have names.
+"""Traces of single steps with torch's profiler, in which the parts of a step have names.
 
-Names are put onto the model by hooks, and only while a trace is made: "embed", "spatial", "temporal" (forward, and
-again where checkpointing recomputes), "switch" between them, "final". What the training loop does itself, it names
-itself: "data", "encode", "loss", "backward", "optimizer". Exchanges between ranks are "switch exchange" (forward) and
-"switch backward", and so on by kind of exchange.
+Hooks on the model name its parts while a trace is recorded: "embed", "spatial", "temporal"
+(forward, and again in the recomputation of checkpointing), "switch" between them, "final". The
+training loop names "data", "encode", "loss", "backward" and "optimizer". Collectives are "switch
+exchange" (forward), "switch backward", and so on by their kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel.debug.comm_timing import watching
+from opensora_sp.parallel.debug.comm_timing import listening
 
 logger = logging.getLogger(__name__)
 EMBEDDERS = re.compile(r"\w+_embedder|\w*t_block\w*|pos_embed")
@@ -46,17 +46,17 @@ class Steps:
         steps = cls(int(match[1]), int(match[2] or match[1])) if match else None
         if steps is None or not 1 <= steps.first <= steps.last:
             raise ValueError(
-                f"got --profile {text!r}; expected a step, or a first and a last one, counted from 1; write for "
-                "example --profile 3 or --profile 10-12"
+                f"got --profile {text!r}; expected a step, or a first and a last one, counted from "
+                "1; write for example --profile 3 or --profile 10-12"
             )
         return steps
 
     def check(self, start: int, stop: int) -> None:
-        """Raise ValueError unless a run that goes on after step ``start`` comes by all of them."""
+        """Raise ValueError unless a run of steps ``start + 1`` to ``stop`` has all of them."""
         if not start < self.first <= self.last <= stop:
             raise ValueError(
-                f"got --profile {self}, and a run of steps {start + 1} to {stop}; expected some of these; choose steps "
-                "that this run takes"
+                f"got --profile {self}, and a run of steps {start + 1} to {stop}; expected some of "
+                "these; choose steps that this run takes"
             )
 
     def __str__(self) -> str:
@@ -66,62 +66,55 @@ class Steps:
 class StepProfiler:
     """Writes ``profile/steps_<steps>.rank<rank>.json.gz`` into a run's folder. Every rank has one.
 
-    What a trace shows is slower than it is: the profiler itself takes time, and so does writing the trace, which counts
-    as time of its last step.
+    Steps are slower while they are traced: the profiler has an overhead, and writing the trace
+    counts as time of its last step.
     """
 
     def __init__(self, model: ConditionedModel, run_dir: Path, steps: Steps | None) -> None:
         self.model, self.run_dir, self.wanted = model, run_dir, steps
-        self._profile: profile | None = None
         self._entered = ExitStack()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around each step of the run."""
         if self.wanted is not None and number == self.wanted.first:
-            self._start()
+            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            activities = [ProfilerActivity.CPU, *cuda]
+            self._entered.enter_context(named_regions(self.model))
+            self._profile = self._entered.enter_context(profile(activities=activities))
         yield
-        if self._profile is not None and self.wanted is not None and number == self.wanted.last:
-            self._stop(self._profile, self.wanted)
+        if self.wanted is not None and number == self.wanted.last:
+            self._entered.close()
+            self._export(self.wanted)
 
-    def _start(self) -> None:
-        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._entered.enter_context(named_regions(self.model))
-        self._profile = self._entered.enter_context(
-            profile(activities=[ProfilerActivity.CPU, *cuda])
-        )
-
-    def _stop(self, finished: profile, steps: Steps) -> None:
-        self._entered.close()
-        self._profile = None
+    def _export(self, steps: Steps) -> None:
         path = self.run_dir / "profile" / f"steps_{steps}.rank{dist.get_rank()}.json.gz"
         path.parent.mkdir(exist_ok=True)
-        finished.export_chrome_trace(str(path))
+        self._profile.export_chrome_trace(str(path))
         logger.info("profile of steps %s: %s; open it with https://ui.perfetto.dev", steps, path)
 
 
 @contextmanager
 def named_regions(model: ConditionedModel) -> Iterator[None]:
-    """The parts of a model's forward pass, and all exchanges between ranks, have names for the profiler inside."""
+    """Inside, parts of a model's forward pass and collectives have names for the profiler."""
     with ExitStack() as stack:
         for name, module in model.named_children():
-            region = (
-                "switch" if module is model.switch else "final" if name == "final_layer" else None
-            )
-            if region or EMBEDDERS.fullmatch(name):
-                stack.callback(_Region(region or "embed", module).remove)
+            if module is model.switch:
+                stack.callback(_Region("switch", module).remove)
+            elif name == "final_layer":
+                stack.callback(_Region("final", module).remove)
+            elif EMBEDDERS.fullmatch(name):
+                stack.callback(_Region("embed", module).remove)
+
         parts = _Parts()
-        for handle in (
-            model.register_forward_pre_hook(parts.begin),
-            model.segment.register_forward_pre_hook(parts.name_next),
-        ):
-            stack.callback(handle.remove)
-        stack.enter_context(watching(_exchange))
+        stack.callback(model.register_forward_pre_hook(parts.begin).remove)
+        stack.callback(model.segment.register_forward_pre_hook(parts.name_next).remove)
+        stack.enter_context(listening(_exchange))
         yield
 
 
 class _Region:
-    """A name around the calls of a module."""
+    """A profiler region around the calls of a module."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self._open = name, ExitStack()
@@ -142,7 +135,7 @@ class _Region:
 
 
 class _Parts:
-    """Names the parts between two switches, which follow each other: spatial, temporal, spatial, ..."""
+    """Names the parts between two switches, which alternate: spatial, temporal, spatial, ..."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -1,7 +1,8 @@
-"""A look at whether ranks that must hold the same numbers still do.
+"""A check that ranks agree: on the weights, and within a group on its batches.
 
-The working weights are whole on every rank (ZeRO gathers the trained ones after each step) and must be equal
-everywhere; a batch must be the same on the ranks of a sequence-parallel group, and another one on each replica.
+The working weights are whole on every rank (ZeRO gathers the trained ones after each step) and must
+be equal everywhere. A batch must be the same on the ranks of a sequence-parallel group, and another
+one on each replica.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from torch import Tensor, nn
 
 from opensora_sp.parallel import SequenceMesh
 
-_MULTIPLIER = 6364136223846793005  # odd, so that no sum is lost; Knuth, MMIX
-_NONE = 0  # the fingerprint of no batch
+# Odd, so that no sum is lost; Knuth, MMIX.
+_MULTIPLIER = 6364136223846793005
+# The fingerprint of no batch.
+_NONE = 0
 
 
 class SyncCheck:
-    """Every so many steps each tensor is read once and summed as integers, and all sums become one number.
+    """Compares fingerprints of weights and batches between ranks, every so many steps.
 
-    The number of the weights and that of the batches are gathered from all ranks. Only where they are wrong are the
-    tensors' own sums gathered, to find the first that differs. Collective.
+    Each tensor is read once and summed as integers, and the sums are combined to one number. The
+    numbers of weights and batches are gathered from all ranks. Where they differ, the tensors' own
+    sums are gathered to find the first tensor that differs. Collective.
 
     Args:
         module: whose parameters and buffers are compared, by name.
@@ -46,34 +50,34 @@ class SyncCheck:
         return self.every > 0 and (step + 1) % self.every == 0
 
     def see(self, step: int, batch: Mapping[str, Any]) -> None:
-        """Note a micro-batch of this replica, if the step is checked."""
+        """Add the fingerprint of a micro-batch of this replica, if the step is checked."""
         if self.due(step):
+            tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor)}
             with self._timed():
-                self._batches += self._sums(
-                    {name: one for name, one in batch.items() if isinstance(one, Tensor)}
-                )
+                self._batches += self._sums(tensors)
 
     def compare(self, step: int) -> None:
-        """Compare, if the step is checked, what it was computed with: before ZeRO gathers new weights over the old.
+        """Compare weights and batches of a step, if it is checked; call it before the update.
 
         Raises:
-            ValueError: on every rank, naming the first tensor that differs and the ranks where it does.
+            ValueError: on every rank, naming the first tensor that differs and the ranks where it
+                does.
         """
         if not self.due(step):
             return
         with self._timed():
-            weights = self._sums(
-                {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-            )
+            module = self.module
+            weights = self._sums(dict(module.named_parameters()) | dict(module.named_buffers()))
             batches, self._batches = self._batches, []
-            own = torch.stack(
-                [_combined(weights), _combined(batches) if batches else weights[0][1] * 0]
-            )
+            no_batch = torch.full_like(weights[0][1], _NONE)
+            own = torch.stack([_combined(weights), _combined(batches) if batches else no_batch])
+
             of_all = own.new_empty(2 * self.mesh.world_size)
             dist.all_gather_into_tensor(of_all, own)
             of_weights, of_batches = of_all.view(-1, 2).T.tolist()
         self.cost["bytes_sent"] += own.nbytes * (self.mesh.world_size - 1)
         self.cost["checks"] += 1
+
         if len(set(of_weights)) > 1:
             self._refuse("weight", weights, range(self.mesh.world_size), step)
         size = self.mesh.sp_size
@@ -81,12 +85,15 @@ class SyncCheck:
         for ranks in groups:
             if len({of_batches[rank] for rank in ranks}) > 1:
                 self._refuse("batch tensor", batches, ranks, step)
+
+        # One batch of each replica, without those that have none.
         firsts = [of_batches[ranks[0]] for ranks in groups if of_batches[ranks[0]] != _NONE]
         if len(set(firsts)) < len(firsts):
             same = [ranks[0] for ranks in groups if firsts.count(of_batches[ranks[0]]) > 1]
             raise ValueError(
-                f"got the same batch on replicas that begin with ranks {same}, in step {step + 1}; expected another on "
-                "each; correct the data loading, which gives replicas the same clips and noise"
+                f"got the same batch on replicas that begin with ranks {same}, in step {step + 1}; "
+                "expected another on each; correct the data loading, which gives replicas the same "
+                "clips and noise"
             )
 
     def _sums(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
@@ -100,25 +107,29 @@ class SyncCheck:
         self.cost["seconds"] += time.perf_counter() - start
 
     def _refuse(self, kind: str, sums: list[tuple[str, Tensor]], ranks: range, step: int) -> None:
-        """Find the first tensor that differs between the ranks and tell everyone. Collective."""
+        """Raise on all ranks, naming the first tensor that differs in ``ranks``. Collective."""
         own = [(name, int(value)) for name, value in sums]
         seen: list[list[tuple[str, int]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(seen, own)
-        rows = [seen[rank] for rank in ranks]
-        place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
-        column = [row[place] for row in rows]
+
+        by_tensor = zip(*(seen[rank] for rank in ranks))
+        column = next(column for column in by_tensor if len(set(column)) > 1)
         usual = max(column, key=column.count)
         other = [rank for rank, value in zip(ranks, column, strict=True) if value != usual]
         raise ValueError(
-            f"got another {kind} {usual[0]!r} on ranks {other} than on the rest of ranks {list(ranks)}, in step "
-            f"{step + 1}; expected the same numbers; go on from a checkpoint before this step with --resume PATH, and "
-            "look for a faulty device or code that changes one rank alone"
+            f"got another {kind} {usual[0]!r} on ranks {other} than on the rest of ranks "
+            f"{list(ranks)}, in step {step + 1}; expected the same numbers; resume from a "
+            "checkpoint before this step with --resume PATH, and look for a faulty device or code "
+            "that changes one rank alone"
         )
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor summed as integers, int64 ``[]`` on its device; exact, whatever the order of the sum."""
+    """The bytes of a tensor summed as integers, int64 ``[]`` on its device.
+
+    Integer sums are exact in any order.
+    """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     if data.storage_offset() % 8:
@@ -130,5 +141,6 @@ def _combined(sums: list[tuple[str, Tensor]]) -> Tensor:
     """One number of all sums and their order, int64 ``[]``."""
     device = sums[0][1].device
     values = torch.stack([value.to(device) for _, value in sums])
-    weights = torch.full_like(values, _MULTIPLIER).cumprod(0)  # wraps around, as the sums do
+    # Products and sums wrap around.
+    weights = torch.full_like(values, _MULTIPLIER).cumprod(0)
     return (values * weights).sum()

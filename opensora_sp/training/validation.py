@@ -1,7 +1,8 @@
-"""Looking at a run while it trains: sampled videos, and the loss of clips that are not trained on.
+"""Validation of a run while it trains: sampled videos, and the loss on held-out clips.
 
-Both are made by the ranks of an SP group together, as in training, from the averaged or the current weights. All draws
-are named by the seed and what they are for, so the training's own numbers are the same with and without validation.
+Both are computed by the ranks of a sequence-parallel group together, as in training, from the EMA
+or the current weights. All draws are keyed by the seed and their purpose, so training is the same
+with and without validation.
 
 Legend: B clips, c latent channels, f x h x w latent size, K bins of timesteps.
 """
@@ -20,14 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.checkpoint import checkpoint_name
+from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schema import Common, Validation
 from opensora_sp.data import MicroBatch, VideoTextDataset
 from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders
-from opensora_sp.features.corrupt_samples import BrokenClips
-from opensora_sp.features.sharded import Encoders, Features, SharedClips
-from opensora_sp.models import sample_numbers
+from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.sharded import Features, SharedClips
+from opensora_sp.features.sources import Encoders
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
@@ -40,13 +42,13 @@ if TYPE_CHECKING:
     from opensora_sp.runtime import Watchdog
 
     from .metrics import Reporter
-    from .trainer import Run
+    from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
 def preflight_validation(cfg: TrainConfig) -> None:
-    """Check what validation will sample and read, before a model exists.
+    """Check the prompts and the manifest of validation, before a model exists.
 
     Raises:
         ValueError: as ``sampling.run.preflight`` and ``VideoTextDataset`` do.
@@ -72,66 +74,76 @@ def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
 
 
 def sampling_config(cfg: TrainConfig, validation: Validation) -> InferenceConfig:
-    """What the training config says about sampling: its model, sizes and scheduler, and its validation."""
-    common = {
-        name: getattr(cfg, name)
-        for name in Common.model_fields
-        if name not in ("sp_size", "scheduler")
-    }
+    """A config for sampling, with model, sizes, scheduler and validation of a training config."""
+    common = {name: getattr(cfg, name) for name in Common.model_fields}
+    del common["sp_size"]
+
     names = ("prompts", "negative_prompt", "num_samples", "fps", "batch_size", "format", "use_ema")
-    said = {name: getattr(validation, name) for name in names}
-    steps = {name: getattr(validation, name) for name in ("num_sampling_steps", "cfg_scale")}
-    scheduler = cfg.scheduler | {name: value for name, value in steps.items() if value is not None}
-    return InferenceConfig(**common, **said, scheduler=scheduler, precision=cfg.precision)
+    own = {name: getattr(validation, name) for name in names}
+    for name in ("num_sampling_steps", "cfg_scale"):
+        if (value := getattr(validation, name)) is not None:
+            common["scheduler"] = common["scheduler"] | {name: value}
+    return InferenceConfig(**common, **own, precision=cfg.precision)
 
 
 class Validator:
-    """The validation of one run, if its config asks for it; ``after`` is called when a step is done."""
+    """The validation of one run, if its config asks for it. ``after`` is called after each step."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.validation = run.cfg.validation
-        self.heldout = heldout_clips(run.cfg)
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.validation = trainer.cfg.validation
+        self.heldout = heldout_clips(trainer.cfg)
         if self.validation is None:
             return
-        sampling = sampling_config(run.cfg, self.validation)
-        found = (
-            run.source if isinstance(run.source, Encoders) else make_encoders(run.cfg, run.device)
+
+        cfg, device, source = trainer.cfg, trainer.device, trainer.source
+        encoders = source if isinstance(source, Encoders) else make_encoders(cfg, device)
+        sampling = sampling_config(cfg, self.validation)
+        self.pipeline = Pipeline(
+            sampling, trainer.module, encoders.vae, encoders.text_encoder, device
         )
-        self.pipeline = Pipeline(sampling, run.module, found.vae, found.text_encoder, run.device)
         if self.heldout is not None:
-            self.broken = BrokenClips(self.heldout.rows, run.mesh, max_bad_fraction=1.0)
+            self.corrupt = CorruptSamples(self.heldout.rows, trainer.mesh, max_bad_fraction=1.0)
             self.clips = SharedClips(
-                run.mesh, run.module, self.heldout, run.plan, found, self.broken, run.device
+                trainer.mesh,
+                trainer.module,
+                self.heldout,
+                trainer.plan,
+                encoders,
+                self.corrupt,
+                device,
             )
 
     def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watchdog | None) -> float:
-        """Validate if it is time to; returns the seconds that took. Collective.
+        """Validate every ``validation.every`` steps; returns the seconds it took. Collective.
 
-        Where a rank was asked to stop since the step, the run goes straight on to the next one, its last.
+        Where a rank was asked to stop since the step, validation is skipped: the next step is the
+        last one.
         """
         if self.validation is None or step % self.validation.every:
             return 0.0
         asked_to_stop = watch is not None and watch.stop_reason is not None
-        stop = torch.tensor(float(asked_to_stop), device=self.run.device)
+        stop = torch.tensor(float(asked_to_stop), device=self.trainer.device)
         dist.all_reduce(stop)
-        if stop.item() and step < self.run.cfg.max_steps:
+        if stop.item() and step < self.trainer.cfg.max_steps:
             return 0.0
 
         since = time.perf_counter()
         folder = run_dir / "validation" / checkpoint_name(step)
         if self.validation.use_ema:
-            with averaged(self.run.tensors.shards, self.run.ema):
+            with ema_weights(self.trainer.tensors.shards, self.trainer.ema):
                 losses = self._validate(folder)
         else:
             losses = self._validate(folder)
-        dist.barrier()  # all videos are written
+
+        # All videos are written before rank 0 reports them.
+        dist.barrier()
         reporter.validated(step, losses, folder)
         return time.perf_counter() - since
 
     @torch.no_grad()
     def _validate(self, folder: Path) -> list[float] | None:
-        mesh, cfg = self.run.mesh, self.pipeline.cfg
+        mesh, cfg = self.trainer.mesh, self.pipeline.cfg
         batches = batches_of(requests_of(cfg), cfg.batch_size, mesh.dp_size)
         if batches:
             folder.mkdir(parents=True, exist_ok=True)
@@ -142,76 +154,79 @@ class Validator:
     def _heldout_losses(self, dataset: VideoTextDataset) -> Tensor:
         """The mean loss of the clips that all ranks can read, in each bin, ``[K]``. Collective.
 
-        Bin k holds the k-th part of the timesteps that training draws, from data to noise, so that the mean of the
-        bins is the loss that training would have on these clips.
+        Bin k holds the k-th part of the timesteps that training draws, from data to noise, so that
+        the mean of the bins is the loss that training would have on these clips.
         """
         assert self.validation is not None
-        mesh, size = self.run.mesh, self.validation.batch_size
-        bins = self.validation.bins
-        sums = torch.zeros(bins + 1, device=self.run.device)  # and the number of clips
-        mine = range(mesh.dp_rank, len(dataset), mesh.dp_size)
-        for start in range(0, len(mine), size):
-            ids, features = self._readable(mine[start : start + size])
+        mesh, size, bins = self.trainer.mesh, self.validation.batch_size, self.validation.bins
+        # The losses of each bin, and the number of clips.
+        sums = torch.zeros(bins + 1, device=self.trainer.device)
+        own = range(mesh.dp_rank, len(dataset), mesh.dp_size)
+        for start in range(0, len(own), size):
+            ids, features = self._readable(own[start : start + size])
             if ids:
                 sums[:bins] += self._losses(ids, features, bins)
                 sums[bins] += len(ids) / mesh.sp_size
+
         dist.all_reduce(sums)
-        self.broken.tell(self.run.device)
+        self.corrupt.report(self.trainer.device)
         if not sums[bins]:
             raise ValueError(
-                f"got {len(dataset)} clips in validation.manifest {self.validation.manifest!r}, none of which can be "
-                f"cut to {dataset.shape} (the last one: {self.broken.last}); expected videos that are long enough; "
-                "check the manifest's paths and their lengths"
+                f"got {len(dataset)} clips in validation.manifest {self.validation.manifest!r}, "
+                f"none of which can be cut to {dataset.shape} (the last one: {self.corrupt.last}); "
+                "expected videos that are long enough; check the manifest's paths and their lengths"
             )
         return sums[:bins] / sums[bins]
 
     def _readable(self, chosen: Sequence[int]) -> tuple[list[int], Features]:
         """Those of some clips that can be read, and their features. Collective in the group."""
         assert self.heldout is not None and self.heldout.shape is not None
-        ids, shape = list(chosen), self.heldout.shape
+        ids, shape, source = list(chosen), self.heldout.shape, self.clips.source
         while True:
-            features = Features.filled(
-                float("nan"), len(ids), shape, self.clips.source, self.run.device
-            )
-            batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
-            items = [self.heldout[sample] for sample in self.clips.samples(batch)] if ids else []
-            unreadable = self.clips.share(features, ids, range(len(ids)), items) if ids else []
-            if not unreadable:
+            features = Features.filled(float("nan"), len(ids), shape, source, self.trainer.device)
+            if not ids:
                 return ids, features
-            ids = [index for place, index in enumerate(ids) if place not in unreadable]
+            batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
+            items = [self.heldout[sample] for sample in self.clips.samples(batch)]
+            corrupt = self.clips.share(features, ids, range(len(ids)), items)
+            if not corrupt:
+                return ids, features
+            ids = [index for place, index in enumerate(ids) if place not in corrupt]
 
     def _losses(self, ids: list[int], features: Features, bins: int) -> Tensor:
         """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""
-        run, seed, flow = self.run, self.run.cfg.seed, self.run.batches.flow
+        module, device = self.trainer.module, self.trainer.device
+        seed, process = self.trainer.cfg.seed, self.trainer.batches.flow
         latents = features.latents  # [B, c, f, h, w]
-        noise = torch.stack(
-            [normal(tuple(latents.shape[1:]), seed, "validation_noise", i) for i in ids]
-        ).to(latents)
-        num_frames, *pixels = features.shape
-        height, width = (torch.full((len(ids),), float(side), device=run.device) for side in pixels)
-        geometry = flow.geometry(
-            height, width, latent_frames=latents.shape[2], video_frames=num_frames
+        size = tuple(latents.shape[1:])
+        noise = torch.stack([normal(size, seed, "validation_noise", i) for i in ids]).to(latents)
+        geometry, numbers = size_conditions(
+            process,
+            module.sample_inputs,
+            features.shape,
+            features.fps,
+            latent_frames=latents.shape[2],
         )
-        names, fps = run.module.sample_inputs, features.fps
-        numbers = sample_numbers(names, height=height, width=width, fps=fps, num_frames=num_frames)
-        text = run.module.encode_text(features.y, features.mask)
+        text = module.encode_text(features.y, features.mask)
+
         sums = []
         for k in range(bins):
             shares = [(k + uniform(seed, "validation_timestep", i, k)) / bins for i in ids]
-            t = flow.timesteps_from(torch.tensor(shares, device=run.device), geometry)
-            noised = Noised.of(flow, latents, noise, t, None)
-            shard = run.model(
-                noised.x_t, timestep=flow.network_time(t), y=text, **numbers, output="shards"
+            t = process.timesteps_from(torch.tensor(shares, device=device), geometry)
+            noised = Noised.of(process, latents, noise, t, None)
+            time_input = process.network_time(t)
+            shard = self.trainer.model(
+                noised.x_t, timestep=time_input, y=text, **numbers, output="shards"
             )
-            sums.append(flow.losses(shard, noised).sum())
+            sums.append(process.losses(shard, noised).sum())
         return torch.stack(sums)
 
 
 @contextmanager
-def averaged(shards: NamedShards, ema: ShardedEma) -> Iterator[None]:
-    """The model computes with the averaged weights inside, and with the very bits it had before afterwards.
+def ema_weights(shards: NamedShards, ema: ShardedEma) -> Iterator[None]:
+    """Inside, the model has the EMA weights; then the same bits as before. Collective.
 
-    Those wait on the CPU. Collective.
+    The working weights are kept on the CPU meanwhile.
     """
     with torch.no_grad():
         kept = {name: p.detach().to("cpu", copy=True) for name, p in shards.working.items()}

@@ -1,4 +1,4 @@
-"""Weights & Biases, where a config asks for it (``wandb=True``)."""
+"""Weights & Biases, for configs with ``wandb=True``."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-PROJECT = "opensora_sp"  # where WANDB_PROJECT says no other
+# Unless WANDB_PROJECT names another.
+PROJECT = "opensora_sp"
 
 
 def check_wandb(wanted: bool) -> None:
-    """Raise ValueError if W&B is asked for and not installed."""
+    """Raise ValueError if W&B is configured and not installed."""
     if wanted and importlib.util.find_spec("wandb") is None:
         raise ValueError(
-            "got wandb=True, and no package of that name; expected it to be installed; pip install wandb, or set "
-            "wandb=False (TensorBoard and metrics.jsonl hold the same numbers)"
+            "got wandb=True, and no package of that name; expected it to be installed; "
+            "pip install wandb, or set wandb=False (TensorBoard and metrics.jsonl hold the same "
+            "numbers)"
         )
 
 
 class WandbRun:
-    """One W&B run for all attempts of a training run: its id stays in the run's folder.
+    """One W&B run for all attempts of a training run: its id is kept in the run's folder.
 
-    Numbers are filed under the optimizer step, so what a resumed run does again lies over what was there. Whether and
-    where W&B sends them is up to its own settings (``WANDB_MODE``, ``WANDB_PROJECT``, ``wandb login``).
+    Numbers are logged by optimizer step, so steps that a resumed run repeats overwrite the former
+    ones. Whether and where W&B sends them depends on its own settings (``WANDB_MODE``,
+    ``WANDB_PROJECT``, ``wandb login``).
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any]) -> None:

@@ -20,8 +20,10 @@ from pydantic.fields import FieldInfo
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.config.sections import SequenceParallel
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models.registry import CLASSES, PRESETS
+from opensora_sp.parallel.strategies import registered_strategies
 from opensora_sp.resolutions import FRAMES, SIZES
 
 INTRODUCTION = """\
@@ -55,6 +57,8 @@ def page() -> str:
             prose(schema.__doc__),
             fields_table(schema, list(schema.model_fields)),
         ]
+        if schema is SequenceParallel:
+            parts.append(strategies_table())
     return "\n".join([*parts, *_models(), *_components(), _names()])
 
 
@@ -96,6 +100,19 @@ def fields_table(schema: type[BaseModel], keys: list[str]) -> str:
             (f"`{key}`", _field_type(field), _field_default(field), meaning(schema, key))
             for key, field in rows
         ],
+    )
+
+
+def strategies_table() -> str:
+    """The registered parallel strategies: when each is used, and what it sends."""
+    rows = [
+        (f"`{one.label}`", f'`"{one.option}"`', one.condition, one.moves or "tokens")
+        for one in registered_strategies()
+    ]
+    return (
+        "### Parallel strategies\n\nOf those with one value of `strategy`, the last that applies "
+        "is used. B samples, T frames, W windows, P ranks.\n\n"
+        + _table(("name", "`strategy`", "used for", "sent"), rows)
     )
 
 

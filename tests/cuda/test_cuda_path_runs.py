@@ -79,12 +79,12 @@ def test_a_step_of_the_plugin(stage, overlap):
 def on_training(config):
     from opensora_sp.plugin import current_device
     from opensora_sp.training.preflight import preflight
-    from opensora_sp.training.trainer import Run
+    from opensora_sp.training.trainer import Trainer
 
     join(world=2)
     options = ["precision=bf16", "max_steps=3", "ckpt_every=100", "num_workers=0", "log_every=1"]
     cfg = load_train_config(config, options)
-    run = Run(cfg, *preflight(cfg, None, None), current_device())
+    run = Trainer(cfg, *preflight(cfg, None, None), current_device())
     one_step = run._step
 
     def step(number, *args):
@@ -97,7 +97,7 @@ def on_training(config):
     # The checkpoint's content would be garbage.
     run._step, run.checkpoints.save = step, lambda *args: None
     Path(cfg.outputs).mkdir(parents=True)
-    return run.steps(Path(cfg.outputs))
+    return run.train(Path(cfg.outputs))
 
 
 def test_three_steps_of_training(tmp_path):

@@ -35,12 +35,13 @@ def step(model, inputs, name):
 
 
 def on_strategy(options, rank, samples, checkpoint):
-    from opensora_sp.parallel import SequenceMesh, parallelize, strategies
+    from opensora_sp.parallel import SequenceMesh, parallelize
+    from opensora_sp.parallel.cost_model import CostModel
 
-    strategies.MIN_CHUNK_TOKENS = 1
     join(world=8, rank=rank)
     model = build("STDiT3", checkpoint=checkpoint, **EIGHT_HEADS)
-    parallelize(model, SequenceMesh(sp_size=8), **options)
+    small_chunks = CostModel(flops=400e12, bandwidth=100e9, latency=0)
+    parallelize(model, SequenceMesh(sp_size=8), cost_model=small_chunks, **options)
     inputs = batch("STDiT3", model, samples=samples, size=(9, 20, 16))
     step(model, inputs, "first ")
     step(model, inputs, "")

@@ -116,7 +116,7 @@ def test_a_step_that_zero_does_not_take_is_found() -> None:
 
 
 def test_ranks_that_do_not_answer_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_checks, "LIMIT", 0.5)
+    monkeypatch.setattr(rank_checks, "TIMEOUT", 0.5)
 
     (found,) = rank_checks.check_ranks(CPU)
 

@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import choose_backend
-from opensora_sp.models.conditioning import Condition, Text
+from opensora_sp.models.conditioning import Conditioning, Text
 from opensora_sp.models.take import take
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
-from opensora_sp.parallel import SequenceMesh, cost_model, parallelize, strategies
+from opensora_sp.parallel import SequenceMesh, parallelize
+from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.plugin import SequenceParallelPlugin
 from opensora_sp.plugin._colossalai import Booster
 
@@ -219,10 +220,10 @@ def test_no_backward_adds_by_index() -> None:
 
 
 def on_ranks() -> None:
-    cost_model.FLOPS_PER_ELEMENT, strategies.MIN_CHUNK_TOKENS = 0, 1
+    free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
     mesh = SequenceMesh(sp_size=3)  # 2 samples: the second rank holds parts of both
     assert_nothing_is_added_by_index(
-        lambda model: parallelize(model, mesh, overlap_chunks=2), (True,)
+        lambda model: parallelize(model, mesh, overlap_chunks=2, cost_model=free_links), (True,)
     )
 
 
@@ -242,7 +243,9 @@ def test_any_run_of_rows_takes_its_samples_entries(layout: str, masked: bool) ->
         for stop in range(start, whole.total + 1):
             rows = whole.take(start, stop)
             weights = torch.randn(3, rows.count, rows.length, 8, dtype=torch.float64)
-            condition = Condition.of(rows, modulation, given, Text(torch.zeros(3, 8), [1, 1, 1]))
+            condition = Conditioning(
+                modulation, given, Text(torch.zeros(3, 8), [1, 1, 1])
+            ).temporal(rows)
             entries = condition.entries(torch.zeros(3, 8, dtype=torch.float64), 2, None)
             found = torch.stack([laid_out(entry, rows) for entry in entries])
 
@@ -273,7 +276,7 @@ def test_entries_of_whole_samples_are_not_laid_out_over_the_patches(batch: int) 
     for layout, masked in shapes.items():
         for mask, states, shape in ((None, 1, (batch, 1, 1, 8)), (given, 2, masked)):
             modulation = torch.randn(batch, states, 6, 8)
-            condition = Condition.of(grid.rows(layout), modulation, mask, text)
+            condition = Conditioning(modulation, mask, text).temporal(grid.rows(layout))
             assert {entry.shape for entry in condition.entries(torch.zeros(3, 8), 0, None)} == {
                 shape
             }
@@ -312,9 +315,11 @@ def test_no_compiled_backward_adds_by_index() -> None:
         rows = grid.rows(TEMPORAL).take(start, stop)
         modulation = torch.randn(batch, 2, 6, 24, dtype=torch.bfloat16, requires_grad=True)
         given = torch.tensor([[True, False, False]]).repeat(batch, 1)
-        condition = Condition.of(rows, modulation, given, Text(torch.zeros(batch, 24), [1] * batch))
+        condition = Conditioning(
+            modulation, given, Text(torch.zeros(batch, 24), [1] * batch)
+        ).temporal(rows)
         x = torch.randn(rows.count, 3, 24, dtype=torch.bfloat16, requires_grad=True)
-        torch.compile(block, fullgraph=True, backend=backend)(x, condition).sum().backward()
+        torch.compile(block, fullgraph=True, backend=backend)(x, condition, None).sum().backward()
         order = torch.randperm(rows.count)
         torch.compile(take, fullgraph=True, backend=backend)(x, order).square().sum().backward()
     torch._dynamo.reset()
@@ -367,14 +372,16 @@ def compiled_on_the_device() -> list[str]:
         rows = grid.rows(TEMPORAL).take(start, stop)
         modulation = torch.randn(2, 2, 6, 24, dtype=torch.bfloat16).cuda().requires_grad_()
         given = torch.tensor([[True, False, False]]).repeat(2, 1).cuda()
-        condition = Condition.of(rows, modulation, given, Text(torch.zeros(2, 24).cuda(), [1, 1]))
+        condition = Conditioning(
+            modulation, given, Text(torch.zeros(2, 24).cuda(), [1, 1])
+        ).temporal(rows)
         x = torch.randn(rows.count, 3, 24, dtype=torch.bfloat16).cuda().requires_grad_()
 
         order = torch.arange(rows.count).flip(0).cuda()
 
-        def branch(x: Tensor, condition: Condition, order: Tensor) -> Tensor:
+        def branch(x: Tensor, condition: Any, order: Tensor) -> Tensor:
             entries = condition.entries(block.scale_shift_table[3:], 3, None)
-            return block.feed_forward(take(x, order), *entries)
+            return block.add_mlp(take(x, order), *entries)
 
         def both(*inputs: Any) -> None:
             torch.compile(branch, fullgraph=True)(*inputs).square().sum().backward()

@@ -14,13 +14,14 @@ import pytest
 import torch
 from cuda_stub import phase, requires_stub, run_on_stub
 
-from opensora_sp.config import load_inference_config
+from opensora_sp.config import ModelSpec, load_inference_config
 from opensora_sp.data import Clip, ClipShape, Entry, MicroBatchPlan, Sample
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.batch import BatchMaker
-from opensora_sp.features.corrupt_samples import BrokenClips
-from opensora_sp.features.sharded import Encoders, SharedClips
+from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.models.layers import used_tokens
 from opensora_sp.sampling.pipeline import Pipeline
@@ -77,7 +78,7 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
     model, source, clips = model_on(device), encoders_on(device), Clips()
     mesh = SimpleNamespace(sp_size=1, sp_rank=0)
     shared = SharedClips(
-        mesh, model, clips, plan, source, BrokenClips(clips.rows, mesh, 1.0), device
+        mesh, model, clips, plan, source, CorruptSamples(clips.rows, mesh, 1.0), device
     )
     phase("train")
     ids, features = shared.take(
@@ -86,7 +87,10 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
     assert ids == [0, 1, 2, 3] and features.text_lengths == [5, 0, 6, 1]
 
     cfg = SimpleNamespace(
-        seed=3, scheduler={"type": "rflow"}, mask_ratios={"random": 0.7}, model=MODEL
+        seed=3,
+        scheduler={"type": "rflow"},
+        mask_ratios={"random": 0.7},
+        model_spec=ModelSpec.parse(MODEL),
     )
     config = SimpleNamespace(patch_size=(1, 2, 2), class_dropout_prob=drop_rate, drop_path=0.0)
     maker = BatchMaker(cfg, config, source, device)

@@ -201,6 +201,7 @@ def test_a_bucket_is_neither_read_nor_reused_before_its_stream_has_finished(stag
     assert found()[stage, False, None] == [[]] * RUNS
 
 
+@pytest.mark.slow
 @requires_stub
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("fault", NEEDED)

@@ -105,9 +105,9 @@ def full_disk(config: Path, root: Path, in_background: bool) -> str:
 
 def stopped(config: Path, root: Path, code: int) -> str:
     """Rank 1 gets SIGTERM in its second step."""
-    from opensora_sp.training.trainer import Run
+    from opensora_sp.training.trainer import Trainer
 
-    plain = Run._step
+    plain = Trainer._step
 
     def step(self: Any, number: int, *args: Any) -> Any:
         if number == 1 and dist.get_rank() == 1:
@@ -116,11 +116,11 @@ def stopped(config: Path, root: Path, code: int) -> str:
             time.sleep(2.5)  # until the watch has seen it
         return plain(self, number, *args)
 
-    Run._step = step
+    Trainer._step = step
     try:
         return train_once(config, root / f"code {code}", "max_steps=9", f"stopped_exit_code={code}")
     finally:
-        Run._step = plain
+        Trainer._step = plain
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -199,6 +199,7 @@ def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -
         )
 
 
+@pytest.mark.slow
 def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(outcomes: Any) -> None:
     root, told = outcomes
     for of_rank in told:
@@ -206,7 +207,7 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(outcom
             "got no finite loss and gradient in 3 steps in a row, up to step 4 (max_bad_steps)"
             in of_rank["ended"]
         )
-        assert f"go on from {root / 'ended' / 'step_00000003'}" in of_rank["ended"]
+        assert f"resume from {root / 'ended' / 'step_00000003'}" in of_rank["ended"]
     assert digests(root / "ended", 3) == digests(root / "ended", 1)
 
 
@@ -364,7 +365,7 @@ def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
         dataset, _ = trainer.preflight(cfg, None if start is None else str(start))
         (root / name).mkdir(exist_ok=True)
         dist.barrier()
-        trainer.Run(cfg, dataset, start, current_device()).steps(root / name)
+        trainer.Trainer(cfg, dataset, start, current_device()).train(root / name)
     dist.barrier()
     return [state_of(root / "whole", step)["loss_scale"] for step in range(1, 6)]
 

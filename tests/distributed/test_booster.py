@@ -295,7 +295,7 @@ def lora(root: Path) -> None:
         )
         trained = [p for p in model.parameters() if p.requires_grad]
         model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        assert len(optimizer.shards.masters) == len(trained) == 2 * len(targets)
+        assert len(optimizer.shards.master_weights) == len(trained) == 2 * len(targets)
         names = (root / "lora model.safetensors", root / "lora optimizer.safetensors")
         if attempt == 0:
             frozen = {name: p.clone() for name, p in bare.named_parameters() if not p.requires_grad}

@@ -16,7 +16,7 @@ from opensora_sp.config import load_train_config
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.training.metrics import log_to, read_metrics
 from opensora_sp.training.preflight import preflight
-from opensora_sp.training.trainer import Run
+from opensora_sp.training.trainer import Trainer
 
 STEPS = 7
 
@@ -39,7 +39,7 @@ def train_in_worlds(config: Path, runs: list[tuple[int, list[str], str | None]])
         folder = Path(cfg.outputs)
         folder.mkdir(exist_ok=True)
         log_to(folder, enabled=rank == 0)
-        Run(cfg, dataset, checkpoint, current_device()).steps(folder)
+        Trainer(cfg, dataset, checkpoint, current_device()).train(folder)
         shutdown_process_group()
 
 
@@ -116,7 +116,7 @@ def test_a_run_tells_its_buckets_its_waiting_and_its_broken_clips(folder: Path) 
         (
             ["bucket_config={'144p': {3: (1.0, 2)}}"],
             "auto",
-            r"got buckets \w+ \(there \w+\) to go on from",
+            r"got buckets \w+ \(there \w+\) to resume from",
         ),
         (["dataset.frame_interval=2"], "auto", r"got buckets \w+ \(there \w+\)"),
         (

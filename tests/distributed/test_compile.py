@@ -16,9 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import choose_backend
-from opensora_sp.models.conditioning import Condition, Text
+from opensora_sp.models.conditioning import Conditioning, Text
 from opensora_sp.models.token_layout import SPATIAL, PatchGrid
-from opensora_sp.parallel import SequenceMesh, cost_model, parallelize, strategies
+from opensora_sp.parallel import SequenceMesh, parallelize
+from opensora_sp.parallel.cost_model import CostModel
 
 pytestmark = pytest.mark.core
 DEPTH = 3
@@ -107,10 +108,11 @@ def test_nothing_breaks_the_graph_of_self_attention_and_mlp() -> None:
         SPATIAL
     )
     modulation = torch.zeros(1, 1, 6, 24, dtype=torch.float64)
-    condition = Condition.of(rows, modulation, None, Text(torch.zeros(1, 24).double(), [1]))
+    text = Text(torch.zeros(1, 24).double(), [1])
+    condition = Conditioning(modulation, None, text).temporal(rows)
     x = torch.randn(3, 4, 24, dtype=torch.float64)
-    found = torch.compile(block, fullgraph=True, backend="eager")(x, condition)
-    torch.testing.assert_close(found, block(x, condition))
+    found = torch.compile(block, fullgraph=True, backend="eager")(x, condition, None)
+    torch.testing.assert_close(found, block(x, condition, None))
 
 
 V13 = dict(
@@ -194,12 +196,14 @@ WAYS = [
 
 def compiled_in_parallel() -> None:
     mesh, counter = SequenceMesh(sp_size=dist.get_world_size()), CompileCounterWithBackend("eager")
-    cost_model.FLOPS_PER_ELEMENT, strategies.MIN_CHUNK_TOKENS = 0, 1
+    free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
 
     def parallelize_compiled(
         model: torch.nn.Module, mesh: SequenceMesh, **options
     ) -> torch.nn.Module:
-        return compile_blocks(parallelize(model, mesh, **options), backend=counter)
+        return compile_blocks(
+            parallelize(model, mesh, cost_model=free_links, **options), backend=counter
+        )
 
     parity_cases.parallelize = parallelize_compiled  # what assert_one_process_result calls
     for case, options in WAYS:

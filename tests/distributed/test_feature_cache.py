@@ -21,11 +21,11 @@ from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import CachedClip, CachedFeatures, ClipShape, Sample, VideoTextDataset
-from opensora_sp.data.cache import narrowed
+from opensora_sp.data.cache import in_fewest_bits
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
-from opensora_sp.features.precompute import check_kept
-from opensora_sp.features.sharded import Encoders
+from opensora_sp.features.precompute import check_reproducible
+from opensora_sp.features.sources import Encoders
 from opensora_sp.runtime import Watchdog
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import preflight
@@ -56,7 +56,7 @@ def made(config: Path, cache: Path, options: list[str], shards: int | None) -> i
         encoded.extend(items)
         return latents(self, items)
 
-    module.CLIPS_A_SHARD = 3
+    module.CLIPS_PER_SHARD = 3
     module.CacheWriter._write_shard, Encoders.latents = counted_write, counted_latents
     try:
         arguments = ["--cfg-options", *options] if options else []
@@ -162,6 +162,7 @@ def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: P
     assert losses(folder / "goes on") == pytest.approx(plain[3:], rel=2e-5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_cache_goes_on_with_what_is_missing(folder: Path) -> None:
     first, second, third, _ = json.loads((folder / "encoded.json").read_text())
     index = json.loads((folder / "cache" / "index.json").read_text())
@@ -245,9 +246,9 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            check_kept(load_train_config(folder / "mixed.py", [option]))
+            check_reproducible(load_train_config(folder / "mixed.py", [option]))
     with pytest.raises(ValueError, match="'CachedFeatures' to make a feature cache of"):
-        check_kept(
+        check_reproducible(
             load_train_config(
                 folder / "mixed.py", [*KEPT, "dataset.type=CachedFeatures", "dataset.path=x"]
             )
@@ -284,10 +285,12 @@ def test_an_error_before_anything_is_encoded_ends_all_ranks(tmp_path: Path) -> N
 
 def test_halving_the_bytes_loses_nothing() -> None:
     exact = torch.randn(100)
-    assert narrowed(exact).dtype == torch.float32
+    assert in_fewest_bits(exact).dtype == torch.float32
     for dtype in (torch.bfloat16, torch.float16):
         half = torch.randn(100).to(dtype)
-        assert narrowed(half.float()).dtype == dtype and torch.equal(narrowed(half.float()), half)
+        assert in_fewest_bits(half.float()).dtype == dtype and torch.equal(
+            in_fewest_bits(half.float()), half
+        )
 
 
 def test_weights_are_told_apart_without_loading_them(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, CommTimer, SequenceMesh, parallelize
 from opensora_sp.planner.flops import ModelFlops
 from opensora_sp.training.meter import Meter, Peak, text_tokens
-from opensora_sp.training.metrics import read_lines, read_metrics, told_line
+from opensora_sp.training.metrics import log_line, read_lines, read_metrics
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.profiling import Steps
 
@@ -282,7 +282,7 @@ def test_all_places_hold_the_same_numbers(trained: Path) -> None:
     assert [line["log"] for line in told[:6]] == lines
     text = (trained / "train.log").read_text()
     for line in lines:
-        assert told_line(line["step"], 2 if line["step"] <= 2 else 6, line, 0.001) in text
+        assert log_line(line["step"], 2 if line["step"] <= 2 else 6, line, 0.001) in text
         assert 0 < line["communication"] < 1 and 0 <= line["data_wait"] < 1 and line["mfu"] > 0
     assert lines[-1]["eta"] == 0.0 and lines[2]["eta"] == pytest.approx(3 * lines[2]["step_time"])
     assert "MFU is a share of 0.001 TFLOP/s per device (peak_tflops of the config)" in text
@@ -298,12 +298,12 @@ def test_a_line_says_what_is_known() -> None:
         peak_memory_gb=71.234,
     )
     values |= dict(data_wait=0.004, communication=0.081, eta=90_061.0)
-    line = told_line(20, 1000, values | {"mfu": 0.412}, 989.0)
+    line = log_line(20, 1000, values | {"mfu": 0.412}, 989.0)
     assert line == (
         "step 20/1000 | loss 0.2500 | grad norm 1.5 | lr 1.00e-04 | 0.5 s/step | 1.234e+04 tokens/s | "
         "MFU 41.2% of 989 TFLOP/s | 71.23 GB | waiting: data 0.4%, communication 8.1% | ETA 1 day, 1:01:01"
     )
-    assert "MFU" not in told_line(20, 1000, values, None)
+    assert "MFU" not in log_line(20, 1000, values, None)
 
 
 @pytest.mark.slow
@@ -419,7 +419,7 @@ def test_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) ->
         ]
     )
     page = (tmp_path / "out/report.html").read_text()
-    assert "3 of 6, last heard of" in page and "<td>1.5000 at step 2</td><td>-</td>" in page
+    assert "3 of 6, last logged" in page and "<td>1.5000 at step 2</td><td>-</td>" in page
     medians = re.search(r"<th>MFU, median</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
     assert medians and "%" in medians[1] and medians[3] == "-"
 

@@ -249,9 +249,9 @@ def train_them(folder: Path) -> dict[str, Any]:
         dataset, checkpoint = trainer.preflight(cfg, None)
         (folder / name).mkdir(exist_ok=True)
         log_to(folder / name, enabled=False)
-        training = trainer.Run(cfg, dataset, checkpoint, current_device())
+        training = trainer.Trainer(cfg, dataset, checkpoint, current_device())
         before = {key: tensor.clone() for key, tensor in training.module.state_dict().items()}
-        training.steps(folder / name)
+        training.train(folder / name)
         after = training.module.state_dict()
         frozen = {
             key

@@ -13,18 +13,19 @@ from ranks import run_ranks
 from runs import features_of
 
 from opensora_sp.cli import main
-from opensora_sp.cli.plan import INSTEAD_OF_TOKENS, NAMES
 from opensora_sp.config import TrainConfig, load_inference_config, load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.models.token_groups import windows_of
-from opensora_sp.parallel import CommLedger, Options, SequenceMesh, cost_model, layout, parallelize
-from opensora_sp.parallel.strategies import WholeSamples
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, layout, parallelize
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.strategies import registered_strategies, strategy_for
 from opensora_sp.planner import plan
-from opensora_sp.planner.plan import _Run, buckets_of, spans_nodes
-from opensora_sp.planner.sharing import Shape, share
+from opensora_sp.planner.run_plan import _Run, buckets_of, spans_nodes
+from opensora_sp.planner.sharing import sharing_of
 from opensora_sp.planner.trace import trace_activations
 from opensora_sp.planner.traffic import tokens_changing_rank, traffic
 
@@ -47,6 +48,7 @@ TINY = dict(
     model_max_length=4,
     mlp_ratio=2.0,
 )
+FAST_LINKS = CostModel(flops=400e12, bandwidth=80e12, latency=5.9e-6)
 WINDOWS = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, num_heads=2)
 STEPS = [  # (B, T, side of the latent), options (of the model in "model"), ranks, dtype, checkpointing
     ((1, 5, 6), {}, 4, torch.float32, False),
@@ -85,14 +87,14 @@ STEPS = [  # (B, T, side of the latent), options (of the model in "model"), rank
 
 
 def of_model(options: dict) -> tuple[dict, dict]:
-    """Options of the model, and of how it is shared."""
-    return {**TINY, **options.get("model", {})}, {k: v for k, v in options.items() if k != "model"}
+    """Options of the model, and of sequence parallelism: fast links, so that small models, too, split heads."""
+    parallel = {"cost_model": FAST_LINKS, **options}
+    return {**TINY, **parallel.pop("model", {})}, parallel
 
 
 def counted_steps() -> list[dict[str, int]]:
     """Bytes that this rank sends in each of STEPS, by phase."""
     found, meshes = [], {ranks: SequenceMesh(ranks) for ranks in (2, 4)}
-    cost_model.FLOPS_PER_ELEMENT = 10  # so that small models, too, share few units by heads
     for (B, T, side), options, ranks, dtype, checkpointing in STEPS:
         config, how = of_model(options)
         model = build_model("STDiT3", **config).to(dtype)
@@ -109,20 +111,17 @@ def counted_steps() -> list[dict[str, int]]:
     return found
 
 
-def test_bytes_are_those_that_the_ledger_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_that_the_ledger_counts() -> None:
     counted = run_ranks(4, counted_steps)
-    monkeypatch.setattr(cost_model, "FLOPS_PER_ELEMENT", 10)
-    modes = set()
+    strategies = set()
     for i, ((B, T, side), options_of_case, ranks, dtype, checkpointing) in enumerate(STEPS):
         config, how = of_model(options_of_case)
         options = Options(**how)
         grid = resolve_config("STDiT3", **config).grid(B, (T, side, side))
-        more = dict(windows=grid.windows, full=grid.full)
-        shape = Shape(B, T, (side // 2) ** 2, 24, config["num_heads"], 2, **more)
-        mode = shape.mode(options, ranks)
-        modes.add(mode.__name__)
+        shape = BatchShape.of_grid(grid, width=24, heads=config["num_heads"], depth=2)
+        strategy = strategy_for(shape, options, ranks)
+        strategies.add(strategy)
         planned = traffic(
-            mode,
             shape,
             options,
             ranks,
@@ -132,11 +131,13 @@ def test_bytes_are_those_that_the_ledger_counts(monkeypatch: pytest.MonkeyPatch)
         )
         for rank in range(4):
             for phase, sent in counted[rank][i].items():
-                assert sent == getattr(planned, phase)[rank % ranks], (STEPS[i], mode, rank, phase)
-    assert modes == {
-        *("WholeSamples", "SwitchRows", "SplitHeads", "BranchSwitch", "Ulysses", "SplitGather"),
-        *("SplitWindows", "SplitBoth", "SplitClips"),
-    }
+                assert sent == getattr(planned, phase)[rank % ranks], (
+                    STEPS[i],
+                    strategy,
+                    rank,
+                    phase,
+                )
+    assert strategies == set(registered_strategies())
 
 
 # --- memory
@@ -182,7 +183,7 @@ def measured_peak(cfg: TrainConfig) -> int:
     from opensora_sp.data import Clip
     from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
     from opensora_sp.features.batch import BatchMaker
-    from opensora_sp.features.sharded import Encoders
+    from opensora_sp.features.sources import Encoders
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.ema import ShardedEma
@@ -203,7 +204,7 @@ def measured_peak(cfg: TrainConfig) -> int:
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
         fixed = fixed_tensors(model)
         boosted, optimizer, *_ = booster.boost(model, optimizer)
-        ema = ShardedEma(NamedShards(model, optimizer).masters, cfg.ema_decay)
+        ema = ShardedEma(NamedShards(model, optimizer).master_weights, cfg.ema_decay)
         source = Encoders(PatchPoolVAE((1, 4, 4)), HashedBagOfWords(64, 20), torch.device("cpu"))
         maker = BatchMaker(cfg, model.config, source, torch.device("cpu"))
         live.reset_peak()
@@ -296,16 +297,16 @@ def test_ranks_without_units_are_told(small: str, capsys: pytest.CaptureFixture[
 def test_every_unit_is_held_once_and_work_adds_up(shape: tuple[int, int, int], ranks: int) -> None:
     windows = windows_of(shape[2], 1, (4, 1))
     for more in (dict(), dict(windows=windows), dict(full=True)):
-        batch = Shape(*shape, width=48, heads=4, depth=2, **more)
+        batch = BatchShape(*shape, width=48, heads=4, depth=2, **more)
         for options in (Options(), Options(strategy="ulysses"), Options(strategy="split_gather")):
-            shared = share(batch, options, ranks)
+            shared = sharing_of(batch, options, ranks)
             assert sum(shared.tokens) == batch.tokens and all(
                 len(sizes) == ranks for sizes in shared.units.values()
             )
             assert sum(shared.work) == pytest.approx(ranks) and shared.imbalance == pytest.approx(
                 max(shared.work) - 1
             )
-    assert share(Shape(4, 8, 16, 48, 4, 2), Options(), 4).imbalance == pytest.approx(0)
+    assert sharing_of(BatchShape(4, 8, 16, 48, 4, 2), Options(), 4).imbalance == pytest.approx(0)
 
 
 def test_tokens_that_change_rank_are_those_held_elsewhere_in_the_other_layout() -> None:
@@ -316,14 +317,15 @@ def test_tokens_that_change_rank_are_those_held_elsewhere_in_the_other_layout() 
 
     tokens = [(b, t, s) for b in range(B) for t in range(T) for s in range(S)]
     moved = sum(holder(b * T + t, B * T) != holder(b * S + s, B * S) for b, t, s in tokens)
-    assert tokens_changing_rank(Shape(B, T, S, 24, 3, 2), ranks) == moved
+    assert tokens_changing_rank(BatchShape(B, T, S, 24, 3, 2), ranks) == moved
 
 
 def test_advice_names_changes_that_balance_better(small: str) -> None:
     def imbalance(option: str) -> float:
         cfg = load_train_config(small, [option])
         latent_frames = cfg.num_frames  # the stand-in VAE's pool keeps them
-        return share(Shape(1, latent_frames, 16, 24, 2, 2), Options(), cfg.sp_size).imbalance
+        shape = BatchShape(1, latent_frames, 16, 24, 2, 2)
+        return sharing_of(shape, Options(), cfg.sp_size).imbalance
 
     uneven = plan(load_train_config(small), 4).buckets[0]
     assert (
@@ -335,6 +337,11 @@ def test_advice_names_changes_that_balance_better(small: str) -> None:
     for option in options:
         assert imbalance(option) <= uneven.sharing.imbalance / 2, option
     assert plan(load_train_config(small, ["num_frames=4"]), 4).buckets[0].advice == []
+
+
+def test_verify_is_left_to_the_run(small: str) -> None:
+    cfg = load_train_config(small, ["sequence_parallel.verify=True"])
+    assert plan(cfg, 4).buckets == plan(load_train_config(small), 4).buckets
 
 
 def test_memory_that_does_not_fit_is_told(small: str) -> None:
@@ -427,7 +434,7 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
         2,
     )
     (bucket,) = made.buckets
-    assert bucket.sharing.mode == "SwitchRows"
+    assert bucket.sharing.strategy == "switch"
     a_switch = (
         bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
     )  # bytes of a rank
@@ -458,14 +465,6 @@ def test_windows_are_traced_on_several_ranks() -> None:
         for ranks in (1, 4)
     ]  # fmt: skip
     assert 0 < traced[1] < traced[0]
-
-
-def test_every_mode_has_a_name_in_the_table() -> None:
-    found, modes = set(), [WholeSamples]
-    for mode in modes:
-        found |= {mode.__name__} - {"OneLayout"}  # the base of others
-        modes += mode.__subclasses__()
-    assert found == set(NAMES) and found - {"SwitchRows", "BranchSwitch"} == set(INSTEAD_OF_TOKENS)
 
 
 @pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])

@@ -199,7 +199,7 @@ def refusals() -> None:
     _, optimizer, *_ = booster.boost(
         model, torch.optim.AdamW(groups[::-1])
     )  # nothing was left on the model
-    assert len(optimizer.shards.masters) == 2
+    assert len(optimizer.shards.master_weights) == 2
     plain = torch.nn.Linear(
         2, 2
     )  # without sharding points and without sequence parallelism: plain ZeRO

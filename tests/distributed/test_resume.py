@@ -107,12 +107,12 @@ def run_on(
 
 
 def without(part: str, tensors: Any, load: Callable, folder: Path) -> dict[str, Any]:
-    built = {name: master.clone() for name, master in tensors.shards.masters.items()}
+    built = {name: master.clone() for name, master in tensors.shards.master_weights.items()}
     state = load(tensors, folder)
     shards, ema = tensors.shards, tensors.ema
     if part == "step":  # schedule, data position and streams
         return {**state, "step": state["step"] - 1}
-    for name, master in shards.masters.items():
+    for name, master in shards.master_weights.items():
         if part == "weights":
             master.copy_(built[name])
         elif part == "masters":  # what the working weights know of them

@@ -79,7 +79,7 @@ def check_latents(on: Callable[[int], list[Found]], num_ranks: int, num_frames: 
         assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_latents_do_not_depend_on_the_number_of_processes(
     on: Callable[[int], list[Found]], num_ranks: int
 ) -> None:
@@ -91,6 +91,7 @@ def test_16_frames_on_3_processes(on: Callable[[int], list[Found]]) -> None:
     check_latents(on, 3, 16)
 
 
+@pytest.mark.slow
 def test_1_frame_on_4_processes(on: Callable[[int], list[Found]]) -> None:
     check_latents(on, 4, 1)
 

@@ -16,10 +16,11 @@ from runs import write_toy_set
 from torch import Tensor
 from worlds import in_worlds
 
+from opensora_sp.config import ModelSpec
 from opensora_sp.data import (
-    BrokenClip,
     Clip,
     ClipShape,
+    CorruptSample,
     Entry,
     MicroBatchPlan,
     Sample,
@@ -28,8 +29,10 @@ from opensora_sp.data import (
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE, Piece, independent_pieces
 from opensora_sp.features.batch import BatchMaker
-from opensora_sp.features.corrupt_samples import BrokenClips
-from opensora_sp.features.sharded import Encoders, SharedClips, deal_pieces
+from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.exchange import distribute_pieces
+from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.layout import plan_delivery
@@ -52,7 +55,7 @@ def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
     ]
     for pieces in kinds:
         for places in ([0], [0, 1], [2, 5, 6], list(range(7))):
-            dealt = deal_pieces(places, pieces, num_ranks)
+            dealt = distribute_pieces(places, pieces, num_ranks)
             for axis, last in (
                 ("frames", pieces[-1].frames.stop),
                 ("latents", pieces[-1].latents.stop),
@@ -122,9 +125,9 @@ class Drawn:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, sample: Sample) -> Clip | BrokenClip:
+    def __getitem__(self, sample: Sample) -> Clip | CorruptSample:
         if self.unreadable(sample):
-            return BrokenClip(f"{sample.clip}.mp4", "unreadable here")
+            return CorruptSample(f"{sample.clip}.mp4", "unreadable here")
         rng = torch.Generator().manual_seed(sample.clip)
         video = torch.randint(256, (3, *sample.shape), generator=rng, dtype=torch.uint8)
         first, stop = sample.frames
@@ -224,12 +227,15 @@ def shared(
     micro_batch = plan.step(0)[0]._replace(ids=tuple(ids))
     scheduler = {"type": "iddpm"} if MODELS[name][1].get("pred_sigma") else {"type": "rflow"}
     cfg = SimpleNamespace(
-        seed=3, scheduler=scheduler, mask_ratios={"random": 0.7}, model={"type": MODELS[name][0]}
+        seed=3,
+        scheduler=scheduler,
+        mask_ratios={"random": 0.7},
+        model_spec=ModelSpec.parse({"type": MODELS[name][0]}),
     )
 
     def features_of(mesh: Any, model: Any) -> tuple[Any, Counting, Drawn]:
         dataset, source = Drawn(), Counting(encoder)
-        broken = BrokenClips(dataset.rows, mesh, 1.0)
+        broken = CorruptSamples(dataset.rows, mesh, 1.0)
         clips = SharedClips(mesh, model, dataset, plan, source, broken, CPU)
         used, features = clips.take(
             micro_batch, [dataset[sample] for sample in clips.samples(micro_batch)]
@@ -338,7 +344,7 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
 
     def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> SharedClips:
-        broken = BrokenClips(dataset.rows, mesh, max_bad_fraction)
+        broken = CorruptSamples(dataset.rows, mesh, max_bad_fraction)
         return SharedClips(mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole)
 
     clips = clips_of(Drawn(lambda sample: rank == 1 and sample.clip % 2 == 1), 0.25)
@@ -347,13 +353,14 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
             ids, features = clips.take(
                 batch, [clips.dataset[sample] for sample in clips.samples(batch)]
             )
-        replaced = clips.broken.tell(CPU)
+        replaced = clips.corrupt.report(CPU)
     assert ledger.calls["data", "forward"] == 1 + attempts(plan)
-    clips.broken.max_bad_fraction = 0.22
+    clips.corrupt.max_bad_fraction = 0.22
     with pytest.raises(
-        ValueError, match=r"got 2 broken clips of 8 read, .*at most dataset.max_bad_fraction = 0.22"
+        ValueError,
+        match=r"got 2 corrupt clips of 8 read, .*at most dataset.max_bad_fraction = 0.22",
     ) as error:
-        clips.broken.tell(CPU)
+        clips.corrupt.report(CPU)
     hopeless = clips_of(Drawn(lambda sample: True), 1.0)
     with pytest.raises(
         ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"
@@ -369,12 +376,12 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     made = PatchPoolVAE((1, 4, 4)).encode(expected / 127.5 - 1)
     here = ~features.latents.isnan()
     torch.testing.assert_close(features.latents[here], made[here])
-    return ids, features.fps.tolist(), sorted(clips.broken.found), replaced, str(error.value)
+    return ids, features.fps.tolist(), sorted(clips.corrupt.found), replaced, str(error.value)
 
 
 def attempts(plan: MicroBatchPlan) -> int:
     """Tries until there is a clip for place 3, of which each rank reads a half: an even one."""
-    drawn = [plan.replacement(plan.step(0)[0], 3, attempt) for attempt in range(20)]
+    drawn = [plan.substitute(plan.step(0)[0], 3, attempt) for attempt in range(20)]
     return next(number for number, clip in enumerate(drawn, 1) if clip % 2 == 0)
 
 
@@ -387,7 +394,7 @@ def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_pa
         num_samples=9, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE
     )
     assert ids[:3] == [0, 1, 2] and fps == [8.0 + i for i in ids]
-    assert ids[3] == plan.replacement(
+    assert ids[3] == plan.substitute(
         plan.step(0)[0], 3, attempts(plan) - 1
     )  # from (seed, epoch, index) alone
     assert replaced == 2 and "3.mp4" in broken

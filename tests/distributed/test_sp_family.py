@@ -20,7 +20,8 @@ from family_parity import (
 from ranks import run_ranks
 
 from opensora_sp.models import hook_points
-from opensora_sp.parallel import SequenceMesh, parallelize, strategies
+from opensora_sp.parallel import SequenceMesh, parallelize
+from opensora_sp.parallel.strategies import SplitHeads
 
 pytestmark = pytest.mark.core
 FULL = FamilyCase((1, 1, 1, 1), mask=True, x_mask=True, drop_caption=True, drop_path=True)
@@ -48,7 +49,6 @@ OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather"), dict(plac
 
 def compare_on_ranks() -> tuple[float, int]:
     parity = Parity(SequenceMesh(sp_size=dist.get_world_size()))
-    strategies.MIN_CHUNK_TOKENS = 1
     for case in CASES:
         parity.check_switch(case)
     for case in VARIED:
@@ -59,9 +59,9 @@ def compare_on_ranks() -> tuple[float, int]:
         assert all(
             point.attached for point in wrapped.modules() if isinstance(point, hook_points.Point)
         )
-    strategies.splits_heads = lambda *_: (
-        False
-    )  # whole rows also where most ranks then hold no spatial row
+
+    # Whole rows also where most ranks then hold no spatial row.
+    SplitHeads.applies = classmethod(lambda *_: False)
     for case in IMAGES:
         parity.check_switch(case)
     return parity.worst, parity.comparisons

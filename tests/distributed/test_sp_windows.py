@@ -10,7 +10,8 @@ from ranks import run_ranks
 from window_cases import MIXED, Sizes, WindowCase
 
 from opensora_sp.models import build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, cost_model, strategies
+from opensora_sp.parallel import CommLedger, SequenceMesh
+from opensora_sp.parallel.cost_model import CostModel, FewUnitsCosts
 
 pytestmark = pytest.mark.core
 EVERYTHING = dict(mask=True, x_mask=True, drop_caption=True, drop_path=True)
@@ -81,8 +82,7 @@ def check_traffic(case: WindowCase, ranks: int, ledger: CommLedger) -> None:
 
 
 def compare_on_ranks(sp_sizes: list[int]) -> list[tuple[float, int]]:
-    strategies.MIN_CHUNK_TOKENS = 1
-    cost_model.few_units_costs = lambda *_: {"units": 1.0, "heads": 0.0}
+    CostModel.few_units = lambda *_, **__: FewUnitsCosts(whole=1.0, heads=0.0)
     found = []
     for sp_size in sp_sizes:
         parity = Parity(SequenceMesh(sp_size=sp_size))

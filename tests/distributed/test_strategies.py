@@ -22,11 +22,17 @@ from parity_cases import (
 )
 from ranks import run_ranks
 
-from opensora_sp.parallel import SequenceMesh, cost_model, parallelize, strategies
-from opensora_sp.parallel.cost_model import splits_heads
+from opensora_sp.parallel import Options, SequenceMesh, parallelize
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.layout import run_sizes
+from opensora_sp.parallel.overlap import InFlightSwitch
+from opensora_sp.parallel.strategies import SplitHeads
 
 pytestmark = pytest.mark.core
+SMALL_CHUNKS = CostModel(flops=400e12, bandwidth=100e9, latency=0)
+FREE_LINKS = CostModel(flops=400e12, bandwidth=1e30, latency=0)
+SLOW_LINKS = CostModel(flops=400e12, bandwidth=800e3, latency=0)
 CASES = [
     PLAIN[0],
     replace(PLAIN[3], checkpoint=True),  # an image
@@ -36,15 +42,14 @@ CASES = [
 ]
 BASELINES = [dict(strategy="ulysses"), dict(strategy="split_gather")]
 OVERLAPS = [
-    dict(overlap_chunks=3),
-    dict(overlap_backward=True),
-    dict(overlap_chunks=2, overlap_backward=True),
+    dict(overlap_chunks=3, cost_model=SMALL_CHUNKS),
+    dict(overlap_backward=True, cost_model=SMALL_CHUNKS),
+    dict(overlap_chunks=2, overlap_backward=True, cost_model=SMALL_CHUNKS),
 ]
 
 
 def compare_strategies() -> None:
     mesh = SequenceMesh(sp_size=dist.get_world_size())
-    strategies.MIN_CHUNK_TOKENS = 1
     for case in CASES:
         whole_samples = case.size[0] % mesh.sp_size == 0
         for options in BASELINES:
@@ -94,9 +99,9 @@ def test_strategies_equal_one_process(num_ranks: int) -> None:
     run_ranks(num_ranks, compare_strategies)
 
 
-def assert_same_order_of_gradients(case: Case, mesh: SequenceMesh) -> None:
+def assert_same_order_of_gradients(case: Case, mesh: SequenceMesh, cost_model: CostModel) -> None:
     """ZeRO and DDP put gradients together as they come, so they have to come alike on ranks that hold nothing."""
-    model, came = parallelize(make_model(case), mesh), []
+    model, came = parallelize(make_model(case), mesh, cost_model=cost_model), []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
@@ -110,13 +115,12 @@ def assert_same_order_of_gradients(case: Case, mesh: SequenceMesh) -> None:
 def compare_few_rows() -> None:
     """Images and short clips on many ranks, by heads, with heads that do not divide or are fewer than the ranks."""
     mesh = SequenceMesh(sp_size=dist.get_world_size())
-    cost_model.FLOPS_PER_ELEMENT = 0
     sizes = {4: [(1, 1, 6, 10)], 8: [(1, 5, 4, 6)]}[mesh.sp_size]
     for size in sizes:
         for heads in (2, 3, 4):
             for more in ({}, dict(recompute_communication=True)) if heads == 3 else ({},):
                 case = Case(size, heads=heads, checkpoint=True)
-                ledger = assert_one_process_result(case, mesh, **more)
+                ledger = assert_one_process_result(case, mesh, cost_model=FREE_LINKS, **more)
                 assert (
                     ledger.calls["heads", "forward"]
                     == ledger.calls["heads", "backward"]
@@ -124,15 +128,13 @@ def compare_few_rows() -> None:
                 )
                 assert ledger.calls["heads", "recompute"] == (2 * DEPTH if more else 0)
                 assert not ledger.calls["switch", "forward"]
-                assert_same_order_of_gradients(case, mesh)  # also without any unit
-    assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh)
-    cost_model.FLOPS_PER_ELEMENT = (
-        10**9
-    )  # where sending is what costs, and most ranks have a row, whole rows switch
-    assert_same_order_of_gradients(
-        Case((1, 1, 4, 4), mask=True), mesh
-    )  # ranks without a spatial row
-    ledger = assert_one_process_result(Case((1, mesh.sp_size - 1, 4, 6), heads=3), mesh)
+                assert_same_order_of_gradients(case, mesh, FREE_LINKS)  # also without any unit
+    assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh, FREE_LINKS)
+
+    # Where communication costs most, and most ranks have a row, whole rows switch.
+    assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh, SLOW_LINKS)
+    few = Case((1, mesh.sp_size - 1, 4, 6), heads=3)
+    ledger = assert_one_process_result(few, mesh, cost_model=SLOW_LINKS)
     assert (
         ledger.calls["switch", "forward"] == 2 * DEPTH - 1 and not ledger.calls["heads", "forward"]
     )
@@ -145,10 +147,13 @@ def test_fewer_frames_than_ranks(num_ranks: int) -> None:
 
 
 def test_heads_are_split_where_that_is_cheaper() -> None:
-    assert splits_heads(1, 1, 1024, 1152, 16, 4)  # an image of STDiT3-XL/2
-    assert not splits_heads(1, 3, 64, 16, 4, 4)  # so narrow that work is nothing beside sending
-    assert not splits_heads(1, 4, 1024, 1152, 16, 4)  # a frame for every rank
-    assert not splits_heads(4, 1, 1024, 1152, 16, 4)  # a sample for every rank
+    def applies(*shape: int) -> bool:
+        return SplitHeads.applies(BatchShape(*shape), Options(), ranks=4)
+
+    assert applies(1, 1, 1024, 1152, 16)  # an image of STDiT3-XL/2
+    assert not applies(1, 3, 64, 16, 4)  # so narrow that communication costs more than the work
+    assert not applies(1, 4, 1024, 1152, 16)  # a frame for every rank
+    assert not applies(4, 1, 1024, 1152, 16)  # a sample for every rank
     assert (
         run_sizes(1 * 1 * 2, 4).count(0) == 2
     )  # two heads of one frame leave two ranks without attention
@@ -167,23 +172,36 @@ def backward_overlap_is_bitwise() -> None:
 def recompute_runs_while_gradients_travel() -> None:
     """Between sending a gradient off and waiting for it, the block before is computed again."""
     events: list[str] = []
-    flight = strategies.Flight
-    for name in ("send_back", "receive_back"):
-        original = getattr(flight, name)
-        setattr(flight, name, lambda *args, _f=original, _n=name: (events.append(_n), _f(*args))[1])
+    for name in ("send_gradient", "receive_gradient"):
+        original = getattr(InFlightSwitch, name)
+        setattr(
+            InFlightSwitch,
+            name,
+            lambda *args, _f=original, _n=name: (events.append(_n), _f(*args))[1],
+        )
     case = replace(PLAIN[0], checkpoint=True)
     for overlap_backward in (True, False):
         model = make_model(case)
         block = model.spatial_blocks[0]
         block.register_forward_pre_hook(lambda *_: events.append("block"))
         mesh = SequenceMesh(sp_size=dist.get_world_size())
-        strategies.MIN_CHUNK_TOKENS = 1
-        parallelize(model, mesh, overlap_backward=overlap_backward, overlap_chunks=2)
+        parallelize(
+            model,
+            mesh,
+            overlap_backward=overlap_backward,
+            overlap_chunks=2,
+            cost_model=SMALL_CHUNKS,
+        )
         out = model(**make_inputs(case)).sum()
         events.clear()
         out.backward()
-        last = len(events) - 1 - events[::-1].index("send_back")
-        assert events[last:] == ["send_back", "block", "receive_back", "receive_back"], events
+        last = len(events) - 1 - events[::-1].index("send_gradient")
+        assert events[last:] == [
+            "send_gradient",
+            "block",
+            "receive_gradient",
+            "receive_gradient",
+        ], events
 
 
 def in_turn(*functions) -> None:

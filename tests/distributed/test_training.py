@@ -135,7 +135,7 @@ def test_nothing_is_left_to_do_at_the_end_of_a_run(
     log = train(config, outputs, f"max_steps={max_steps}", "num_workers=2", "--resume", "auto")
     assert (
         log.count(
-            f"step_00000006 is of step 6, and the run ends after step {max_steps}; to train on, raise"
+            f"step_00000006 is of step 6, and the run ends after step {max_steps}; to train longer, raise"
         )
         == 1
     )
@@ -199,11 +199,11 @@ def test_user_errors_stop_every_rank_with_a_sentence(config: Path, tmp_path: Pat
         (["load=nowhere"], None, "got checkpoint 'nowhere', which is not on disk"),
         ([], "nowhere", "got checkpoint path 'nowhere', which holds no committed checkpoint"),
         (["optimizer.type=HybridAdam"], None, "got optimizer.type 'HybridAdam' without CUDA"),
-        (["outputs={whole}", "seed=7"], "auto", r"got seed 7 \(there 42\) to go on from"),
+        (["outputs={whole}", "seed=7"], "auto", r"got seed 7 \(there 42\) to resume from"),
         (
             ["outputs={whole}", "batch_size=2"],
             "auto",
-            r"got batch_size 2 \(there 3\) to go on from",
+            r"got batch_size 2 \(there 3\) to resume from",
         ),
         (
             ["outputs={whole}"],

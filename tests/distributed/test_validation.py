@@ -19,13 +19,13 @@ from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip, scale
 from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders
-from opensora_sp.features.corrupt_samples import BrokenClips
+from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.sharded import SharedClips
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import preflight
-from opensora_sp.training.trainer import Run
+from opensora_sp.training.trainer import Trainer
 from opensora_sp.training.validation import Validator, heldout_clips
 
 CHECKED = [
@@ -47,15 +47,15 @@ def train_all(folder: Path, ways: dict[str, list[str]]) -> dict[str, list[float]
         cfg = load_train_config(folder / "train.py", [f"outputs={folder / name}", *options])
         dataset, _ = preflight(cfg, None)
         (folder / name).mkdir(exist_ok=True)
-        run = Run(cfg, dataset, None, current_device())
-        run.steps(folder / name)
+        run = Trainer(cfg, dataset, None, current_device())
+        run.train(folder / name)
         found[name] = expected_losses(run) if name == "current" else []
     dist.barrier()
     return found
 
 
 @torch.no_grad()
-def expected_losses(run: Run) -> list[float]:
+def expected_losses(run: Trainer) -> list[float]:
     """Clip by clip, whole outputs, the model's own forward."""
     clips, flow, seed = run.validator.heldout, run.batches.flow, run.cfg.seed
     sums = torch.zeros(3)
@@ -91,6 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
     return folder, run_ranks(2, train_all, folder, ways)[0]["current"]
 
 
+@pytest.mark.slow
 def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
     folder, _ = trained
     names = ("without", "averaged", "current")
@@ -115,7 +116,7 @@ def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
     cfg = load_train_config(config)
     dataset, _ = preflight(cfg, None)
     Path(cfg.outputs).mkdir(exist_ok=True)
-    run, watch = Run(cfg, dataset, None, current_device()), SimpleNamespace(stop_reason=None)
+    run, watch = Trainer(cfg, dataset, None, current_device()), SimpleNamespace(stop_reason=None)
     watch.why_to_stop = lambda: "SIGTERM"
     step, validations = run._step, []
 
@@ -127,7 +128,7 @@ def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
 
     run._step = step_then_signal
     run.validator._validate = lambda folder: validations.append(folder)
-    return not run.steps(Path(cfg.outputs), None, watch), len(validations)
+    return not run.train(Path(cfg.outputs), None, watch), len(validations)
 
 
 def test_no_validation_is_begun_where_a_rank_is_asked_to_stop(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def heldout_losses_by_batch_size(config: Path, folder: Path) -> list[list[float]
     launch(0)
     options = [f"sp_size={dist.get_world_size()}", f"outputs={folder / str(dist.get_world_size())}"]
     cfg = load_train_config(config, options)
-    run = Run(cfg, preflight(cfg, None)[0], None, current_device())
+    run = Trainer(cfg, preflight(cfg, None)[0], None, current_device())
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in run.module.parameters():
@@ -239,14 +240,14 @@ def read_what_is_too_short(config: Path) -> None:
     heldout, mesh, cpu = heldout_clips(cfg), SequenceMesh(1), torch.device("cpu")
     assert heldout.time_limit == 7
     validator = Validator.__new__(Validator)
-    validator.run, validator.validation, validator.heldout = (
+    validator.trainer, validator.validation, validator.heldout = (
         SimpleNamespace(mesh=mesh, device=cpu),
         cfg.validation,
         heldout,
     )
-    validator.broken = BrokenClips(heldout.rows, mesh, max_bad_fraction=1.0)
+    validator.corrupt = CorruptSamples(heldout.rows, mesh, max_bad_fraction=1.0)
     validator.clips = SharedClips(
-        mesh, None, heldout, None, make_encoders(cfg, cpu), validator.broken, cpu
+        mesh, None, heldout, None, make_encoders(cfg, cpu), validator.corrupt, cpu
     )
     with pytest.raises(
         ValueError, match=r"got 3 clips in .*num_frames=7.*2.mp4.*got 6 frames; expected at least 7"

@@ -252,7 +252,7 @@ def booster_folders(folder: Path) -> None:
     load_model(open_weights(folder / "other.pth", allow_pickle=True), bare, fixed, shards)
     wanted = other.state_dict()
     assert same(bare.state_dict(), wanted) and same(fixed, {name: wanted[name] for name in fixed})
-    for name, master in shards.masters.items():
+    for name, master in shards.master_weights.items():
         assert torch.equal(master, shards.cut(name, wanted[name])), name
 
 

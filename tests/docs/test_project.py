@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 import opensora_sp
@@ -127,3 +128,14 @@ def test_ci_runs_every_test_but_the_grids_and_begins_with_make_test() -> None:
             in makefile
         )
     assert "make test-all" in (ROOT / ".ci/run").read_text().splitlines()
+
+
+def test_mutations_fit_the_code_and_their_tests_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``make test-mutations`` applies them; here only that each can be applied."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from mutations import MUTATIONS
+
+    assert len(MUTATIONS) == 10
+    for mutation in MUTATIONS:
+        assert mutation.new in mutation.text_in(ROOT)
+        assert all((ROOT / file).is_file() for file in mutation.tests), mutation.name

@@ -173,4 +173,4 @@ def test_what_ails_a_host_is_told(three: list[Host], tmp_path: Path) -> None:
         "the host name 'gamma', which resolves to 127.0.1.1 on this host"
     )
     assert f"set GLOO_SOCKET_IFNAME=eth0 (address {gamma.address})" in done.stdout
-    assert found["collective"]["found"] == f"not tried before gamma, {NOBODY}, nowhere can"
+    assert found["collective"]["found"] == f"skipped: fix gamma, {NOBODY}, nowhere first"

@@ -14,7 +14,7 @@ from runs import ROOT, TRAIN, run, write_toy_set
 from opensora_sp import error_file
 from opensora_sp.console import report_errors
 from opensora_sp.error_file import write_error_file
-from opensora_sp.training.ending import short_patience
+from opensora_sp.training.ending import advice_for_long_steps
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')
 
@@ -63,6 +63,7 @@ def test_each_message_stands_once_whatever_the_number_of_ranks(done: tuple[Path,
         assert "\r" not in text
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
     done: tuple[Path, str],
 ) -> None:
@@ -182,16 +183,18 @@ def test_steps_longer_than_the_patience_of_the_launcher_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert short_patience(29.0, 300.0) is None
-    told = short_patience(45.0, 300.0) or ""
+    assert advice_for_long_steps(29.0, 300.0) is None
+    told = advice_for_long_steps(45.0, 300.0) or ""
     assert (
         "a step takes 45 s, and torchrun kills ranks 30 s after Ctrl-C" in told
         and "grace_time" not in told
     )
     for seconds in (300.0, 400.0):
-        assert (short_patience(seconds, 300.0) or "").endswith(", and raise grace_time (now 300 s)")
+        assert (advice_for_long_steps(seconds, 300.0) or "").endswith(
+            ", and raise grace_time (now 300 s)"
+        )
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert short_patience(45.0, 300.0) is None
+    assert advice_for_long_steps(45.0, 300.0) is None
 
 
 def test_scripts_import_nothing_slow_before_they_handle_ctrl_c() -> None:

@@ -11,7 +11,8 @@ import pytest
 from opensora_sp.cli import main, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.parallel import Verdict
-from opensora_sp.verification import small_shape, strategy_of
+from opensora_sp.parallel.strategies import SwitchRows
+from opensora_sp.verification import config_strategy, small_shape
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo/train.py"
@@ -42,7 +43,7 @@ def test_verify_compares_a_config() -> None:
     assert done.returncode == 0, done.stderr
     assert (
         "on 2 ranks and on one" in done.stdout
-        and "strategy SwitchRows\n" in done.stdout
+        and "strategy: switch\n" in done.stdout
         and "'overlap_chunks': 2" in done.stdout
     )
     assert "equal (allowed: 1e-08)" in done.stdout and "NOT" not in done.stdout
@@ -57,7 +58,7 @@ def test_what_is_made_small() -> None:
     image = load_train_config(DEMO, ["num_frames=1", "batch_size=5"])
     for ranks, batch in [(2, 3), (5, 5), (8, 5)]:  # two on eight would split heads, five switch
         small = small_shape(image, ranks, 64)
-        assert small[0] == batch and strategy_of(image, ranks, small) == strategy_of(
+        assert small[0] == batch and config_strategy(image, ranks, small) is config_strategy(
             image, ranks, (5, 1, 16, 16)
         )
     B, frames, height, width = small_shape(cfg, 2, 100)
@@ -70,7 +71,7 @@ def test_a_difference_is_told_with_the_exit_status(
     wrong = Verdict(output=1e-12, gradients={"a": 1e-12, "b": 0.5}, all_zero=("c",), tolerance=1e-8)
     monkeypatch.setattr(
         "opensora_sp.verification.verify_config",
-        lambda *_, **__: ((1, 2, 3, 4), "SwitchRows", wrong),
+        lambda *_, **__: ((1, 2, 3, 4), SwitchRows, wrong),
     )
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "2"])

@@ -11,7 +11,10 @@ from parity_cases import make_inputs as make_stdit3_inputs
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, strategies
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh, parallelize
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.strategies import SplitHeads
 
 BLOCKS = DEPTH  # of a spatial and a temporal part each
 CHUNKS = 2
@@ -36,7 +39,8 @@ class FamilyCase(Case):
         return make_inputs(self)
 
 
-OVERLAP = dict(overlap_backward=True, overlap_chunks=CHUNKS)
+SMALL_CHUNKS = CostModel(flops=400e12, bandwidth=100e9, latency=0)
+OVERLAP = dict(overlap_backward=True, overlap_chunks=CHUNKS, cost_model=SMALL_CHUNKS)
 
 
 def make_model(case: FamilyCase) -> torch.nn.Module:
@@ -76,9 +80,11 @@ def run_step(
     )
     masks = inputs.get("x_mask"), inputs.get("video_mask")
     ranks, shards = 1, {}
+
     if mesh is not None:
         parallelize(model, mesh, **options)
         ranks, shards = mesh.sp_size, dict(output="shards")
+
     with CommLedger() as counter:
         if case.output == "shards":
             losses = velocity_loss(model(**inputs, **shards), target, *masks)
@@ -89,6 +95,7 @@ def run_step(
     if case.output == "shards":
         with torch.no_grad():
             output = model(**inputs)
+
     found = gradients(model, inputs)
     if mesh is not None:
         together = torch.cat([gradient.flatten() for gradient in found.values()])
@@ -134,7 +141,8 @@ class Parity:
         counter = self.check(case)
         ranks, heads = self.mesh.sp_size, case.heads
         whole_samples = case.size[0] % ranks == 0
-        by_heads = strategies.splits_heads(case.size[0], *case.patches, 4 * heads, heads, ranks)
+        shape = BatchShape(case.size[0], *case.patches, 4 * heads, heads)
+        by_heads = SplitHeads.applies(shape, Options(), ranks)
         switches = 0 if whole_samples or by_heads else 2 * BLOCKS - 1
         for kind, calls in [("switch", switches), ("heads", 2 * BLOCKS if by_heads else 0)]:
             assert counter.calls[kind, "forward"] == counter.calls[kind, "backward"] == calls, (

@@ -17,7 +17,7 @@ from typing import Any
 
 from opensora_sp.checkpoint import Disk
 from opensora_sp.training.checkpointing import TrainingState
-from opensora_sp.training.trainer import Run
+from opensora_sp.training.trainer import Trainer
 
 RANK, ATTEMPT = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 KIND, AT_RANK, AT_STEP = json.loads(Path(os.environ["FAULTS"]).read_text()).get(
@@ -31,7 +31,7 @@ def kill() -> None:
 
 
 def step_of(plain: Any) -> Any:
-    def step(self: Run, number: int, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Trainer, number: int, *args: Any, **kwargs: Any) -> Any:
         time.sleep(float(os.environ.get("PAUSE", "0")))
         if MINE and number == AT_STEP:
             if KIND == "raise":
@@ -70,8 +70,8 @@ def load_of(plain: Any) -> Any:
     return load
 
 
-Run._step, Disk.perform, TrainingState.load = (
-    step_of(Run._step),
+Trainer._step, Disk.perform, TrainingState.load = (
+    step_of(Trainer._step),
     perform_of(Disk.perform),
     load_of(TrainingState.load),
 )

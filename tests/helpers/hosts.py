@@ -155,10 +155,12 @@ def hosts(folder: Path, *names: str) -> Iterator[list[Host]]:
         )
         + "\n"
     )
+
     with ExitStack() as running:
         switch = running.enter_context(_namespaces())
         _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
         _inside(switch, "ip", "link", "set", "bridge", "up")
+
         made = []
         for name, address in addresses.items():
             home = folder / name
@@ -210,11 +212,13 @@ def _start_sshd(host: Host, key: Path) -> None:
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(ssh / "host_key")], check=True
     )
+
     (ssh / "sshd_config").write_text(
         f"HostKey {ssh}/host_key\nAuthorizedKeysFile {ssh}/authorized_keys\n"
         "StrictModes no\nUsePAM no\n"
         "PasswordAuthentication no\nPermitRootLogin prohibit-password\nPidFile none\n"
     )
+
     _inside(host.pid, "mount", "-t", "tmpfs", "tmpfs", "/run")
     _inside(host.pid, "mkdir", "/run/sshd")
     server = host.command(SSHD, "-f", ssh / "sshd_config", "-E", host.folder / "sshd.log")

@@ -17,6 +17,23 @@ from opensora_sp.checkpoint import newest_checkpoint, verify
 from opensora_sp.training.metrics import read_metrics
 
 
+def launch_command(launcher: str, port: int, restarts: int) -> list[str | Path]:
+    """The launcher of two ranks, or of one of the two nodes that have one rank each."""
+    one_node = ["--nproc_per_node", "2", "--master_port", str(port)]
+    if launcher == "torchrun":
+        return [BIN / "torchrun", *one_node, "--max-restarts", str(restarts)]
+    if launcher == "colossalai":
+        return [BIN / "colossalai", "run", *one_node]
+
+    # This machine, as 127.0.0.1, which is refused where there are several nodes.
+    here = ["--master_addr", "0.0.0.0", "--master_port", str(port)]
+    rank = launcher.removeprefix("node ")
+    return [
+        *(BIN / "torchrun", "--nnodes", "2", "--nproc_per_node", "1"),
+        *(*here, "--node_rank", rank),
+    ]
+
+
 class Job:
     """A training under a launcher, and every process that belongs to it."""
 
@@ -32,67 +49,43 @@ class Job:
         port: int | None = None,
         script: str = "tests/helpers/faulty.py",
     ) -> None:
-        self.config = config
-        self.folder, self.outputs, self.log = (
-            folder,
-            folder / "run",
-            folder / f"log {time.monotonic_ns()}",
-        )
+        self.config, self.folder, self.outputs = config, folder, folder / "run"
+        self.log = folder / f"log {time.monotonic_ns()}"
         self.pids = folder / f"pids_{time.monotonic_ns()}"
         self.pids.mkdir(parents=True)
         self.mark = f"JOB={self.pids}"
-        one_node = ["--nproc_per_node", "2", "--master_port", str(port or free_port())]
-        # This machine, as 127.0.0.1, which is refused where there are several nodes.
-        here = "0.0.0.0"
-        nodes = [
-            "--nnodes",
-            "2",
-            "--nproc_per_node",
-            "1",
-            "--master_addr",
-            here,
-            "--master_port",
-            str(port),
-        ]
-        start = {
-            "torchrun": [BIN / "torchrun", *one_node, "--max-restarts", str(restarts)],
-            "colossalai": [BIN / "colossalai", "run", *one_node],
-            "node 0": [BIN / "torchrun", *nodes, "--node_rank", "0"],
-            "node 1": [BIN / "torchrun", *nodes, "--node_rank", "1"],
-        }[launcher]
-        command = [
-            *start,
-            script,
-            config,
-            "--resume",
-            "auto",
-            "--cfg-options",
-            f"outputs={self.outputs}",
-        ]
-        environment = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        }
-        environment |= {
-            "PATH": f"{BIN}:{environment['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
-            "GLOO_SOCKET_IFNAME": "lo",  # nodes are processes of this machine
-        }
-        environment |= {"JOB": str(self.pids), "PIDS": str(self.pids), "PAUSE": str(pause)}
         self.plan = folder / "faults.json"
-        environment["FAULTS"] = str(self.plan)
         self.plan.write_text(json.dumps(faults or {}))
+
+        command = [
+            *launch_command(launcher, port or free_port(), restarts),
+            *(script, config, "--resume", "auto", "--cfg-options", f"outputs={self.outputs}"),
+            *options,
+        ]
         self.process = subprocess.Popen(
-            [str(part) for part in (*command, *options)],
+            [str(part) for part in command],
             cwd=ROOT,
-            env=environment,
+            env=self._environment(pause),
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            ),  # what runs in the background ignores it
+            # What runs in the background ignores it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+
+    def _environment(self, pause: float) -> dict[str, str]:
+        ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        inherited = {name: value for name, value in os.environ.items() if name not in ranks}
+        return inherited | {
+            "PATH": f"{BIN}:{inherited['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+            "GLOO_SOCKET_IFNAME": "lo",  # nodes are processes of this machine
+            "JOB": str(self.pids),
+            "PIDS": str(self.pids),
+            "PAUSE": str(pause),
+            "FAULTS": str(self.plan),
+        }
 
     @property
     def text(self) -> str:

@@ -53,11 +53,13 @@ def write_mixed_set(folder: Path) -> Path:
             rng.integers(0, 255, (frames, height // 8, width // 8, 3), dtype=np.uint8), 8, axis=1
         )
         video = np.repeat(video, 8, axis=2)
+
         path = folder / f"{number}.{'png' if frames == 1 else 'mp4'}"
         if frames == 1:
             Image.fromarray(video[0]).save(path)
         else:
             write_video(path, video, fps=8)
+
         if number in (3, 13):
             path.write_bytes(b"broken")
         entries.append(Entry(Path(path.name), f"clip {number}", frames, height, width, 8.0))

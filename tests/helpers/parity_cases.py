@@ -120,17 +120,20 @@ def run_step(
     )
     x_mask = inputs.get("x_mask")
     ranks, shards = 1, {}
+
     if mesh is not None:
         parallelize(model, mesh, **options)
         ranks, shards = mesh.sp_size, dict(output="shards")
     with torch.no_grad():
         whole = model(**inputs)
+
     with CommLedger() as counter:
         if case.output == "shards":
             losses = velocity_loss(model(**inputs, **shards), target, x_mask)
             rank_loss(losses, global_samples=len(target), world_size=ranks).backward()
         else:
             velocity_loss(model(**inputs), target, x_mask).mean().backward()
+
     found = gradients(model, inputs)
     if mesh is not None:
         for gradient in found.values():

@@ -94,6 +94,7 @@ def _collect(
 ) -> list[Any]:
     values: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
+
     while len(values) < len(pipes):
         ready = wait(
             [pipe for rank, pipe in enumerate(pipes) if rank not in values],
@@ -102,6 +103,7 @@ def _collect(
         if not ready:
             hang = sorted(set(range(len(pipes))) - set(values))
             raise AssertionError(f"ranks {hang} hang:\n" + _stand(processes, stacks))
+
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
@@ -133,10 +135,13 @@ def _worker(
 ) -> None:
     stack = (stacks / f"rank {rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
+    # Ignored in what a shell starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), OMP_NUM_THREADS="1"
     )
+
     try:
         store = dist.TCPStore(HOST, port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)

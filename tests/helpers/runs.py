@@ -122,12 +122,14 @@ def run(
             port,
         ],
     }[launcher]
+
     environment = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     environment.update(
         PATH=f"{BIN}:{environment['PATH']}", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)
     )
+
     return subprocess.run(
         [str(part) for part in (*start, *command)],
         cwd=ROOT,

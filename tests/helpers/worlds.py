@@ -27,8 +27,10 @@ def in_worlds(
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
+
     whole, store, rank = dist.get_world_size(), _get_default_store(), dist.get_rank()
     shutdown_process_group()
+
     results: list[Any] = []
     for number, (world, args) in enumerate(cases):
         results.append(None)
@@ -38,6 +40,7 @@ def in_worlds(
             dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
             results[-1] = function(*args)
             shutdown_process_group()  # the function may have left its world, then it does nothing
+
     own = dist.PrefixStore(f"after {function.__name__}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=whole)
     return results

@@ -11,7 +11,15 @@ import pytest
 
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
-from opensora_sp.data import BucketPlan, Buckets, Entry, Manifest, deal, share, write_manifest
+from opensora_sp.data import (
+    BucketPlan,
+    Buckets,
+    Entry,
+    Manifest,
+    micro_batches_of,
+    snake_order,
+    write_manifest,
+)
 from opensora_sp.features.build import Work
 
 GOLDEN = json.loads(
@@ -127,7 +135,7 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, 
     assert plan.step(len(epochs[0].steps) + 2) == later
     assert not np.array_equal(epochs[0].found, epochs[1].found)  # keep probabilities draw anew
     batch = plan.step(0)[0]
-    replaced = [plan.replacement(batch, batch.ids[0], attempt) for attempt in range(12)]
+    replaced = [plan.substitute(batch, batch.ids[0], attempt) for attempt in range(12)]
     assert (
         all(rows[i].num_frames >= batch.shape.num_frames for i in replaced)
         and len(set(replaced)) > 1
@@ -151,7 +159,9 @@ def test_replicas_have_equal_work_at_the_same_time(
         micro_batches = plan.step(number)
         if len(micro_batches) < per_step:
             continue  # the last step of the epoch
-        for turn in zip(*(share(micro_batches, replica, replicas) for replica in range(replicas))):
+        for turn in zip(
+            *(micro_batches_of(micro_batches, replica, replicas) for replica in range(replicas))
+        ):
             costs = [one.cost for one in turn]
             slowest.append(max(costs))
             means.append(sum(costs) / replicas)
@@ -169,8 +179,8 @@ def test_replicas_have_equal_work_at_the_same_time(
 
 
 def test_rounds_are_dealt_forth_and_back() -> None:
-    assert deal([1.0, 9.0, 4.0, 8.0, 5.0], 2) == [[1, 2, 0], [3, 4, None]]
-    assert deal([1.0], 3) == [[0], [None], [None]] and deal([2.0, 2.0], 1) == [[0, 1]]
+    assert snake_order([1.0, 9.0, 4.0, 8.0, 5.0], 2) == [[1, 2, 0], [3, 4, None]]
+    assert snake_order([1.0], 3) == [[0], [None], [None]] and snake_order([2.0, 2.0], 1) == [[0, 1]]
 
 
 def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> None:

@@ -11,16 +11,16 @@ from runs import TRAIN, write_toy_set
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import (
-    BrokenClip,
     Clip,
     ClipShape,
+    CorruptSample,
     MicroBatchPlan,
     ReplicaBatches,
     Sample,
     VideoTextDataset,
     count_frames,
+    micro_batches_of,
     read_video,
-    share,
     to_clip,
     to_frames,
     toy_clip,
@@ -82,7 +82,7 @@ def test_a_dataset_reads_a_users_csv(tmp_path: Path) -> None:
     clip = dataset[0]
     assert isinstance(clip, Clip) and clip.video.shape == (3, 4, 16, 16) and clip.fps == 8
     assert clip.text == toy_clip(0, 0).caption
-    assert isinstance(dataset[1], BrokenClip) and "1.mp4" in dataset[1].path
+    assert isinstance(dataset[1], CorruptSample) and "1.mp4" in dataset[1].path
     assert dataset[0] is clip
 
 
@@ -119,13 +119,13 @@ def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
         one.epoch for one in second[:7]
     } == {1}
     for replicas in (1, 2, 3, 4, 5):
-        shares = [share(plan.step(1), replica, replicas) for replica in range(replicas)]
+        shares = [micro_batches_of(plan.step(1), replica, replicas) for replica in range(replicas)]
         assert len({len(one) for one in shares}) == 1  # all join in as many backward passes
         assert sorted(one for of_replica in shares for one in of_replica if one) == plan.step(1)
     whole = list(ReplicaBatches(plan, start=0, stop=6, replica=1, num_replicas=3))
     later = list(ReplicaBatches(plan, start=4, stop=6, replica=1, num_replicas=3))
-    assert whole[-len(later) :] == later and whole[0][0] == Sample(
-        share(plan.step(0), 1, 3)[0].ids[0], 0, SHAPE
+    assert whole[-len(later) :] == later and whole[0][1][0] == Sample(
+        micro_batches_of(plan.step(0), 1, 3)[0].ids[0], 0, SHAPE
     )
     with pytest.raises(ValueError, match="got 2 clips and batch_size 3"):
         MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0, shape=SHAPE)
@@ -176,7 +176,7 @@ def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
 
     plan = make_plan(cfg, make_dataset(cfg), 1)
     assert plan.too_short == (1, 4) and plan.describe()[0].startswith(
-        "4 clips (2 of 6 left out, too short for 5 fra"
+        "4 clips (2 of 6 skipped, too short for 5 fra"
     )
     epochs = [
         {index for step in range(2 * e, 2 * e + 2) for index in plan.step(step)[0].ids}
@@ -184,7 +184,7 @@ def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
     ]
     assert epochs == [{0, 2, 3, 5}] * 8
     stand_ins = {
-        plan.replacement(plan.step(0)[0], index, attempt)
+        plan.substitute(plan.step(0)[0], index, attempt)
         for index in range(4)
         for attempt in range(20)
     }
@@ -198,7 +198,7 @@ def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"got 1 clips \(5 of 6 left out, too short for 5 frames\) and batch_size 2",
+        match=r"got 1 clips \(5 of 6 skipped, too short for 5 frames\) and batch_size 2",
     ):
         short = cfg.model_copy(
             update={"dataset": cfg.dataset.model_copy(update={"frame_interval": 9})}

@@ -19,7 +19,7 @@ from opensora_sp.diffusion import check_mask_ratios, draw_frame_mask, frame_mask
 from opensora_sp.diffusion.frame_masks import STRATEGIES
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.batch import BatchMaker
-from opensora_sp.features.sharded import Encoders
+from opensora_sp.features.sources import Encoders
 from opensora_sp.randomness import generator
 
 pytestmark = pytest.mark.core

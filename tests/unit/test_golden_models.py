@@ -13,8 +13,8 @@ from golden_values import GOLDEN, close, close_gradient, close_sum, close_table,
 
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.blocks import FinalLayer, STDiT3Block
-from opensora_sp.models.conditioning import Condition, Text
-from opensora_sp.models.config import STDiT3Config
+from opensora_sp.models.conditioning import Conditioning, Text
+from opensora_sp.models.config import SharedConfig, STDiT3Config
 from opensora_sp.models.layers import (
     CaptionEmbedder,
     CrossAttention,
@@ -123,7 +123,8 @@ def conditioned(
     grid = PatchGrid(num_samples=len(t), latent_size=(T, 1, S), patch_size=(1, 1, 1))
     given = ~tensors["input/x_mask"] if "input/x_mask" in tensors else None
     lengths = [0] * len(t) if lengths is None else lengths  # the final layer attends to no text
-    return Condition.of(grid.rows(layout), modulation, given, Text(text, lengths)), modulation
+    conditioning = Conditioning(modulation, given, Text(text, lengths))
+    return conditioning.temporal(grid.rows(layout)), modulation
 
 
 def test_stdit3_block() -> None:
@@ -139,16 +140,21 @@ def test_stdit3_block() -> None:
         condition, _ = conditioned(tensors, layout, T, S, width, tensors["input/y"][0], lengths)
         x = tensors["input/x"].view(2, T, S, width)
         rows = x.transpose(1, 2) if case["temporal"] else x
-        out = block(rows.flatten(0, 1), condition).view(rows.shape)
+        out = block(rows.flatten(0, 1), condition, None).view(rows.shape)
         close((out.transpose(1, 2) if case["temporal"] else out).flatten(1, 2), tensors["output"])
 
 
 def test_final_layer() -> None:
     for case, tensors in block_cases("final_layer"):
         T, S, width = case["T"], case["S"], case["hidden"]
-        layer = with_state(
-            FinalLayer(width, case["num_patch"] * case["out_channels"], legacy=True), tensors
+        config = SharedConfig(
+            hidden_size=width,
+            num_heads=2,
+            patch_size=(1, 1, case["num_patch"]),
+            in_channels=case["out_channels"],
+            pred_sigma=False,
         )
+        layer = with_state(FinalLayer(config), tensors)
         condition, t = conditioned(tensors, SPATIAL, T, S, width)
         x = tensors["input/x"]
         out = layer(x.view(-1, S, width), t[:, :, 0], condition)
@@ -164,7 +170,8 @@ def test_rotary_attention() -> None:
             rows = PatchGrid(
                 num_samples=len(q), latent_size=(q.shape[1], 1, 1), patch_size=(1, 1, 1)
             ).rows(TEMPORAL)
-            close(rope(q, rows).transpose(1, 2), tensors["output"])
+            rotation = rope.rotation(rows, False, q.device)
+            close(rope(q, rotation).transpose(1, 2), tensors["output"])
         else:
             rope = RotaryEmbedding(case["hidden"] // case["heads"]) if case["rotary"] else None
             options = dict(qk_norm=case["qk_norm"], rope=rope, norm_last=case["qk_norm_legacy"])

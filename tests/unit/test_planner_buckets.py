@@ -12,8 +12,7 @@ import pytest
 
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
-from opensora_sp.planner import plan
-from opensora_sp.planner.plan import buckets_of
+from opensora_sp.planner import buckets_of, plan
 
 pytestmark = pytest.mark.core
 MANIFEST = "dataset.manifest=none.csv"

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from opensora_sp.cli import main
 from opensora_sp.data import (
-    BrokenClip,
     Clip,
     ClipShape,
+    CorruptSample,
     Entry,
     Manifest,
     Sample,
@@ -402,7 +402,7 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     for number, name in enumerate(names[1:], 1):
         broken = dataset[number]
         assert (
-            isinstance(broken, BrokenClip)
+            isinstance(broken, CorruptSample)
             and broken.path.endswith(name)
             and re.match(r"\w+: .+", broken.reason)
         )
@@ -413,7 +413,7 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     slow = VideoTextDataset(
         str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16), time_limit=1e-9
     )
-    assert isinstance(slow[0], BrokenClip)
+    assert isinstance(slow[0], CorruptSample)
 
 
 def test_memory_stays_flat_over_2000_clips(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_memory_stays_flat_over_2000_clips(tmp_path: Path) -> None:
 
     def read(count: int) -> int:
         for number in range(count):
-            assert isinstance(dataset[number % 3], BrokenClip) == (number % 3 == 2)
+            assert isinstance(dataset[number % 3], CorruptSample) == (number % 3 == 2)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
 
     before = read(300)

@@ -1,1 +1,1 @@
-"""Counters, timers and checks of sequence parallelism: bytes sent, time waited, inputs compared, parity."""
+"""Tools of sequence parallelism: communication counter and time, check of inputs, parity."""

@@ -1,26 +1,46 @@
-"""A record of what the sequence-parallel collectives send."""
+"""A communication counter: how many collectives, elements and bytes sequence parallelism sends."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import astuple, dataclass
 from types import TracebackType
+from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
 
+from opensora_sp.parallel.typed import is_backward_running
+
 PHASES = ("forward", "recompute", "backward")
+Key: TypeAlias = tuple[str, str]
+
 _open: list[CommLedger] = []
 
 
-class CommLedger:
-    """Counts collectives, and the elements and bytes this rank sends to others, while it is entered.
+@dataclass(frozen=True)
+class _Count:
+    """What one rank sent of one kind in one phase."""
 
-    ``calls``, ``elements`` and ``bytes`` are keyed by (kind, phase). Kinds: "switch" between the layouts, "heads" for
-    the exchange of queries, keys, values and outputs, "branch" for the input and output of a spatial attention,
-    "tokens" where all tokens are gathered for an attention, "gather" for the output, "check" for the comparison of
-    shapes, "data" for what training hands around of the clips that each rank has encoded, "clips" for what ranks agree
-    on about them beforehand. Phases: "forward", "recompute" (forward run again under gradient checkpointing) and
-    "backward".
+    calls: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+
+class CommLedger:
+    """A communication counter: counts collectives, and the elements and bytes sent to others, while
+    it is entered.
+
+    ``calls``, ``elements`` and ``bytes`` are keyed by (kind, phase). Phases are "forward",
+    "recompute" (forward run again under gradient checkpointing) and "backward". Kinds:
+
+    * "switch": tokens between the layouts
+    * "heads": queries, keys, values and outputs
+    * "branch": the input and output of a spatial attention
+    * "tokens": all tokens, gathered for an attention
+    * "gather": the output
+    * "check": the comparison of inputs (``InputCheck``)
+    * "data": features of the clips that each rank has encoded
+    * "clips": what ranks agree on about clips beforehand
     """
 
     def __init__(self) -> None:
@@ -43,38 +63,42 @@ class CommLedger:
     def table(self, group: dist.ProcessGroup | None = None) -> str:
         """A line for each kind and phase: collectives, elements sent and MB (1e6 bytes) sent.
 
-        Without a group, of this rank. With a group, the mean over its ranks and the busiest one; that is collective.
+        Without a group, of this rank. With a group, the mean over its ranks and the busiest one;
+        that is collective.
         """
-        own = {key: (self.calls[key], self.elements[key], self.bytes[key]) for key in self.calls}
-        ranks: list[dict[tuple[str, str], tuple[int, int, int]]] = [own]
+        own = {
+            key: _Count(self.calls[key], self.elements[key], self.bytes[key]) for key in self.calls
+        }
+        ranks: list[dict[Key, _Count]] = [own]
         if group is not None:
             ranks = [{} for _ in range(dist.get_world_size(group))]
             dist.all_gather_object(ranks, own, group=group)
+
         lines = [
-            f"{'kind':8} {'phase':10} {'calls':>6} {'elements':>14} {'MB':>10} {'busiest MB':>10}  rank"
+            f"{'kind':8} {'phase':10} {'calls':>6} {'elements':>14} {'MB':>10} {'busiest MB':>10}"
+            "  rank"
         ]
-        for kind, phase in sorted(
-            {key for rank in ranks for key in rank}, key=lambda k: (k[0], PHASES.index(k[1]))
-        ):
-            counts = [rank.get((kind, phase), (0, 0, 0)) for rank in ranks]
-            calls, elements, sent = (
-                sum(column) / len(ranks) for column in zip(*counts, strict=True)
-            )
-            most = max(count[2] for count in counts)
-            busiest = [count[2] for count in counts].index(most) if group is not None else "this"
+        keys = set().union(*ranks)
+        for key in sorted(keys, key=lambda key: (key[0], PHASES.index(key[1]))):
+            counts = [rank.get(key, _Count()) for rank in ranks]
+            columns = zip(*map(astuple, counts), strict=True)
+            calls, elements, sent = (sum(column) / len(ranks) for column in columns)
+
+            of_ranks = [count.bytes for count in counts]
+            most = max(of_ranks)
+            busiest = of_ranks.index(most) if group is not None else "this"
             lines.append(
-                f"{kind:8} {phase:10} {calls:6g} {elements:14.0f} {sent / 1e6:10.3f} {most / 1e6:10.3f}  {busiest}"
+                f"{key[0]:8} {key[1]:10} {calls:6g} {elements:14.0f} {sent / 1e6:10.3f} "
+                f"{most / 1e6:10.3f}  {busiest}"
             )
         return "\n".join(lines)
 
 
 def record(kind: str, *, backward: bool, elements: int, element_size: int) -> None:
-    """Note one collective in every ledger that is open."""
-    in_backward_pass = (
-        torch._C._current_graph_task_id() != -1
-    )  # no public call tells that autograd is running
-    phase = "backward" if backward else "recompute" if in_backward_pass else "forward"
-    for ledger in _open:
-        ledger.calls[kind, phase] += 1
-        ledger.elements[kind, phase] += elements
-        ledger.bytes[kind, phase] += elements * element_size
+    """Count one collective in every counter that is entered."""
+    phase = "recompute" if is_backward_running() else "forward"
+    key = kind, "backward" if backward else phase
+    for counter in _open:
+        counter.calls[key] += 1
+        counter.elements[key] += elements
+        counter.bytes[key] += elements * element_size

@@ -1,6 +1,8 @@
-"""Who wants to know when this rank is in communication: timers and profilers, entered around each wait.
+"""Communication time: listeners, such as timers and profilers, that are entered around each
+communication.
 
-Without watchers nothing is measured. With them the same is sent in the same order, and on CUDA no one waits for them.
+Without listeners nothing is measured. With them the same is sent in the same order, and on CUDA no
+rank waits for them.
 """
 
 from __future__ import annotations
@@ -9,51 +11,54 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
+from typing import TypeAlias
 
 import torch
 
-Watcher = Callable[[str, bool, torch.device], AbstractContextManager[object]]
-"""``watcher(kind, backward, device)``, entered while this rank waits; kinds are those of ``CommLedger``, and "zero"."""
+Listener: TypeAlias = Callable[[str, bool, torch.device], AbstractContextManager[object]]
+"""``listener(kind, backward, device)`` is entered while this rank communicates. Kinds are those of
+``CommLedger``, and "zero" for ZeRO's collectives."""
 
-_watchers: list[Watcher] = []
+_listeners: list[Listener] = []
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Let a watcher take part while this is entered."""
-    _watchers.append(watcher)
+def listening(listener: Listener) -> Iterator[None]:
+    """Call a listener for each communication while this is entered."""
+    _listeners.append(listener)
     try:
         yield
     finally:
-        _watchers.remove(watcher)
+        _listeners.remove(listener)
 
 
 @contextmanager
 def communicating(kind: str, device: torch.device, *, backward: bool = False) -> Iterator[None]:
-    """Around whatever makes this rank, or its CUDA stream, wait for others."""
+    """Around whatever makes this rank, or its CUDA stream, wait for other ranks."""
     with ExitStack() as stack:
-        for watcher in _watchers:
-            stack.enter_context(watcher(kind, backward, device))
+        for listener in _listeners:
+            stack.enter_context(listener(kind, backward, device))
         yield
 
 
 class CommTimer:
-    """Seconds in which this rank waited for others, while it is entered.
+    """Exposed communication time in seconds, measured while it is entered.
 
-    On a CPU that is the time spent in collectives and in waiting for those under way. On CUDA it is the time in which
-    the computing stream stood still for them, between two events, which ``take`` alone reads. What travels while this
-    rank computes does not count. Waiting for a slower rank does.
+    On a CPU this is the time spent in collectives and in completing asynchronous ones. On CUDA it
+    is the time that the compute stream waits for them, between two events, which only ``take``
+    reads. Communication that overlaps with computation does not count. Waiting for a slower rank
+    does.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._seconds = 0.0
-        self._under_way: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._recorded: list[_Events] = []
+        self._spare: list[_Events] = []
         self._entered = ExitStack()
 
     def __enter__(self) -> CommTimer:
-        self._entered.enter_context(watching(self._watch))
+        self._entered.enter_context(listening(self._measure))
         return self
 
     def __exit__(
@@ -65,30 +70,36 @@ class CommTimer:
         self._entered.close()
 
     def take(self) -> float:
-        """Seconds since the last call. On CUDA waits for the last exchange to be over."""
-        for before, after in self._under_way:
-            after.synchronize()
-            self._seconds += before.elapsed_time(after) / 1000
-        self._spare += self._under_way
-        self._under_way = []
+        """Seconds since the last call. On CUDA waits until the last communication is complete."""
+        for events in self._recorded:
+            events.after.synchronize()
+            self._seconds += events.before.elapsed_time(events.after) / 1000
+
+        self._spare += self._recorded
+        self._recorded = []
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     @contextmanager
-    def _watch(self, kind: str, backward: bool, device: torch.device) -> Iterator[None]:
-        if device.type != self.device.type:  # on the host, beside a GPU that goes on computing
+    def _measure(self, kind: str, backward: bool, device: torch.device) -> Iterator[None]:
+        if device.type != self.device.type:
+            # On the host, beside a GPU that keeps computing.
             yield
         elif device.type == "cuda":
-            before, after = self._spare.pop() if self._spare else (_event(), _event())
-            before.record()
+            events = self._spare.pop() if self._spare else _Events()
+            events.before.record()
             yield
-            after.record()
-            self._under_way.append((before, after))
+            events.after.record()
+            self._recorded.append(events)
         else:
             since = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - since
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+class _Events:
+    """A pair of CUDA events around one communication."""
+
+    def __init__(self) -> None:
+        self.before = torch.cuda.Event(enable_timing=True)
+        self.after = torch.cuda.Event(enable_timing=True)

@@ -1,12 +1,13 @@
-"""A check that all ranks of a group call the same model in the same way, before anything else is sent.
+"""A check that all ranks of a group call the same model in the same way, before anything else is
+sent.
 
-Split sizes follow from shapes and the model alone, so ranks with different ones would wait for each other for ever.
+Split sizes follow from shapes and the model alone, so ranks that differ in them would deadlock.
 """
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +32,9 @@ from .comm_counter import record
 from .comm_timing import communicating
 
 
-class Kind(NamedTuple):
-    """One kind of what ranks have to call a model with alike."""
+@dataclass(frozen=True)
+class Kind:
+    """One kind of entries that ranks compare."""
 
     name: str
     expected: str
@@ -41,6 +43,7 @@ class Kind(NamedTuple):
 
 KINDS = (
     Kind("options", "the same options of parallelize", "pass them alike on every rank"),
+    Kind("plan", "the same ShardPlan", "register the same plan on every rank"),
     Kind(
         "modes",
         "the same modes",
@@ -50,71 +53,82 @@ KINDS = (
 )
 
 
-class SameBatch:
-    """A forward pre-hook: one number, a digest of the model and of the call, is compared between a group's ranks.
+class InputCheck:
+    """A forward pre-hook that compares a digest of the model and of the call between the ranks of a
+    group.
 
-    In every forward, since a rank that has seen its own shape before cannot know that another one has not. The number
-    stays on the host, so a GPU never waits for it.
+    It runs in every forward: a rank that has seen a shape before cannot know that another rank has
+    not. The digest stays on the host, so a GPU never waits for it.
 
     Args:
-        how: the options by which ranks share batches, a dataclass.
+        options, plan: dataclasses that decide what is sent; None leaves them out.
+
+    Raises:
+        ValueError: when called, the same on all ranks, if anything differs.
     """
 
-    def __init__(self, mesh: SequenceMesh, how: object = None) -> None:
-        self.mesh, self.how = mesh, how
+    def __init__(self, mesh: SequenceMesh, options: Any = None, plan: Any = None) -> None:
+        self.mesh = mesh
+        self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
         self._form: ModelForm | None = None
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mesh.is_imagined:
             return
         self._form = self._form or ModelForm(model)
-        entries = self._entries(model, args, kwargs)
+        own = self._entries(model, args, kwargs)
+        own_digest = digest(own, self._form.digest())
+
+        host = torch.device("cpu")
         record("check", backward=False, elements=2, element_size=8)
-        with communicating("check", torch.device("cpu")):
-            agree = all_agree(
-                digest(entries, self._form.digest()), self.mesh.host_group, torch.device("cpu")
-            )
+        with communicating("check", host):
+            agree = all_agree(own_digest, self.mesh.host_group, host)
         if not agree:
-            self._refuse(model, entries)
+            self._refuse(model, own)
 
     def _entries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entries:
-        """Whatever decides what is sent, each named by its kind: options, modes, shapes and dtypes of inputs, also
-        inside of containers, and plain values."""
-        options = fields_of(self.how) if is_dataclass(self.how) else {}
-        modes = {"train() or eval()": "train" if model.training else "eval"}
-        modes["gradient mode"] = "on" if torch.is_grad_enabled() else "off"
-        if hasattr(model, "grad_checkpoint"):
-            modes["gradient checkpointing"] = "on" if model.grad_checkpoint else "off"
-        leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
+        """What decides which bytes are sent: options, plan, modes, and the form of the inputs.
 
-        entries = {f"options {name}": describe(value) for name, value in options.items()}
-        entries |= {f"modes {name}": value for name, value in modes.items()}
+        Of inputs, also inside of containers, these are shapes, dtypes and plain values.
+        """
+        entries = dict(self._fixed)
+        entries["modes train() or eval()"] = "train" if model.training else "eval"
+        entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
+        if hasattr(model, "grad_checkpoint"):
+            entries["modes gradient checkpointing"] = "on" if model.grad_checkpoint else "off"
+
+        leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         return entries | {f"inputs {_name(path)}": describe(value) for path, value in leaves}
 
-    def _refuse(self, model: nn.Module, entries: Entries) -> None:
+    def _refuse(self, model: nn.Module, own: Entries) -> None:
         """Raise the first reason that there is, the same on all ranks. Collective."""
         group = self.mesh.host_group
         models = gathered(describe_model(model), group)
         if differences(models):
             refuse_models(models, "of one sequence-parallel group")
-        found = differences(gathered(entries, group))
+
+        found = differences(gathered(own, group))
         for kind in KINDS:
-            own = [
-                one.removeprefix(f"{kind.name} ")
-                for one in found
-                if one.startswith(f"{kind.name} ")
-            ]
-            if own:
+            prefix = f"{kind.name} "
+            of_kind = [one.removeprefix(prefix) for one in found if one.startswith(prefix)]
+            if of_kind:
                 raise ValueError(
-                    f"got different {kind.name} on the ranks of one sequence-parallel group: {first_of(own)}; expected "
-                    f"{kind.expected} on all of them; {kind.remedy}"
+                    f"got different {kind.name} on the ranks of one sequence-parallel group: "
+                    f"{first_of(of_kind)}; expected {kind.expected} on all of them; {kind.remedy}"
                 )
-        self._form = (
-            None  # a description of what the model was: parameters were put in or taken out since
-        )
+
+        # Only the digests of the models differ: parameters were added or removed since they were
+        # made.
+        self._form = None
+
+
+def _entries_of(kind: str, value: Any) -> Entries:
+    if value is None:
+        return {}
+    return {f"{kind} {name}": describe(one) for name, one in fields_of(value).items()}
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """``x`` for a keyword, ``0`` for a place, ``frames[1]`` for what lies deeper."""
+    """``x`` for a keyword, ``0`` for a position, ``frames[1]`` for what lies deeper."""
     first, *deeper = (getattr(key, "key", getattr(key, "idx", key)) for key in path[1:])
     return f"{first}{''.join(f'[{key}]' for key in deeper)}"

@@ -1,6 +1,6 @@
-"""What the doctor lets every rank run: a round trip between all of them and what they carry, checked and timed.
+"""The probe that the doctor runs on every rank: latency and bandwidth of collectives, checked.
 
-``torchrun ... -m opensora_sp.runtime.doctor.probe``; rank 0 writes one line of JSON, which begins with ``MARK``.
+``torchrun ... -m opensora_sp.runtime.doctor.probe``; rank 0 writes one line, ``PREFIX`` and JSON.
 """
 
 from __future__ import annotations
@@ -21,90 +21,96 @@ from opensora_sp.console import report_errors
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.runtime.environment import Launch
 from opensora_sp.runtime.host_checks import check_machine
-from opensora_sp.runtime.rendezvous import join_rendezvous
+from opensora_sp.runtime.rendezvous import JOIN_TIMEOUT, join_rendezvous
 
-MARK = "opensora_sp probe: "
-SECONDS = 40.0  # to meet, and for any one collective
-NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 24}  # float32 that a rank holds
-TRIPS, TRANSFERS = 20, 5
+PREFIX = "opensora_sp probe: "
+TIMEOUT = 40.0  # seconds, of the rendezvous and of each collective
+NUM_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # float32 numbers that a rank sends
+ROUND_TRIPS, TRANSFERS = 20, 5
 
 
 def main() -> None:
-    """Measure, as one rank of those that torchrun started."""
+    """Measure, as one of the ranks that torchrun started."""
     launch = Launch.read()
     if launch is None:
         raise ValueError(
             "got no launcher; expected torchrun; run opensora-sp doctor, which starts this"
         )
-    os.environ.setdefault("OPENSORA_SP_JOIN_TIMEOUT", str(SECONDS))
+
+    os.environ.setdefault(JOIN_TIMEOUT, str(TIMEOUT))
     check_machine(launch)
     store = join_rendezvous()
-    device = (
-        torch.device("cuda", launch.local_rank)
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
+
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", launch.local_rank), "nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=SECONDS)
-    )
-    del store
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
+    del store  # the process group keeps it
+
     measured = measure(device)
     if launch.rank == 0:
-        sys.stdout.write(MARK + json.dumps(measured) + "\n")
+        sys.stdout.write(PREFIX + json.dumps(measured) + "\n")
         sys.stdout.flush()
     shutdown_process_group()
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """Round trip in seconds and bytes a second that each rank sends to all others, of the slowest rank. Collective.
+    """Latency of an all-reduce and bandwidth of an all-to-all, of the slowest rank. Collective.
+
+    Returns:
+        Seconds of the ``round_trip``; ``rate`` in bytes per second from each rank to all others,
+        and the ``bytes`` of one transfer; ``ranks`` and ``backend``.
 
     Raises:
-        ValueError: if what arrives is not what was sent.
+        ValueError: if other numbers arrive than were sent.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    one = torch.ones(1, device=device)
-    trip = _timed(lambda: dist.all_reduce(one.fill_(1.0)), TRIPS, device)
-    part = NUMBERS[device.type] // ranks
-    sent = (
-        torch.arange(ranks, dtype=torch.float32, device=device).repeat_interleave(part)
-        + 1000 * rank
-    )
-    received = torch.empty_like(sent)
-    transfer = _timed(lambda: dist.all_to_all_single(received, sent), TRANSFERS, device)
-    wanted = (
-        torch.arange(ranks, dtype=torch.float32, device=device).repeat_interleave(part) * 1000
-        + rank
-    )
-    if one.item() != ranks or not torch.equal(received, wanted):
-        raise ValueError(
-            f"got other numbers on rank {rank} than were sent; expected the same; the network or its driver is broken: "
-            "try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1"
-        )
-    carried = 4 * part * (ranks - 1)
     backend = dist.get_backend()
+    one = torch.ones(1, device=device)
+    round_trip = _median_seconds(lambda: dist.all_reduce(one.fill_(1.0)), ROUND_TRIPS, device)
+
+    # Rank r sends 1000 r + q to rank q.
+    part = NUM_ELEMENTS[device.type] // ranks
+    numbers = torch.arange(ranks, dtype=torch.float32, device=device).repeat_interleave(part)
+    sent, expected = 1000 * rank + numbers, 1000 * numbers + rank
+    received = torch.empty_like(sent)
+    transfer = _median_seconds(lambda: dist.all_to_all_single(received, sent), TRANSFERS, device)
+
+    if one.item() != ranks or not torch.equal(received, expected):
+        raise ValueError(
+            f"got other numbers on rank {rank} than were sent; expected the same; the network or "
+            "its driver is broken: try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1"
+        )
+
+    num_bytes = sent.element_size() * part * (ranks - 1)
     return {
         "ranks": ranks,
         "backend": backend,
-        "round_trip": trip,
-        "bytes": carried,
-        "rate": carried / transfer,
+        "round_trip": round_trip,
+        "bytes": num_bytes,
+        "rate": num_bytes / transfer,
     }
 
 
-def _timed(collective: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Median seconds of a collective on the slowest rank, after two that do not count."""
-    seconds = []
-    for _ in range(times + 2):
-        start = time.perf_counter()
-        collective()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(median(seconds[2:]), dtype=torch.float64, device=device)
+def _median_seconds(collective: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Median time of a collective on the slowest rank, after two runs of warm-up."""
+    taken = time_repeats(collective, repeats, device)
+    slowest = torch.tensor(median(taken), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
+
+
+def time_repeats(work: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
+    """Seconds of each of some runs, after two runs of warm-up."""
+    taken = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return taken[2:]
 
 
 if __name__ == "__main__":

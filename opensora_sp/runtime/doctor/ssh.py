@@ -1,4 +1,4 @@
-"""Other hosts, reached as ``colossalai run`` reaches them: by fabric, with the user's ssh config, keys and agent."""
+"""Other hosts, reached by fabric with the user's ssh config, as ``colossalai run`` does."""
 
 from __future__ import annotations
 
@@ -15,61 +15,59 @@ from pathlib import Path
 import fabric
 import paramiko
 
-from opensora_sp.runtime.environment import is_loopback
+from opensora_sp.runtime.environment import is_loopback, resolve
 from opensora_sp.runtime.host_checks import interfaces
 
-from .host_report import PASSED_ON, Check, Report
+from .host_report import FORWARDED, Check, Report
 
-CONNECT = 5  # seconds
-LARGEST_SKEW = (
-    5.0  # seconds; torchrun's c10d rendezvous takes a host for dead whose clock is 15 s behind
-)
+CONNECT_TIMEOUT = 5  # seconds
+
+# Seconds. torchrun's c10d rendezvous drops a host whose clock is 15 s behind.
+MAX_SKEW = 5.0
 NOTICEABLE_SKEW = 1.0
 
 
 def read_hostfile(path: str) -> list[str]:
-    """The hosts of a hostfile of ``colossalai run``: one name or address a line.
+    """The hosts of a hostfile of ``colossalai run``: one name or address per line.
 
     Raises:
-        ValueError: if there is no such file, or a line that ``colossalai run`` would not understand.
+        ValueError: if there is no such file, or a line that ``colossalai run`` does not understand.
     """
     if not Path(path).is_file():
         raise ValueError(
-            f"got hostfile {path!r}, which is not a file; expected one host a line; correct the path"
+            f"got hostfile {path!r}, which is not a file; expected one host per line; correct the "
+            "path"
         )
+
     hosts = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
     for number, host in enumerate(hosts):
         if len(host.split()) > 1 or host.startswith("#"):
             raise ValueError(
-                f"got the line {host!r} in {path}; expected a bare host name or address, which is all that colossalai "
-                "run understands (no comments, no slots); shorten it"
+                f"got the line {host!r} in {path}; expected a bare host name or address, which is "
+                "all that colossalai run understands (no comments, no slots); shorten it"
             )
         if host in hosts[:number]:
             raise ValueError(
                 f"got the host {host!r} twice in {path}; expected every host once; remove one"
             )
+
     if not hosts:
-        raise ValueError(
-            f"got hostfile {path!r} without a host; expected one host a line; add them"
-        )
+        raise ValueError(f"got hostfile {path!r} without a host; expected one per line; add them")
     return hosts
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a name means one of this machine's own addresses."""
-    own = {address for addresses in interfaces().values() for address in addresses}
+    """Whether a name resolves to one of this host's own addresses."""
+    own = set().union(*interfaces().values())
     try:
-        found = {
-            str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        }
+        return any(address in own or is_loopback(address) for address in resolve(name))
     except OSError:
         return False
-    return any(address in own or is_loopback(address) for address in found)
 
 
 @dataclass
 class Remote:
-    """A host and the way to it. Commands run in the folder and with the variables that a launcher would take along."""
+    """A host reached by ssh. Commands run in this folder, with this environment's variables."""
 
     name: str
     connection: fabric.Connection
@@ -77,114 +75,102 @@ class Remote:
     @classmethod
     def of(cls, name: str, port: int) -> Remote:
         """Not connected yet."""
-        return cls(name, fabric.Connection(name, port=port, connect_timeout=CONNECT))
+        return cls(name, fabric.Connection(name, port=port, connect_timeout=CONNECT_TIMEOUT))
 
     def connect(self) -> Check:
-        """Log in and run a command; one that fails says why."""
+        """Log in and run a command; a failed check has the reason."""
         start = time.perf_counter()
+        folder = os.getcwd()
         try:
             self.connection.open()
-            opened = time.perf_counter() - start
-            done = self._run(f"cd {shlex.quote(os.getcwd())}")
-            if done.failed:
-                advice = "colossalai run starts everything in this folder: share it, or copy the project there"
-                return Check("ssh", f"no folder {os.getcwd()} there", "FAIL", advice)
-            return Check("ssh", f"logged in within {opened:.2f} s")
-        except (
-            Exception
-        ) as error:  # fabric lets pass whatever paramiko, invoke and the system raise
-            found, advice = _explained(error, self.name)
-            return Check("ssh", found, "FAIL", advice)
+            seconds = time.perf_counter() - start
+            done = self._run(f"cd {shlex.quote(folder)}")
+        except Exception as error:  # fabric raises errors of paramiko, invoke and the system
+            return _explain(error, self.name)
+
+        if done.failed:
+            advice = "colossalai run starts in this folder: share it, or copy the project there"
+            return Check("ssh", f"no folder {folder} there", "FAIL", advice)
+        return Check("ssh", f"logged in within {seconds:.2f} s")
 
     def clock(self) -> Check:
-        """How far the clocks are apart, to half of the shortest round trip."""
+        """Clock skew, accurate to half of the shortest round trip."""
         trips = []
         for _ in range(3):
             before = time.time()
-            there = float(self._run("date +%s.%N").stdout)
+            remote = float(self._run("date +%s.%N").stdout)
             after = time.time()
-            trips.append((after - before, there - (before + after) / 2))
+            trips.append((after - before, remote - (before + after) / 2))
+
         trip, skew = min(trips)
         found = f"{skew:+.3f} s from here, to {trip / 2:.3f} s"
         if abs(skew) > NOTICEABLE_SKEW + trip / 2:
             advice = "set the clocks by NTP: torchrun's rendezvous loses hosts that are 15 s behind"
-            return Check("clock", found, "FAIL" if abs(skew) > LARGEST_SKEW else "warn", advice)
+            return Check("clock", found, "FAIL" if abs(skew) > MAX_SKEW else "warn", advice)
         return Check("clock", found)
 
-    def examine(self, *options: str, seconds: float) -> Report:
-        """What ``opensora-sp doctor`` says there.
+    def examine(self, *options: str, timeout: float) -> Report:
+        """The report of ``opensora-sp doctor`` on that host.
 
         Raises:
             ValueError: if it cannot be run there.
         """
-        done = self.python(
-            "-m",
-            "opensora_sp.cli",
-            "doctor",
-            "--json",
-            "--no-collective",
-            *options,
-            seconds=seconds,
-        )
+        doctor = ["-m", "opensora_sp.cli", "doctor", "--json", "--no-collective"]
+        done = self.python(*doctor, *options, timeout=timeout)
         try:
             return Report.from_dict(json.loads(done.stdout))
         except (json.JSONDecodeError, KeyError, TypeError):
-            said = (
-                done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["nothing"]
-            )[-1]
+            lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines()
             raise ValueError(
-                f"got {said!r} from {sys.executable} on {self.name}; expected opensora-sp of this version to run "
-                "there; install it in an environment at the same path on every host"
+                f"got {lines[-1] if lines else 'nothing'!r} from {sys.executable} on {self.name}; "
+                "expected opensora-sp of this version to run there; install it in an environment "
+                "at the same path on every host"
             ) from None
 
-    def python(self, *arguments: str, seconds: float) -> fabric.Result:
-        """Run this Python there, for so long at most, in this folder and environment."""
-        sent = {
-            name: value
+    def python(self, *arguments: str, timeout: float) -> fabric.Result:
+        """Run this Python there, for so many seconds at most, in this folder and environment."""
+        variables = [
+            f"{name}={value}"
             for name, value in os.environ.items()
-            if PASSED_ON.fullmatch(name) and "\n" not in value
-        }
-        words = [
-            "timeout",
-            "-k",
-            "5",
-            str(seconds),
-            "env",
-            *(f"{name}={value}" for name, value in sent.items()),
+            if FORWARDED.fullmatch(name) and "\n" not in value
         ]
-        return self._run(
-            f"cd {shlex.quote(os.getcwd())} && {shlex.join([*words, sys.executable, *arguments])}"
-        )
+        limited = ["timeout", "-k", "5", str(timeout), "env", *variables]
+        command = shlex.join([*limited, sys.executable, *arguments])
+        return self._run(f"cd {shlex.quote(os.getcwd())} && {command}")
 
     def _run(self, command: str) -> fabric.Result:
         return self.connection.run(command, hide=True, warn=True, in_stream=False)
 
 
-def _explained(error: Exception, name: str) -> tuple[str, str]:
-    """What went wrong with ssh, and what to do about it."""
+def _explain(error: Exception, name: str) -> Check:
+    """The cause of a failed login, and what to do about it."""
+
+    def failed(found: str, advice: str) -> Check:
+        return Check("ssh", found, "FAIL", advice)
+
     if isinstance(error, socket.gaierror):
-        return "unknown host name", "correct the hostfile, or add the name to DNS or /etc/hosts"
-    refused = isinstance(error, ConnectionRefusedError)
-    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
-        causes = {getattr(one, "errno", None) for one in error.errors.values()}
-        refused = errno.ECONNREFUSED in causes
-    if refused:
-        return (
-            "connection refused: no ssh server at this port",
-            "start sshd there, or pass --ssh-port",
+        return failed(
+            "unknown host name", "correct the hostfile, or add the name to DNS or /etc/hosts"
         )
+    if _is_refused(error):
+        found = "connection refused: no ssh server at this port"
+        return failed(found, "start sshd there, or pass --ssh-port")
+
     if isinstance(error, (paramiko.AuthenticationException, paramiko.PasswordRequiredException)):
-        return (
-            "no key that it accepts",
-            f"ssh-copy-id {name}; logging in must work without a password",
-        )
-    if isinstance(error, (TimeoutError, paramiko.ssh_exception.NoValidConnectionsError)):
-        return "not reachable", "check that it runs, its address, and firewalls"
-    if isinstance(error, OSError):
-        return (
-            f"not reachable: {error.strerror or error}",
-            "check that it runs, its address, and firewalls",
-        )
+        advice = f"ssh-copy-id {name}; logging in must work without a password"
+        return failed("no key that it accepts", advice)
     if isinstance(error, paramiko.SSHException) and "No authentication methods" in str(error):
-        return "no key to log in with", f"ssh-keygen and ssh-copy-id {name}, or start an ssh agent"
-    return f"{type(error).__name__}: {error}", f"try: ssh {name} true"
+        advice = f"ssh-keygen and ssh-copy-id {name}, or start an ssh agent"
+        return failed("no key to log in with", advice)
+
+    if isinstance(error, OSError):
+        found = f"not reachable: {error.strerror or error}"
+        return failed(found, "check that it runs, its address, and firewalls")
+    return failed(f"{type(error).__name__}: {error}", f"try: ssh {name} true")
+
+
+def _is_refused(error: Exception) -> bool:
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        causes = [getattr(cause, "errno", None) for cause in error.errors.values()]
+        return errno.ECONNREFUSED in causes
+    return isinstance(error, ConnectionRefusedError)

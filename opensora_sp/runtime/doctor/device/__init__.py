@@ -1,4 +1,4 @@
-"""``opensora-sp doctor --device``: this machine's GPUs against what the same code computes on CPU."""
+"""``opensora-sp doctor --device``: results of this host's GPUs compared with those of a CPU."""
 
 from .findings import Finding, Setup
 from .run import CHECKS, Examination, examine_device, setup_for

@@ -1,4 +1,4 @@
-"""Each attention backend that this machine has, against an explicit softmax in float64 on CPU."""
+"""Each attention backend that this host has, against an explicit softmax in float64 on CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from opensora_sp.models.attention import Lengths, attention, choose_backend
 
@@ -36,29 +37,25 @@ def check_attention(setup: Setup) -> Iterator[Finding]:
 
         for shape in SHAPES:
             try:
-                found = _compared(backend, dtype, shape, setup)
-            except (
-                Exception
-            ) as error:  # of a kernel, whatever it raises; the other backends matter, too
-                yield Finding.of_error(f"{label}, {shape}", error)
+                largest = _max_error(backend, dtype, shape, setup)
+            except Exception as raised:  # a kernel may raise anything; others still run
+                yield Finding.of_error(f"{label}, {shape}", raised)
                 continue
-            yield Finding(f"{label}, {shape}", found, BOUNDS[dtype], note=f"runs {chosen}")
+            yield Finding(f"{label}, {shape}", largest, BOUNDS[dtype], note=f"runs {chosen}")
 
 
-def _compared(backend: str, dtype: torch.dtype, shape: str, setup: Setup) -> float:
-    """The largest relative error of the output and of three gradients."""
+def _max_error(backend: str, dtype: torch.dtype, shape: str, setup: Setup) -> float:
+    """The largest relative error of the output and of three gradients; NaN if one of them is."""
     size, lengths = SHAPES[shape]
     draw = torch.Generator().manual_seed(2)
     q, k, v, weights = (torch.randn(size, generator=draw).to(dtype) for _ in range(4))
 
-    results = []
-    for device, wide, how in (
-        (setup.device, dtype, backend),
-        (torch.device("cpu"), torch.float64, "reference"),
-    ):
-        inputs = [one.to(device, wide).requires_grad_() for one in (q, k, v)]
-        output = attention(*inputs, lengths=lengths, backend=how)
-        results.append([output, *torch.autograd.grad(output, inputs, weights.to(device, wide))])
+    def run(device: torch.device, dtype: torch.dtype, backend: str) -> list[Tensor]:
+        inputs = [one.to(device, dtype).requires_grad_() for one in (q, k, v)]
+        output = attention(*inputs, lengths=lengths, backend=backend)
+        return [output, *torch.autograd.grad(output, inputs, weights.to(device, dtype))]
 
-    errors = [relative_error(ours, exact) for ours, exact in zip(*results, strict=True)]
-    return torch.tensor(errors).max().item()  # which is NaN if one of them is
+    found = run(setup.device, dtype, backend)
+    exact = run(torch.device("cpu"), torch.float64, "reference")
+    errors = [relative_error(*pair) for pair in zip(found, exact, strict=True)]
+    return torch.tensor(errors).max().item()

@@ -1,9 +1,9 @@
-"""What a check measures, and when that is good enough."""
+"""What a check of a device measures, and the bound that it must meet."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 Verdict = Literal["ok", "FAIL", "skip"]
 
-# A gradient that is zero but for rounding counts as this part of the largest one, as in verify_step.
+# A gradient that is zero but for rounding counts as this part of the largest one, as in
+# verify_step.
 NOISE_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where the checks run, and how large they are: a size for GPUs, and one that a CPU does in seconds."""
+    """Where the checks run; ``small`` sizes take a CPU seconds."""
 
     device: torch.device
     num_ranks: int
@@ -30,9 +31,9 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        got: the measured number; None where there is none, because of an error or a skip.
-        bound: the largest ``got`` that is right, or the smallest where ``at_least``.
-        note: what is behind the number: the worst parameter, the reason of a skip, the error.
+        got: the measured number; None after an error or a skip.
+        bound: the largest ``got`` that passes, or the smallest with ``at_least``.
+        note: details: the worst parameter, the reason of a skip, the error.
     """
 
     name: str
@@ -49,8 +50,8 @@ class Finding:
             return "skip"
         if self.got is None or self.bound is None or not math.isfinite(self.got):
             return "FAIL"
-        good = self.got >= self.bound if self.at_least else self.got <= self.bound
-        return "ok" if good else "FAIL"
+        passes = self.got >= self.bound if self.at_least else self.got <= self.bound
+        return "ok" if passes else "FAIL"
 
     @classmethod
     def skip(cls, name: str, reason: str) -> Finding:
@@ -58,7 +59,7 @@ class Finding:
 
     @classmethod
     def of_error(cls, name: str, error: BaseException) -> Finding:
-        """The finding of a check that raised: only the first line, since messages of CUDA are pages."""
+        """Of a check that raised: the first line of its error, since messages of CUDA are pages."""
         lines = str(error).splitlines()
         return cls(name, note=f"{type(error).__name__}: {lines[0] if lines else ''}")
 
@@ -73,13 +74,13 @@ class Finding:
 def relative_error(ours: Tensor, exact: Tensor, floor: float = 0.0) -> float:
     """``|ours - exact| / max(|exact|, floor)`` of L2 norms, in float64 on the host."""
     exact = exact.detach().double().cpu()
-    difference = (ours.detach().double().cpu() - exact).norm().item()
+    difference: float = (ours.detach().double().cpu() - exact).norm().item()
     scale = max(exact.norm().item(), floor)
     return difference / scale if scale else difference
 
 
 def worst_error(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative error of several tensors, and whose it is. NaN is larger than any number."""
+    """The largest relative error of several tensors, and its name. NaN exceeds any number."""
     largest = max((one.double().norm().item() for one in exact.values()), default=0.0)
     errors = {n: relative_error(ours[n], one, NOISE_FLOOR * largest) for n, one in exact.items()}
     return largest_of(errors)
@@ -88,7 +89,3 @@ def worst_error(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tupl
 def largest_of(errors: Mapping[str, float]) -> tuple[float, str]:
     name = max(errors, key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])
     return errors[name], name
-
-
-def failed(findings: Iterable[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.verdict == "FAIL"]

@@ -22,19 +22,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "STDiT3 with windows": ("STDiT3", dict(kernel_size=(4, 4, -1))),
 }
 
-# A device sums in another order than a CPU, and its exp and GELU are others: a few times the error
-# that the same dtype has on CPU is rounding. Sums that are themselves rounded, add after add, grow
-# with the number of tokens and are far beyond. Errors count as at least the dtype's here, so that
-# one that happens to be tiny on CPU is no measure.
-TIMES_CPU = 4.0
-LEAST_ERROR = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
+# A device sums in another order than a CPU and has another exp and GELU, so a few times the error
+# that the same dtype has on CPU is rounding. The error of sums that are rounded at each addition
+# grows with the number of tokens, and is far larger. An error on CPU below MIN_ERROR is raised to
+# it, since it is tiny by chance.
+MAX_RATIO = 4.0
+MIN_ERROR = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 
 OUTPUT = "the output"
 Step = tuple[Tensor, dict[str, Tensor]]
 
 
-def small(name: str, setup: Setup) -> tuple[Any, dict[str, Any]]:
-    """A model of two blocks with heads as wide as XL/2's, in float64 on CPU, and inputs for it."""
+def small_model(name: str, setup: Setup) -> tuple[Any, dict[str, Any]]:
+    """A model of two blocks with the head width of XL/2, in float64 on CPU, and inputs for it."""
     latents = (4, 8, 8) if setup.small else (16, 32, 32)  # frames, height, width
     cls, options = MODELS[name]
     if cls == "STDiT":
@@ -52,7 +52,7 @@ def small(name: str, setup: Setup) -> tuple[Any, dict[str, Any]]:
     ).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            # STDiT begins with zeros, behind which everything else would be hidden.
+            # STDiT initialises some to zero, which hides errors in everything before them.
             if parameter.requires_grad and not parameter.any():
                 parameter.normal_(std=0.1)
     return model, small_batch(model, (2, *latents))
@@ -63,24 +63,22 @@ def step(model: Any, inputs: dict[str, Any]) -> Step:
     output = model(**inputs)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(
-        (output * weights).sum() / weights.numel(), list(named.values())
-    )
+    loss = (output * weights).sum() / weights.numel()
+    gradients = torch.autograd.grad(loss, list(named.values()))
     return output.detach(), dict(zip(named, gradients, strict=True))
 
 
-def on(
+def copy_to(
     device: torch.device, dtype: torch.dtype, model: Any, inputs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Copies of a model and of its inputs; the timestep and sizes keep more digits than bf16 has."""
+    """Copies of a model and its inputs; timesteps and sizes are never rounded to bf16."""
     kept = {"timestep", *model.sample_inputs}
     wide = torch.promote_types(dtype, torch.float32)
 
     def moved(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        # The host reads the lengths of texts from the mask.
+        if not isinstance(value, Tensor) or name == "mask":
             return value
-        if name == "mask":
-            return value  # lengths of texts, which the host reads
         if not value.is_floating_point():
             return value.to(device)
         return value.to(device, wide if name in kept else dtype)
@@ -91,40 +89,41 @@ def on(
 
 def check_model(name: str, setup: Setup) -> Iterator[Finding]:
     """In fp32 and bf16: the output, and the worst of all parameters' gradients."""
-    model, inputs = small(name, setup)
+    model, inputs = small_model(name, setup)
     cpu = torch.device("cpu")
 
-    for dtype, least in LEAST_ERROR.items():
-        # Both sides begin with the same rounded weights and inputs.
-        rounded = on(cpu, dtype, model, inputs)
-        exact = errors_of(step(*on(cpu, torch.float64, *rounded)))
+    for dtype, min_error in MIN_ERROR.items():
+        # Both sides start from the same rounded weights and inputs.
+        rounded = copy_to(cpu, dtype, model, inputs)
+        exact = errors_of(step(*copy_to(cpu, torch.float64, *rounded)))
         expected = exact(step(*rounded))
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            found = exact(step(*on(setup.device, dtype, model, inputs)))
+            found = exact(step(*copy_to(setup.device, dtype, model, inputs)))
 
         label = f"{name}, {str(dtype).removeprefix('torch.')}"
-        ratios = {key: error / max(least, expected[key]) for key, error in found.items()}
+        ratios = {key: error / max(min_error, expected[key]) for key, error in found.items()}
         output = found.pop(OUTPUT)
         note = f"relative error {output:.1e}"
-        yield Finding(f"{label}: output", ratios.pop(OUTPUT), TIMES_CPU, "x CPU's", note=note)
+        yield Finding(f"{label}: output", ratios.pop(OUTPUT), MAX_RATIO, "x CPU's", note=note)
 
         worst, parameter = largest_of(ratios)
         note = (
             f"{parameter}: relative error {found[parameter]:.1e}, {expected[parameter]:.1e} on CPU"
         )
-        yield Finding(f"{label}: {len(ratios)} gradients", worst, TIMES_CPU, "x CPU's", note=note)
+        yield Finding(f"{label}: {len(ratios)} gradients", worst, MAX_RATIO, "x CPU's", note=note)
 
 
 def errors_of(exact: Step) -> Callable[[Step], dict[str, float]]:
-    """Measures relative errors by name: of the output, and of each gradient."""
+    """A function that measures relative errors by name: of the output, and of each gradient."""
     output, gradients = exact
     floor = NOISE_FLOOR * max(gradient.norm().item() for gradient in gradients.values())
 
     def measure(found: Step) -> dict[str, float]:
+        own_output, own_gradients = found
         errors = {
-            name: relative_error(found[1][name], one, floor) for name, one in gradients.items()
+            name: relative_error(own_gradients[name], g, floor) for name, g in gradients.items()
         }
-        return {OUTPUT: relative_error(found[0], output), **errors}
+        return {OUTPUT: relative_error(own_output, output), **errors}
 
     return measure
 
@@ -132,18 +131,18 @@ def errors_of(exact: Step) -> Callable[[Step], dict[str, float]]:
 def check_compiled(setup: Setup) -> Iterator[Finding]:
     """Blocks compiled by ``torch.compile`` against the same blocks in eager mode."""
     dtype = torch.float32 if setup.small else torch.bfloat16
-    model, inputs = on(setup.device, dtype, *small("STDiT3", setup))
+    model, inputs = copy_to(setup.device, dtype, *small_model("STDiT3", setup))
     expected = step(model, inputs)
 
-    # Inductor takes a minute for code that only a GPU would run.
+    # Inductor would take a minute to compile code that only a GPU runs.
     compile_blocks(model, backend="aot_eager" if setup.small else "inductor")
     found = step(model, inputs)
 
-    # Compiled code rounds less often: what is fused stays in fp32.
+    # Compiled code rounds less often: fused operators keep fp32 between them.
     bound = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
     yield Finding("compiled blocks: output", relative_error(found[0], expected[0]), bound)
     worst, parameter = worst_error(found[1], expected[1])
-    yield Finding("compiled blocks: gradients", worst, bound, note=f"the worst: {parameter}")
+    yield Finding("compiled blocks: gradients", worst, bound, note=f"worst: {parameter}")
 
 
 MODEL_CHECKS: dict[str, Callable[[Setup], Iterator[Finding]]] = {

@@ -1,10 +1,9 @@
-"""What takes process groups: ZeRO, the parallel strategies and the links, on one process per local GPU."""
+"""Checks of several ranks: ZeRO, the parallel strategies and the links, one process per GPU."""
 
 from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable, Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,12 +20,13 @@ from opensora_sp.parallel import (
     unwrap,
     verify_step,
 )
+from opensora_sp.polling import wait_until
 from opensora_sp.runtime.doctor.probe import measure
 
 from .findings import Finding, Setup, worst_error
-from .models import on, small
+from .models import copy_to, small_model
 
-LIMIT = 90.0  # seconds after which ranks are given up
+TIMEOUT = 90.0  # seconds for all checks of the ranks
 STRATEGIES: dict[str, dict[str, Any]] = {
     "switch": {},
     "switch, overlapped": dict(overlap_chunks=2, overlap_backward=True),
@@ -34,54 +34,44 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ulysses": dict(strategy="ulysses"),
     "split_gather": dict(strategy="split_gather"),
 }
-ZERO_BOUND = 1e-3  # of an update in fp32, against the same in one process
-LEAST_LINK = 1.0  # GB/s from each rank: PCIe 3 gives 6 to 12, NVLink hundreds
+ZERO_BOUND = 1e-3  # relative error of an update in fp32
+MIN_BANDWIDTH = 1.0  # GB/s from each rank: PCIe 3 reaches 6 to 12, NVLink hundreds
 
 RankCheck = Callable[[Setup], Iterator[Finding]]
 
 
 def check_strategies(setup: Setup) -> Iterator[Finding]:
-    """Each way to share a batch, in fp32, against one rank. Collective."""
+    """Each parallel strategy, in fp32, against one rank. Collective."""
     ranks = dist.get_world_size()
     if ranks == 1:
-        yield Finding.skip("parallel strategies", "one GPU: no batch is shared")
+        yield Finding.skip("parallel strategies", "one GPU")
         return
 
     mesh = SequenceMesh(ranks)
-    model, inputs = on(setup.device, torch.float32, *small("STDiT3", setup))
-    inputs = {
-        name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()
-    }
+    model, inputs = copy_to(setup.device, torch.float32, *small_model("STDiT3", setup))
+    inputs = {n: value[:1] if isinstance(value, Tensor) else value for n, value in inputs.items()}
     model.set_grad_checkpoint(True)
     for name, options in STRATEGIES.items():
         parallelize(model, mesh, **options)
         verdict = verify_step(model, (), inputs)
         unwrap(model)
+
         worst, difference = verdict.worst
-        yield Finding(
-            f"strategy {name}, {ranks} ranks",
-            difference,
-            verdict.tolerance,
-            note=f"the worst: {worst}",
-        )
+        label = f"strategy {name}, {ranks} ranks"
+        yield Finding(label, difference, verdict.tolerance, note=f"worst: {worst}")
 
 
 def check_zero(setup: Setup) -> Iterator[Finding]:
-    """One step of SGD with ZeRO, each rank with a sample of its own, against one process with all. Collective."""
+    """One SGD step with ZeRO, one sample per rank, against one process with all. Collective."""
     for stage in (1, 2):
-        model, inputs = on(setup.device, torch.float32, *small("STDiT3", setup))
-        before = {
-            name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
-        }
+        model, inputs = copy_to(setup.device, torch.float32, *small_model("STDiT3", setup))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        before = {name: p.detach().clone() for name, p in trained.items()}
         expected = _updates(before, _plain_step(copy.deepcopy(model), inputs))
         found = _updates(before, _zero_step(model, inputs, stage))
         worst, name = worst_error(found, expected)
-        yield Finding(
-            f"ZeRO {stage}, {dist.get_world_size()} ranks",
-            worst,
-            ZERO_BOUND,
-            note=f"the worst: {name}",
-        )
+        label = f"ZeRO {stage}, {dist.get_world_size()} ranks"
+        yield Finding(label, worst, ZERO_BOUND, note=f"worst: {name}")
 
 
 def _updates(before: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
@@ -90,7 +80,7 @@ def _updates(before: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
 
 
 def _sample(inputs: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A sample for a rank: one of the two in the batch, of which each rank's latents are its own."""
+    """A rank's sample: one of the two in the batch, with latents that differ between ranks."""
     one = {n: v[rank % 2][None] if isinstance(v, Tensor) else v for n, v in inputs.items()}
     return one | {"x": one["x"] * (1.0 + 0.1 * rank)}
 
@@ -100,9 +90,13 @@ def _loss(model: Any, inputs: dict[str, Any]) -> Tensor:
     return loss
 
 
+def _sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+
+
 def _plain_step(model: Any, inputs: dict[str, Any]) -> Any:
     ranks = dist.get_world_size()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    optimizer = _sgd(model)
     for rank in range(ranks):
         (_loss(model, _sample(inputs, rank)) / ranks).backward()
     optimizer.step()
@@ -113,25 +107,24 @@ def _zero_step(model: Any, inputs: dict[str, Any], stage: int) -> Any:
     from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
 
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     plugin = SequenceParallelPlugin(stage=stage, precision="fp32")
-    boosted, wrapped, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    boosted, wrapped, *_ = Booster(plugin=plugin).boost(model, _sgd(model))
     wrapped.backward(_loss(boosted, _sample(inputs, dist.get_rank())))
     wrapped.step()
     return boosted.unwrap()
 
 
 def check_links(setup: Setup) -> Iterator[Finding]:
-    """What an all-to-all carries from each rank. Collective."""
+    """Bandwidth of an all-to-all from each rank. Collective."""
     if dist.get_world_size() == 1:
         yield Finding.skip("all-to-all between GPUs", "one GPU")
         return
+
     measured = measure(setup.device)
-    least = LEAST_LINK if setup.device.type == "cuda" else 0.0
-    note = f"{measured['ranks']} ranks, {measured['backend']}, round trip {measured['round_trip'] * 1e3:.2f} ms"
-    yield Finding(
-        f"all-to-all, {measured['backend']}", measured["rate"] / 1e9, least, "GB/s", True, note
-    )
+    backend, milliseconds = measured["backend"], measured["round_trip"] * 1e3
+    note = f"{measured['ranks']} ranks, {backend}, round trip {milliseconds:.2f} ms"
+    bound = MIN_BANDWIDTH if setup.device.type == "cuda" else 0.0
+    yield Finding(f"all-to-all, {backend}", measured["rate"] / 1e9, bound, "GB/s", True, note)
 
 
 RANK_CHECKS: dict[str, RankCheck] = {
@@ -142,35 +135,28 @@ RANK_CHECKS: dict[str, RankCheck] = {
 
 
 def check_ranks(setup: Setup) -> Iterator[Finding]:
-    """All of ``RANK_CHECKS``, on processes of their own; what ranks leave unanswered is a finding, too."""
+    """Run ``RANK_CHECKS`` on processes of their own; a rank that fails or hangs is a finding."""
     results = mp.get_context("spawn").SimpleQueue()
     found: list[Finding] = []
     with TemporaryDirectory() as folder:
         arguments = (setup, f"file://{folder}/store", results)
-        workers = mp.spawn(_on_rank, arguments, nprocs=setup.num_ranks, join=False)
-        error = _ended(workers, results, found)
+        workers = mp.spawn(_run_checks, arguments, nprocs=setup.num_ranks, join=False)
+        error = _collect(workers, results, found)
     yield from found
     if error is not None:
         done = {finding.name for finding in found}
         yield Finding.of_error(f"ranks, after {len(done)} findings", error)
 
 
-def _ended(workers: Any, results: Any, found: list[Finding]) -> Exception | None:
-    """Collect what rank 0 finds until all ranks have ended; the error of the first that did not end well."""
-    deadline = time.monotonic() + LIMIT
+def _collect(workers: Any, results: Any, found: list[Finding]) -> Exception | None:
+    """Collect rank 0's findings until all ranks have exited; returns the first error of a rank."""
     error: Exception | None = None
-    ended = False
     try:
-        while not ended and time.monotonic() < deadline:
-            ended = workers.join(timeout=0.2)
-            while not results.empty():
-                found.append(results.get())
+        if not wait_until(lambda: workers.join(timeout=0.2), TIMEOUT):
+            error = TimeoutError(f"no answer within {TIMEOUT:.0f} s")
     except Exception as raised:  # mp.spawn's, with a rank's traceback as its text
-        last = [line for line in str(raised).splitlines() if line.strip()][-1]
-        error = RuntimeError(last)
-    else:
-        if not ended:
-            error = TimeoutError(f"no answer within {LIMIT:.0f} s")
+        lines = str(raised).strip().splitlines()
+        error = RuntimeError(lines[-1])
 
     for process in workers.processes:
         if process.is_alive():
@@ -180,27 +166,25 @@ def _ended(workers: Any, results: Any, found: list[Finding]) -> Exception | None
     return error
 
 
-def _on_rank(rank: int, setup: Setup, store: str, results: Any) -> None:
-    cuda = setup.device.type == "cuda"
-    device = torch.device("cuda", rank) if cuda else setup.device
-    if cuda:
+def _run_checks(rank: int, setup: Setup, store: str, results: Any) -> None:
+    if setup.device.type == "cuda":
+        device, backend = torch.device("cuda", rank), "nccl"
         torch.cuda.set_device(device)
     else:
+        device, backend = setup.device, "gloo"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.num_ranks))
 
     os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", store, rank=rank, world_size=setup.num_ranks
-    )
+    dist.init_process_group(backend, store, rank=rank, world_size=setup.num_ranks)
+
     own = Setup(device, setup.num_ranks, setup.small)
     for name, check in RANK_CHECKS.items():
         try:
             for finding in check(own):
                 if rank == 0:
                     results.put(finding)
-        except (
-            Exception
-        ) as error:  # one check must not end the others; a rank that hangs for it, LIMIT does
+        # The next check still runs; if other ranks hang, TIMEOUT ends them.
+        except Exception as error:
             if rank == 0:
                 results.put(Finding.of_error(name, error))
     shutdown_process_group()

@@ -1,4 +1,4 @@
-"""All checks of a device, one after the other, whatever becomes of each."""
+"""All checks of a device, one after the other; a failure does not stop the next."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from opensora_sp.runtime.versions import versions
 
 from .attention import check_attention
-from .findings import Finding, Setup, failed
+from .findings import Finding, Setup
 from .models import MODEL_CHECKS, check_compiled
 from .ranks import check_ranks
 from .speed import check_ceilings
 
-# In the order in which they run: what is quick first.
+# In the order in which they run, quick ones first.
 CHECKS: dict[str, Callable[[Setup], Iterator[Finding]]] = {
     "ceilings": check_ceilings,
     "attention": check_attention,
@@ -38,7 +38,7 @@ class Examination:
 
     @property
     def ok(self) -> bool:
-        return not failed(self.findings)
+        return all(finding.verdict != "FAIL" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -60,22 +60,23 @@ def setup_for(device: str) -> Setup:
         return Setup(torch.device("cpu"), num_ranks=2, small=True)
     if not torch.cuda.is_available():
         raise ValueError(
-            "got --device cuda, and torch sees no GPU; expected at least one; look at the driver and at "
-            "CUDA_VISIBLE_DEVICES, or pass --device cpu to run the same checks, small, on CPU"
+            "got --device cuda, and torch sees no GPU; expected at least one; look at the driver "
+            "and CUDA_VISIBLE_DEVICES, or pass --device cpu to run the same checks, small, on CPU"
         )
     return Setup(torch.device("cuda", 0), num_ranks=torch.cuda.device_count())
 
 
 def examine_device(setup: Setup) -> Examination:
-    """Run all checks; an error of one is its finding, and the next one runs."""
+    """Run all checks; an error in one is a finding, and the next one runs."""
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
     for name, check in CHECKS.items():
         start = time.perf_counter()
         try:
             findings += check(setup)
-        except Exception as error:  # of drivers and compilers, whatever they raise
+        except Exception as error:  # drivers and compilers may raise anything
             findings.append(Finding.of_error(name, error))
+
         seconds[name] = round(time.perf_counter() - start, 2)
         if sys.stderr.isatty():
             sys.stderr.write(f"{name}: {seconds[name]:.1f} s\n")

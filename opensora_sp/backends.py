@@ -1,4 +1,4 @@
-"""Which backend a process group takes."""
+"""The backend of process groups for tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 
 def host_backend() -> str:
-    """The backend for tensors on the CPU: what the default group has for them, else gloo.
+    """The default group's backend for tensors on the CPU, or gloo.
 
-    A group initialised with "nccl" has none, one with "cpu:gloo,cuda:nccl" has gloo.
+    A group initialised with "nccl" has none for the CPU, one with "cpu:gloo,cuda:nccl" has gloo.
     """
     for pair in dist.get_backend_config().split(","):
         device, _, backend = pair.partition(":")

@@ -1,0 +1,131 @@
+"""Which rank of a group encodes what, and the layout of what ranks send each other.
+
+A clip falls into pieces that are encoded independently: frames, chunks, or the whole clip. The
+pieces of all clips of a micro-batch, clip by clip, are distributed in contiguous, balanced runs. So
+each rank reads and encodes 1/P of them.
+
+Two messages follow, whose sizes every rank knows beforehand:
+
+``ReadStatus``  on the host, before encoding: which clips could be read, and their frame rates.
+``Payload``     one all-to-all on the device: the latents and captions that each other rank needs.
+
+Legend: B clips, c latent channels, L text tokens, W their width, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_sp.encoders import Piece
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.parallel.debug.comm_counter import record
+from opensora_sp.parallel.debug.comm_timing import communicating
+from opensora_sp.parallel.layout import ExchangePlan, balanced_run
+
+
+class Portion(NamedTuple):
+    """The frames of one clip that a rank reads, and the latent frames that it makes of them."""
+
+    place: int  # of the clip in the micro-batch
+    frames: slice
+    latents: slice
+
+    @property
+    def has_caption(self) -> bool:
+        """Whoever reads a clip's first frame encodes its caption."""
+        return bool(self.frames.start == 0)
+
+
+def distribute_pieces(
+    places: Sequence[int], pieces: Sequence[Piece], num_ranks: int
+) -> list[list[Portion]]:
+    """For each rank its portions of the clips at ``places``; each clip falls into ``pieces``."""
+    per_clip = len(pieces)
+    portions: list[list[Portion]] = []
+    for rank in range(num_ranks):
+        start, stop = balanced_run(len(places) * per_clip, num_ranks, rank)
+        own = []
+        for number, place in enumerate(places):
+            first = max(start - number * per_clip, 0)
+            last = min(stop - number * per_clip, per_clip) - 1
+            if first <= last:
+                frames = slice(pieces[first].frames.start, pieces[last].frames.stop)
+                latents = slice(pieces[first].latents.start, pieces[last].latents.stop)
+                own.append(Portion(place, frames, latents))
+        portions.append(own)
+    return portions
+
+
+class Assignment(NamedTuple):
+    """Which rank encodes what of a micro-batch's clips, and which rank needs what of it."""
+
+    portions: list[list[Portion]]  # of each rank
+    delivery: ExchangePlan  # of latent positions, numbered over B, f, h, w
+    needs_clip: list[list[bool]]  # [P][B]: whether a rank holds tokens of a clip
+
+    def captions(self, sender: int, receiver: int) -> list[int]:
+        """Places of the clips whose captions one rank encodes and the other needs."""
+        needed = self.needs_clip[receiver]
+        return [p.place for p in self.portions[sender] if p.has_caption and needed[p.place]]
+
+
+@dataclass(frozen=True)
+class ReadStatus:
+    """Which of n clips could not be read, and the frame rates of the others. On the CPU."""
+
+    corrupt: Tensor  # bool [n]
+    fps: Tensor  # float64 [n], 0 where this rank has read nothing
+
+    def agreed(self, mesh: SequenceMesh) -> ReadStatus:
+        """The status of the group: corrupt is what any rank could not read. Collective.
+
+        The message has two rows of float64: 1 for a corrupt clip, and the frame rate. Ranks take
+        the maximum of both.
+        """
+        if mesh.sp_size == 1:
+            return self
+        message = torch.stack([self.corrupt.double(), self.fps])
+        record("clips", backward=False, elements=message.numel(), element_size=8)
+        with communicating("clips", message.device):
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mesh.host_group)
+        return ReadStatus(message[0] > 0, message[1])
+
+
+class Payload(NamedTuple):
+    """What one rank sends another: latents ``[n, c]`` and captions ``[k, 1, L, W]``, float32."""
+
+    latents: Tensor
+    captions: Sequence[Tensor] | Tensor
+
+    def pack(self) -> Tensor:
+        """As one flat buffer: the latents, then the captions."""
+        return torch.cat([self.latents.flatten(), *(y.flatten() for y in self.captions)])
+
+
+@dataclass(frozen=True)
+class PayloadLayout:
+    """The sizes of a ``Payload``, which sender and receiver both work out."""
+
+    num_positions: int  # n
+    channels: int  # c
+    num_captions: int  # k
+    caption_size: torch.Size  # 1, L, W
+
+    @property
+    def sections(self) -> list[int]:
+        """Elements of the latents and of the captions."""
+        return [self.num_positions * self.channels, self.num_captions * self.caption_size.numel()]
+
+    def unpack(self, buffer: Tensor) -> Payload:
+        """The payload that ``Payload.pack`` has packed, as views of the buffer."""
+        latents, captions = buffer.split(self.sections)
+        return Payload(
+            latents.view(self.num_positions, self.channels),
+            captions.view(self.num_captions, *self.caption_size),
+        )

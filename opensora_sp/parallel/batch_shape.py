@@ -1,0 +1,70 @@
+"""The size of a batch and of the model that computes it: what a parallel strategy is chosen by.
+
+Legend: B samples, T frames, S patches of a frame, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .layout import Partition, runs, unit_runs
+from .token_layout import Grid
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """B x T x S tokens in a model of ``depth`` pairs of a spatial and a temporal block."""
+
+    num_samples: int
+    frames: int
+    patches: int
+    width: int
+    heads: int
+    depth: int = 1
+    windows: Partition | None = None  # of temporal attention
+    full: bool = False  # all tokens of a sample attend to each other
+
+    @classmethod
+    def of(cls, config: Any, num_samples: int, latent_size: tuple[int, int, int]) -> BatchShape:
+        """The shape of a batch of latents ``(frames, height, width)`` in a model of this config."""
+        grid = config.grid(num_samples, latent_size)
+        return cls.of_grid(grid, config.hidden_size, config.num_heads, config.depth)
+
+    @classmethod
+    def of_grid(cls, grid: Grid, width: int, heads: int, depth: int = 1) -> BatchShape:
+        """The shape of the patches ``grid``."""
+        return cls(
+            num_samples=grid.num_samples,
+            frames=grid.frames,
+            patches=grid.patches_per_frame,
+            width=width,
+            heads=heads,
+            depth=depth,
+            windows=grid.windows,
+            full=grid.full,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.num_samples * self.frames * self.patches
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of a frame; 0 where temporal attention stays within a patch."""
+        return 0 if self.windows is None else len(self.windows.sizes)
+
+    def axes(self, layout: str) -> dict[str, int]:
+        """Sizes of the axes, by the letters of a layout; heads only where it has them."""
+        sizes = {"b": self.num_samples, "t": self.frames, "s": self.patches}
+        return {**sizes, "h": self.heads} if "h" in layout.split() else sizes
+
+    def units(self, layout: str, ranks: int) -> list[int]:
+        """Units of a layout that each rank holds."""
+        held = unit_runs(self.axes(layout), layout, ranks, self.windows)
+        return [last - first for first, last in held]
+
+    def entries(self, layout: str, ranks: int) -> list[int]:
+        """Tokens, or heads of tokens, that each rank holds in a layout."""
+        held = runs(self.axes(layout), layout, ranks, self.windows)
+        return [stop - start for start, stop in held]

@@ -1,0 +1,374 @@
+"""Ordinary modules as hook points, for models that were not written with any.
+
+Such a model keeps its tokens in one tensor with an axis of frames and one of patches. A rank holds
+a contiguous run of the frames of every sample where modules attend over patches, and a run of the
+patches where they attend over frames. ``ModulePoints`` translates the calls of the modules that a
+``ShardPlan`` lists into the calls that hook points make, so that the same engine and strategies
+serve both. The model is not edited: the ``forward`` of these modules is replaced on the instance,
+and ``detach`` restores it.
+
+To the engine a batch is one sample whose tokens are ``[b, c]``: a row is one frame, or one patch,
+of all samples.
+
+Legend: b samples, t frames, s patches of a frame, c channels, R rows held, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import keep_exchanged
+from .shard_plan import find_modules
+from .typed import is_backward_running
+
+if TYPE_CHECKING:
+    from .parallelize import SequenceParallel
+
+AXES = {"spatial": "t", "temporal": "s"}  # along which rows of a layout are counted
+
+
+class ModulePoint:
+    """A module as a hook point: its ``forward`` runs inside of the function attached."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._own: dict[str, Any] = {}
+
+    def attach(self, function: Callable[..., Any]) -> None:
+        """Run ``function(local, *args, **kwargs)`` from now on; ``local`` is the own ``forward``."""
+        instance, local = vars(self.module), self.module.forward
+        self._own = {"forward": instance["forward"]} if "forward" in instance else {}
+
+        attached: Any = partial(function, local)
+        attached.__signature__ = inspect.signature(local)
+        instance["forward"] = attached
+
+    def detach(self) -> None:
+        """Restore ``forward``. Points of one module are detached last to first."""
+        del vars(self.module)["forward"]
+        vars(self.module).update(self._own)
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """The tokens of a batch: frames x patches, each ``[b, c]``; ``axes`` is ``ShardPlan.tokens``."""
+
+    b: int
+    frames: int
+    patches_per_frame: int
+    axes: str
+    num_samples: int = 1
+    full: bool = False
+    windows: None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.frames, self.patches_per_frame, 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"b": self.b, "t": self.frames, "s": self.patches_per_frame}
+
+    def rows(self, layout: str) -> TokenRows:
+        return TokenRows(self, layout, 0, self.sizes[AXES[layout]])
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows ``[start, stop)``: frames ("spatial") or patches ("temporal") of all samples."""
+
+    grid: TokenGrid
+    layout: str
+    start: int
+    stop: int
+
+    @property
+    def total(self) -> int:
+        return self.grid.sizes[AXES[self.layout]]
+
+    @property
+    def length(self) -> int:
+        return self.grid.frames * self.grid.patches_per_frame // self.total
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    def take(self, start: int, stop: int) -> TokenRows:
+        return replace(self, start=start, stop=stop)
+
+    def turned(self) -> TokenRows:
+        return self.grid.rows("temporal" if self.layout == "spatial" else "spatial")
+
+    def turn(self, x: Tensor) -> tuple[Tensor, TokenRows]:
+        """All rows ``[R, L, b, c]`` in the other layout."""
+        return x.transpose(0, 1).contiguous(), self.turned()
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Tokens of these rows in the axes of the model -> ``[R, L, b, c]``."""
+        if self.grid.axes == "b (t s) c":
+            held = (
+                (self.count, self.length) if self.layout == "spatial" else (self.length, self.count)
+            )
+            x = x.unflatten(1, held)
+        return x.permute(1, 2, 0, 3) if self.layout == "spatial" else x.permute(2, 1, 0, 3)
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """``[R, L, b, c]`` -> tokens in the axes of the model, contiguous."""
+        x = x.permute(2, 0, 1, 3) if self.layout == "spatial" else x.permute(2, 1, 0, 3)
+        return (x.flatten(1, 2) if self.grid.axes == "b (t s) c" else x).contiguous()
+
+
+@dataclass
+class _Pass:
+    """One forward pass.
+
+    ``entered`` are the rows in which its tokens entered, ``rows`` those of the residual stream
+    (None once it has left), ``came_in`` those in which each module got its tokens. ``kept`` has
+    what modules received from other ranks, for recomputation.
+    """
+
+    entered: TokenRows | None = None
+    rows: TokenRows | None = None
+    came_in: dict[nn.Module, TokenRows] = field(default_factory=dict)
+    kept: dict[nn.Module, AbstractContextManager[Any]] = field(default_factory=dict)
+
+
+class _Call:
+    """A call of a module: its arguments by name, of which the first are the tokens."""
+
+    def __init__(self, local: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.local, self._bound = local, inspect.signature(local).bind(*args, **kwargs)
+        self.arguments: dict[str, Any] = self._bound.arguments
+        self._first = next(iter(self.arguments))
+        self._others: tuple[Any, ...] | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        tokens: Tensor = self.arguments[self._first]
+        return tokens
+
+    def run(self, tokens: Tensor) -> Any:
+        """The output tokens; the other entries of a tuple are kept for ``returned``."""
+        self.arguments[self._first] = tokens
+        out = self.local(*self._bound.args, **self._bound.kwargs)
+        if isinstance(out, tuple):
+            out, *others = out
+            self._others = tuple(others)
+        return out
+
+    def returned(self, tokens: Tensor) -> Any:
+        """What the caller gets, with these tokens as output."""
+        return tokens if self._others is None else (tokens, *self._others)
+
+
+class ModulePoints:
+    """The hook points of a model whose plan lists ordinary modules.
+
+    Recomputation under gradient checkpointing calls modules again. It belongs to the pass whose
+    output received its gradient last, so a hook on that output makes this pass the current one
+    again.
+    """
+
+    def __init__(self, engine: SequenceParallel) -> None:
+        self.engine, self.plan, self.model = engine, engine.plan, engine.model
+        self.enter, self.leave = self._only(self.plan.enter), self._only(self.plan.leave)
+        self.layouts = self._layouts()
+        self._pass = _Pass()
+        # Modules under gradient checkpointing, which only the first backward pass shows.
+        self._recomputed: set[nn.Module] = set()
+
+    def attachments(self) -> list[tuple[ModulePoint, Callable[..., Any]]]:
+        """Each point with the function to attach, the innermost function of a module first."""
+        listed = [(ModulePoint(m), partial(self._attend, m)) for m in self.layouts]
+        return [
+            *listed,
+            (ModulePoint(self.enter), self._enter),
+            (ModulePoint(self.leave), self._leave),
+            (ModulePoint(self.model), self._forward),
+        ]
+
+    def _layouts(self) -> dict[nn.Module, str]:
+        """The layout that each listed module attends in."""
+        layouts: dict[nn.Module, str] = {}
+        for layout in ("spatial", "temporal"):
+            for pattern in getattr(self.plan, layout):
+                for module in find_modules(self.model, pattern):
+                    if layouts.setdefault(module, layout) != layout:
+                        raise ValueError(
+                            f"got {self._name(module)!r} as spatial and temporal in one ShardPlan; "
+                            "expected one of them; list the attentions inside it instead"
+                        )
+        return layouts
+
+    def _only(self, pattern: str) -> nn.Module:
+        found: list[nn.Module] = find_modules(self.model, pattern)
+        if len(found) > 1:
+            raise ValueError(
+                f"got {pattern!r} in a ShardPlan, which matches {len(found)} modules; expected "
+                "one; write its whole name"
+            )
+        return found[0]
+
+    def _forward(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the model and check that its tokens were gathered."""
+        output, now = local(*args, **kwargs), self._pass
+        if now.rows is not None:
+            raise ValueError(
+                f"got a forward that did not call {self.plan.leave!r}; expected its call, where "
+                "the ranks' outputs are gathered; correct leave in the ShardPlan"
+            )
+        return output
+
+    def _enter(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Shard the tokens, and the arguments of ``enter``."""
+        call = _Call(local, args, kwargs)
+        if not is_backward_running():
+            grid = self._grid(call)
+            held = self.engine.shard(_all_rows, grid)
+            self._pass = _Pass(entered=held, rows=held)
+        rows = self._pass.entered
+        assert rows is not None
+
+        # What also attends cuts its arguments by itself.
+        if self.enter not in self.layouts:
+            self._cut_arguments(call, rows)
+        everything = rows.take(0, rows.total)
+        x = everything.to_rows(call.tokens)[rows.start : rows.stop]  # [R, L, b, c]
+        return call.returned(call.run(rows.from_rows(x)))
+
+    def _attend(
+        self, module: nn.Module, local: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a listed module with tokens in the layout that it attends in."""
+        call, now = _Call(local, args, kwargs), self._pass
+        if is_backward_running():
+            self._recomputed.add(module)
+            rows, kept = now.came_in[module], now.kept.pop(module, nullcontext())
+        else:
+            rows, kept = self._came_in(module), self._keeping(module)
+
+        with kept:
+            x = rows.to_rows(call.tokens)  # [R, L, b, c]
+            if rows.layout != self.layouts[module]:
+                x, rows = self.engine.at("switch", _turn, x, rows)
+            x = self.engine.at(self.layouts[module], partial(self._run, call), x, rows)
+
+        if not is_backward_running():
+            now.rows = rows
+        return call.returned(rows.from_rows(x))
+
+    def _run(self, call: _Call, x: Tensor, rows: TokenRows) -> Tensor:
+        self._cut_arguments(call, rows)
+        return rows.to_rows(call.run(rows.from_rows(x)))
+
+    def _leave(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Gather the output of ``leave``."""
+        output, now = local(*args, **kwargs), self._pass
+        if is_backward_running() or not isinstance(output, Tensor):
+            problem = "is recomputed" if is_backward_running() else "returns no tensor"
+            raise ValueError(
+                f"got {self.plan.leave!r}, which {problem}; expected a module behind all that is "
+                "checkpointed, which returns the tokens; name another one as leave"
+            )
+        missing = [self._name(m) for m in self.layouts if m not in now.came_in]
+        if missing:
+            raise ValueError(
+                f"got a forward that bypassed {len(missing)} modules of its ShardPlan "
+                f"({missing[0]}, ...); expected a call of each; call modules, not forward methods "
+                "that were looked up before parallelize"
+            )
+
+        assert now.rows is not None
+        rows, now.rows = now.rows, None
+        whole = self.engine.gather(_whole, rows.to_rows(output), rows)
+        assert isinstance(whole, Tensor)
+        if whole.requires_grad:
+            whole.register_hook(partial(self._resume, now))
+        return whole
+
+    def _resume(self, earlier: _Pass, grad: Tensor) -> None:
+        self._pass = earlier
+
+    def _came_in(self, module: nn.Module) -> TokenRows:
+        """Note a module's first call in a forward; the rows of the stream."""
+        now = self._pass
+        if module in now.came_in:
+            raise ValueError(
+                f"got {self._name(module)!r} twice in one forward; expected each module of a "
+                "ShardPlan once; list the modules around it"
+            )
+        if now.rows is None:
+            raise ValueError(
+                f"got a call of {self._name(module)!r} outside of enter {self.plan.enter!r} and "
+                f"leave {self.plan.leave!r}; expected it between the two; correct the ShardPlan"
+            )
+        now.came_in[module] = now.rows
+        return now.rows
+
+    def _keeping(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """A context that keeps what the module receives from other ranks, if it is recomputed."""
+        keeps = not self.engine.options.recompute_communication and torch.is_grad_enabled()
+        if module not in self._recomputed or not keeps:
+            return nullcontext()
+        keeping, self._pass.kept[module] = keep_exchanged()
+        return keeping
+
+    def _grid(self, call: _Call) -> TokenGrid:
+        x, axes = call.tokens, self.plan.tokens
+        frames = x.shape[1] if axes == "b t s c" else self._frames(call.arguments)
+        return TokenGrid(x.shape[0], frames, x.shape[1:-1].numel() // frames, axes)
+
+    def _frames(self, arguments: Mapping[str, Any]) -> int:
+        names = [name for name, axes in self.plan.arguments.items() if axes == "t"]
+        if len(names) != 1 or not isinstance(arguments.get(names[0]), int):
+            raise ValueError(
+                f"got tokens 'b (t s) c' and the arguments {dict(self.plan.arguments)}; expected "
+                f"one with axis 't', the number of frames that {self.plan.enter!r} is called with; "
+                "name it in ShardPlan(arguments=...)"
+            )
+        frames: int = arguments[names[0]]
+        return frames
+
+    def _cut_arguments(self, call: _Call, rows: TokenRows) -> None:
+        """Cut the arguments that the plan gives axes for to these rows."""
+        for name, axes in self.plan.arguments.items():
+            if AXES[rows.layout] in axes.split() and call.arguments.get(name) is not None:
+                call.arguments[name] = self._cut(name, call.arguments[name], axes.split(), rows)
+
+    def _cut(self, name: str, value: Any, axes: list[str], rows: TokenRows) -> Any:
+        if isinstance(value, int):
+            return rows.count
+        sizes = rows.grid.sizes
+        expected = [sizes.get(axis, size) for axis, size in zip(axes, value.shape)]
+        if value.ndim != len(axes) or list(value.shape) != expected:
+            raise ValueError(
+                f"got {name!r} of shape {tuple(value.shape)}; expected axes {' '.join(axes)} of "
+                f"sizes {[sizes.get(axis, 'any') for axis in axes]}; correct arguments in the "
+                "ShardPlan"
+            )
+        return value.narrow(axes.index(AXES[rows.layout]), rows.start, rows.count)
+
+    def _name(self, module: nn.Module) -> str:
+        names: dict[nn.Module, str] = {one: name for name, one in self.model.named_modules()}
+        return names[module]
+
+
+def _all_rows(grid: TokenGrid) -> TokenRows:
+    return grid.rows("spatial")
+
+
+def _turn(x: Tensor, rows: TokenRows) -> tuple[Tensor, TokenRows]:
+    return rows.turn(x)
+
+
+def _whole(x: Tensor, rows: TokenRows) -> Tensor:
+    return rows.from_rows(x)

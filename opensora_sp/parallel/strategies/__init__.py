@@ -1,0 +1,64 @@
+"""The parallel strategies, one file each: how the tokens of a batch are divided among ranks.
+
+``base.py`` has the interface. A strategy from outside is one subclass of ``Strategy``, passed to
+``register_strategy``. Which one a batch gets depends on the user's ``Options`` and on its shape
+alone, so all ranks choose the same.
+"""
+
+from .base import REPLICATED, BlockLayouts, Local, Strategy
+from .branch_switch import BranchSwitch
+from .exchanges import AllGather, AllToAll, Exchange
+from .one_layout import OneLayout
+from .registry import (
+    choose_strategy,
+    register_strategy,
+    registered_strategies,
+    strategy_for,
+    strategy_options,
+)
+from .split_attention import SplitAttention
+from .split_both import SplitBoth
+from .split_clips import SplitClips
+from .split_gather import SplitGather
+from .split_heads import SplitHeads
+from .split_windows import SplitWindows
+from .switch_rows import SwitchRows
+from .ulysses import Ulysses
+from .whole_samples import WholeSamples
+
+__all__ = [
+    "AllGather",
+    "AllToAll",
+    "BlockLayouts",
+    "BranchSwitch",
+    "Exchange",
+    "Local",
+    "OneLayout",
+    "REPLICATED",
+    "SplitAttention",
+    "SplitBoth",
+    "SplitClips",
+    "SplitGather",
+    "SplitHeads",
+    "SplitWindows",
+    "Strategy",
+    "SwitchRows",
+    "Ulysses",
+    "WholeSamples",
+    "choose_strategy",
+    "register_strategy",
+    "registered_strategies",
+    "strategy_for",
+    "strategy_options",
+]
+
+# The last one of an option is asked first, so the default of all shapes comes before those of few.
+register_strategy(SwitchRows)
+register_strategy(SplitHeads)
+register_strategy(SplitWindows)
+register_strategy(SplitBoth)
+register_strategy(BranchSwitch)
+register_strategy(SplitClips)
+register_strategy(WholeSamples)
+register_strategy(Ulysses)
+register_strategy(SplitGather)

@@ -1,0 +1,169 @@
+"""The interface of a parallel strategy: its declarations, and its methods for hook points.
+
+A strategy divides the tokens of one batch among the ranks of a sequence-parallel group. Its class
+declares, of a shape alone, who holds and who attends to what, and what is sent: ``applies``,
+``reason``, ``token_layouts``, ``attention_layouts``, ``exchanges``. The planner, the command line
+and the docs ask for these. Its instances have one method for each kind of hook point; it gets the
+local function of that point (``local``) and the point's arguments.
+
+A new strategy is one subclass, passed to ``register_strategy``.
+
+Legend: B samples, T frames, S patches, C width, H heads, D = C / H, P ranks, R rows held, L tokens
+of a row. Volumes are elements sent per rank for a spatial and a temporal block, forward, in ``u =
+(P-1)/P * B*T*S*C/P``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+
+import torch
+
+from ..batch_shape import BatchShape
+from ..layout import (
+    SPATIAL_ROWS,
+    TEMPORAL_ROWS,
+    WINDOW_ROWS,
+    ExchangePlan,
+    plan_exchange,
+    runs,
+)
+from ..mesh import SequenceMesh
+from ..options import Options
+from ..token_layout import Grid, Rows
+from ..typed import uncompiled
+from .exchanges import Exchange
+
+Result = TypeVar("Result")
+Local = Callable[..., Result]  # what a hook point does on one rank
+GridOrShape: TypeAlias = Grid | BatchShape
+REPLICATED = "replicated"  # in place of a layout: every rank attends to all tokens of the batch
+
+
+class BlockLayouts(NamedTuple):
+    """Layouts (``parallel/layout.py``), or ``REPLICATED``, of a spatial and of a temporal block."""
+
+    spatial: str
+    temporal: str
+
+
+class Strategy:
+    """Rows distributed in each layout, and nothing sent. Base of all strategies.
+
+    ``label`` names it to users. ``option`` is the value of ``sequence_parallel.strategy`` under
+    which it is chosen, where its ``condition`` holds. ``moves`` is what its exchanges carry, None
+    where whole tokens change layout.
+    """
+
+    label: ClassVar[str]
+    option: ClassVar[str] = "switch"
+    condition: ClassVar[str] = "always"
+    moves: ClassVar[str | None] = None
+
+    window_rows: ClassVar[str] = WINDOW_ROWS  # layout of temporal rows where there are windows
+
+    def __init__(self, mesh: SequenceMesh, options: Options, heads: int) -> None:
+        self.mesh, self.options, self.heads = mesh, options, heads
+
+    # Declarations: from a shape alone, on any machine.
+
+    @classmethod
+    def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        """Whether it is chosen for this shape on 2 or more ranks, given its ``option``."""
+        return True
+
+    @classmethod
+    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
+        """Why it was chosen, in one line for the user."""
+        return f"the config sets strategy={cls.option!r}, {cls.condition}"
+
+    @classmethod
+    def rows_layout(cls, layout: str, grid: GridOrShape) -> str:
+        """How all "spatial" or "temporal" rows are distributed to the ranks."""
+        if layout == "spatial":
+            return SPATIAL_ROWS
+        return TEMPORAL_ROWS if grid.windows is None else cls.window_rows
+
+    @classmethod
+    def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:
+        """The layouts in which tokens are held."""
+        return BlockLayouts(cls.rows_layout("spatial", grid), cls.rows_layout("temporal", grid))
+
+    @classmethod
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
+        """The layouts in which tokens attend."""
+        return cls.token_layouts(grid)
+
+    @classmethod
+    def exchanges(cls, shape: BatchShape, options: Options, element_size: int) -> list[Exchange]:
+        """What one forward pass sends, in a dtype of ``element_size`` bytes."""
+        return []
+
+    @classmethod
+    def resends(cls, options: Options) -> bool:
+        """Whether recomputation under gradient checkpointing sends everything again."""
+        return False
+
+    # Hook points: what ranks do with tensors.
+
+    def ends(self, rows: Rows) -> tuple[Rows, ...]:
+        """From all spatial rows, all rows as tokens enter and leave; one where these are equal."""
+        return rows, rows.turned()
+
+    def shard(self, local: Local[Rows], grid: Grid) -> Rows:
+        return self.held(self.ends(local(grid))[0])
+
+    def _local(self, local: Local[Any], *args: Any, **options: Any) -> Any:
+        return local(*args, **options)
+
+    # switch(local, x, rows) -> x and its rows in the other layout, x ``[R, L, C]``
+    # spatial, temporal(local, x, rows, *of_rows) -> x; ``of_rows`` was computed ahead for these
+    #     rows, and is computed anew where it is left out
+    # attend_spatial, attend_temporal(local, q, k, v, rows) -> output, all ``[R, L, H, D]``
+    # segment(local, function, rows, *args, recompute, last) -> what the function returns
+    # rowwise(local, function, rows, x, *entries) -> what the function returns
+    switch = spatial = temporal = attend_spatial = attend_temporal = segment = rowwise = _local
+
+    # Which rows this rank holds, and its part in an exchange.
+
+    def layout(self, rows: Rows) -> str:
+        """How rows are distributed to the ranks."""
+        return self.rows_layout(rows.layout, rows.grid)
+
+    @uncompiled
+    def runs(self, rows: Rows) -> list[tuple[int, int]]:
+        """The rows ``[start, stop)`` that each rank holds of all rows of a layout."""
+        entries = runs(axes_of(rows), self.layout(rows), self.mesh.sp_size, rows.grid.windows)
+        return [(start // rows.length, stop // rows.length) for start, stop in entries]
+
+    def held(self, rows: Rows) -> Rows:
+        """This rank's run of all rows of a layout."""
+        return rows.take(*self.runs(rows)[self.mesh.sp_rank])
+
+    def plans(
+        self, rows: Rows, left: str, entered: str, device: torch.device
+    ) -> Callable[..., ExchangePlan]:
+        """This rank's part in an exchange of the tokens of a batch, or of their heads.
+
+        Called with the number of a chunk and of all chunks, the part of that chunk. Holds nothing
+        of the batch, which it outlives.
+        """
+        axes = axes_of(rows, h=self.heads) if "h" in left.split() else axes_of(rows)
+        ranks, rank, windows = self.mesh.sp_size, self.mesh.sp_rank, rows.grid.windows
+        return partial(plan_exchange, axes, left, entered, ranks, rank, device, windows=windows)
+
+    @uncompiled  # plans are cached: they belong to no graph
+    def plan(self, rows: Rows, left: str, entered: str, device: torch.device) -> ExchangePlan:
+        return self.plans(rows, left, entered, device)()
+
+    @property
+    def group(self) -> Any:
+        return self.mesh.sp_group
+
+
+def axes_of(rows: Rows, **more: int) -> dict[str, int]:
+    """Sizes of the axes of the rows' whole batch."""
+    grid = rows.grid
+    return {"b": grid.num_samples, "t": grid.frames, "s": grid.patches_per_frame, **more}

@@ -1,0 +1,105 @@
+"""Base of the strategies that distribute the heads of an attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..batch_shape import BatchShape
+from ..collectives import exchange
+from ..layout import unit_runs
+from ..options import Options
+from ..token_layout import Rows
+from ..typed import uncompiled
+from .base import Local, axes_of
+from .exchanges import AllToAll, Exchange
+from .one_layout import OneLayout
+
+
+class SplitAttention(OneLayout):
+    """Queries, keys and values change to the layout of an attention, its output back: 4 u.
+
+    A subclass states the layouts in ``attention_layouts``. An attention whose layout has no axis h
+    is local.
+    """
+
+    moves = "heads of queries, keys, values and outputs of every attention; no whole token"
+
+    @classmethod
+    def exchanges(cls, shape: BatchShape, options: Options, element_size: int) -> list[Exchange]:
+        head = shape.width // shape.heads * element_size
+        tokens, attention = cls.token_layouts(shape), cls.attention_layouts(shape)
+
+        found: list[Exchange] = []
+        for held, attended in zip(tokens, attention, strict=True):
+            if has_heads(attended):
+                found.append(AllToAll(shape.depth, f"{held} h", attended, 3 * head))  # q, k, v
+                found.append(AllToAll(shape.depth, attended, f"{held} h", head))
+        return found
+
+    def attend_spatial(
+        self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
+    ) -> Tensor:
+        layout = self.attention_layouts(rows.grid).spatial
+        return self._attend(local, q, k, v, rows, layout)
+
+    def attend_temporal(
+        self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
+    ) -> Tensor:
+        layout = self.attention_layouts(rows.grid).temporal
+        return self._attend(local, q, k, v, rows, layout)
+
+    def _attend(
+        self,
+        local: Local[Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        layout: str,
+    ) -> Tensor:
+        """Attend with entries (token, head) in a layout; q, k, v are ``[R, L, H, D]``."""
+        if not has_heads(layout):
+            return local(q, k, v, rows)
+
+        held = f"{self.layout(rows)} h"
+        there = self.plan(rows, held, layout, q.device)
+        back = self.plan(rows, layout, held, q.device)
+
+        # The last axis of the layout is the one that tokens of a row differ in.
+        attended = "spatial" if layout.endswith("s") else "temporal"
+        rows = rows if rows.layout == attended else rows.turned()
+
+        qkv = exchange(_stacked(q, k, v), there, self.group, kind="heads")
+        qkv = qkv.view(-1, rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
+        out = local(*qkv.unbind(3), rows, self.units(rows, layout))
+        return exchange(out.flatten(0, 2), back, self.group, kind="heads").view(q.shape)
+
+    @uncompiled
+    def units(self, rows: Rows, layout: str) -> list[int]:
+        """Numbers of the samples, rows or windows that attend here, in order, once per head."""
+        axes, windows = axes_of(rows, h=self.heads), rows.grid.windows
+        held = unit_runs(axes, layout, self.mesh.sp_size, windows)[self.mesh.sp_rank]
+        numbers = range(*held)
+        if layout.startswith("h |"):  # every unit of the batch for each head
+            return [*range(_num_units(rows))] * len(numbers)
+        return [number // self.heads for number in numbers]
+
+
+def has_heads(layout: str) -> bool:
+    """Whether entries of a layout are single heads of tokens."""
+    return "h" in layout.split()
+
+
+def _num_units(rows: Rows) -> int:
+    """Samples, rows or windows of a whole batch that attend each by itself."""
+    if rows.grid.full:
+        return rows.grid.num_samples
+    if rows.layout == "spatial" or rows.grid.windows is None:
+        return rows.total
+    return rows.grid.num_samples * len(rows.grid.windows.sizes)
+
+
+def _stacked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Three ``[R, L, H, D]`` -> entries ``[R * L * H, 3 * D]``, for one exchange."""
+    return torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)

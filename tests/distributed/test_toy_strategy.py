@@ -1,0 +1,180 @@
+"""A parallel strategy from outside the package: one class, registered. Engine, planner, command line, config and docs
+take it from there.
+
+Toy: tokens stay in spatial rows, and the input and output of each temporal attention switch layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference_config
+import torch
+import torch.distributed as dist
+from parity_cases import DEPTH, FULL, PLAIN, Case, assert_one_process_result
+from ranks import run_ranks
+
+from opensora_sp.cli import main
+from opensora_sp.config import load_train_config
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import Options, SequenceMesh
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.collectives import exchange
+from opensora_sp.parallel.strategies import (
+    AllToAll,
+    BlockLayouts,
+    OneLayout,
+    register_strategy,
+    registry,
+)
+from opensora_sp.planner.sharing import sharing_of
+from opensora_sp.planner.traffic import traffic
+
+pytestmark = pytest.mark.core
+SPATIAL, TEMPORAL = "b t | s", "b s | t"
+
+
+class TemporalBranch(OneLayout):
+    label = option = "temporal_branch"
+    condition = "for models without windows"
+    moves = "input and output of temporal attention"
+    stays = "spatial"
+
+    @classmethod
+    def attention_layouts(cls, grid: Any) -> BlockLayouts:
+        return BlockLayouts(SPATIAL, TEMPORAL)
+
+    @classmethod
+    def exchanges(cls, shape: BatchShape, options: Options, element_size: int) -> list[AllToAll]:
+        token = shape.width * element_size
+        return [
+            AllToAll(shape.depth, SPATIAL, TEMPORAL, token),
+            AllToAll(shape.depth, TEMPORAL, SPATIAL, token),
+        ]
+
+    def temporal(self, local: Any, x: torch.Tensor, rows: Any, *of_rows: Any) -> torch.Tensor:
+        temporal = self.held(rows.turned())
+        there = self.plan(rows, SPATIAL, TEMPORAL, x.device)
+        back = self.plan(rows, TEMPORAL, SPATIAL, x.device)
+
+        received = exchange(x.flatten(0, 1), there, self.group, kind="toy")
+        out = local(received.unflatten(0, (temporal.count, temporal.length)), temporal)
+        return exchange(out.flatten(0, 1), back, self.group, kind="toy").view(x.shape)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The toy, registered until the end of the test."""
+    monkeypatch.setattr(registry, "_REGISTERED", [*registry._REGISTERED])
+    register_strategy(TemporalBranch)
+    yield
+
+
+CASES = [
+    PLAIN[0],
+    replace(PLAIN[1], checkpoint=True),
+    PLAIN[4],  # one patch per frame: all but one rank hold no temporal row
+    replace(FULL, size=(3, 5, 6, 5), output="full"),
+    replace(FULL, size=(2, 5, 5, 7), patch=(2, 2, 2), checkpoint=True),
+]
+TOY = dict(strategy="temporal_branch")
+
+
+def train_on_ranks() -> list[dict[str, int]]:
+    """Compares with one process, and returns the bytes that this rank sent in each of CASES, by phase."""
+    register_strategy(TemporalBranch)
+    mesh, found = SequenceMesh(sp_size=dist.get_world_size()), []
+    for case in CASES:
+        counter = assert_one_process_result(case, mesh, **TOY)
+        sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
+        for (kind, phase), count in counter.bytes.items():
+            sent[phase] += count if kind == "toy" else 0
+        found.append(sent)
+    return found
+
+
+def shape_of(case: Case) -> BatchShape:
+    more = dict(depth=DEPTH, num_heads=case.heads, hidden_size=4 * case.heads)
+    config = resolve_config("STDiT3", patch_size=case.patch, **more)
+    return BatchShape.of(config, case.size[0], case.size[1:])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_it_trains_as_one_process_and_sends_what_the_planner_predicts(
+    num_ranks: int, toy: None
+) -> None:
+    counted = run_ranks(num_ranks, train_on_ranks)
+    for i, case in enumerate(CASES):
+        planned = traffic(
+            shape_of(case),
+            Options(**TOY),
+            num_ranks,
+            element_size=8,
+            checkpointing=case.checkpoint,
+            training=True,
+        )
+        assert any(planned.forward) == (case.size[0] % num_ranks > 0)  # whole samples stay
+        for rank in range(num_ranks):
+            assert counted[rank][i] == {
+                phase: getattr(planned, phase)[rank] for phase in counted[rank][i]
+            }, (case, rank)
+
+
+CONFIG = """
+num_frames = 5
+image_size = (32, 32)
+sp_size = 4
+vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
+text_encoder = dict(type="HashedBagOfWords", width=8, max_length=6)
+model = dict(type="STDiT3", in_channels=3, caption_channels=8, model_max_length=6, hidden_size=24, depth=2, num_heads=2)
+dataset = dict(manifest="none.csv")
+max_steps = 2
+sequence_parallel = dict(strategy="temporal_branch")
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "toy.py").write_text(CONFIG)
+    return str(tmp_path / "toy.py")
+
+
+def test_config_planner_and_command_line_take_it(
+    toy: None, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load_train_config(config).sequence_parallel.strategy == "temporal_branch"
+    sharing = sharing_of(BatchShape(1, 5, 16, 24, 2, 2), Options(**TOY), 4)
+    assert sharing.units == {"spatial rows (B*T)": [1, 1, 1, 2], "temporal rows (B*S)": [4] * 4}
+
+    main(["plan", config, "--gpus", "4"])
+    table = capsys.readouterr().out
+    assert (
+        "temporal_branch: the config sets strategy='temporal_branch', for models without" in table
+    )
+    assert "moved    input and output of temporal attention" in table
+
+    main(["plan", config, "--gpus", "4", "--json"])
+    (bucket,) = json.loads(capsys.readouterr().out)["buckets"]
+    assert bucket["sharing"]["strategy"] == "temporal_branch"
+    assert bucket["compared"]["temporal_branch"] == bucket["traffic"]
+
+
+def test_docs_list_it(toy: None) -> None:
+    (row,) = [line for line in reference_config.page().splitlines() if "`temporal_branch`" in line]
+    assert "for models without windows" in row and "input and output of temporal attention" in row
+
+
+def test_without_registration_it_is_refused(config: str) -> None:
+    with pytest.raises(ValueError, match="got strategy 'temporal_branch'; expected one of"):
+        load_train_config(config)
+    assert "temporal_branch" not in reference_config.page()
+
+
+def test_a_label_is_registered_once(toy: None) -> None:
+    with pytest.raises(ValueError, match="got a second strategy 'temporal_branch'"):
+        register_strategy(TemporalBranch)
