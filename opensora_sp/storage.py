@@ -1,14 +1,4 @@
 """Alias of ``opensora_sp.checkpoint``, until 1.0."""
 
-from opensora_sp.checkpoint import (  # noqa: F401
-    CheckpointFolder,
-    Disk,
-    Part,
-    SaveJob,
-    Saver,
-    Spec,
-    TensorFile,
-    on_rank_0,
-    set_aside,
-    verify,
-)
+from opensora_sp.checkpoint import *  # noqa: F403
+from opensora_sp.checkpoint import __all__ as __all__
