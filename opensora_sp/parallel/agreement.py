@@ -47,7 +47,7 @@ def gathered(own: Entries, group: dist.ProcessGroup | None) -> dict[int, Entries
 
 def differences(seen: Mapping[int, Entries]) -> list[str]:
     """The entries that differ between ranks, in order, with each rank's value."""
-    names = dict.fromkeys(name for entries in seen.values() for name in entries)
+    names = dict.fromkeys(chain.from_iterable(seen.values()))
     found = []
     for name in names:
         values: dict[str, list[int]] = {}
@@ -72,7 +72,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Shape and dtype of a tensor, a plain value as it is, or what a container holds; else the type."""
+    """Shape and dtype of a tensor, a plain value as it is, what a container holds, or the type."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {_dtype(value)}"
     if value is None or isinstance(value, (bool, int, float, str)):

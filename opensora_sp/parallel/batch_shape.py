@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .layout import Partition, runs, unit_runs
-from .token_layout import Grid
+from .protocols import Grid
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from .typed import is_backward_running
 if TYPE_CHECKING:
     from .parallelize import SequenceParallel
 
-AXES = {"spatial": "t", "temporal": "s"}  # along which rows of a layout are counted
+# Along which rows of a layout are counted.
+AXES = {"spatial": "t", "temporal": "s"}
 
 
 class ModulePoint:
@@ -43,7 +44,7 @@ class ModulePoint:
         self._own: dict[str, Any] = {}
 
     def attach(self, function: Callable[..., Any]) -> None:
-        """Run ``function(local, *args, **kwargs)`` from now on; ``local`` is the own ``forward``."""
+        """Run ``function(local, *args, **kwargs)``, where ``local`` is the module's ``forward``."""
         instance, local = vars(self.module), self.module.forward
         self._own = {"forward": instance["forward"]} if "forward" in instance else {}
 
@@ -59,7 +60,7 @@ class ModulePoint:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The tokens of a batch: frames x patches, each ``[b, c]``; ``axes`` is ``ShardPlan.tokens``."""
+    """The tokens of a batch: frames x patches of ``[b, c]``; ``axes`` is ``ShardPlan.tokens``."""
 
     b: int
     frames: int
@@ -114,12 +115,10 @@ class TokenRows:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Tokens of these rows in the axes of the model -> ``[R, L, b, c]``."""
+        is_spatial, held = self.layout == "spatial", (self.count, self.length)
         if self.grid.axes == "b (t s) c":
-            held = (
-                (self.count, self.length) if self.layout == "spatial" else (self.length, self.count)
-            )
-            x = x.unflatten(1, held)
-        return x.permute(1, 2, 0, 3) if self.layout == "spatial" else x.permute(2, 1, 0, 3)
+            x = x.unflatten(1, held if is_spatial else held[::-1])
+        return x.permute(1, 2, 0, 3) if is_spatial else x.permute(2, 1, 0, 3)
 
     def from_rows(self, x: Tensor) -> Tensor:
         """``[R, L, b, c]`` -> tokens in the axes of the model, contiguous."""

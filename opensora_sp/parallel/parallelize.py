@@ -24,9 +24,9 @@ from .debug.parity import ATTRIBUTE, verify_first_step
 from .mesh import SequenceMesh
 from .module_points import ModulePoints
 from .options import Options, takes_options
+from .protocols import Grid, LatentRows, Rows
 from .shard_plan import ShardPlan, find_modules, plan_of
 from .strategies import Local, SplitAttention, Strategy, SwitchRows, choose_strategy
-from .token_layout import Grid, LatentRows, Rows
 from .typed import Arguments
 
 Model = TypeVar("Model", bound=nn.Module)

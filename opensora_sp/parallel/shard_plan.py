@@ -47,7 +47,8 @@ class ShardPlan:
             changes, where a part of a block runs, and where it ends with work on single tokens.
 
     Raises:
-        ValueError: if ``tokens``, ``placement`` or the axes of an argument are unknown.
+        ValueError: if ``tokens``, ``placement`` or the axes of an argument are unknown, or hook
+            points are missing.
     """
 
     enter: str
@@ -72,6 +73,14 @@ class ShardPlan:
                 f"got placement {self.placement!r}; expected 'stream' or 'branch'; choose one of "
                 "them"
             )
+
+        further = (self.switch, self.segment, self.rowwise)
+        if not all(further) if self.names_hook_points else any(further):
+            raise ValueError(
+                f"got tokens {self.tokens!r} with switch, segment, rowwise {further}; expected "
+                "modules of all three with tokens 'rows', and none otherwise; correct the ShardPlan"
+            )
+
         for name, axes in self.arguments.items():
             if not axes or set(axes.split()) - {"b", "t", "s", "c"}:
                 raise ValueError(

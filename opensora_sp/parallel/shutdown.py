@@ -14,6 +14,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def shutdown_process_group(*, drain: bool = True) -> None:
         drain_process_group()
 
     # The destructors of gloo's groups run in the last line, where they do not hold the GIL.
-    backends = [backend for group in _groups() for backend in _backends(group)]
+    backends = list(chain.from_iterable(map(_backends, _groups())))
     dist.destroy_process_group()
     backends.clear()
 

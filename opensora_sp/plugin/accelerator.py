@@ -13,26 +13,14 @@ from ._colossalai import CpuAccelerator, get_accelerator, set_accelerator
 class GlooCpuAccelerator(CpuAccelerator):
     """A CPU accelerator whose stream calls do nothing; ColossalAI's raises, and ZeRO makes them."""
 
-    def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:  # noqa: N802
-        return None
+    def _no_stream(self, *args: Any, **kwargs: Any) -> None:
+        """A CPU has one stream, which is always current and never ahead of the host."""
 
-    def current_stream(self, device: Any = None) -> None:
-        return None
-
-    def default_stream(self, device: Any = None) -> None:
-        return None
-
-    def set_stream(self, stream_: Any) -> None:
-        return None
+    Stream = current_stream = default_stream = set_stream = _no_stream
+    synchronize = empty_cache = _no_stream
 
     def stream(self, stream_: Any) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def synchronize(self, device: Any = None) -> None:
-        return None
-
-    def empty_cache(self) -> None:
-        return None
 
     def current_device(self) -> torch.device:
         return torch.device("cpu")
@@ -43,8 +31,7 @@ class GlooCpuAccelerator(CpuAccelerator):
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
 
 def use_cpu_if_nothing_else() -> None:

@@ -20,8 +20,9 @@ from .accelerator import use_cpu_if_nothing_else
 def launch(
     seed: int, settings: Mapping[str, Any] | None = None, *, timeout: timedelta | None = None
 ) -> None:
-    """Initialise the process group (NCCL on CUDA, gloo on CPU) from the launcher's environment,
-    quietly.
+    """Initialise the process group from the launcher's environment, quietly.
+
+    The backend is NCCL on CUDA, gloo on CPU.
 
     Args:
         seed: of all generators in this process.
@@ -33,23 +34,28 @@ def launch(
             ``settings``; see ``opensora_sp.runtime.join_rendezvous``.
     """
     use_cpu_if_nothing_else()
-    get_dist_logger().set_level("ERROR")  # ColossalAI logs to stdout
-    if not dist.is_initialized():
-        if "WORLD_SIZE" not in os.environ:  # started by plain python: a world of one
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            alone = dict(
-                RANK="0",
-                LOCAL_RANK="0",
-                WORLD_SIZE="1",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-            )
-            os.environ.update(alone)
-        store = join_rendezvous(settings)
-        _launch(seed, timeout)
-        del store  # the process group keeps it
+    # ColossalAI logs to stdout.
+    get_dist_logger().set_level("ERROR")
+    if dist.is_initialized():
+        return
+
+    if "WORLD_SIZE" not in os.environ:
+        # Started by plain python.
+        _become_a_world_of_one()
+    # The store must live until the process group holds it.
+    store = join_rendezvous(settings)
+    _launch(seed, timeout)
+    del store
+
+
+def _become_a_world_of_one() -> None:
+    """Set the environment that a launcher would set for one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def _launch(seed: int, timeout: timedelta | None) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.agreement import check_same_model
 
@@ -31,7 +32,7 @@ from ._colossalai import (
 from .accelerator import use_cpu_if_nothing_else
 from .checkpoint_io import NamedCheckpointIO
 from .launch import current_device
-from .optimizer import NamedShards, SequenceZeroOptimizer
+from .optimizer import SequenceZeroOptimizer
 
 Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any], Any]
 
@@ -315,6 +316,7 @@ def _check_arguments(
 ) -> None:
     if stage not in (1, 2):
         raise ValueError(f"got ZeRO stage {stage}; expected 1 or 2; choose one of these")
+
     if precision not in ("fp32", "bf16", "fp16"):
         raise ValueError(
             f"got precision {precision!r}; expected 'fp32', 'bf16' or 'fp16'; choose one of these"
@@ -323,6 +325,7 @@ def _check_arguments(
         raise ValueError(
             "got precision 'fp16' on CPU; expected 'fp32' or 'bf16' there; fp16 training needs CUDA"
         )
+
     if overlap and not on_cuda:
         raise ValueError(
             "got overlap_communication=True on CPU; expected CUDA streams; leave it out"

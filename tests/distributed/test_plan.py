@@ -1,4 +1,4 @@
-"""Models without hook points, by a plan: the worked example of the docs, every option, and what is refused."""
+"""Models without hook points, by a plan: the example of the docs, every option, refusals."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from opensora_sp.models import STDiT3
 from opensora_sp.parallel import (
     CommLedger,
     SequenceMesh,
@@ -23,6 +24,7 @@ from opensora_sp.parallel import (
     register_plan,
     unwrap,
 )
+from opensora_sp.parallel.shard_plan import plan_of
 
 pytestmark = pytest.mark.core
 DOCUMENT = Path(__file__).parents[2] / "docs/custom_model.md"
@@ -86,8 +88,8 @@ class Stream(Branches):
 
 
 PLAN = ShardPlan(
-    enter="enter", spatial=("spatial.*",), temporal=("temporal.*",), leave="head", placement="branch",
-    arguments={"mask": "b t s"},
+    enter="enter", spatial=("spatial.*",), temporal=("temporal.*",), leave="head",
+    placement="branch", arguments={"mask": "b t s"},
 )  # fmt: skip
 STREAM_PLAN = replace(PLAN, enter="spatial.0", placement="stream")
 KEPT = [{}, dict(recompute_communication=True), dict(strategy="split_gather")]
@@ -293,7 +295,29 @@ def test_bad_plans_are_refused() -> None:
         (dict(tokens="b c t s"), "got tokens 'b c t s'; expected one of"),
         (dict(placement="around"), "got placement 'around'; expected 'stream' or 'branch'"),
         (dict(arguments={"mask": "b x"}), "got axes 'b x' for argument 'mask'"),
+        (dict(tokens="rows"), "expected modules of all three with tokens 'rows'"),
+        (dict(switch=("turn",)), "and none otherwise; correct the ShardPlan"),
     ]:
         with pytest.raises(ValueError) as error:
             ShardPlan(**{**dict(enter="a", spatial=(), temporal=(), leave="b"), **field})
         assert told in str(error.value)
+
+
+def test_hook_points_are_a_plan_as_well() -> None:
+    """A class without ``sharding_points`` takes part by a plan that names its hook points."""
+
+    class Renamed(STDiT3):
+        sharding_points = None
+
+    config = dict(hidden_size=8, num_heads=2, depth=1, caption_channels=5, model_max_length=4)
+    torch.manual_seed(0)
+    model = Renamed(STDiT3.Config(**config))
+    with pytest.raises(ValueError, match="got a model of class Renamed with sharding_points None"):
+        parallelize(model, SequenceMesh(1))
+
+    register_plan(Renamed, plan_of(STDiT3(model.config)))
+    inputs = dict(x=torch.randn(1, 4, 2, 4, 4), timestep=torch.ones(1), y=torch.randn(1, 1, 4, 5))
+    whole = model(**inputs)
+    parallelize(model, SequenceMesh(1))
+    shard = model(**inputs, output="shards")
+    assert torch.equal(shard.layout.slice(whole), shard.tensor)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass
-from types import TracebackType
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -17,21 +16,12 @@ Key: TypeAlias = tuple[str, str]
 _open: list[CommLedger] = []
 
 
-@dataclass(frozen=True)
-class _Count:
-    """What one rank sent of one kind in one phase."""
-
-    calls: int = 0
-    elements: int = 0
-    bytes: int = 0
-
-
 class CommLedger:
-    """A communication counter: counts collectives, and the elements and bytes sent to others, while
-    it is entered.
+    """A communication counter of collectives, and of the elements and bytes sent to other ranks.
 
-    ``calls``, ``elements`` and ``bytes`` are keyed by (kind, phase). Phases are "forward",
-    "recompute" (forward run again under gradient checkpointing) and "backward". Kinds:
+    It counts while it is entered. ``calls``, ``elements`` and ``bytes`` are keyed by (kind, phase).
+    Phases are "forward", "recompute" (forward run again under gradient checkpointing) and
+    "backward". Kinds:
 
     * "switch": tokens between the layouts
     * "heads": queries, keys, values and outputs
@@ -52,12 +42,7 @@ class CommLedger:
         _open.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _open.remove(self)
 
     def table(self, group: dist.ProcessGroup | None = None) -> str:
@@ -66,32 +51,30 @@ class CommLedger:
         Without a group, of this rank. With a group, the mean over its ranks and the busiest one;
         that is collective.
         """
-        own = {
-            key: _Count(self.calls[key], self.elements[key], self.bytes[key]) for key in self.calls
-        }
-        ranks: list[dict[Key, _Count]] = [own]
+        own = [self.calls, self.elements, self.bytes]
+        ranks = [own]
         if group is not None:
-            ranks = [{} for _ in range(dist.get_world_size(group))]
+            ranks = [[] for _ in range(dist.get_world_size(group))]
             dist.all_gather_object(ranks, own, group=group)
+        calls, elements, sent = zip(*ranks, strict=True)
 
         lines = [
             f"{'kind':8} {'phase':10} {'calls':>6} {'elements':>14} {'MB':>10} {'busiest MB':>10}"
             "  rank"
         ]
-        keys = set().union(*ranks)
+        keys: set[Key] = set().union(*calls)
         for key in sorted(keys, key=lambda key: (key[0], PHASES.index(key[1]))):
-            counts = [rank.get(key, _Count()) for rank in ranks]
-            columns = zip(*map(astuple, counts), strict=True)
-            calls, elements, sent = (sum(column) / len(ranks) for column in columns)
-
-            of_ranks = [count.bytes for count in counts]
-            most = max(of_ranks)
-            busiest = of_ranks.index(most) if group is not None else "this"
+            of_ranks = [counter[key] for counter in sent]
+            busiest = of_ranks.index(max(of_ranks)) if group is not None else "this"
             lines.append(
-                f"{key[0]:8} {key[1]:10} {calls:6g} {elements:14.0f} {sent / 1e6:10.3f} "
-                f"{most / 1e6:10.3f}  {busiest}"
+                f"{key[0]:8} {key[1]:10} {_mean(calls, key):6g} {_mean(elements, key):14.0f} "
+                f"{_mean(sent, key) / 1e6:10.3f} {max(of_ranks) / 1e6:10.3f}  {busiest}"
             )
         return "\n".join(lines)
+
+
+def _mean(counters: Sequence[Counter[Key]], key: Key) -> float:
+    return sum(counter[key] for counter in counters) / len(counters)
 
 
 def record(kind: str, *, backward: bool, elements: int, element_size: int) -> None:

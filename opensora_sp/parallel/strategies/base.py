@@ -32,7 +32,7 @@ from ..layout import (
 )
 from ..mesh import SequenceMesh
 from ..options import Options
-from ..token_layout import Grid, Rows
+from ..protocols import Grid, Rows
 from ..typed import uncompiled
 from .exchanges import Exchange
 

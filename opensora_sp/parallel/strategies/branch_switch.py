@@ -10,7 +10,7 @@ from ..batch_shape import BatchShape
 from ..layout import SPATIAL_ROWS
 from ..low_precision import bytes_per_token, low_precision_exchange
 from ..options import Options
-from ..token_layout import Rows
+from ..protocols import Rows
 from .base import BlockLayouts, GridOrShape, Local
 from .exchanges import AllToAll, Exchange
 from .one_layout import OneLayout

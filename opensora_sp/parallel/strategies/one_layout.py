@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..collectives import keep_exchanged
 from ..options import Options
-from ..token_layout import Rows
+from ..protocols import Rows
 from .base import BlockLayouts, GridOrShape, Local, Strategy
 
 

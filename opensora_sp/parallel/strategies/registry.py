@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..batch_shape import BatchShape
 from ..options import Options
-from ..token_layout import Grid
+from ..protocols import Grid
 from .base import Strategy
 from .whole_samples import WholeSamples
 

@@ -9,7 +9,7 @@ from ..batch_shape import BatchShape
 from ..collectives import exchange
 from ..layout import unit_runs
 from ..options import Options
-from ..token_layout import Rows
+from ..protocols import Rows
 from ..typed import uncompiled
 from .base import Local, axes_of
 from .exchanges import AllToAll, Exchange

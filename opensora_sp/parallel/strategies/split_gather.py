@@ -10,7 +10,7 @@ from ..batch_shape import BatchShape
 from ..collectives import gather_rows
 from ..layout import WINDOW_COLUMNS
 from ..options import Options
-from ..token_layout import Rows
+from ..protocols import Rows
 from .base import REPLICATED, BlockLayouts, GridOrShape, Local
 from .exchanges import AllGather, Exchange
 from .one_layout import OneLayout

@@ -14,7 +14,7 @@ from ..cost_model import FewUnitsCosts
 from ..layout import ExchangePlan, run_sizes
 from ..options import Options
 from ..overlap import InFlightSwitch
-from ..token_layout import Rows
+from ..protocols import Rows
 from ..typed import uncompiled
 from .base import Local, Strategy
 from .exchanges import AllToAll, Exchange

@@ -37,7 +37,7 @@ class Grid(Protocol):
 
 
 class Rows(Protocol):
-    """The rows ``[start, stop)`` of a layout, "spatial" or "temporal", of ``length`` tokens each."""
+    """Rows ``[start, stop)`` of a layout, "spatial" or "temporal", each of ``length`` tokens."""
 
     @property
     def grid(self) -> Grid: ...
