@@ -56,7 +56,10 @@ def _with_progress(buckets: list[BatchSpec]) -> Iterable[BatchSpec]:
     from tqdm import tqdm
 
     # disable=None: no bar where stderr is no terminal
-    return tqdm(buckets, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True)
+    bar: Iterable[BatchSpec] = tqdm(
+        buckets, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
+    )
+    return bar
 
 
 def table(plan: Plan) -> str:

@@ -178,7 +178,8 @@ def _bytes(node: Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    return math.prod(map(_number, value.shape)) * value.dtype.itemsize
+    count: int = math.prod(map(_number, value.shape))
+    return count * value.dtype.itemsize
 
 
 def _packet(node: Node) -> Any:
