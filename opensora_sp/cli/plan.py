@@ -56,10 +56,10 @@ def _with_progress(buckets: list[BatchSpec]) -> Iterable[BatchSpec]:
     from tqdm import tqdm
 
     # disable=None: no bar where stderr is no terminal
-    shown: Iterable[BatchSpec] = tqdm(
+    bar: Iterable[BatchSpec] = tqdm(
         buckets, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
     )
-    return shown
+    return bar
 
 
 def table(plan: Plan) -> str:

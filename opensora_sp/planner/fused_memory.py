@@ -178,8 +178,8 @@ def _bytes(node: Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    sizes: list[int] = [_number(size) for size in value.shape]
-    return math.prod(sizes) * value.dtype.itemsize
+    count: int = math.prod(map(_number, value.shape))
+    return count * value.dtype.itemsize
 
 
 def _packet(node: Node) -> Any:

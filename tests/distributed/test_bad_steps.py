@@ -162,8 +162,8 @@ def one_case(name: str, config: Path, root: Path) -> str:
 
 
 def all_cases(config: Path, root: Path) -> dict[str, str]:
-    told = in_worlds(one_case, [(2, (name, config, root)) for name in CASES], TRAINING)
-    return dict(zip(CASES, told, strict=True))
+    reported = in_worlds(one_case, [(2, (name, config, root)) for name in CASES], TRAINING)
+    return dict(zip(CASES, reported, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +181,8 @@ def digests(run_dir: Path, step: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -> None:
-    root, told = outcomes
-    assert all(of_rank[f"stage {stage}"] == "finished" for of_rank in told for stage in (1, 2))
+    root, reported = outcomes
+    assert all(of_rank[f"stage {stage}"] == "finished" for of_rank in reported for stage in (1, 2))
     for stage in (1, 2):
         run_dir = root / f"stage {stage}"
         seen = {step: digests(run_dir, step) for step in range(1, 6)}
@@ -201,8 +201,8 @@ def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -
 
 @pytest.mark.slow
 def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(outcomes: Any) -> None:
-    root, told = outcomes
-    for of_rank in told:
+    root, reported = outcomes
+    for of_rank in reported:
         assert (
             "got no finite loss and gradient in 3 steps in a row, up to step 4 (max_bad_steps)"
             in of_rank["ended"]
@@ -211,11 +211,11 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(outcom
     assert digests(root / "ended", 3) == digests(root / "ended", 1)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_told_on_all_ranks(
+def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_reported_on_all_ranks(
     outcomes: Any,
 ) -> None:
-    root, told = outcomes
-    for of_rank in told:
+    root, reported = outcomes
+    for of_rank in reported:
         for text in (of_rank["full"], of_rank["full in the background"]):
             assert text.startswith("ValueError: got 'No space left on device' while writing")
             assert "expected free space" in text and "free some space" in text
@@ -230,8 +230,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_told_on_all_ranks
 def test_a_wish_to_stop_is_granted_after_the_step_with_the_exit_code_asked_for(
     outcomes: Any,
 ) -> None:
-    root, told = outcomes
-    for of_rank in told:
+    root, reported = outcomes
+    for of_rank in reported:
         assert (of_rank["stopped"], of_rank["stopped with a code"]) == (
             "finished",
             "SystemExit: 143",
@@ -247,10 +247,10 @@ def test_a_wish_to_stop_is_granted_after_the_step_with_the_exit_code_asked_for(
 
 def test_a_parameter_that_differs_is_named_with_its_rank(outcomes: Any) -> None:
     for of_rank in outcomes[1]:
-        told = of_rank["diverging"]
+        reported = of_rank["diverging"]
         assert (
-            "got another weight 'final_layer.linear.bias' on ranks [1]" in told
-            and "in step 4" in told
+            "got another weight 'final_layer.linear.bias' on ranks [1]" in reported
+            and "in step 4" in reported
         )
 
 
@@ -262,8 +262,8 @@ def test_a_small_disk(config: Path, tmp_path: Path) -> None:
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted")
     try:
-        told = run_ranks(2, train_once, config, disk / "run", "max_steps=4")
-        assert told[0] == told[1] and told[0].startswith(
+        reported = run_ranks(2, train_once, config, disk / "run", "max_steps=4")
+        assert reported[0] == reported[1] and reported[0].startswith(
             "ValueError: got 'No space left on device' while writing"
         )
         whole = committed_checkpoints(disk / "run")

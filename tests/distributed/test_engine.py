@@ -43,14 +43,14 @@ def operators(model: torch.nn.Module, case: Case) -> Counter[str]:
 def test_one_rank_runs_the_operators_of_the_bare_model(case: Case) -> None:
     bare = operators(make_model(case), case)
     mesh = SequenceMesh(1)
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         for options in (
             {},
             dict(overlap_chunks=4, overlap_backward=True),
             dict(strategy="ulysses"),
         ):
             assert operators(parallelize(make_model(case), mesh, **options), case) == bare
-    assert not ledger.calls
+    assert not counter.calls
 
 
 def refused_everywhere() -> list[str]:
@@ -59,7 +59,7 @@ def refused_everywhere() -> list[str]:
     case = Case((1, 5, 7, 9))
     model, rank = parallelize(make_model(case), mesh), mesh.sp_rank
     model(**make_inputs(case))  # all ranks have seen this shape
-    told = []
+    reported = []
     other = make_inputs(
         Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9))
     )  # for rank 0 not even a new one
@@ -71,29 +71,29 @@ def refused_everywhere() -> list[str]:
     typed = {**make_inputs(case), "x": x.float() if rank else x}
     for inputs in (other, mixed, longer, listed, encoded, typed):
         with (
-            CommLedger() as ledger,
+            CommLedger() as counter,
             pytest.raises(ValueError, match="got different inputs on the ranks") as error,
         ):
             model(**inputs)
-        assert set(ledger.calls) == {("check", "forward")}
-        told.append(str(error.value))
+        assert set(counter.calls) == {("check", "forward")}
+        reported.append(str(error.value))
     model(**make_inputs(case))
     shared_otherwise = parallelize(make_model(case), mesh, strategy="ulysses" if rank else "switch")
     with pytest.raises(
         ValueError, match="got different options .*: strategy is 'switch' on rank 0, 'ulysses'"
     ):
         shared_otherwise(**make_inputs(case))
-    return told + other_modes(model, case, rank)
+    return reported + other_modes(model, case, rank)
 
 
 def other_modes(model: torch.nn.Module, case: Case, rank: int) -> list[str]:
     """Errors of ranks that compute in other modes."""
-    told = []
+    reported = []
     for name, value in (("train", rank == 0), ("set_grad_checkpoint", rank == 0)):
         getattr(model, name)(value)
         with pytest.raises(ValueError, match="got different modes on the ranks") as error:
             model(**make_inputs(case))
-        told.append(str(error.value))
+        reported.append(str(error.value))
         getattr(model, name)(name == "train")
     with (
         torch.set_grad_enabled(rank == 0),
@@ -101,16 +101,16 @@ def other_modes(model: torch.nn.Module, case: Case, rank: int) -> list[str]:
     ):
         model(**make_inputs(case))
     model(**make_inputs(case))
-    return [*told, str(error.value)]
+    return [*reported, str(error.value)]
 
 
 def counted() -> tuple[str, str]:
     mesh = SequenceMesh(dist.get_world_size())
     case = replace(PLAIN[0], size=(1, 5, 7, 9), checkpoint=True)
     model = parallelize(make_model(case), mesh, strategy="ulysses")
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         model(**make_inputs(case)).sum().backward()
-    return ledger.table(), ledger.table(mesh.sp_group)
+    return counter.table(), counter.table(mesh.sp_group)
 
 
 def mixed_layouts() -> None:
@@ -139,12 +139,12 @@ def held_after_backward() -> None:
         model, inputs = parallelize(make_model(case), mesh, **options), make_inputs(case)
         with torch.no_grad():
             model(**inputs)  # plans are made once, and stay
-        with CommLedger() as ledger, LivePeak() as seen:
+        with CommLedger() as counter, LivePeak() as seen:
             loss = model(**inputs).sum()
             loss.backward()
             for leaf in (*model.parameters(), inputs["x"], inputs["y"]):
                 leaf.grad = None
-        live[str(options)], calls[str(options)] = seen.live, ledger.calls["switch", "forward"]
+        live[str(options)], calls[str(options)] = seen.live, counter.calls["switch", "forward"]
     assert len(set(live.values())) == 1, live
     switches = 2 * DEPTH - 1  # 8 x 128 tokens on 2 ranks are two chunks of 256, not four
     assert list(calls.values()) == [switches, switches, 2 * switches], calls
@@ -248,30 +248,30 @@ def test_errors_and_counts_on_ranks() -> None:
         second_derivatives,
         verified,
     )
-    (told, *_), (told_elsewhere, *_) = results
-    assert told == told_elsewhere
+    (reported, *_), (reported_elsewhere, *_) = results
+    assert reported == reported_elsewhere
     assert (
         ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 4, 7, 9] float64 on rank 1; expected"
-        in told[0]
+        in reported[0]
     )
-    assert ": output is 'shards' on rank 0, 'full' on rank 1; expected the same batch" in told[1]
+    assert ": output is 'shards' on rank 0, 'full' on rank 1; expected the same batch" in reported[1]
     assert (
-        ": y is [1, 1, 6, 5] float64 on rank 0, [1, 1, 5, 5]" in told[2]
-        and ": fps[0] is [1] float32" in told[3]
+        ": y is [1, 1, 6, 5] float64 on rank 0, [1, 1, 5, 5]" in reported[2]
+        and ": fps[0] is [1] float32" in reported[3]
     )
     assert (
         ": y is Text of 1 captions, 12 channels float64, keys of 4 blocks on rank 0, Text of 2 c"
-        in told[4]
+        in reported[4]
     )
     assert (
         ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 5, 7, 9] float32 on rank 1; expected"
-        in told[5]
+        in reported[5]
     )
     assert (
-        ": train() or eval() is train on rank 0, eval on rank 1; expected the same modes" in told[6]
+        ": train() or eval() is train on rank 0, eval on rank 1; expected the same modes" in reported[6]
     )
-    assert ": gradient checkpointing is on on rank 0, off on rank 1" in told[7]
-    assert ": gradient mode is on on rank 0, off on rank 1" in told[8]
+    assert ": gradient checkpointing is on on rank 0, off on rank 1" in reported[7]
+    assert ": gradient mode is on on rank 0, off on rank 1" in reported[8]
     tokens, positions = zip(*(result[3] for result in results), strict=True)
     assert (
         sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
@@ -285,7 +285,7 @@ def test_errors_and_counts_on_ranks() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    for options, told in [
+    for options, reported in [
         (
             dict(strategy="ring"),
             "got strategy 'ring'; expected one of ('switch', 'ulysses', 'split_gather')",
@@ -302,7 +302,7 @@ def test_bad_options_are_refused() -> None:
     ]:
         with pytest.raises(ValueError) as error:
             Options(**options)
-        assert told in str(error.value)
+        assert reported in str(error.value)
         model = make_model(PLAIN[0])
         with pytest.raises(ValueError, match="; "):
             parallelize(model, SequenceMesh(1), **options)

@@ -135,9 +135,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     toys = write_toy_set(folder / "toys set", 14, broken=(4, 9))
     (folder / "toys.py").write_text(TRAIN.format(manifest=str(toys)))
-    told = run_ranks(4, make_and_train, folder, timeout=900)
+    reported = run_ranks(4, make_and_train, folder, timeout=900)
     (folder / "encoded.json").write_text(
-        json.dumps([[of_rank[case] for of_rank in told] for case in range(4)])
+        json.dumps([[of_rank[case] for of_rank in reported] for case in range(4)])
     )
     return folder
 
@@ -226,11 +226,11 @@ def test_a_cache_of_something_else_is_refused_by_name(
 ) -> None:
     lines = (folder / "clips.jsonl").read_text().replace('"clip 7"', '"another caption"')
     (folder / "other.jsonl").write_text(lines)
-    told = [option.format(folder=folder) for option in [*CACHED, *KEPT, *options]]
+    reported = [option.format(folder=folder) for option in [*CACHED, *KEPT, *options]]
     with pytest.raises(ValueError, match=message):
-        cfg = load_train_config(folder / "mixed.py", told)
+        cfg = load_train_config(folder / "mixed.py", reported)
         preflight(cfg, None)
-    preflight(load_train_config(folder / "mixed.py", told[: -len(options)]), None)
+    preflight(load_train_config(folder / "mixed.py", reported[: -len(options)]), None)
 
 
 def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
@@ -293,7 +293,7 @@ def test_halving_the_bytes_loses_nothing() -> None:
         )
 
 
-def test_weights_are_told_apart_without_loading_them(tmp_path: Path) -> None:
+def test_weights_are_reported_apart_without_loading_them(tmp_path: Path) -> None:
     assert weights_digest(str(tmp_path / "nowhere")) is None
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "model.safetensors").write_bytes(b"weights" * 1000)

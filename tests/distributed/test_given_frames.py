@@ -129,7 +129,7 @@ def test_what_cannot_be_given_is_refused(
         return f'a cat{{"reference_path": "{image}", "mask_strategy": "{text}"}}'
 
     cfg = load_inference_config(trained / "sample.py", values={"ckpt": str(trained)})
-    for text, told in [
+    for text, reported in [
         (
             'a cat{"reference_path": "missing.png"}',
             "got reference 'missing.png', which is not a file",
@@ -152,7 +152,7 @@ def test_what_cannot_be_given_is_refused(
     ]:
         with pytest.raises(ValueError) as error:
             preflight(cfg.model_copy(update={"prompts": [text]}))
-        assert told in str(error.value)
+        assert reported in str(error.value)
     looped = cfg.model_copy(update={"prompts": ["a cat"], "loop": 2, "condition_frame_length": 5})
     with pytest.raises(ValueError, match="expected fewer than the 5 latent frames of a part"):
         preflight(looped)

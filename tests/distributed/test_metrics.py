@@ -147,13 +147,13 @@ def a_step(options: dict, timer: CommTimer | None) -> tuple[dict, dict]:
     inputs = {
         k: torch.cat([v, v[:1]]) for k, v in inputs.items()
     }  # three clips, which two ranks cannot share whole
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         if timer is None:
             model(**inputs).square().mean().backward()
         else:
             with timer:
                 model(**inputs).square().mean().backward()
-    return dict(ledger.calls), {
+    return dict(counter.calls), {
         name: p.grad for name, p in model.named_parameters() if p.grad is not None
     }
 
@@ -184,7 +184,7 @@ def test_time_in_communication_is_waiting_for_others_and_measuring_it_changes_no
 
 
 class StandIn:
-    """In the place of the package wandb: keeps what it is told in a file."""
+    """In the place of the package wandb: keeps what it is reported in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -278,8 +278,8 @@ def test_all_places_hold_the_same_numbers(trained: Path) -> None:
         assert found == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines], (
             name
         )
-    told = [line for line in read_lines(trained.parent / "wandb.jsonl") if "log" in line]
-    assert [line["log"] for line in told[:6]] == lines
+    reported = [line for line in read_lines(trained.parent / "wandb.jsonl") if "log" in line]
+    assert [line["log"] for line in reported[:6]] == lines
     text = (trained / "train.log").read_text()
     for line in lines:
         assert log_line(line["step"], 2 if line["step"] <= 2 else 6, line, 0.001) in text
@@ -308,15 +308,15 @@ def test_a_line_says_what_is_known() -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_stays_one_wandb_run(trained: Path) -> None:
-    told = read_lines(trained.parent / "wandb.jsonl")
-    first, second, other, _ = (line["init"] for line in told if "init" in line)
+    reported = read_lines(trained.parent / "wandb.jsonl")
+    first, second, other, _ = (line["init"] for line in reported if "init" in line)
     assert (
         first == second
         and first["resume"] == "allow"
         and first["name"] == "run"
         and other["id"] != first["id"]
     )
-    assert {"axis": "step"} in told and sum("finish" in line for line in told) == 4
+    assert {"axis": "step"} in reported and sum("finish" in line for line in reported) == 4
 
 
 def regions(path: Path) -> Counter[str]:
@@ -357,7 +357,7 @@ def test_steps_that_are_none(text: str) -> None:
         Steps.parse(text)
 
 
-def test_what_cannot_be_traced_or_reported_is_told_before_the_work(
+def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained.parent / "config.py"

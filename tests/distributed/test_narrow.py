@@ -42,28 +42,28 @@ def gradients_sent_as(
     parallelize(model, SequenceMesh(dist.get_world_size()), placement="branch", comm_dtype=dtype)
     x, target = (torch.randn(1, 4, 6, 8, 9, generator=generator) for _ in range(2))
     y = torch.randn(1, 1, 6, 8, generator=generator)
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         (model(x, torch.tensor([300.0]), y)[:, :4] - target).square().mean().backward()
     found = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             dist.all_reduce(p.grad)
             found[name] = p.grad / dist.get_world_size()
-    return found, ledger
+    return found, counter
 
 
 def compare() -> list[tuple[str, float, float]]:
     exact, plain = gradients_sent_as(None, checkpoint=True)
     results = []
     for dtype, (bound, saved) in BOUNDS.items():
-        found, ledger = gradients_sent_as(dtype, checkpoint=True)
+        found, counter = gradients_sent_as(dtype, checkpoint=True)
         errors = {name: ((found[name] - g).norm() / g.norm()).item() for name, g in exact.items()}
         worst = max(errors, key=errors.get)
         sent = [
             sum(n for (kind, _), n in one.bytes.items() if kind == "branch")
-            for one in (plain, ledger)
+            for one in (plain, counter)
         ]
-        assert not ledger.calls["branch", "recompute"]
+        assert not counter.calls["branch", "recompute"]
         assert 0 < errors[worst] <= bound, f"{dtype}: {worst} is off by {errors[worst]:.4f}"
         assert sent[0] >= saved * sent[1], (dtype, sent)
         results.append((dtype, errors[worst], sent[0] / sent[1]))

@@ -68,7 +68,7 @@ def test_training_configs_load_as_they_are(tmp_path: Path) -> None:
     assert third.dataset.manifest == "x.csv" and third.vae["micro_frame_size"] == 17
 
 
-def test_what_is_missing_is_still_told(tmp_path: Path) -> None:
+def test_what_is_missing_is_still_reported(tmp_path: Path) -> None:
     write(tmp_path, v12=V1_2)
     with pytest.raises(ValueError, match=r"with manifest None and path None; expected a manifest"):
         load_train_config(tmp_path / "v12.py")

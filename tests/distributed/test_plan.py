@@ -154,14 +154,14 @@ def planned_models() -> None:
     assert len(blocks) == 3
     for block in blocks:
         exec(block, space)
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         compare(
             space["MyDiT"]().double(),
             mesh,
             torch.randn(3, 4, 5, 3, 3).double(),
             torch.rand(3, 5).double(),
         )
-    assert ledger.calls["switch", "backward"]
+    assert counter.calls["switch", "backward"]
     checkpointed(space["MyDiT"], mesh)
 
 
@@ -209,11 +209,11 @@ def recomputed() -> None:
         gradients = []
         for expected in (first, later, later):
             model.zero_grad()
-            with CommLedger() as ledger:
+            with CommLedger() as counter:
                 loss = model(x).square().sum()
                 loss.backward(retain_graph=True)
-            assert ledger.calls["branch", "forward"] == 4
-            assert ledger.calls["branch", "recompute"] == expected, ledger.calls
+            assert counter.calls["branch", "forward"] == 4
+            assert counter.calls["branch", "recompute"] == expected, counter.calls
             gradients.append([p.grad.clone() for p in model.parameters()])
 
         # What was kept is used up, so a second pass through the same graph receives it again.
@@ -291,7 +291,7 @@ def test_a_model_without_points_gives_the_one_process_result(num_ranks: int) -> 
 
 
 def test_bad_plans_are_refused() -> None:
-    for field, told in [
+    for field, reported in [
         (dict(tokens="b c t s"), "got tokens 'b c t s'; expected one of"),
         (dict(placement="around"), "got placement 'around'; expected 'stream' or 'branch'"),
         (dict(arguments={"mask": "b x"}), "got axes 'b x' for argument 'mask'"),
@@ -300,7 +300,7 @@ def test_bad_plans_are_refused() -> None:
     ]:
         with pytest.raises(ValueError) as error:
             ShardPlan(**{**dict(enter="a", spatial=(), temporal=(), leave="b"), **field})
-        assert told in str(error.value)
+        assert reported in str(error.value)
 
 
 def test_hook_points_are_a_plan_as_well() -> None:

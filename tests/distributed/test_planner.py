@@ -1,4 +1,6 @@
-"""The planner: bytes as the ledger counts them, memory as the tracker measures it, warnings, advice, the command."""
+"""The planner: bytes as the communication counter counts them, memory as ``LivePeak`` measures it,
+warnings, advice, the command.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ TINY = dict(
 )
 FAST_LINKS = CostModel(flops=400e12, bandwidth=80e12, latency=5.9e-6)
 WINDOWS = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, num_heads=2)
-STEPS = [  # (B, T, side of the latent), options (of the model in "model"), ranks, dtype, checkpointing
+# (B, T, side of the latent), options (of the model in "model"), ranks, dtype, checkpointing
+STEPS = [
     ((1, 5, 6), {}, 4, torch.float32, False),
     ((3, 3, 4), {}, 2, torch.bfloat16, True),
     ((4, 2, 4), {}, 4, torch.float32, True),
@@ -87,7 +90,10 @@ STEPS = [  # (B, T, side of the latent), options (of the model in "model"), rank
 
 
 def of_model(options: dict) -> tuple[dict, dict]:
-    """Options of the model, and of sequence parallelism: fast links, so that small models, too, split heads."""
+    """Options of the model, and of sequence parallelism.
+
+    Links are fast, so that small models, too, split heads.
+    """
     parallel = {"cost_model": FAST_LINKS, **options}
     return {**TINY, **parallel.pop("model", {})}, parallel
 
@@ -101,17 +107,17 @@ def counted_steps() -> list[dict[str, int]]:
         model.set_grad_checkpoint(checkpointing)
         parallelize(model, meshes[ranks], **how)
         x = torch.randn(B, 2, T, side, side)
-        with CommLedger() as ledger:
+        with CommLedger() as counter:
             shard = model(x, torch.rand(B), torch.randn(B, 1, 4, 5), output="shards")
             rank_loss(velocity_loss(shard, x), global_samples=B, world_size=ranks).backward()
         sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
-        for (kind, phase), count in ledger.bytes.items():
+        for (kind, phase), count in counter.bytes.items():
             sent[phase] += count if kind != "check" else 0
         found.append(sent)
     return found
 
 
-def test_bytes_are_those_that_the_ledger_counts() -> None:
+def test_bytes_are_those_that_the_counter_counts() -> None:
     counted = run_ranks(4, counted_steps)
     strategies = set()
     for i, ((B, T, side), options_of_case, ranks, dtype, checkpointing) in enumerate(STEPS):
@@ -179,7 +185,7 @@ def measured_peaks(configs: list[TrainConfig]) -> list[int]:
 
 
 def measured_peak(cfg: TrainConfig) -> int:
-    """Live bytes at the peak of two training steps, built and run as ``training/trainer.py`` does."""
+    """Live bytes at the peak of two training steps, run as ``training/trainer.py`` does."""
     from opensora_sp.data import Clip
     from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
     from opensora_sp.features.batch import BatchMaker
@@ -247,7 +253,7 @@ def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
     assert not wrong, "\n".join(lines)
 
 
-# --- what is told
+# --- reports and messages
 
 SMALL = """
 num_frames = 5
@@ -267,7 +273,7 @@ def small(tmp_path: Path) -> str:
     return str(tmp_path / "small.py")
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     main(["plan", *arguments])
     return capsys.readouterr().out
 
@@ -279,15 +285,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_ranks_without_units_are_told(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(capsys, small, "--gpus", "8", "--cfg-options", "sp_size=8", "num_frames=1")
+def test_ranks_without_units_are_reported(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, small, "--gpus", "8", "--cfg-options", "sp_size=8", "num_frames=1")
     flat = " ".join(out.split())
     assert "split heads: B*T=1 frames are fewer than 8 ranks" in flat
     assert (
         "warning heads of frames (B*T*H) are 2, fewer than the 8 ranks: 6 of these hold no unit and wait (rank"
         in flat
     )
-    assert "warning" not in told(
+    assert "warning" not in printed(
         capsys, small, "--gpus", "8", "--cfg-options", "sp_size=2", "batch_size=3"
     )
 
@@ -344,7 +350,7 @@ def test_verify_is_left_to_the_run(small: str) -> None:
     assert plan(cfg, 4).buckets == plan(load_train_config(small), 4).buckets
 
 
-def test_memory_that_does_not_fit_is_told(small: str) -> None:
+def test_memory_that_does_not_fit_is_reported(small: str) -> None:
     cfg = load_train_config(small, ["num_frames=64"])
     memory = plan(cfg, 4).buckets[0].memory
     assert memory.checkpointed.total < memory.plain.total == memory.configured.total
@@ -364,7 +370,7 @@ def test_table_and_json_hold_the_same_numbers(
     small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (small, "--gpus", "8", "--gpus-per-node", "4", "--memory-gb", "80")
-    table, found = told(capsys, *arguments), json.loads(told(capsys, *arguments, "--json"))
+    table, found = printed(capsys, *arguments), json.loads(printed(capsys, *arguments, "--json"))
     (bucket,) = found["buckets"]
     assert max(map(len, table.splitlines())) <= 100
     assert (found["dp_size"], found["sp_size"], found["spans_nodes"]) == (2, 4, False)
@@ -386,7 +392,7 @@ def test_table_and_json_hold_the_same_numbers(
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ONE_SHAPE, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_shipped_configs_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(capsys, str(config), "--gpus", "8")
+    out = printed(capsys, str(config), "--gpus", "8")
     assert "tokens" in out and max(map(len, out.splitlines())) <= 100
 
 
@@ -411,7 +417,7 @@ def test_shipped_configs_plan(config: Path, capsys: pytest.CaptureFixture[str]) 
         (["--gpus", "8", "--cfg-options", "num_framse=3"], "did you mean 'num_frames'?"),
     ],
 )
-def test_bad_input_is_told_in_a_sentence(
+def test_bad_input_is_refused_in_a_sentence(
     small: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert message in refused(capsys, small, *arguments)

@@ -267,7 +267,7 @@ def record_crops(into: dict[int, dict]) -> None:
     preflight.make_dataset, SharedClips.take = recorded_make, recorded_take
 
 
-def ledger(
+def sample_log(
     config: Path,
     root: Path,
     layout: tuple[int, int],
@@ -299,7 +299,7 @@ def ledger(
 
     interrupted.original = recorded.original
     BatchMaker.make = interrupted
-    outputs = root / f"ledger {layout} {workers} {len(cuts)}"
+    outputs = root / f"sample_log {layout} {workers} {len(cuts)}"
     try:
         train_once(
             config,
@@ -317,28 +317,28 @@ def ledger(
     return rows
 
 
-Ledgers = list[tuple[tuple[int, int], int, tuple[int, ...]]]  # layout, workers, cuts
-EACH_ONCE: Ledgers = [((1, 1), 2, ()), ((2, 2), 0, (1,)), ((2, 2), 2, (0, 1, 3))]
-LEDGERS: Ledgers = list(product([(1, 1), (2, 2)], [0, 2], [(), (1,), (0, 1, 3)]))
+SampleLogs = list[tuple[tuple[int, int], int, tuple[int, ...]]]  # layout, workers, cuts
+EACH_ONCE: SampleLogs = [((1, 1), 2, ()), ((2, 2), 0, (1,)), ((2, 2), 2, (0, 1, 3))]
+SAMPLE_LOGS: SampleLogs = list(product([(1, 1), (2, 2)], [0, 2], [(), (1,), (0, 1, 3)]))
 
 
-def all_ledgers(config: Path, root: Path, ledgers: Ledgers) -> list:
+def all_sample_logs(config: Path, root: Path, sample_logs: SampleLogs) -> list:
     cases = []
-    for layout, workers, cuts in ledgers:
+    for layout, workers, cuts in sample_logs:
         for attempt in range(len(cuts) + 1):
             arguments = (config, root, layout, workers, cuts, attempt)
             cases.append((layout[0] * layout[1], arguments))
 
-    found = iter(in_worlds(ledger, cases, TRAINING))
-    return [[next(found) for _ in range(len(cuts) + 1)] for _, _, cuts in ledgers]
+    found = iter(in_worlds(sample_log, cases, TRAINING))
+    return [[next(found) for _ in range(len(cuts) + 1)] for _, _, cuts in sample_logs]
 
 
 @pytest.mark.slow
 @sample_or_grid
-def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path, grid: bool) -> None:
+def test_the_sample_log_of_two_epochs(config: Path, tmp_path: Path, grid: bool) -> None:
     """No duplicate, no omission, peers equal, replicas different, whatever interrupts and whoever reads."""
-    chosen = LEDGERS if grid else EACH_ONCE
-    of_ranks = run_ranks(4, all_ledgers, config, tmp_path, chosen, timeout=900)
+    chosen = SAMPLE_LOGS if grid else EACH_ONCE
+    of_ranks = run_ranks(4, all_sample_logs, config, tmp_path, chosen, timeout=900)
     reference = {m: drawn for attempt in of_ranks[0][0] for m, drawn, _ in attempt}
     crops = {m: cut for attempt in of_ranks[0][0] for m, _, cut in attempt}
     assert (
@@ -349,17 +349,17 @@ def test_the_ledger_of_two_epochs(config: Path, tmp_path: Path, grid: bool) -> N
         assert sorted(i for m in micro_batches for i in reference[m][0]) == list(range(CLIPS))
     assert len({digest for _, _, digest in reference.values()}) == len(reference) == 8
     for case, (layout, _, _) in enumerate(chosen):
-        ledgers = [
+        sample_logs = [
             [row for attempt in of_rank[case] for row in attempt or ()] for of_rank in of_ranks
         ]
         for rank in range(layout[0] * layout[1]):
-            first = ledgers[rank - rank % layout[1]]  # the peers' of its replica
-            assert [row[:2] for row in ledgers[rank]] == [row[:2] for row in first]
+            first = sample_logs[rank - rank % layout[1]]  # the peers' of its replica
+            assert [row[:2] for row in sample_logs[rank]] == [row[:2] for row in first]
         of_replicas = [
-            row[:2] for ledger in ledgers[: layout[0] * layout[1] : layout[1]] for row in ledger
+            row[:2] for sample_log in sample_logs[: layout[0] * layout[1] : layout[1]] for row in sample_log
         ]
         assert len(of_replicas) == 8 and dict(of_replicas) == reference, chosen[case]
-        cuts = [(m, item) for ledger in ledgers for m, _, cut in ledger for item in cut.items()]
+        cuts = [(m, item) for sample_log in sample_logs for m, _, cut in sample_log for item in cut.items()]
         assert sorted(cuts) == sorted(
             (m, item) for m, cut in crops.items() for item in cut.items()
         ), chosen[case]

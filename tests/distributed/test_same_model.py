@@ -62,25 +62,25 @@ def inputs() -> dict[str, Tensor]:
 def error_of(model: Any, **kwargs: Any) -> str:
     """The message of a model's first call, which sends nothing but the comparison."""
     with (
-        CommLedger() as ledger,
+        CommLedger() as counter,
         pytest.raises(ValueError, match="got different models on the ranks") as error,
     ):
         model(**kwargs)
-    assert set(ledger.calls) == {("check", "forward")}
+    assert set(counter.calls) == {("check", "forward")}
     return str(error.value)
 
 
 def refused() -> dict[tuple[str, int, bool], str]:
     mesh = SequenceMesh(dist.get_world_size())
-    told = {}
+    reported = {}
     for name, (build_other, _) in OTHERS.items():
         for odd in (0, mesh.sp_size - 1):
             for verify in (False, True):
                 model = build_other() if mesh.sp_rank == odd else make_model()
                 parallelize(model, mesh, verify=verify)
-                told[name, odd, verify] = error_of(model, **inputs())
+                reported[name, odd, verify] = error_of(model, **inputs())
     parallelize(make_model(), mesh)(**inputs())  # the group can still be used
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -102,16 +102,16 @@ def refrozen() -> list[str]:
     """A model that one rank freezes, or thaws, in the middle of a training."""
     mesh = SequenceMesh(dist.get_world_size())
     model, odd = parallelize(make_model(), mesh), mesh.sp_size - 1
-    told = []
+    reported = []
     model(**inputs())
     for trainable in (False, True):
         weight = model.spatial_blocks[0].mlp.fc1.weight
         if mesh.sp_rank == odd:
             weight.requires_grad_(trainable)
-        told.append(error_of(model, **inputs()))
+        reported.append(error_of(model, **inputs()))
         weight.requires_grad_(trainable)
         model(**inputs())
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("world", [2, 3])

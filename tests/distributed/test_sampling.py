@@ -52,9 +52,9 @@ def sample_latents(folder: Path) -> Found:
         assert cfg.scheduler["cfg_scale"] == 4
         pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
         request = [replace(requests_of(cfg, PROMPTS[:1])[0], place=5)]
-        with CommLedger() as ledger:
+        with CommLedger() as counter:
             first = pipeline.latents(request)
-        sent = ledger.elements["switch", "forward"] + ledger.elements["heads", "forward"]
+        sent = counter.elements["switch", "forward"] + counter.elements["heads", "forward"]
         found[precision, num_frames] = (first, pipeline.latents(request), sent)
     return found
 

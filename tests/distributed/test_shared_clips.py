@@ -249,7 +249,7 @@ def shared(
     assert not alone.latents.isnan().any()
     wanted = gradients(model, maker, ids, alone, 1, False)
     parallelize(model, mesh, **options)
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         features, source, dataset = features_of(mesh, model)
     found = gradients(model, maker, ids, features, mesh.sp_size, True)
     for tensor in found:
@@ -268,11 +268,11 @@ def shared(
     assert torch.equal(features.y[held], alone.y[held]) and torch.equal(
         features.mask[held], alone.mask[held]
     )
-    sent = ledger.bytes["data", "forward"]
+    sent = counter.bytes["data", "forward"]
     return dict(
         read=dataset.frames, encoded=source.frames, captions=source.captions, sent=sent, needed=int(here[:, 0].sum()),
-        held=int(held.sum()), calls=ledger.calls["data", "forward"], pieces=len(source.pieces(shape)),
-        agreed=ledger.bytes["clips", "forward"],
+        held=int(held.sum()), calls=counter.calls["data", "forward"], pieces=len(source.pieces(shape)),
+        agreed=counter.bytes["clips", "forward"],
     )  # fmt: skip
 
 
@@ -312,26 +312,26 @@ def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
     of_ranks = run_ranks(4, share_in_worlds, timeout=300)
     for place, world in enumerate(WORLDS):
         for number, (name, encoder, ids, options, shape) in enumerate(CASES):
-            told = [of_rank[place][number] for of_rank in of_ranks[:world]]
+            reported = [of_rank[place][number] for of_rank in of_ranks[:world]]
             case = (world, name, encoder, ids, options)
-            total, pieces = len(ids) * shape.num_frames, len(ids) * told[0]["pieces"]
+            total, pieces = len(ids) * shape.num_frames, len(ids) * reported[0]["pieces"]
             per_piece = {"frames": 1, "chunks": ChunkVAE.chunk, "clips": shape.num_frames}[encoder]
-            assert [one["read"] for one in told] == [one["encoded"] for one in told], case
-            assert sum(one["read"] for one in told) == total, case  # every frame once
-            assert max(one["read"] for one in told) <= -(-pieces // world) * per_piece, case
-            assert sum(one["captions"] for one in told) == len(ids), case
-            assert {one["calls"] for one in told} == {int(world > 1)}, case
+            assert [one["read"] for one in reported] == [one["encoded"] for one in reported], case
+            assert sum(one["read"] for one in reported) == total, case  # every frame once
+            assert max(one["read"] for one in reported) <= -(-pieces // world) * per_piece, case
+            assert sum(one["captions"] for one in reported) == len(ids), case
+            assert {one["calls"] for one in reported} == {int(world > 1)}, case
             # Numbers that travel: latents that a rank needs and has not made, and captions likewise.
             latents, captions = (
-                sum(one["needed"] for one in told) * 3,
-                sum(one["held"] for one in told) * WORDS * 8,
+                sum(one["needed"] for one in reported) * 3,
+                sum(one["held"] for one in reported) * WORDS * 8,
             )
-            assert {one["agreed"] for one in told} == {2 * 8 * len(ids) * int(world > 1)}, case
-            assert sum(one["sent"] for one in told) <= 4 * (latents + captions), case
+            assert {one["agreed"] for one in reported} == {2 * 8 * len(ids) * int(world > 1)}, case
+            assert sum(one["sent"] for one in reported) <= 4 * (latents + captions), case
             if (
                 world > 1 and len(ids) % world == 0 and not options
             ):  # whole samples, made where they are needed
-                assert sum(one["sent"] for one in told) == 0, case
+                assert sum(one["sent"] for one in reported) == 0, case
 
 
 def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
@@ -349,12 +349,12 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
 
     clips = clips_of(Drawn(lambda sample: rank == 1 and sample.clip % 2 == 1), 0.25)
     for _ in range(2):  # the same clips are broken in the next epoch too
-        with CommLedger() as ledger:
+        with CommLedger() as counter:
             ids, features = clips.take(
                 batch, [clips.dataset[sample] for sample in clips.samples(batch)]
             )
         replaced = clips.corrupt.report(CPU)
-    assert ledger.calls["data", "forward"] == 1 + attempts(plan)
+    assert counter.calls["data", "forward"] == 1 + attempts(plan)
     clips.corrupt.max_bad_fraction = 0.22
     with pytest.raises(
         ValueError,
@@ -398,7 +398,7 @@ def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_pa
         plan.step(0)[0], 3, attempts(plan) - 1
     )  # from (seed, epoch, index) alone
     assert replaced == 2 and "3.mp4" in broken
-    told = (tmp_path / "log").read_text().splitlines()
-    assert sorted(told) == [
+    reported = (tmp_path / "log").read_text().splitlines()
+    assert sorted(reported) == [
         f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken
     ]

@@ -57,19 +57,19 @@ def compare_on_ranks(cases: list[Case]) -> None:
     # At so small a width splitting heads costs less only where communication costs nothing.
     free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
     for case in cases:
-        ledger = assert_one_process_result(case, mesh, cost_model=free_links)
+        counter = assert_one_process_result(case, mesh, cost_model=free_links)
         whole_samples = case.size[0] % mesh.sp_size == 0
         few_rows = case.size[0] * -(-case.size[1] // case.patch[0]) < mesh.sp_size
         switches = 0 if whole_samples or few_rows else 2 * DEPTH - 1
         heads = 2 * DEPTH if few_rows else 0  # q, k, v there and the output back
         for kind, calls in [("switch", switches), ("heads", heads)]:
-            assert ledger.calls[kind, "forward"] == ledger.calls[kind, "backward"] == calls, (
+            assert counter.calls[kind, "forward"] == counter.calls[kind, "backward"] == calls, (
                 case,
-                ledger.calls,
+                counter.calls,
             )
-        assert not [key for key in ledger.calls if key[1] == "recompute"], ledger.calls
+        assert not [key for key in counter.calls if key[1] == "recompute"], counter.calls
         if case.output == "shards":
-            assert not ledger.calls["gather", "forward"]
+            assert not counter.calls["gather", "forward"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -132,10 +132,10 @@ def compiled_switch() -> None:
         x = torch.randn(
             len(plan.pack), 3, generator=torch.Generator().manual_seed(0), requires_grad=True
         )
-        with CommLedger() as ledger:
+        with CommLedger() as counter:
             y = function(x)
             y.square().sum().backward()
-        assert ledger.calls == {("switch", "forward"): 1, ("switch", "backward"): 1}
+        assert counter.calls == {("switch", "forward"): 1, ("switch", "backward"): 1}
         results.append((y, x.grad))
     (y, grad), (compiled_y, compiled_grad) = results
     assert torch.equal(y, compiled_y) and torch.equal(grad, compiled_grad)

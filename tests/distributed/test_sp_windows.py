@@ -64,7 +64,7 @@ def expected_mode(case: WindowCase, ranks: int) -> str:
     return "SplitHeads" if ranks > B * T else "SwitchRows"
 
 
-def check_traffic(case: WindowCase, ranks: int, ledger: CommLedger) -> None:
+def check_traffic(case: WindowCase, ranks: int, counter: CommLedger) -> None:
     """Exchanges of each kind, once forward and once backward, none in recompute."""
     attentions = {"SplitHeads": 1, "SplitWindows": 1, "SplitBoth": 2, "SplitClips": 2}
     mode = expected_mode(case, ranks)
@@ -73,12 +73,12 @@ def check_traffic(case: WindowCase, ranks: int, ledger: CommLedger) -> None:
         "heads": 2 * BLOCKS * attentions.get(mode, 0),
     }
     for kind, calls in expected.items():
-        assert ledger.calls[kind, "forward"] == ledger.calls[kind, "backward"] == calls, (
+        assert counter.calls[kind, "forward"] == counter.calls[kind, "backward"] == calls, (
             case,
             mode,
-            ledger.calls,
+            counter.calls,
         )
-    assert not [key for key in ledger.calls if key[1] == "recompute"], (case, ledger.calls)
+    assert not [key for key in counter.calls if key[1] == "recompute"], (case, counter.calls)
 
 
 def compare_on_ranks(sp_sizes: list[int]) -> list[tuple[float, int]]:

@@ -53,27 +53,27 @@ def compare_strategies() -> None:
     for case in CASES:
         whole_samples = case.size[0] % mesh.sp_size == 0
         for options in BASELINES:
-            ledger = assert_one_process_result(case, mesh, **options)
-            again = sum(calls for (_, phase), calls in ledger.calls.items() if phase == "recompute")
-            assert bool(again) == case.checkpoint, (case, options, ledger.calls)
+            counter = assert_one_process_result(case, mesh, **options)
+            again = sum(calls for (_, phase), calls in counter.calls.items() if phase == "recompute")
+            assert bool(again) == case.checkpoint, (case, options, counter.calls)
         for options in (
             dict(placement="branch"),
             dict(placement="branch", recompute_communication=True),
         ):
-            ledger = assert_one_process_result(case, mesh, **options)
+            counter = assert_one_process_result(case, mesh, **options)
             expected = 0 if whole_samples else 2 * DEPTH
             assert (
-                ledger.calls["branch", "forward"] == ledger.calls["branch", "backward"] == expected
+                counter.calls["branch", "forward"] == counter.calls["branch", "backward"] == expected
             )
             resent = case.checkpoint and len(options) == 2
-            assert ledger.calls["branch", "recompute"] == (expected if resent else 0), (
+            assert counter.calls["branch", "recompute"] == (expected if resent else 0), (
                 case,
                 options,
-                ledger.calls,
+                counter.calls,
             )
         for options in OVERLAPS:
-            ledger = assert_one_process_result(case, mesh, **options)
-            assert not [key for key in ledger.calls if key[1] == "recompute"], ledger.calls
+            counter = assert_one_process_result(case, mesh, **options)
+            assert not [key for key in counter.calls if key[1] == "recompute"], counter.calls
             rows = (
                 min(case.size[0] * -(-case.size[1] // case.patch[0]), case.size[0] * patches(case))
                 // mesh.sp_size
@@ -81,8 +81,8 @@ def compare_strategies() -> None:
             if rows >= options.get("overlap_chunks", 1) and not whole_samples:
                 switches = (2 * DEPTH - 1) * options.get("overlap_chunks", 1)
                 assert (
-                    ledger.calls["switch", "forward"]
-                    == ledger.calls["switch", "backward"]
+                    counter.calls["switch", "forward"]
+                    == counter.calls["switch", "backward"]
                     == switches
                 ), (
                     case,
@@ -120,23 +120,23 @@ def compare_few_rows() -> None:
         for heads in (2, 3, 4):
             for more in ({}, dict(recompute_communication=True)) if heads == 3 else ({},):
                 case = Case(size, heads=heads, checkpoint=True)
-                ledger = assert_one_process_result(case, mesh, cost_model=FREE_LINKS, **more)
+                counter = assert_one_process_result(case, mesh, cost_model=FREE_LINKS, **more)
                 assert (
-                    ledger.calls["heads", "forward"]
-                    == ledger.calls["heads", "backward"]
+                    counter.calls["heads", "forward"]
+                    == counter.calls["heads", "backward"]
                     == 2 * DEPTH
                 )
-                assert ledger.calls["heads", "recompute"] == (2 * DEPTH if more else 0)
-                assert not ledger.calls["switch", "forward"]
+                assert counter.calls["heads", "recompute"] == (2 * DEPTH if more else 0)
+                assert not counter.calls["switch", "forward"]
                 assert_same_order_of_gradients(case, mesh, FREE_LINKS)  # also without any unit
     assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh, FREE_LINKS)
 
     # Where communication costs most, and most ranks have a row, whole rows switch.
     assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh, SLOW_LINKS)
     few = Case((1, mesh.sp_size - 1, 4, 6), heads=3)
-    ledger = assert_one_process_result(few, mesh, cost_model=SLOW_LINKS)
+    counter = assert_one_process_result(few, mesh, cost_model=SLOW_LINKS)
     assert (
-        ledger.calls["switch", "forward"] == 2 * DEPTH - 1 and not ledger.calls["heads", "forward"]
+        counter.calls["switch", "forward"] == 2 * DEPTH - 1 and not counter.calls["heads", "forward"]
     )
 
 
@@ -162,9 +162,9 @@ def test_heads_are_split_where_that_is_cheaper() -> None:
 def backward_overlap_is_bitwise() -> None:
     mesh = SequenceMesh(sp_size=dist.get_world_size())
     case = replace(PLAIN[0], checkpoint=True)
-    _, plain, plain_ledger = run_step(case, mesh)
-    _, overlapped, ledger = run_step(case, mesh, overlap_backward=True)
-    assert ledger.elements == plain_ledger.elements
+    _, plain, plain_counter = run_step(case, mesh)
+    _, overlapped, counter = run_step(case, mesh, overlap_backward=True)
+    assert counter.elements == plain_counter.elements
     for name, gradient in plain.items():
         assert torch.equal(overlapped[name], gradient), name
 

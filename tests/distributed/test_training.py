@@ -280,8 +280,8 @@ def agree(folders: list[Path]) -> str | None:
 
 def test_ranks_that_see_different_checkpoints_say_so(whole: Path, tmp_path: Path) -> None:
     assert run_ranks(2, agree, [whole, whole]) == [None, None]
-    told = run_ranks(2, agree, [whole, tmp_path])
-    assert told[0] == told[1] and "(['step_00000006', None], rank by rank)" in told[0]
+    reported = run_ranks(2, agree, [whole, tmp_path])
+    assert reported[0] == reported[1] and "(['step_00000006', None], rank by rank)" in reported[0]
 
 
 def fall_back(run_dir: Path) -> tuple[Path | None, str, str]:

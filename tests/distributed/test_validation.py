@@ -255,7 +255,7 @@ def read_what_is_too_short(config: Path) -> None:
         validator._heldout_losses(heldout)
 
 
-def test_held_out_clips_that_cannot_be_used_are_told_with_the_reason(tmp_path: Path) -> None:
+def test_held_out_clips_that_cannot_be_used_are_reported_with_the_reason(tmp_path: Path) -> None:
     """They are as long as their videos; the largest bucket may be longer, which the paths have nothing to do with."""
     (tmp_path / "train.py").write_text(
         TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.core  # the watchdog reads what torch does not promise 
 
 
 def no_step_in_time() -> tuple[list[int], list[str]]:
-    """Rank 1 is told to stop, and nobody does."""
+    """Rank 1 is reported to stop, and nobody does."""
     lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
     with Watchdog(grace_time=2.0):

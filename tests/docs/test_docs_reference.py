@@ -66,7 +66,7 @@ def test_every_config_key_has_a_meaning() -> None:
         assert not missing, f"describe {missing} of {cls.__name__}"
 
 
-def test_bounds_and_choices_are_told() -> None:
+def test_bounds_and_choices_are_reported() -> None:
     table = reference_config.fields_table(
         TrainConfig, ["batch_size", "precision", "ema_decay", "dataset"]
     )
@@ -79,11 +79,11 @@ def test_every_argument_of_every_command_is_on_the_page() -> None:
     page, names = reference_cli.page(), []
     for name, parser in reference_cli.parsers():
         names.append(name)
-        told = section(page, name)
+        reported = section(page, name)
         for action in parser._actions:
             shown = action.option_strings or [action.dest]
             assert all(
-                f"`{one}" in told or "-h" in shown or f"`{action.metavar}" in told for one in shown
+                f"`{one}" in reported or "-h" in shown or f"`{action.metavar}" in reported for one in shown
             ), shown
     assert {"scripts/train.py", "scripts/inference.py", "opensora-sp plan"} <= set(names)
 

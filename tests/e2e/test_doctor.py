@@ -42,7 +42,7 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     assert found["facts"] == versions.versions()
 
 
-def test_a_port_in_use_fails_and_is_told_as_a_table(
+def test_a_port_in_use_fails_and_is_reported_as_a_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -53,15 +53,15 @@ def test_a_port_in_use_fails_and_is_told_as_a_table(
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit) as left:
             main(["doctor", "--no-collective", "--master-port", str(port)])
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     assert left.value.code == 1
     assert (
-        f"  FAIL port {port} " in told
-        and "in use, by process" in told
-        and "-> pass another --master_port" in told
+        f"  FAIL port {port} " in reported
+        and "in use, by process" in reported
+        and "-> pass another --master_port" in reported
     )
-    assert "OMP_NUM_THREADS=1" in told and "secret" not in told
-    assert "1 of " in told.splitlines()[-1] and " checks failed" in told.splitlines()[-1]
+    assert "OMP_NUM_THREADS=1" in reported and "secret" not in reported
+    assert "1 of " in reported.splitlines()[-1] and " checks failed" in reported.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_hostfiles_are_those_of_colossalai_run(tmp_path: Path, text: str, messag
         read_hostfile(str(tmp_path / "none"))
 
 
-def test_a_host_without_ssh_server_is_told_so() -> None:
+def test_a_host_without_ssh_server_is_reported_so() -> None:
     check = Remote.of("127.0.0.1", free_port()).connect()
     assert (check.status, check.found) == ("FAIL", "connection refused: no ssh server at this port")
 
@@ -134,7 +134,7 @@ def test_hosts_that_are_well_are_compared_and_tried_together(
         assert expected in done.stdout, done.stdout
 
 
-def test_what_ails_a_host_is_told(three: list[Host], tmp_path: Path) -> None:
+def test_what_ails_a_host_is_reported(three: list[Host], tmp_path: Path) -> None:
     """gamma has another ColossalAI, a clock that is 100 s ahead, and believes itself to be at 127.0.1.1.
 
     One more host does not answer, and another is unknown.

@@ -34,7 +34,7 @@ grid = pytest.mark.grid
         pytest.param("colossalai", 1, marks=grid),
     ],
 )
-def test_the_first_error_ends_all_ranks_and_is_told_last(
+def test_the_first_error_ends_all_ranks_and_is_reported_last(
     config: Path, tmp_path: Path, jobs: list[Job], launcher: str, rank: int
 ) -> None:
     job = Job(tmp_path, config, launcher=launcher, faults={0: ("raise", rank, 2)})
@@ -145,7 +145,7 @@ def test_sigterm_to_the_job_leaves_a_checkpoint(
     step = assert_stopped_well(job, "SIGTERM")
     again = Job(
         tmp_path, config, *FOR_LONG, "stopped_exit_code=143", pause=0.3
-    )  # goes on, and one rank is told
+    )  # goes on, and one rank is reported
     jobs.append(again)
     again.until(f"{step + 2}/1000")
     os.kill(again.rank(1), signal.SIGTERM)
@@ -170,5 +170,5 @@ def test_ranks_whose_launcher_has_gone_stop_with_a_checkpoint(
     job.process.send_signal(number)
     job.until_gone(
         30, but="colossalai"
-    )  # a copy of which waits for ever to be told to end, by nobody
+    )  # a copy of which waits for ever to be reported to end, by nobody
     assert_stopped_well(job, f"the launcher (process {job.process.pid}) has exited")

@@ -1,4 +1,4 @@
-"""What keeps ranks from starting is told by every rank in the same sentence, before any long work."""
+"""What keeps ranks from starting is reported by every rank in the same sentence, before any long work."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_interfaces_that_variables_name_must_exist(
     if refused is None:
         host_checks.check_interfaces()
         return
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as reported:
         host_checks.check_interfaces()
-    assert f"got {variable}={value} on " in str(told.value)
-    assert f"no interface {refused!r} has an address; " in str(told.value)
+    assert f"got {variable}={value} on " in str(reported.value)
+    assert f"no interface {refused!r} has an address; " in str(reported.value)
     assert (
         "expected one of lo (127.0.0.1), eth0 (10.0.0.5), ib0 (10.1.0.5), eth1 (no address)"
-        in str(told.value)
+        in str(reported.value)
     )
 
 
@@ -200,7 +200,7 @@ def test_workers_need_shared_memory_for_their_batches(
 
 
 def start(port: int, case: str) -> tuple[str | None, str | None]:
-    """What a rank of three is told in a case, as a run or a loop of the user's would be."""
+    """What a rank of three is reported in a case, as a run or a loop of the user's would be."""
     rank = int(os.environ["RANK"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OPENSORA_SP_JOIN_TIMEOUT="60")
     place, versions, settings = (
@@ -261,9 +261,9 @@ CASES = (
 @pytest.mark.core
 def test_all_ranks_start_or_all_say_the_same() -> None:
     ports = {case: free_port() for case in CASES}
-    told = run_ranks(3, start_in_all_cases, ports)
+    reported = run_ranks(3, start_in_all_cases, ports)
     host = socket.gethostname()
-    said = {case: [rank[case] for rank in told] for case in CASES}
+    said = {case: [rank[case] for rank in reported] for case in CASES}
     assert said["fine"] == [(None, None)] * 3
     both = f"on ranks 0, 1 ({host})"
     for case, begin in {

@@ -71,9 +71,9 @@ def test_two_hosts_train_as_one_and_go_on_after_one_lost_its_rank(
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     wait_until(lambda: not alpha.ranks(), NOTICED)  # by itself
-    told, _ = running.communicate(timeout=NOTICED)
-    assert time.monotonic() - killed < NOTICED and running.returncode == 1, told
-    assert "alpha: failure" in told and "beta: failure" in told and not beta.ranks()
+    reported, _ = running.communicate(timeout=NOTICED)
+    assert time.monotonic() - killed < NOTICED and running.returncode == 1, reported
+    assert "alpha: failure" in reported and "beta: failure" in reported and not beta.ranks()
 
     last = int(newest_checkpoint(outputs).name.removeprefix("step_")) + 3
     resumed = alpha.run(
@@ -102,13 +102,13 @@ def test_torchrun_meets_at_a_rendezvous(pair: list[Host], config: Path, tmp_path
         host.start(*command, "--cfg-options", f"outputs={tmp_path}/run", "max_steps=3")
         for host in pair
     ]
-    told = [run.communicate(timeout=300)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], "\n\n".join(told)
+    reported = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], "\n\n".join(reported)
     run_ranks(2, train_here, config, tmp_path / "one_host", 3)
     assert losses(tmp_path / "run") == losses(tmp_path / "one_host")
 
 
-def test_what_one_host_lacks_is_told_by_the_ranks_of_all(
+def test_what_one_host_lacks_is_reported_by_the_ranks_of_all(
     pair: list[Host], config: Path, tmp_path: Path
 ) -> None:
     alpha, beta = pair

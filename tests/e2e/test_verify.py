@@ -65,7 +65,7 @@ def test_what_is_made_small() -> None:
     assert (B, frames) == (3, 7) and frames * height * width / 4 <= 100
 
 
-def test_a_difference_is_told_with_the_exit_status(
+def test_a_difference_is_reported_with_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     wrong = Verdict(output=1e-12, gradients={"a": 1e-12, "b": 0.5}, all_zero=("c",), tolerance=1e-8)
@@ -75,11 +75,11 @@ def test_a_difference_is_told_with_the_exit_status(
     )
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "2"])
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     assert (
         left.value.code == 1
-        and "NOT EQUAL" in told
-        and told.index("5.0e-01  b") < told.index("1.0e-12  a")
+        and "NOT EQUAL" in reported
+        and reported.index("5.0e-01  b") < reported.index("1.0e-12  a")
     )
     nan = Verdict(output=float("nan"), gradients={}, all_zero=(), tolerance=1e-8)
     assert not nan.agrees and "NOT EQUAL" in verify.report(nan, shown=None)

@@ -248,10 +248,10 @@ def test_a_plan_has_a_line_for_each_bucket(
     main(["plan", str(tmp_path / "config.py"), "--gpus", "2", "--cfg-options", "sp_size=2"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    told = [" ".join(line.split()) for line in lines]
+    reported = [" ".join(line.split()) for line in lines]
     for batch, tokens, mode in [
         ("8 of 1 x 240x426", 8 * 15 * 27, "whole samples"),
         ("6 of 8 x 144x256", 6 * 8 * 9 * 16, "whole samples"),
     ]:
-        assert any(line.startswith(f"{batch} {tokens:,} {mode} +0.0% 0.0 ") for line in told), told
-    assert not any(" 8 x 240x426" in line for line in told)  # keeps nothing
+        assert any(line.startswith(f"{batch} {tokens:,} {mode} +0.0% 0.0 ") for line in reported), reported
+    assert not any(" 8 x 240x426" in line for line in reported)  # keeps nothing

@@ -59,14 +59,14 @@ def test_impossible_strategies_are_refused(text: str) -> None:
 
 def test_frames_and_references_that_do_not_exist_are_refused() -> None:
     latent, reference = torch.zeros(1, 4, 1, 1), torch.ones(1, 2, 1, 1)
-    for text, told in [
+    for text, reported in [
         ("0,1", "got mask strategy 0,1,0,0,1,0.0 with 1 references"),
         ("0,0,2", "for a reference of 2 latent frames; expected a first frame from -2 to 1"),
         ("0,0,0,-5", "for a video of 4 latent frames; expected a first frame from -4 to 3"),
     ]:
         with pytest.raises(ValueError) as error:
             insert_references(latent, [reference], parse_mask_strategy(text), loop=0, align=None)
-        assert told in str(error.value)
+        assert reported in str(error.value)
     for prompt in ("|1|a dog", "|a cat", "|0|a cat|x|a dog", "|0|a cat|1"):
         with pytest.raises(ValueError, match="numbers and texts in turn"):
             prompt_of_loop(prompt, 0)

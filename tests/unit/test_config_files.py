@@ -1,4 +1,4 @@
-"""How files and options combine, where each value comes from, and mistakes told with their file and line."""
+"""How files and options combine, where each value comes from, and mistakes reported with their file and line."""
 
 from __future__ import annotations
 
@@ -128,24 +128,24 @@ def test_imports_work_wherever_the_environment_lies(
         ("text_encoder = dict(max_length=13)\nprecision = 'fp64'", ["13 over model.model_max_length 12", "fp64"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_together_with_file_and_line(
+def test_mistakes_are_reported_together_with_file_and_line(
     base: Path, text: str, messages: list[str]
 ) -> None:
     text = text if text.startswith("_base_") else "_base_ = 'base.py'\n" + text
-    told = refused(write(base, text + "\n"))
+    reported = refused(write(base, text + "\n"))
     for message in messages:
         pattern = ".*".join(re.escape(part) for part in message.split("*"))
-        assert re.search(pattern, told), told
+        assert re.search(pattern, reported), reported
 
 
-def test_a_mistake_in_a_base_is_told_with_the_line_there(base: Path) -> None:
+def test_a_mistake_in_a_base_is_reported_with_the_line_there(base: Path) -> None:
     write(base, BASE + "sp_sise = 2\n", "base.py")
-    told = refused(write(base, "_base_ = 'base.py'\nseed = 1\n"))
-    assert f"[base.py:{line_of(BASE, 'ckpt_every') + 1}]" in told
+    reported = refused(write(base, "_base_ = 'base.py'\nseed = 1\n"))
+    assert f"[base.py:{line_of(BASE, 'ckpt_every') + 1}]" in reported
     write(base, "seed = 1\n", "more.py")
     write(base, BASE + "seed = 2\n", "base.py")
-    told = refused(write(base, "_base_ = ['base.py', 'more.py']\n"))
-    assert "got 'seed' in two files" in told and "more.py:1" in told
+    reported = refused(write(base, "_base_ = ['base.py', 'more.py']\n"))
+    assert "got 'seed' in two files" in reported and "more.py:1" in reported
 
 
 def test_explain_says_where_each_value_comes_from(
@@ -153,21 +153,21 @@ def test_explain_says_where_each_value_comes_from(
 ) -> None:
     text = "_base_ = 'base.py'\nmodel = dict(\n    depth=4,\n)\nimage_size = None\nresolution = '32x24'\n"
     main(["config", write(base, text), "--explain", "--cfg-options", "optimizer.lr=0.5", "seed=3"])
-    told = dict(line.split("#", 1) for line in capsys.readouterr().out.splitlines())
-    told = {
+    reported = dict(line.split("#", 1) for line in capsys.readouterr().out.splitlines())
+    reported = {
         key.split(" = ")[0]: (key.split(" = ")[1].strip(), place.strip())
-        for key, place in told.items()
+        for key, place in reported.items()
     }
-    assert told["model.depth"] == ("4", "run.py:3")
-    assert told["model.hidden_size"] == ("24", f"base.py:{line_of(BASE, '    type=')}")
-    assert told["sp_size"] == ("2", f"base.py:{line_of(BASE, 'sp_size')}")
-    assert told["optimizer.lr"] == ("0.5", "--cfg-options optimizer.lr=0.5")
-    assert told["optimizer.eps"] == ("1e-08", "default") and told["keep_last"] == (
+    assert reported["model.depth"] == ("4", "run.py:3")
+    assert reported["model.hidden_size"] == ("24", f"base.py:{line_of(BASE, '    type=')}")
+    assert reported["sp_size"] == ("2", f"base.py:{line_of(BASE, 'sp_size')}")
+    assert reported["optimizer.lr"] == ("0.5", "--cfg-options optimizer.lr=0.5")
+    assert reported["optimizer.eps"] == ("1e-08", "default") and reported["keep_last"] == (
         "None",
         "default",
     )
-    assert told["image_size"] == ("(32, 24)", "from resolution, run.py:6")
-    assert told["resolution"] == ("None", "used up for image_size, run.py:6")
+    assert reported["image_size"] == ("(32, 24)", "from resolution, run.py:6")
+    assert reported["resolution"] == ("None", "used up for image_size, run.py:6")
     main(["config", "run.py"])
     (base / "dump.py").write_text(capsys.readouterr().out)
     assert load_train_config("dump.py") == load_train_config("run.py")
@@ -242,9 +242,9 @@ def test_options_put_over_files(base: Path) -> None:
         0.5,
         3,
     )
-    told = refused("base.py", ["sp_sise=2", "noequals", "seed=-1", "optimizer.lr=fast"])
+    reported = refused("base.py", ["sp_sise=2", "noequals", "seed=-1", "optimizer.lr=fast"])
     assert (
-        "noequals" in told
+        "noequals" in reported
         and refused("base.py", ["seed=-1", "optimizer.lr=fast"]).count("--cfg-options") == 2
     )
 
@@ -265,9 +265,9 @@ def test_options_broken_by_a_launcher_are_recognised(base: Path, options: list[s
     shell = subprocess.run(
         ["bash", "-c", "printf '%s\\n' " + " ".join(options)], capture_output=True, text=True
     )
-    told = refused("base.py", shell.stdout.splitlines())
-    assert "start with torchrun, or write the value into a config file" in told
-    assert "colossalai run passes options on without quotes" in told
+    reported = refused("base.py", shell.stdout.splitlines())
+    assert "start with torchrun, or write the value into a config file" in reported
+    assert "colossalai run passes options on without quotes" in reported
 
 
 def test_texts_broken_on_the_command_line_are_explained(capsys: pytest.CaptureFixture) -> None:

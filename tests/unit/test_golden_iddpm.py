@@ -116,7 +116,7 @@ def test_complete_sampling(release: str) -> None:
         for place, name in enumerate(("x", "t", "x_mask")):
             if f"trace/{name}" in one:
                 close(
-                    torch.stack([told[place] for told in seen]).float(),
+                    torch.stack([reported[place] for reported in seen]).float(),
                     one[f"trace/{name}"].float(),
                 )
 

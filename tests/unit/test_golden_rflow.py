@@ -110,13 +110,13 @@ def test_forward_process() -> None:
 
 def test_latents_of_16_bits_see_the_same_timesteps() -> None:
     """Rounded to bf16, 966.67 is 968, and the path's first step is no step at all."""
-    flow, told = RectifiedFlow(num_sampling_steps=30), []
+    flow, reported = RectifiedFlow(num_sampling_steps=30), []
     for dtype in (torch.float32, torch.bfloat16):
         z = torch.ones(1, 2, 1, 2, 2, dtype=dtype)
         seen = []
         assert flow.sample(lambda x, t, m, seen=seen: seen.append(t) or x, z).dtype == dtype
-        told.append(torch.stack(seen))
-    assert torch.equal(*told)
+        reported.append(torch.stack(seen))
+    assert torch.equal(*reported)
     x, noise = (
         torch.zeros(1, 2, 1, 2, 2, dtype=torch.bfloat16),
         torch.ones(1, 2, 1, 2, 2, dtype=torch.bfloat16),
@@ -136,7 +136,7 @@ def test_training_loss_and_its_gradient() -> None:
         close(x_t, one["network_x"])
         output = toy_network(
             x_t, t, one["input/y"].flatten(1).mean(1), None
-        )  # this network was not told the mask
+        )  # this network was not reported the mask
         loss = velocity_loss(output, flow.target(x, noise), mask)
         assert torch.equal(loss, flow.losses(output, Noised.of(flow, x, noise, t, mask)))
         if "input/weights" in one:

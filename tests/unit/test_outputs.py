@@ -78,7 +78,7 @@ def test_each_prompt_has_its_size_seed_and_samples(asked: InferenceConfig, train
     assert Image.open(folder / "002-a-blue-square.gif").info["duration"] == 250
     one, other = (np.asarray(Image.open(folder / f"001-white-bright{s}.png")) for s in ("", "-s1"))
     assert (one != other).any()
-    told = facts(asked, "002-a-blue-square-s1")
+    reported = facts(asked, "002-a-blue-square-s1")
     wanted = dict(
         prompt="a blue square",
         negative_prompt="red",
@@ -87,9 +87,9 @@ def test_each_prompt_has_its_size_seed_and_samples(asked: InferenceConfig, train
         num_frames=3,
         image_size=[32, 16],
     )
-    assert wanted.items() <= told.items() and told["config"]["scheduler"]["num_sampling_steps"] == 2
+    assert wanted.items() <= reported.items() and reported["config"]["scheduler"]["num_sampling_steps"] == 2
     weights = (trained / "model.safetensors").read_bytes()
-    assert told["checkpoint_sha256"] == hashlib.sha256(weights).hexdigest()
+    assert reported["checkpoint_sha256"] == hashlib.sha256(weights).hexdigest()
 
 
 def test_a_seed_of_its_own_gives_the_same_video_wherever_the_prompt_stands(
@@ -200,7 +200,7 @@ def test_guidance_of_scale_one_costs_no_second_half(trained: Path) -> None:
     torch.testing.assert_close(*found.values(), rtol=1e-6, atol=1e-6)
 
 
-def test_truncation_is_told(
+def test_truncation_is_reported(
     trained: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     values = dict(
@@ -368,7 +368,7 @@ def test_the_fingerprint_of_a_checkpoint_is_read_and_not_worked_out(
     assert fingerprint(file.parent) == "anew"
 
 
-def test_what_goes_wrong_in_a_file_leaves_nothing_and_is_what_is_told(
+def test_what_goes_wrong_in_a_file_leaves_nothing_and_is_what_is_reported(
     asked: InferenceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: outputs.Gif, frames: np.ndarray | None = None) -> None:
@@ -386,7 +386,7 @@ def test_what_goes_wrong_in_a_file_leaves_nothing_and_is_what_is_told(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_where_nothing_can_be_written_is_told_first(asked: InferenceConfig, tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_is_reported_first(asked: InferenceConfig, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file", "file/out"):
         with pytest.raises(

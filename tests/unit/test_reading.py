@@ -190,9 +190,9 @@ def test_a_folder_becomes_a_manifest(
                 "2",
             ]
         )
-        told = capsys.readouterr()
-        assert "3 clips, 1 of them without a caption; 2 files cannot be read" in told.out
-        assert "broken.mp4" in told.err and "empty.webm" in told.err and "\r" not in told.err
+        reported = capsys.readouterr()
+        assert "3 clips, 1 of them without a caption; 2 files cannot be read" in reported.out
+        assert "broken.mp4" in reported.err and "empty.webm" in reported.err and "\r" not in reported.err
         video, image, turned = Manifest(target)
         assert video.path.resolve() == folder / "sub" / "b.mp4" and video.text == "a fox, running"
         assert video[2:] == (60, 48, 64, pytest.approx(30000 / 1001), 0.75)
@@ -240,9 +240,9 @@ def test_an_index_is_written_whole_or_not_at_all(
     for name in (b"good.png", b"caf\xe9.png"):  # as an archive of another system is unpacked
         (folder / os.fsdecode(name)).write_bytes((videos / "one.png").read_bytes())
     main(["index", str(folder), "-o", str(target)])
-    told = capsys.readouterr()
-    assert "1 clips, 1 of them without a caption; 1 files cannot be read" in told.out
-    assert f"left out {folder}/caf\\xe9.png: its name is not UTF-8" in told.err
+    reported = capsys.readouterr()
+    assert "1 clips, 1 of them without a caption; 1 files cannot be read" in reported.out
+    assert f"left out {folder}/caf\\xe9.png: its name is not UTF-8" in reported.err
     before = target.read_bytes()
     with pytest.raises(UnicodeEncodeError):
         write_manifest(target, [Entry(Path("a.png"), "b"), Entry(Path("c.png"), "\ud800")])
