@@ -41,11 +41,13 @@ class Dataset(Strict):
 
     type: Literal["VideoText", "VariableVideoText", "CachedFeatures"] = Field(
         "VideoText",
-        description="Clips of one shape, of those of `bucket_config`, or either from a feature cache.",
+        description="Clips of one shape, of those of `bucket_config`, or either from a feature "
+        "cache.",
     )
     manifest: str | None = Field(
         None,
-        description="CSV, JSONL or Parquet file with the columns path,text; with a cache, the one it is made of.",
+        description="CSV, JSONL or Parquet file with the columns path,text; with a cache, the one "
+        "it is made of.",
     )
     path: str | None = Field(
         None, description="The folder that scripts/precompute.py made, for CachedFeatures."
@@ -139,7 +141,8 @@ class PromptOptions(Strict):
     """
 
     prompt: str = Field(
-        description="The text; `|0| ... |2| ...` changes it from a loop on, `{...}` gives references."
+        description="The text; `|0| ... |2| ...` changes it from a loop on, `{...}` gives "
+        "references."
     )
     negative_prompt: str | None = Field(
         None, description="What guidance moves away from, instead of no caption."
