@@ -1,14 +1,16 @@
-"""Peak memory of one spatial and one temporal block, with and without masks, against the tensors
-that must exist.
+"""Peak memory of a spatial and a temporal block with masks, against the lower bound.
 
-    python benchmarks/attention_memory.py               200,000 tokens a clip (minutes and 15 GB on CPU)
+    python benchmarks/attention_memory.py
     python benchmarks/attention_memory.py --tokens 20000
-    python benchmarks/attention_memory.py --full        full 3D attention, forward, one head of width 16
+    python benchmarks/attention_memory.py --full
 
-On CPU live tensor bytes are counted one by one, on CUDA the allocator is asked. Two clips of
-different sizes share the batch; a fifth or more of the text and of the video lies outside. What
-must exist are all tensors that autograd saves in the run without masks, the gradients of the
-weights, and one gradient of the tokens.
+The default is 200,000 tokens per clip (minutes and 15 GB on CPU). ``--full`` measures full 3D
+attention, forward, with one head of width 16.
+
+On CPU the live tensor bytes are counted, on CUDA the allocator reports the peak. The batch has two
+clips of different sizes; at least a fifth of the text and of the video is masked. The lower bound
+is all tensors that autograd saves without masks, the gradients of the weights, and one gradient of
+the tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +28,11 @@ from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 
 FRAMES, COLUMNS, WIDTH, HEADS, TEXT = 50, 40, 144, 2, 300
-MOST = 200_000
+MAX_TOKENS = 200_000
 
 
 def batch(tokens: int, masks: bool, device: torch.device) -> dict[str, Tensor]:
-    """Two clips; with masks one is shorter and one smaller than there is room for, and captions
-    differ in length.
-    """
+    """Two clips; with masks, one is shorter and one smaller, and captions differ in length."""
     size = (FRAMES, tokens // FRAMES // COLUMNS, COLUMNS)
     inputs = dict(
         x=torch.randn(2, 4, *size, device=device),
@@ -43,16 +43,15 @@ def batch(tokens: int, masks: bool, device: torch.device) -> dict[str, Tensor]:
         video = torch.zeros(2, *size, dtype=torch.bool, device=device)
         video[0, : FRAMES * 4 // 5] = True
         video[1, :, : size[1] * 9 // 10, : COLUMNS * 17 // 20] = True
-        text = torch.arange(TEXT, device=device) < torch.tensor(
-            [[TEXT * 4 // 5], [TEXT // 2]], device=device
-        )
+        lengths = torch.tensor([[TEXT * 4 // 5], [TEXT // 2]], device=device)
+        text = torch.arange(TEXT, device=device) < lengths
         assert max(video.float().mean((1, 2, 3)).max(), text.float().mean(1).max()) <= 0.8
         inputs |= dict(video_mask=video, mask=text.long())
     return inputs
 
 
 def peak_of(model: nn.Module, inputs: dict[str, Tensor], device: torch.device) -> int:
-    """Bytes at the peak of a forward and backward pass, beside weights and inputs."""
+    """Peak bytes of a forward and backward pass, without weights and inputs."""
     model.zero_grad(set_to_none=True)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -66,11 +65,9 @@ def peak_of(model: nn.Module, inputs: dict[str, Tensor], device: torch.device) -
 
 
 def saved_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
-    """Bytes of the storages that autograd keeps for backward, weights and inputs left out."""
-    own = {
-        t.untyped_storage()._cdata
-        for t in (*model.parameters(), *model.buffers(), *inputs.values())
-    }
+    """Bytes of the storages that autograd saves for backward, without weights and inputs."""
+    existing = (*model.parameters(), *model.buffers(), *inputs.values())
+    own = {tensor.untyped_storage()._cdata for tensor in existing}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -102,21 +99,35 @@ class Largest(TorchDispatchMode):
 
 def pair_of_blocks(width: int, heads: int, device: torch.device, **options: object) -> nn.Module:
     torch.manual_seed(0)
-    return build_model(
-        "STDiT3", depth=1, hidden_size=width, num_heads=heads, patch_size=(1, 1, 1), caption_channels=64,
-        model_max_length=TEXT, **options,
-    ).to(device)  # fmt: skip
+    model = build_model(
+        "STDiT3",
+        depth=1,
+        hidden_size=width,
+        num_heads=heads,
+        patch_size=(1, 1, 1),
+        caption_channels=64,
+        model_max_length=TEXT,
+        **options,
+    )
+    return model.to(device)
 
 
-def masks(tokens: int, device: torch.device) -> None:
+def measure_masks(tokens: int, device: torch.device) -> None:
+    """Print peaks with and without masks, and their ratios to the bounds."""
     model, fewer = pair_of_blocks(WIDTH, HEADS, device), tokens // 4
+
     peaks = {}
     for count in (fewer, tokens):
         for masked in (False, True):
             start = time.perf_counter()
-            peaks[count, masked] = peak = peak_of(model, batch(count, masked, device), device)
-            told = f"{count:,} tokens a clip, {'with' if masked else 'no'} masks: peak {peak / 1e9:.2f} GB"
-            print(f"{told} ({time.perf_counter() - start:.0f} s)", flush=True)
+            peak = peak_of(model, batch(count, masked, device), device)
+            peaks[count, masked] = peak
+            print(
+                f"{count:,} tokens per clip, {'with' if masked else 'no'} masks: "
+                f"peak {peak / 1e9:.2f} GB ({time.perf_counter() - start:.0f} s)",
+                flush=True,
+            )
+
     activation = 2 * tokens * WIDTH * 4
     saved = 4 * saved_bytes(model, batch(fewer, False, device))
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -125,16 +136,17 @@ def masks(tokens: int, device: torch.device) -> None:
         "gradients of weights": gradients,
         "a gradient of the tokens": activation,
     }
-    told = ", ".join(f"{what} {size / 1e9:.3f} GB" for what, size in parts.items())
-    print(f"must exist: {told}; {saved / activation:.1f} activations are saved")
+    listed = ", ".join(f"{what} {size / 1e9:.3f} GB" for what, size in parts.items())
+    print(f"lower bound: {listed}; {saved / activation:.1f} activations are saved")
+
     print(f"masks / no masks: {peaks[tokens, True] / peaks[tokens, False]:.3f} (bound 1.15)")
-    print(f"masks / what must exist: {peaks[tokens, True] / sum(parts.values()):.3f} (bound 1.3)")
+    print(f"masks / lower bound: {peaks[tokens, True] / sum(parts.values()):.3f} (bound 1.3)")
     print(
         f"growth from {fewer:,} tokens: {peaks[tokens, True] / peaks[fewer, True]:.2f} (bound 4.2)"
     )
 
 
-def full(tokens: int, device: torch.device) -> None:
+def measure_full_attention(tokens: int, device: torch.device) -> None:
     model = pair_of_blocks(16, 1, device, full_attention=True)
     x = torch.randn(1, 4, FRAMES, tokens // FRAMES // COLUMNS, COLUMNS, device=device)
     start = time.perf_counter()
@@ -142,8 +154,8 @@ def full(tokens: int, device: torch.device) -> None:
         model(x, torch.tensor([500.0], device=device), torch.randn(1, 1, TEXT, 64, device=device))
     seconds = time.perf_counter() - start
     print(
-        f"full 3D attention, {tokens:,} tokens: largest tensor {largest.bytes / 1e6:.1f} MB (bound "
-        "64)"
+        f"full 3D attention, {tokens:,} tokens: "
+        f"largest tensor {largest.bytes / 1e6:.1f} MB (bound 64)"
     )
     print(f"a matrix of scores would be {tokens**2 * 4 / 1e9:.0f} GB ({seconds:.0f} s)")
 
@@ -154,13 +166,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--tokens", type=int, default=MOST, help="tokens of a clip, in steps of 8,000"
+        "--tokens", type=int, default=MAX_TOKENS, help="tokens of a clip, in steps of 8,000"
     )
     parser.add_argument("--full", action="store_true", help="full 3D attention instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     step = 4 * FRAMES * COLUMNS
-    (full if args.full else masks)(max(step, args.tokens // step * step), torch.device(args.device))
+    measure = measure_full_attention if args.full else measure_masks
+    measure(max(step, args.tokens // step * step), torch.device(args.device))
 
 
 if __name__ == "__main__":

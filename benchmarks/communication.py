@@ -1,14 +1,13 @@
-"""Count what one training step sends, per rank, against the prediction. Counted, not timed; runs on
-CPU.
+"""Bytes that one training step sends per rank, counted on CPU, against the prediction.
 
-python benchmarks/communication.py                                     # the tables of docs/communication.md
-python benchmarks/communication.py --batch 3 --frames 5 --ranks 8      # another shape
+python benchmarks/communication.py        # the tables of docs/communication.md
+python benchmarks/communication.py --batch 3 --frames 5 --ranks 8
 """
 
 import argparse
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +24,7 @@ DEPTH, HEADS = 4, 4
 
 @dataclass(frozen=True)
 class Case:
-    """One training step: a batch of B clips of T frames of S patches, C wide, and how ranks share
-    it.
-    """
+    """One training step: clips of ``frames`` x ``patches`` tokens, and the options of SP."""
 
     batch: int
     frames: int
@@ -51,6 +48,7 @@ def main() -> None:
     parser.add_argument("--patches", type=int, default=256)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     args = parser.parse_args()
+
     print(
         f"T={args.frames} S={args.patches} C=288, {DEPTH} pairs, fp32; MB = 1e6 bytes sent per "
         "rank and step\n"
@@ -60,27 +58,27 @@ def main() -> None:
         "mean MB |"
     )
     print("|---|---|---|---|---|---|---|---|")
+
     for ranks in args.ranks:
-        batches = [args.batch] if args.batch else [1]
-        cases = [
-            Case(batch, args.frames, args.patches, checkpointing=checkpointing, options=options)
-            for batch in batches
-            for options in WAYS
-            for checkpointing in (False, True)
-        ]
+        cases = []
+        for options in STRATEGIES:
+            plain = Case(args.batch or 1, args.frames, args.patches, options=options)
+            cases += [plain, replace(plain, checkpointing=True)]
         if not args.batch:
             cases += [Case(batch, args.frames, args.patches) for batch in (2, 3, 4, 8)]
+
         for case, sent in zip(cases, count(cases, ranks), strict=True):
             mean, busiest, again = (value / 1e6 for value in sent)
-            predicted = predicted_bytes(case, ranks)
+            bytes_predicted = predicted_bytes(case, ranks)
+            predicted = "" if bytes_predicted is None else f"{bytes_predicted / 1e6:.2f}"
             print(
                 f"| {ranks} | {case.batch} | {case.name} | {'yes' if case.checkpointing else 'no'} "
                 f"| {mean:.2f} | {busiest:.2f} | {again:.2f} | "
-                f"{'' if predicted is None else f'{predicted / 1e6:.2f}'} |"
+                f"{predicted} |"
             )
 
 
-WAYS: list[dict[str, Any]] = [
+STRATEGIES: list[dict[str, Any]] = [
     {},
     dict(placement="branch"),
     dict(placement="branch", comm_dtype="bf16"),
@@ -91,9 +89,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def count(cases: list[Case], ranks: int) -> list[tuple[float, float, float]]:
-    """For each case the bytes of the mean rank, of the busiest one, and of the mean rank in
-    recompute.
-    """
+    """For each case the bytes of the mean rank, of the busiest, and of the mean in recompute."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -108,10 +104,11 @@ def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) ->
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     mesh, found = SequenceMesh(ranks), []
     for case in cases:
-        ledger = step(case, mesh)
+        counter = step(case, mesh)
         sent = torch.zeros(2, ranks, dtype=torch.float64)
-        sent[0, rank] = sum(bytes_of(ledger).values())
-        sent[1, rank] = sum(n for (_, phase), n in bytes_of(ledger).items() if phase == "recompute")
+        sizes = bytes_of(counter)
+        sent[0, rank] = sum(sizes.values())
+        sent[1, rank] = sum(size for (_, phase), size in sizes.items() if phase == "recompute")
         dist.all_reduce(sent)
         found.append((sent[0].mean().item(), sent[0].max().item(), sent[1].mean().item()))
     if rank == 0:
@@ -119,47 +116,50 @@ def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) ->
     shutdown_process_group()
 
 
-def bytes_of(ledger: CommLedger) -> dict[tuple[str, str], int]:
+def bytes_of(counter: CommLedger) -> dict[tuple[str, str], int]:
     """Without the comparison of shapes, 16 bytes a step."""
-    return {key: n for key, n in ledger.bytes.items() if key[0] != "check"}
+    return {key: n for key, n in counter.bytes.items() if key[0] != "check"}
 
 
 def step(case: Case, mesh: SequenceMesh) -> CommLedger:
     """What this rank sends in one forward and backward pass on shards."""
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", hidden_size=case.width, depth=DEPTH, num_heads=HEADS, mlp_ratio=1.0, caption_channels=8,
-        model_max_length=4, patch_size=(1, 1, 1),
-    )  # fmt: skip
+        "STDiT3",
+        hidden_size=case.width,
+        depth=DEPTH,
+        num_heads=HEADS,
+        mlp_ratio=1.0,
+        caption_channels=8,
+        model_max_length=4,
+        patch_size=(1, 1, 1),
+    )
     model.set_grad_checkpoint(case.checkpointing)
     parallelize(model, mesh, **case.options)
     x = torch.randn(case.batch, 4, case.frames, 1, case.patches)
-    with CommLedger() as ledger:
-        shard = model(
-            x, torch.full((case.batch,), 500.0), torch.randn(case.batch, 1, 4, 8), output="shards"
-        )
-        rank_loss(
-            velocity_loss(shard, x), global_samples=case.batch, world_size=mesh.sp_size
-        ).backward()
-    return ledger
+    t, y = torch.full((case.batch,), 500.0), torch.randn(case.batch, 1, 4, 8)
+
+    with CommLedger() as counter:
+        losses = velocity_loss(model(x, t, y, output="shards"), x)
+        rank_loss(losses, global_samples=case.batch, world_size=mesh.sp_size).backward()
+    return counter
 
 
 def predicted_bytes(case: Case, ranks: int) -> float | None:
-    """Bytes of the mean rank, by brute force over all tokens; None for ways that this says nothing
-    of.
-    """
-    token = {None: 4 * case.width, "bf16": 2 * case.width, "fp8": case.width + 4}[
-        case.options.get("comm_dtype")
-    ]
-    tokens, switched = case.batch * case.frames * case.patches, moved_tokens(case, ranks)
-    if (
-        case.options.get("strategy") == "split_gather"
-    ):  # all tokens to all others, before each attention
-        return 2 * DEPTH * (3 if case.checkpointing else 2) * (ranks - 1) * tokens * token / ranks
-    if case.options.get("strategy") == "ulysses":
+    """Bytes of the mean rank, by brute force over all tokens; None for ulysses."""
+    strategy, comm_dtype = case.options.get("strategy"), case.options.get("comm_dtype")
+    token_bytes = {None: 4 * case.width, "bf16": 2 * case.width, "fp8": case.width + 4}[comm_dtype]
+    if strategy == "ulysses":
         return None
+
+    # Before each attention, all tokens are sent to all other ranks.
+    if strategy == "split_gather":
+        passes = 3 if case.checkpointing else 2
+        tokens = case.batch * case.frames * case.patches
+        return 2 * DEPTH * passes * (ranks - 1) * tokens * token_bytes / ranks
+
     switches = 2 * DEPTH if case.options.get("placement") == "branch" else 2 * DEPTH - 1
-    return 2 * switches * switched * token / ranks
+    return 2 * switches * moved_tokens(case, ranks) * token_bytes / ranks
 
 
 def moved_tokens(case: Case, ranks: int) -> int:

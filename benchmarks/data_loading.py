@@ -2,8 +2,8 @@
 
 OMP_NUM_THREADS=1 python benchmarks/data_loading.py --workers 2
 
-Both decode the same frames of the same files to the same clips (compared first). They take turns;
-what is told is the median of the rounds' ratios.
+Both decode the same frames of the same files to the same clips, which is checked first. They take
+turns; the result is the median of the ratios.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from opensora_sp.data import (
     write_video,
 )
 
-FRAMES, SIZE = 48, 480  # of a file
+FRAMES, SIZE = 48, 480  # of each file
 
 
 def main() -> None:
@@ -47,6 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     shape = ClipShape(32, 240, 240)
+
     with tempfile.TemporaryDirectory() as folder:
         manifest = write_files(Path(folder), args.files)
         dataset = VideoTextDataset(str(manifest))
@@ -59,13 +60,18 @@ def main() -> None:
             persistent_workers=args.workers > 0,
         )
         paths = [dataset.rows[sample.clip].path for sample in samples]
-        for wanted, (clip,) in zip(map(plainly, paths[: args.files], [shape] * args.files), loader):
-            assert isinstance(clip, Clip) and torch.equal(scale(clip.video), wanted)
+
+        # Also starts the workers.
+        for path, (clip,) in zip(paths[: args.files], loader):
+            assert isinstance(clip, Clip)
+            assert torch.equal(scale(clip.video), read_plainly(path, shape))
+
         ways = [
-            lambda: (plainly(path, shape) for path in paths),
+            lambda: (read_plainly(path, shape) for path in paths),
             lambda: (scale(clip.video) for (clip,) in loader),
         ]
         rounds = [[args.clips / seconds(way) for way in ways] for _ in range(args.rounds)]
+
     plain, loaded = (median(round[way] for round in rounds) for way in (0, 1))
     ratio = median(loaded / plain for plain, loaded in rounds)
     print(
@@ -84,14 +90,13 @@ def main() -> None:
 def write_files(folder: Path, count: int) -> Path:
     for number in range(count):
         write_video(folder / f"{number}.mp4", toy_clip(0, number).draw(FRAMES, SIZE), fps=24)
-    (folder / "clips.csv").write_text(
-        "path,text\n" + "".join(f"{number}.mp4,a clip\n" for number in range(count))
-    )
+    rows = [f"{number}.mp4,a clip\n" for number in range(count)]
+    (folder / "clips.csv").write_text("".join(["path,text\n", *rows]))
     return folder / "clips.csv"
 
 
-def plainly(path: Path, shape: ClipShape) -> Tensor:
-    """The middle frames of a file, as a script without a loader reads them."""
+def read_plainly(path: Path, shape: ClipShape) -> Tensor:
+    """The middle frames of a file, read without a loader."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1

@@ -1,10 +1,9 @@
-"""Step time of a run that encodes its clips against one from a feature cache: same clips, model and
-losses.
+"""Step time of a training run that encodes its clips, against one from a feature cache.
 
 OMP_NUM_THREADS=1 python benchmarks/feature_cache.py
 
-The autoencoder is one of Stable Diffusion's kind with random weights and a quarter of its width;
-captions take no time.
+Both have the same clips, model and losses. The autoencoder has the architecture of Stable
+Diffusion's with random weights and a quarter of its width. Captions take no time.
 """
 
 import argparse
@@ -30,7 +29,8 @@ dataset = dict(manifest="{folder}/clips.csv")
 vae = dict(type="VideoAutoencoderKL", from_pretrained="{folder}/vae")
 text_encoder = dict(type="HashedBagOfWords", width=64, max_length=24)
 model = dict(
-    type="STDiT3", in_channels=4, caption_channels=64, model_max_length=24, hidden_size=144, depth=4, num_heads=4,
+    type="STDiT3", in_channels=4, caption_channels=64, model_max_length=24, hidden_size=144,
+    depth=4, num_heads=4,
 )
 batch_size = 2
 max_steps = {steps}
@@ -52,6 +52,7 @@ def main() -> None:
         config.write_text(CONFIG.format(folder=folder, steps=args.steps))
         run("scripts/precompute.py", config, "-o", folder / "cache")
         from_cache = ["dataset.type=CachedFeatures", f"dataset.path={folder / 'cache'}"]
+
         ratios = []
         for number in range(args.rounds):
             encoding, losses = train(config, folder / f"encoding {number}")
@@ -62,6 +63,7 @@ def main() -> None:
                 f"{apart:.0e} apart"
             )
             ratios.append(encoding / cached)
+
     print(f"ratio: median {median(ratios):.1f} of {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
 
 

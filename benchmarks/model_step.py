@@ -1,14 +1,15 @@
-"""Time a step, forward and backward, of the plain model against a naive reading of its equations.
+"""Time of a forward and backward step of the plain model, against a naive implementation.
 
-python benchmarks/model_step.py                                 the two sizes, C=288, depth 4; the ratios should hold
-python benchmarks/model_step.py --xl --compile --attention auto  tokens/s and MFU of STDiT3-XL/2,
-for a GPU
+python benchmarks/model_step.py
+python benchmarks/model_step.py --xl --compile --attention auto
 
-The naive model has the same parameters and gives the same output: softmax of explicit scores, each
-step of modulation, norm and rotation an operation of its own, tokens rearranged from one layout to
-the other around each temporal attention. Both take turns in one process on one thread, and the
-ratio is the median of the rounds'. On CPU it is of the processor time of the process, which others
-on the machine disturb less than the time of day; on CUDA, in bf16, of the time of day.
+The first checks the ratios of two sizes with C=288, depth 4. The second prints tokens/s and MFU of
+STDiT3-XL/2, for a GPU.
+
+The naive model has the same parameters and output. It has explicit attention scores, separate
+operations for modulation, norm and rotation, and rearranges tokens around each temporal attention.
+Both take turns in one process on one thread; the result is the median of the ratios. On CPU it is
+of CPU time, which other processes disturb less than wall time; on CUDA, in bf16, of wall time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from opensora_sp.models import build_model, compile_blocks
 
-SIZES = [((16, 256), 1.0), ((4, 1024), 1.3)]  # (T, S), and how much faster than naive at least
+SIZES = [((16, 256), 1.0), ((4, 1024), 1.3)]  # (T, S), and the smallest speedup
 XL_SHAPES = [(16, 256, 16), (15, 1590, 1), (15, 1590, 5), (30, 3600, 1)]  # T, S, B
 HEADS, TEXT, TEXT_WIDTH = 4, 120, 64
 
@@ -51,7 +52,7 @@ def main() -> None:
         "--peak-tflops",
         type=float,
         default=989.0,
-        help="what MFU 1 is; 989 is bf16 of an H100 or H200",
+        help="peak TFLOP/s for the MFU; 989 is bf16 of an H100 or H200",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -59,25 +60,34 @@ def main() -> None:
         f"torch {torch.__version__}, {args.device}, load {os.getloadavg()[0]:.1f} on "
         f"{os.cpu_count()} cores"
     )
+
     if args.xl:
         for shape in XL_SHAPES:
             xl_step(args, *shape)
         return
+
     kept = [compare(args, *size, at_least) for size, at_least in SIZES]
     raise SystemExit(not all(kept))
 
 
 def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> bool:
-    """Print the ratio at T frames of S patches; whether it is kept."""
+    """Print the ratio at T frames of S patches; returns whether it is at least ``at_least``."""
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", hidden_size=288, depth=4, num_heads=HEADS, caption_channels=TEXT_WIDTH, model_max_length=TEXT,
+        "STDiT3",
+        hidden_size=288,
+        depth=4,
+        num_heads=HEADS,
+        caption_channels=TEXT_WIDTH,
+        model_max_length=TEXT,
         attention=args.attention,
-    ).to(args.device, dtype)  # fmt: skip
+    )
+    model.to(args.device, dtype)
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.05)
+
     x, t, y = inputs(model, T, S, 1, args.device)
     with torch.no_grad():
         ours, theirs = model(x, t, y), naive(model, x, t, y).float()
@@ -85,8 +95,10 @@ def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> bool:
     assert difference < (1e-4 if dtype == torch.float32 else 5e-2), difference
     if args.compile:
         compile_blocks(model)
+
     steps = [step_of(model, f) for f in (lambda: model(x, t, y), lambda: naive(model, x, t, y))]
     rounds = [[seconds(step, args.device) for step in steps] for _ in range(args.repeats + 1)][1:]
+
     ratios = [slow / fast for fast, slow in rounds]
     ours_s, naive_s = (median(times) for times in zip(*rounds, strict=True))
     kept = median(ratios) >= at_least
@@ -99,23 +111,25 @@ def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> bool:
 
 
 def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> None:
-    """Print tokens/s and model FLOP utilisation of STDiT3-XL/2, without optimizer."""
+    """Print tokens/s and model FLOPs utilisation of STDiT3-XL/2, without optimizer."""
     model = build_model("STDiT3-XL/2", attention=args.attention).to(args.device, torch.bfloat16)
     model.set_grad_checkpoint(args.checkpointing)
     if args.compile:
         compile_blocks(model)
+
     x, t, y = inputs(model, T, S, B, args.device)
+
     step = step_of(model, lambda: model(x, t, y))
     taken = median([seconds(step, args.device) for _ in range(args.repeats + 2)][2:])
+
+    # FLOPs per token: blocks and cross-attention, self-attention, keys and values of the text.
     tokens, width, text = B * T * S, model.config.hidden_size, y.shape[2]
-    of_token = (
-        56 * (28 * width**2 + 4 * text * width)
-        + 28 * 4 * width * (S + T)
-        + 56 * 4 * width**2 * text / (T * S)
-    )
-    rate = (
-        3 * tokens * of_token / taken
-    )  # backward is twice the forward; what is recomputed does not count
+    blocks = 56 * (28 * width**2 + 4 * text * width)
+    attention = 28 * 4 * width * (S + T)
+    of_text = 56 * 4 * width**2 * text / (T * S)
+
+    # Backward is twice the forward; recomputation does not count.
+    rate = 3 * tokens * (blocks + attention + of_text) / taken
     print(
         f"T={T} S={S} B={B}: {taken:.3f} s, {tokens / taken:,.0f} tokens/s, {rate / 1e12:.0f} "
         f"TFLOP/s, MFU {rate / 1e12 / args.peak_tflops:.1%}"
@@ -149,41 +163,39 @@ def seconds(step: Callable[[], None], device: str) -> float:
 
 
 def naive(model: nn.Module, x: Tensor, timestep: Tensor, y: Tensor) -> Tensor:
-    """The equations of STDiT3 with the parameters of ``model``, one after the other; tokens are
-    ``[B, T * S, C]``.
-    """
+    """The equations of STDiT3 with the parameters of ``model``; tokens are ``[B, T * S, C]``."""
     B, _, T, H, W = (*x.shape[:3], x.shape[3] // 2, x.shape[4] // 2)
     x = rearrange(model.x_embedder.proj(x.to(model.dtype)), "b c t h w -> b t (h w) c")
-    positions = model.pos_embed(
-        model.config.grid(B, (T, 2 * H, 2 * W)).rows("spatial"), x.device
-    )  # [1, S, C]
+    rows = model.config.grid(B, (T, 2 * H, 2 * W)).rows("spatial")
+    positions = model.pos_embed(rows, x.device)  # [1, S, C]
     x = (x + positions.to(x.dtype)).flatten(1, 2)
     t = model.t_embedder(timestep) + model.fps_embedder(timestep.new_full((1,), 24.0), B)
     modulation = model.t_block(t).view(B, 6, -1)
     text = model.y_embedder(y[:, 0].to(model.dtype))
+
+    to_spatial = ("b (t s) c -> (b t) s c", "(b t) s c -> b (t s) c")
+    to_temporal = ("b (t s) c -> (b s) t c", "(b s) t c -> b (t s) c")
     for spatial, temporal in zip(model.spatial_blocks, model.temporal_blocks, strict=True):
-        x = naive_block(
-            spatial,
-            x,
-            modulation,
-            text,
-            ("b (t s) c -> (b t) s c", "(b t) s c -> b (t s) c"),
-            T,
-            None,
-        )
-        there_and_back = ("b (t s) c -> (b s) t c", "(b s) t c -> b (t s) c")
-        x = naive_block(temporal, x, modulation, text, there_and_back, T, model.rope.freqs)
+        x = naive_block(spatial, x, modulation, text, to_spatial, T, None)
+        x = naive_block(temporal, x, modulation, text, to_temporal, T, model.rope.freqs)
+
     shift, scale = (model.final_layer.scale_shift_table + t[:, None]).chunk(2, dim=1)
     x = model.final_layer.linear(model.final_layer.norm_final(x) * (1 + scale) + shift)
     return rearrange(x, "b (t h w) (p q c) -> b c t (h p) (w q)", t=T, h=H, p=2, q=2)
 
 
 def naive_block(
-    block: nn.Module, x: Tensor, modulation: Tensor, text: Tensor, patterns: tuple[str, str], T: int,
+    block: nn.Module,
+    x: Tensor,
+    modulation: Tensor,
+    text: Tensor,
+    patterns: tuple[str, str],
+    T: int,
     freqs: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     entries = (block.scale_shift_table + modulation).chunk(6, dim=1)
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = entries
+
     rows = rearrange(block.norm1(x) * (1 + scale) + shift, patterns[0], t=T)
     q, k, v = rearrange(block.attn.qkv(rows), "r l (three h d) -> three r h l d", three=3, h=HEADS)
     q, k = naive_norm(block.attn.q_norm, q), naive_norm(block.attn.k_norm, k)
@@ -191,11 +203,13 @@ def naive_block(
         q, k = naive_rotation(q, freqs), naive_rotation(k, freqs)
     out = block.attn.proj(rearrange(naive_attention(q, k, v), "r h l d -> r l (h d)"))
     x = x + gate * rearrange(out, patterns[1], b=len(x))
+
     q = rearrange(block.cross_attn.q_linear(x), "b n (h d) -> b h n d", h=HEADS)
     k, v = rearrange(
         block.cross_attn.kv_linear(text), "b n (two h d) -> two b h n d", two=2, h=HEADS
     )
     x = x + block.cross_attn.proj(rearrange(naive_attention(q, k, v), "b h n d -> b n (h d)"))
+
     hidden = F.gelu(block.mlp.fc1(block.norm2(x) * (1 + mlp_scale) + mlp_shift), approximate="tanh")
     return x + mlp_gate * block.mlp.fc2(hidden)
 

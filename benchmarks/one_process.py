@@ -1,9 +1,9 @@
-"""Time a step of a parallelized model on one process against the bare model: the ratio should be 1.
+"""Time of a step of a parallelized model on one process; the ratio to the bare model should be 1.
 
 python benchmarks/one_process.py --repeats 15
 
-The same operators run (``tests/distributed/test_engine.py`` counts them); what could cost time is
-Python alone. Also timed, on two processes: the comparison of shapes before each forward.
+The same operators run (``tests/distributed/test_engine.py`` counts them), so only Python overhead
+could cost time. Also measured, on two processes: the check of shapes before each forward.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from time_limit import limit_time
+from torch import nn
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group
@@ -31,7 +32,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
+
     print(f"one process, {args.device}, B=1 T=8 S=64 C=288, 4 pairs, forward and backward, in turn")
+
     steps = [step_of(args.device, parallelized) for parallelized in (False, True)]
     rounds = [[seconds(step) for step in steps] for _ in range(args.repeats + 1)][1:]
     ratios = [parallelized / bare for bare, parallelized in rounds]
@@ -39,6 +42,7 @@ def main() -> None:
         f"parallelized / bare: median {median(ratios):.3f}, of {min(ratios):.3f} to "
         f"{max(ratios):.3f}"
     )
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,6 +57,7 @@ def step_of(device: str, parallelized: bool) -> Callable[[], None]:
     model = model.to(device)
     if parallelized:
         parallelize(model, SequenceMesh(1))
+
     x, y, t = torch.randn(1, 4, 8, 16, 16), torch.randn(1, 1, 4, 8), torch.full((1,), 500.0)
     x, y, t = (z.to(device) for z in (x, y, t))
 
@@ -74,9 +79,10 @@ def compare_shapes(rank: int, port: int) -> None:
     limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    check, x = InputCheck(SequenceMesh(2)), torch.zeros(1, 4, 8, 16, 16)
+    check, model = InputCheck(SequenceMesh(2)), nn.Identity()
+    x = torch.zeros(1, 4, 8, 16, 16)
     inputs = dict(timestep=torch.zeros(1), y=torch.zeros(1, 1, 4, 8), mask=None)
-    taken = [seconds(lambda: check(None, (x,), inputs)) for _ in range(300)]  # type: ignore[arg-type]
+    taken = [seconds(lambda: check(model, (x,), inputs)) for _ in range(300)]
     if rank == 0:
         print(
             f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds "

@@ -1,12 +1,11 @@
-"""Time of a sampling step on 2 processes against 1, and what is done once: ratios and counts of one
-run.
+"""Time of a sampling step on 2 processes against 1, text encodings, and memory of decoding.
 
 python benchmarks/sampling.py --repeats 5
 
-Each process computes with one thread. In each repeat they take turns: one process while the other
-waits, then both. Beside the time itself stands the processor's time in it, which other programs on
-the machine hardly change. Also counted: how often text is encoded in a whole sampling loop, and the
-peak of live bytes while a video is decoded, for videos of different lengths.
+Each process computes with one thread. In each repeat one process samples while the other waits,
+then both sample. Reported are wall time and CPU time; other programs hardly change the latter. Also
+counted: text encodings in a sampling loop, and the peak of live bytes in decoding, by the length of
+a video.
 """
 
 import argparse
@@ -41,7 +40,7 @@ MODEL = dict(
     model_max_length=24,
     pred_sigma=False,
 )
-WAYS = {"guidance": 4.0, "no guidance": 1.0}
+SCALES = {"guidance": 4.0, "no guidance": 1.0}
 
 
 def main() -> None:
@@ -56,7 +55,9 @@ def main() -> None:
         "--size", type=int, default=128, help="side of a frame in pixels; 8 pixels make a patch"
     )
     args = parser.parse_args()
+
     decoding_peaks()
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,11 +69,12 @@ def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     meshes = {1: None, 2: SequenceMesh(2)}
-    for way, scale in WAYS.items():
+    for name, scale in SCALES.items():
         pipeline = make_pipeline(args, scale)
         request = requests_of(pipeline.cfg, ["a red circle moving left on a white background"])
-        if rank == 0 and way == "guidance":
+        if rank == 0 and name == "guidance":
             count_encodings(pipeline, request)
+
         text, tokens = pipeline.encode(request), args.num_frames * (args.size // 8) ** 2
         seconds: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
         for repeat in range(args.repeats + 1):
@@ -84,11 +86,13 @@ def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
                     wall, cpu = time.perf_counter(), time.process_time()
                     pipeline.latents(request, text=text)
                     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-                    if repeat:  # the first one warms up
+                    # The first repeat is warm-up.
+                    if repeat:
                         seconds[processes].append((wall / args.steps, cpu / args.steps))
                 unwrap(pipeline.model)
+
         if rank == 0:
-            print(f"{way}, {tokens} tokens a video", flush=True)
+            print(f"{name}, {tokens} tokens a video", flush=True)
             for place, kind in enumerate(("seconds a step", "of them computing")):
                 one, two = ([times[place] for times in seconds[processes]] for processes in (1, 2))
                 ratios = [b / a for a, b in zip(one, two, strict=True)]
@@ -118,21 +122,25 @@ def make_pipeline(args: argparse.Namespace, scale: float) -> Pipeline:
 
 
 def count_encodings(pipeline: Pipeline, request: list) -> None:
-    """Calls of the text encoder, of the model's text embedder and of the blocks' keys, in a loop of
-    six steps.
-    """
+    """Count calls of the caption embedder and of the cross-attention keys in six steps."""
     calls: Counter = Counter()
-    hooks = [
-        getattr(module, part).register_forward_hook(lambda *_, part=part: calls.update([part]))
-        for module in pipeline.model.modules()
-        for kind, part in ((CaptionEmbedder, "y_proj"), (CrossAttention, "kv_linear"))
-        if isinstance(module, kind)
-    ]
+    parts = {CaptionEmbedder: "y_proj", CrossAttention: "kv_linear"}
+    hooks = []
+    for module in pipeline.model.modules():
+        part = parts.get(type(module))
+        if part is not None:
+            hooks.append(
+                getattr(module, part).register_forward_hook(
+                    lambda *_, part=part: calls.update([part])
+                )
+            )
+
     flow, pipeline.flow = pipeline.flow, replace(pipeline.flow, num_sampling_steps=6)
     pipeline.looped(request)
     pipeline.flow = flow
     for hook in hooks:
         hook.remove()
+
     blocks = sum(isinstance(module, CrossAttention) for module in pipeline.model.modules())
     print(
         f"a loop of 6 steps: text embedded {calls['y_proj']} x, keys made "
@@ -141,7 +149,7 @@ def count_encodings(pipeline: Pipeline, request: list) -> None:
 
 
 class Frames(nn.Module):
-    """A decoder of a convolution on each frame, four at a time."""
+    """A decoder with one convolution per frame, four frames at a time."""
 
     channels, chunk_frames, chunk_latent_frames, micro_batch_size = 4, 1, 1, 4
 

@@ -1,16 +1,17 @@
-"""Time one training step of two ranks on a link so slow that plain ``switch`` spends half of its
-step on it.
+"""Time of a training step of two ranks on a slow link, where ``switch`` is half communication.
 
-python benchmarks/slow_link.py    # the table, about four minutes, --repeats 1 two; fails where a limit is missed
+python benchmarks/slow_link.py
 
-Each rank lives in a network namespace of its own; ``tc`` holds back what leaves either. The rate is
-set so that a checkpointed step of plain ``switch`` takes twice as long as without a limit, and all
-cases run at that rate, in turn. A step is forward and backward on shards, without averaging
-gradients, which costs all cases the same.
+The table takes about four minutes, two with --repeats 1. The script fails if a limit is missed.
 
-gloo answers "ready to receive" behind what it is sending already, so that one all_to_all mostly
-uses one direction after the other and carries half of the rate. Several under way fill both
-directions: a part of what chunks gain here.
+Each rank runs in its own network namespace, and ``tc`` limits the bandwidth between them. At the
+chosen rate a checkpointed step of plain ``switch`` takes twice as long as without a limit. All
+cases run at this rate, in turn. A step is forward and backward on shards, without averaging
+gradients, which costs the same in all cases.
+
+gloo sends "ready to receive" after the data that is queued already. So one all_to_all mostly uses
+one direction after the other, at half of the bandwidth. Several in-flight all-to-alls use both
+directions, which is part of the gain of chunks here.
 
 Needs root and iproute2 (``ip``, ``tc``); exits with 2 without them.
 """
@@ -69,16 +70,18 @@ def main() -> None:
     args = parse_args()
     if args.rank is not None:
         sys.exit(work(args))
-    lacking = ["root"] * (os.geteuid() != 0) + [
-        tool for tool in ("ip", "tc") if not shutil.which(tool)
-    ]
+
+    lacking = [] if os.geteuid() == 0 else ["root"]
+    lacking += [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if lacking:
         print(
             "slow_link.py needs root and iproute2 to slow a link down; missing here: "
             f"{', '.join(lacking)}."
         )
         sys.exit(2)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go in any case
+
+    # The namespaces must be removed in any case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with namespaces() as names:
         sys.exit(run_ranks(names))
 
@@ -95,9 +98,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=3, help="rounds in which every case is timed once"
     )
-    parser.add_argument(
-        "--only-limits", action="store_true", help="leave out what no limit is set for"
-    )
+    parser.add_argument("--only-limits", action="store_true", help="skip cases without a limit")
+
     parser.add_argument("--no-limits", action="store_true", help="only report; never fail")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -105,7 +107,7 @@ def parse_args() -> argparse.Namespace:
 
 @contextmanager
 def namespaces() -> Iterator[list[str]]:
-    """Two network namespaces and a cable between them, which goes with them."""
+    """Two network namespaces with a virtual cable between them."""
     names = [f"slow-link-{os.getpid()}-{rank}" for rank in range(RANKS)]
     try:
         for name in names:
@@ -138,11 +140,12 @@ def run_ranks(names: list[str]) -> int:
         )
         for rank, name in enumerate(names)
     ]
+
     try:
-        while any(worker.poll() is None for worker in workers) and not any(
-            worker.returncode for worker in workers
-        ):
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes):
             time.sleep(0.1)
+            codes = [worker.poll() for worker in workers]
         return max(abs(worker.returncode or 0) for worker in workers)
     finally:
         for worker in workers:
@@ -151,12 +154,13 @@ def run_ranks(names: list[str]) -> int:
 
 
 def work(args: argparse.Namespace) -> int:
-    """One rank. Times are those of the slower rank, known to both, so that both decide alike."""
+    """Run one rank; both know the times of the slower rank and so decide alike."""
     limit_time()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", STORE, rank=args.rank, world_size=RANKS, timeout=timedelta(minutes=2)
     )
+
     bench = Bench(args)
     bench.set_rate()
     overlaps = [
@@ -167,11 +171,13 @@ def work(args: argparse.Namespace) -> int:
         "| case | checkpointing | seconds | ratio to switch | MB sent per rank and step "
         "|\n|---|---|---|---|---|"
     )
+
     seconds = bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=True)
     if not args.only_limits:
         bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=False)
     part = f"{share(seconds[PLAIN.name], seconds[FREE.name]):.0%}"
     bench.say(f"communication in these rounds: {part} of a step of plain switch with checkpointing")
+
     missed = 0
     for case, base, limit in (
         (PLAIN, ULYSSES, SWITCH_TO_ULYSSES),
@@ -183,14 +189,15 @@ def work(args: argparse.Namespace) -> int:
             f"{case.name} / {base.name}: {ratio:.2f}, limit {limit}: "
             f"{'missed' if ratio > limit else 'kept'}"
         )
+
     shutdown_process_group()
-    return int(
-        missed > 0 and not args.no_limits and args.rank == 0
-    )  # who reports; the others just end
+
+    # Rank 0 reports; the other rank just exits.
+    return int(missed > 0 and not args.no_limits and args.rank == 0)
 
 
 def share(slowed: float, free: float) -> float:
-    """Of a slowed step, the part that is communication."""
+    """The part of a slowed step that is communication."""
     return 1 - free / slowed
 
 
@@ -201,9 +208,15 @@ class Bench:
         self.rank, self.repeats, self.mesh = args.rank, args.repeats, SequenceMesh(RANKS)
         torch.manual_seed(0)
         self.model = build_model(
-            "STDiT3", hidden_size=WIDTH, depth=args.pairs, num_heads=HEADS, mlp_ratio=4.0, caption_channels=8,
-            model_max_length=4, patch_size=(1, 1, 1),
-        )  # fmt: skip
+            "STDiT3",
+            hidden_size=WIDTH,
+            depth=args.pairs,
+            num_heads=HEADS,
+            mlp_ratio=4.0,
+            caption_channels=8,
+            model_max_length=4,
+            patch_size=(1, 1, 1),
+        )
         self.x = torch.randn(1, 4, args.frames, 1, PATCHES)
         self.inputs = self.x, torch.full((1,), 500.0), torch.randn(1, 1, 4, 8)
         self.rate = 0.0  # bit/s
@@ -216,9 +229,7 @@ class Bench:
             print(line, flush=True)
 
     def set_rate(self) -> None:
-        """Find the rate at which communication takes as long as everything else, in two steps, and
-        say what it is.
-        """
+        """Find and print the rate at which communication takes as long as everything else."""
         self.step(FREE)
         free, sent = self.several(FREE)
         self.rate = 8 * sent / free
@@ -228,10 +239,10 @@ class Bench:
                 f"at {self.rate / 1e6:.1f} Mbit/s communication is {share(slowed, free):.0%} of a "
                 "step; adjusted"
             )
-            self.rate *= min(
-                max((slowed - free) / free, 0.5), 3.0
-            )  # no further, should other processes disturb
+            # Bounded, since other processes may disturb the measurement.
+            self.rate *= min(max((slowed - free) / free, 0.5), 3.0)
             slowed, _ = self.several(PLAIN)
+
         broadcast = self.carried(lambda received, _: dist.broadcast(received[0], 0))
         self.say(
             f"without a limit a step takes {free:.2f} s and each rank sends {sent / 1e6:.2f} MB; "
@@ -246,19 +257,20 @@ class Bench:
         return median(seconds), sent[0]
 
     def time_all(self, cases: list[Case], *, checkpointing: bool) -> dict[str, float]:
-        """Median seconds of each case, and a table's rows. Rounds in turn: what slows the machine
-        hits all alike.
+        """Median seconds of each case, printed as rows of the table.
+
+        Cases take turns, so that other load on the machine affects all of them.
         """
-        repeats = (
-            self.repeats if checkpointing else (self.repeats + 1) // 2
-        )  # no limit is set for the latter
-        rounds = [
-            [self.step(case, checkpointing=checkpointing) for case in cases] for _ in range(repeats)
-        ]
-        timed = {
-            case.name: median(seconds for seconds, _ in steps)
-            for case, steps in zip(cases, zip(*rounds))
-        }
+        # Without checkpointing there is no limit to check.
+        repeats = self.repeats if checkpointing else (self.repeats + 1) // 2
+        rounds = []
+        for _ in range(repeats):
+            rounds.append([self.step(case, checkpointing=checkpointing) for case in cases])
+
+        timed = {}
+        for case, steps in zip(cases, zip(*rounds)):
+            timed[case.name] = median(seconds for seconds, _ in steps)
+
         for case, (_, sent) in zip(cases, rounds[0], strict=True):
             self.say(
                 f"| {case.name} | {'yes' if checkpointing else 'no'} | {timed[case.name]:.2f} | "
@@ -272,14 +284,14 @@ class Bench:
         self.model.zero_grad()
         parallelize(self.model, self.mesh, **case.options)
         self.limit(self.rate if case.slowed else None)
-        with CommLedger() as ledger, Clock() as clock:
+        with CommLedger() as counter, Clock() as clock:
             shard = self.model(*self.inputs, output="shards")
             rank_loss(velocity_loss(shard, self.x), global_samples=1, world_size=RANKS).backward()
         unwrap(self.model)
-        return clock.seconds, sum(ledger.bytes.values())
+        return clock.seconds, sum(counter.bytes.values())
 
     def carried(self, transfer: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
-        """Mbit a second that ``transfer(received, sent)`` brings to the other rank at the rate set."""
+        """Mbit/s of ``transfer(received, sent)`` to the other rank at the chosen rate."""
         received, sent = torch.zeros(2, RANKS, PROBE_BYTES // 4)
         self.limit(self.rate)
         with Clock() as clock:
@@ -287,14 +299,17 @@ class Bench:
         return 8 * PROBE_BYTES / clock.seconds / 1e6
 
     def limit(self, rate: float | None) -> None:
-        """Hold back what this rank sends; a short burst, so that pauses are not made up for."""
-        command("tc", "qdisc", "replace", "dev", DEVICE, "root", *(
-            ["pfifo"] if rate is None else ["tbf", "rate", f"{rate:.0f}bit", "burst", "16kb", "latency", "500ms"]
-        ))  # fmt: skip
+        """Limit the bandwidth of this rank's sends in bit/s; None is no limit."""
+        discipline = ["pfifo"]
+        if rate is not None:
+            # The short burst does not make up for pauses.
+            limits = f"rate {rate:.0f}bit burst 16kb latency 500ms"
+            discipline = ["tbf", *limits.split()]
+        command("tc", "qdisc", "replace", "dev", DEVICE, "root", *discipline)
 
 
 class Clock:
-    """Seconds from when all ranks have arrived until the slower one has left."""
+    """Seconds from a barrier until the slower rank is done."""
 
     def __enter__(self) -> Clock:
         dist.barrier()

@@ -1,7 +1,6 @@
-"""A time limit for every process of a benchmark: one that hangs ends with the stacks of its
-threads.
+"""A time limit for every process of a benchmark.
 
-``BENCHMARK_TIME_LIMIT=7200 python benchmarks/...`` sets another one, in seconds.
+``BENCHMARK_TIME_LIMIT=7200 python benchmarks/...`` sets another limit, in seconds.
 """
 
 import faulthandler
@@ -9,6 +8,6 @@ import os
 
 
 def limit_time() -> None:
-    """Exit with status 1 and all stacks on stderr when time is up, also while the GIL is held."""
+    """After the limit, exit with status 1 and dump all stacks, even while the GIL is held."""
     seconds = float(os.environ.get("BENCHMARK_TIME_LIMIT", "3600"))
     faulthandler.dump_traceback_later(seconds, exit=True)

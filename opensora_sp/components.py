@@ -1,6 +1,4 @@
-"""Classes that configs name: those of this package by a short name, any other by where it is
-imported from.
-"""
+"""Classes named in configs: short names for those of this package, importable names for others."""
 
 from __future__ import annotations
 
@@ -10,20 +8,24 @@ from typing import Any
 
 
 def component_class(key: str, name: str, known: Mapping[str, Any]) -> Any:
-    """The class that ``type=name`` of ``key`` means: one of ``known``, or an importable
-    ``"my_package.MyClass"``.
+    """The class of ``type=name``: one of ``known``, or an importable ``"my_package.MyClass"``.
+
+    Args:
+        key: the component's key in the config, for errors.
 
     Raises:
         ValueError: if it is neither.
     """
     if name in known:
         return known[name]
+
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError(
             f"got {key}.type {name!r}; expected one of {sorted(known)}, or a class of yours like "
             "'my_package.MyClass'; choose one of these"
         )
+
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -36,11 +38,8 @@ def component_class(key: str, name: str, known: Mapping[str, Any]) -> Any:
 
 def check_methods(key: str, cls: Any, protocol: type) -> None:
     """Raise ValueError if a class lacks a method of a protocol."""
-    missing = [
-        name
-        for name in vars(protocol)
-        if not name.startswith("_") and not callable(getattr(cls, name, None))
-    ]
+    methods = [name for name in vars(protocol) if not name.startswith("_")]
+    missing = [name for name in methods if not callable(getattr(cls, name, None))]
     if missing:
         raise ValueError(
             f"got {key}.type {cls.__name__} without {', '.join(missing)}; expected the methods of "

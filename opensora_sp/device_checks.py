@@ -1,6 +1,6 @@
 """Alias of ``opensora_sp.runtime.doctor.device``, until 1.0."""
 
-from opensora_sp.runtime.doctor.device import (
+from opensora_sp.runtime.doctor.device import (  # noqa: F401
     CHECKS,
     Examination,
     Finding,
@@ -8,12 +8,3 @@ from opensora_sp.runtime.doctor.device import (
     examine_device,
     setup_for,
 )
-
-__all__ = [
-    "CHECKS",
-    "Examination",
-    "Finding",
-    "Setup",
-    "examine_device",
-    "setup_for",
-]

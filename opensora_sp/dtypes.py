@@ -1,4 +1,4 @@
-"""What the names of precisions in configs mean."""
+"""The torch dtypes of the precisions in configs."""
 
 import torch
 

@@ -1,9 +1,8 @@
-"""Counter-based randomness: every draw is named by (seed, purpose, counters), never by rank, worker
-or history.
+"""Counter-based randomness: every draw has a key (seed, purpose, counters).
 
-Two processes that ask for the same name get the same numbers, whatever they drew before; so runs
-with another ``sp_size`` or world see the same data, noise and timesteps, and a resumed run needs no
-saved generator state.
+The same key gives the same numbers in every process, whatever was drawn before. Keys have no rank
+and no worker. So runs with another ``sp_size`` or world size see the same data, noise and
+timesteps, and resuming needs no saved generator state.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """The stream of one name, e.g. ``generator(42, "noise", step, sample_id)``."""
+    """The generator of one key, e.g. ``generator(42, "noise", step, sample_id)``."""
     entropy = [seed, zlib.crc32(purpose.encode()), *counters]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 

@@ -1,6 +1,6 @@
 """Alias of ``opensora_sp.checkpoint``, until 1.0."""
 
-from opensora_sp.checkpoint import (
+from opensora_sp.checkpoint import (  # noqa: F401
     CheckpointFolder,
     Disk,
     Part,
@@ -12,16 +12,3 @@ from opensora_sp.checkpoint import (
     set_aside,
     verify,
 )
-
-__all__ = [
-    "CheckpointFolder",
-    "Disk",
-    "Part",
-    "SaveJob",
-    "Saver",
-    "Spec",
-    "TensorFile",
-    "on_rank_0",
-    "set_aside",
-    "verify",
-]

@@ -1,4 +1,4 @@
-"""From the host to the device without waiting for it."""
+"""Copies from host to device that do not synchronize."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor.to(device)``, queued behind what a GPU is at; from pageable memory the host would
-    wait for all of that.
+    """``tensor.to(device)`` without blocking the host.
 
-    For what is small: pinned memory is kept for later copies.
+    A copy from pageable memory waits for all work queued on the GPU. For small tensors only: pinned
+    memory is cached for later copies.
     """
     if device.type != "cuda":
         return tensor.to(device)

@@ -1,13 +1,7 @@
 """Alias of ``opensora_sp.runtime``, until 1.0."""
 
-from opensora_sp.runtime import (
+from opensora_sp.runtime import (  # noqa: F401
     Watch,
     backend_timeout,
     leave_process_group,
 )
-
-__all__ = [
-    "Watch",
-    "backend_timeout",
-    "leave_process_group",
-]

@@ -1,6 +1,6 @@
 """Alias of ``opensora_sp.checkpoint``, until 1.0."""
 
-from opensora_sp.checkpoint import (
+from opensora_sp.checkpoint import (  # noqa: F401
     CONVERSIONS,
     Stored,
     Weights,
@@ -25,29 +25,3 @@ from opensora_sp.checkpoint import (
     weight_files,
     write_model_config,
 )
-
-__all__ = [
-    "CONVERSIONS",
-    "Stored",
-    "Weights",
-    "check_conversions",
-    "check_encoders",
-    "check_model_config",
-    "check_names",
-    "check_vacant",
-    "checkpoint_name",
-    "checkpoint_step",
-    "committed_checkpoints",
-    "fill",
-    "find_weights",
-    "fitted",
-    "flush",
-    "from_pretrained",
-    "model_config_json",
-    "newest_checkpoint",
-    "open_weights",
-    "save_pretrained",
-    "saved_config",
-    "weight_files",
-    "write_model_config",
-]

@@ -97,8 +97,8 @@ MUTATIONS = [
     Mutation(
         "EMA from working weights",
         "opensora_sp/training/ema.py",
-        "list(self.masters.values())",
-        "[master.bfloat16().float() for master in self.masters.values()]",
+        "list(self.master_weights.values())",
+        "[weight.bfloat16().float() for weight in self.master_weights.values()]",
         ("tests/unit/test_ema.py",),
     ),
     Mutation(
@@ -111,15 +111,15 @@ MUTATIONS = [
     Mutation(
         "a checkpoint without COMMIT accepted",
         "opensora_sp/checkpoint/paths.py",
-        ' and (p / "COMMIT").is_file()]',
-        "]",
+        ' and (path / "COMMIT").is_file()',
+        "",
         ("tests/distributed/test_storage.py",),
     ),
     Mutation(
         "a caption's mask ignored",
         "opensora_sp/models/base.py",
-        "packed, lengths = self.pack_text(y, mask, drop)",
-        "packed, lengths = self.pack_text(y, None, drop)",
+        "packed, lengths = self.y_embedder.pack(y, mask, drop)",
+        "packed, lengths = self.y_embedder.pack(y, None, drop)",
         ("tests/unit/test_golden_models.py",),
     ),
 ]

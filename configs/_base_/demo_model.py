@@ -1,4 +1,4 @@
-"""A model small enough for two CPU cores, on the CPU stand-ins for the VAE and the language model."""
+"""A model small enough for two CPU cores, with stand-ins for the VAE and the text encoder."""
 
 num_frames = 8
 image_size = (64, 64)

@@ -1,4 +1,4 @@
-"""The demo: learns moving coloured shapes in minutes, on two CPU processes that share every clip."""
+"""The demo: learns moving coloured shapes in minutes, on two CPU ranks that share each batch."""
 
 _base_ = ["../_base_/demo_model.py"]
 

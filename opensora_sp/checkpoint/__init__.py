@@ -1,27 +1,47 @@
-"""Checkpoints and weights on disk: where they are, how they are written and checked, how a model reads them."""
+"""Checkpoints and weights on disk: paths, saves, verification, and how models load them.
 
-from .filesystem import Disk
+Modules that need the models are imported on first use: a program that only saves tensors imports
+no model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .filesystem import FileSystem, flush
 from .folder import CheckpointFolder, set_aside, verify
-from .model_config import check_encoders, check_model_config, model_config_json, write_model_config
 from .paths import (
     checkpoint_name,
     checkpoint_step,
     committed_checkpoints,
     find_weights,
-    flush,
     newest_checkpoint,
     weight_files,
 )
-from .pretrained import check_vacant, fill, from_pretrained, save_pretrained
 from .reader import Stored, Weights, open_weights, saved_config
 from .state_dict import CONVERSIONS, check_conversions, check_names, fitted
 from .tensor_file import Spec, TensorFile
 from .writer import Part, SaveJob, Saver, on_rank_0
+from .zero_shards import NamedShards, load_model
+
+if TYPE_CHECKING:
+    from .model_config import (
+        check_encoders,
+        check_model_config,
+        model_config_json,
+        write_model_config,
+    )
+    from .pretrained import check_vacant, fill, from_pretrained, save_pretrained
+
+# Until 1.0.
+Disk = FileSystem
 
 __all__ = [
     "CONVERSIONS",
     "CheckpointFolder",
     "Disk",
+    "FileSystem",
+    "NamedShards",
     "Part",
     "SaveJob",
     "Saver",
@@ -42,6 +62,7 @@ __all__ = [
     "fitted",
     "flush",
     "from_pretrained",
+    "load_model",
     "model_config_json",
     "newest_checkpoint",
     "on_rank_0",
@@ -53,3 +74,12 @@ __all__ = [
     "weight_files",
     "write_model_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    from . import model_config, pretrained
+
+    return getattr(pretrained, name, None) or getattr(model_config, name)

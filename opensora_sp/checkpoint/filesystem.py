@@ -1,22 +1,30 @@
-"""Every change that a save makes to the disk goes through one object: the seam where tests put faults."""
+"""The file-system interface of saves. Tests replace it to inject faults.
+
+A file of a checkpoint is durable when its content and the name in its folder are flushed (fsync).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 
-class Disk:
-    """Writes, flushes, renames and removes.
+class FileSystem:
+    """Creates, writes, flushes, renames and removes files and folders.
 
-    ``perform`` is what all of them go through; a test overrides it to kill the process before or after an operation,
-    or to raise ``OSError(ENOSPC)`` in place of a write.
+    Every operation goes through ``perform``. A test overrides that method to kill the process
+    before or after an operation, or to raise ``OSError(ENOSPC)`` in place of a write.
     """
 
     def perform(self, kind: str, path: Path, action: Callable[[], Any]) -> Any:
-        """Do ``action``, an operation of ``kind`` "mkdir", "write", "flush", "rename" or "unlink" on ``path``."""
+        """Run ``action``, an operation on ``path``.
+
+        Args:
+            kind: "mkdir", "write", "flush", "rename" or "unlink".
+        """
         return action()
 
     def mkdir(self, path: Path) -> None:
@@ -33,16 +41,8 @@ class Disk:
         self.perform("write", Path(file.name), write_all)
 
     def flush(self, path: Path) -> None:
-        """Bring a file's content, or a folder's list of names, to the device."""
-
-        def flush() -> None:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-        self.perform("flush", path, flush)
+        """See the function ``flush``."""
+        self.perform("flush", path, lambda: flush(path))
 
     def rename(self, old: Path, new: Path) -> None:
         self.perform("rename", old, lambda: os.replace(old, new))
@@ -50,22 +50,49 @@ class Disk:
     def unlink(self, path: Path) -> None:
         self.perform("unlink", path, path.unlink)
 
-    def write_file(self, path: Path, data: bytes) -> None:
-        """A small file, whole and flushed, or the one that was there before."""
-        partial = path.with_name(f".partial-{path.name}")
-        with partial.open("wb", buffering=0) as file:
+    def write_flushed(self, path: Path, data: bytes) -> None:
+        """Write a small file and flush its content."""
+        with path.open("wb", buffering=0) as file:
             self.write(file, data)
-        self.flush(partial)
+
+        self.flush(path)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """Replace a small file atomically: a reader sees the old content or all of ``data``."""
+        partial = path.with_name(f".partial-{path.name}")
+        self.write_flushed(partial, data)
+
         self.rename(partial, path)
         self.flush(path.parent)
 
     def remove_tree(self, folder: Path) -> None:
-        """Remove a folder and what is in it; links are removed, not followed, and so is ``folder`` if it is one."""
+        """Remove a folder with its content. Symbolic links are removed, not followed."""
         if folder.is_symlink():
             return self.unlink(folder)
+
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
                 self.remove_tree(path)
             else:
                 self.unlink(path)
+
         self.perform("unlink", folder, folder.rmdir)
+
+
+def flush(path: Path) -> None:
+    """Flush a file's content, or a folder's list of names, to the storage device (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+
+    return digest.hexdigest()

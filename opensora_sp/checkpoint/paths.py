@@ -1,28 +1,32 @@
-"""What a path stands for: a file, a folder of weights, a run and its checkpoints, a checkpoint of Open-Sora 1.x."""
+"""Paths of weights: files, folders, runs and their checkpoints, checkpoints of Open-Sora 1.x."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
 
+from .shard_index import ShardIndex
+
 _NAME = re.compile(r"step_(\d{8,})")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# What a folder is searched for, safetensors first: the names that Hugging Face and ColossalAI write, then any one file.
-_USUAL_SAFE = tuple(
-    f"{stem}.safetensors{end}"
-    for stem in ("model", "diffusion_pytorch_model")
-    for end in ("", ".index.json")
+
+# Names that Hugging Face and ColossalAI write, in the order of the search: safetensors first.
+_KNOWN_SAFETENSORS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
 )
-_USUAL_PICKLES = tuple(
-    f"{stem}.bin{end}"
-    for stem in ("pytorch_model", "diffusion_pytorch_model")
-    for end in ("", ".index.json")
+_KNOWN_PICKLES = (
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.bin",
+    "diffusion_pytorch_model.bin.index.json",
 )
-_SAFE = ("*.safetensors.index.json", "*.safetensors")
-_PICKLES = ("*.index.json", "*.pt", "*.pth", "*.bin")
-_AVERAGES = ("ema.safetensors", "ema", "ema.pt")
+# Where none of these is there: the only file that fits a pattern.
+_ANY_SAFETENSORS = ("*.safetensors.index.json", "*.safetensors")
+_ANY_PICKLE = ("*.index.json", "*.pt", "*.pth", "*.bin")
+_EMA_WEIGHTS = ("ema.safetensors", "ema", "ema.pt")
 
 
 def checkpoint_name(step: int) -> str:
@@ -37,117 +41,107 @@ def checkpoint_step(folder: Path) -> int | None:
 
 
 def committed_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints of a run that were written to the end, oldest first."""
+    """Checkpoints of a run whose save was completed, oldest first."""
     if not run_dir.is_dir():
         return []
-    found = [p for p in run_dir.iterdir() if _NAME.fullmatch(p.name) and (p / "COMMIT").is_file()]
-    return sorted(found, key=lambda p: int(p.name.split("_")[1]))
+
+    found = [
+        path
+        for path in run_dir.iterdir()
+        if checkpoint_step(path) is not None and (path / "COMMIT").is_file()
+    ]
+    return sorted(found, key=lambda path: checkpoint_step(path) or 0)
 
 
-def newest_checkpoint(place: Path) -> Path | None:
-    """``place`` itself if it is a committed checkpoint, else the newest one in it, else None."""
-    if (place / "COMMIT").is_file():
-        return place
-    return next(reversed(committed_checkpoints(place)), None)
+def newest_checkpoint(path: Path) -> Path | None:
+    """``path`` itself if it is a committed checkpoint, else the newest one in it, else None."""
+    if (path / "COMMIT").is_file():
+        return path
+    return next(reversed(committed_checkpoints(path)), None)
 
 
 def find_weights(path: str | Path, *, ema: bool = False) -> Path:
-    """The file or folder of weights that a path stands for.
+    """Resolve a path to a file or folder of weights.
 
-    A run's folder stands for its newest checkpoint. Of a checkpoint, ours or one of Open-Sora 1.x (``model``,
-    ``ema.pt``), ``ema`` chooses the averaged weights.
+    A run's folder resolves to its newest checkpoint.
+
+    Args:
+        ema: choose the EMA weights of a checkpoint, ours or of Open-Sora 1.x (``ema.pt``).
 
     Raises:
-        ValueError: if there are none, or several and nothing says which.
+        ValueError: if there are no weights, or several files without an index.
     """
     place = Path(path)
     if place.is_file():
         return place
-    if not place.is_dir():
-        hint = "check the path"
-        if _HUB_NAME.fullmatch(str(path)):
-            hint += f", or download it: hf download {path} --local-dir DIR"
-        raise ValueError(
-            f"got checkpoint {str(path)!r}, which is not on disk; expected a file or a folder; {hint}"
-        )
-    if (place / "adapter_config.json").is_file():
-        raise ValueError(
-            f"got checkpoint {str(path)!r}, which holds LoRA adapters; expected the weights of a whole model; merge "
-            "the adapters into it (peft: merge_and_unload) and save that with save_pretrained"
-        )
-    if _first(place, _USUAL_SAFE + _USUAL_PICKLES) is not None:
+    _check_folder(place, str(path))
+
+    if _first(place, _KNOWN_SAFETENSORS + _KNOWN_PICKLES) is not None:
         return place
+
     checkpoint = newest_checkpoint(place)
     if checkpoint is not None:
         return checkpoint / ("ema" if ema else "model")
-    if (place / "model").exists() and not _NAME.fullmatch(
-        place.name
-    ):  # such a one without COMMIT is cut off
-        return _averages(place) if ema else place / "model"
+
+    # A folder step_... without COMMIT is an interrupted save of ours, not one of Open-Sora 1.x.
+    if (place / "model").exists() and checkpoint_step(place) is None:
+        return _ema_weights(place) if ema else place / "model"
+
     weight_file(place)
     return place
 
 
+def _check_folder(place: Path, name: str) -> None:
+    """Raise ValueError unless ``place`` is a folder that may hold whole weights."""
+    if not place.is_dir():
+        hint = "check the path"
+        if _HUB_NAME.fullmatch(name):
+            hint += f", or download it: hf download {name} --local-dir DIR"
+        raise ValueError(
+            f"got checkpoint {name!r}, which is not on disk; expected a file or a folder; {hint}"
+        )
+
+    if (place / "adapter_config.json").is_file():
+        raise ValueError(
+            f"got checkpoint {name!r}, which holds LoRA adapters; expected the weights of a whole "
+            "model; merge the adapters into it (peft: merge_and_unload) and save that with "
+            "save_pretrained"
+        )
+
+
 def weight_file(place: Path) -> Path:
-    """The file to begin with: ``place`` itself, or a folder's file of weights or index of its shards."""
+    """The first file to open: ``place`` itself, or a folder's file of weights or index of shards.
+
+    Raises:
+        ValueError: if there is none, or several files without an index.
+    """
     if place.is_file():
         return place
-    for usual, patterns in ((_USUAL_SAFE, _SAFE), (_USUAL_PICKLES, _PICKLES)):
-        file = _first(place, usual) or _only(place, patterns)
+
+    for names, patterns in (
+        (_KNOWN_SAFETENSORS, _ANY_SAFETENSORS),
+        (_KNOWN_PICKLES, _ANY_PICKLE),
+    ):
+        file = _first(place, names) or _only(place, patterns)
         if file is not None:
             return file
+
     raise ValueError(
-        f"got checkpoint {str(place)!r}, which holds no weights; expected a file of weights, a folder with one (or "
-        "with shards and their index), a run's folder or a committed checkpoint; check the path"
+        f"got checkpoint {str(place)!r}, which holds no weights; expected a file of weights, a "
+        "folder with one (or with shards and their index), a run's folder or a committed "
+        "checkpoint; check the path"
     )
 
 
 def weight_files(place: Path) -> list[Path]:
-    """All files of the weights at a place: one, or an index and the shards that it names."""
+    """All files of the weights at a path: one, or an index and its shards."""
     first = weight_file(place)
     if not first.name.endswith(".index.json"):
         return [first]
-    return [first, *(first.parent / shard for shard in sorted(set(shard_of(first).values())))]
 
-
-def shard_of(index: Path) -> dict[str, str]:
-    """Tensor -> file beside the index, all of which are there.
-
-    Raises:
-        ValueError: if it is no index, or names files that are absent or in other folders.
-    """
-    try:
-        places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-        names = sorted(set(places.values()))
-        if not names or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"files {names}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"got {index}, which is not an index of shards ({error!r}); expected JSON with a weight_map; download it "
-            "again"
-        ) from None
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ValueError(
-            f"got {index}, which names {outside[0]!r}; expected files of its own folder; do not use weights from this "
-            "source"
-        )
-    absent = [name for name in names if not (index.parent / name).is_file()]
-    if absent:
-        raise ValueError(
-            f"got {index}, of whose {len(names)} shards {len(absent)} are absent ({', '.join(absent[:4])}); expected "
-            "all of them beside it; download or copy the rest"
-        )
-    return places
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    index = ShardIndex.read(first)
+    index.check_complete()
+    return [first, *index.files]
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
@@ -155,27 +149,31 @@ def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _only(folder: Path, patterns: tuple[str, ...]) -> Path | None:
-    """The one file of the first pattern that any fit; several are refused."""
+    """The one file that fits the first pattern with any; several are refused."""
     for pattern in patterns:
         found = sorted(
-            p for p in folder.glob(pattern) if not p.name.startswith(("optim", "pytorch_optim"))
+            path
+            for path in folder.glob(pattern)
+            if not path.name.startswith(("optim", "pytorch_optim"))
         )
         if len(found) > 1:
-            names = ", ".join(p.name for p in found[:6])
+            names = ", ".join(path.name for path in found[:6])
+            more = ", ..." if len(found) > 6 else ""
             raise ValueError(
-                f"got {folder}, which holds {len(found)} files of weights ({names}{', ...' if found[6:] else ''}) "
-                "and no index of them; expected one; pass the path of the file"
+                f"got {folder}, which holds {len(found)} files of weights ({names}{more}) and no "
+                "index of them; expected one; pass the path of the file"
             )
         if found:
             return found[0]
+
     return None
 
 
-def _averages(checkpoint: Path) -> Path:
-    for name in _AVERAGES:
+def _ema_weights(checkpoint: Path) -> Path:
+    for name in _EMA_WEIGHTS:
         if (checkpoint / name).exists():
             return checkpoint / name
     raise ValueError(
-        f"got checkpoint {str(checkpoint)!r} without averaged weights; expected one of {list(_AVERAGES)} beside model; "
-        "take the trained weights (use_ema=False)"
+        f"got checkpoint {str(checkpoint)!r} without EMA weights; expected one of "
+        f"{list(_EMA_WEIGHTS)} beside model; take the trained weights (use_ema=False)"
     )

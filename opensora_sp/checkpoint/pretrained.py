@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Collection
 from dataclasses import replace
@@ -15,8 +14,8 @@ import torch
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import CLASSES
 
+from .filesystem import FileSystem
 from .model_config import choose_config, write_model_config
-from .paths import flush
 from .reader import Weights, open_weights
 from .state_dict import check_conversions, fitted
 
@@ -32,15 +31,16 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     **config: Any,
 ) -> ConditionedModel:
-    """Build a model from weights in any layout: Hugging Face folder, single file, Booster folder, a run of ours.
+    """Build a model from weights in any layout: Hugging Face folder, file, Booster folder, our run.
 
     Args:
         path: a file or folder; see ``find_weights``.
-        model: class or preset, needed where there is no ``config.json``; otherwise it must agree with that.
+        model: class or preset, required without a ``config.json``; otherwise it must agree
+            with that.
         allow_pickle: also read pickled files, which can run code; only for files that you trust.
-        strict: refuse weights that lack a tensor, have one too many or one of another shape. Otherwise those are left
-            out with a warning, and the model keeps its random ones.
-        ema: take the averaged weights where there are both.
+        strict: refuse missing, unexpected and reshaped tensors. Otherwise those are skipped with
+            a warning, and the model keeps its random ones.
+        ema: load the EMA weights where there are both.
         convert: conversions to apply, some of ``CONVERSIONS``.
         dtype: of the result, by default as stored. Rotary frequencies are not rounded.
         config: settings that replace those of ``config.json`` or of the preset.
@@ -49,28 +49,32 @@ def from_pretrained(
         The model on the CPU, with memory of its own.
 
     Raises:
-        ValueError: if the weights cannot be read, are those of another model, with all that differs, or are too large
-            for ``dtype``.
+        ValueError: if the weights cannot be read, are those of another model, with all
+            differences, or are too large for ``dtype``.
     """
     if "pred_sigma" in check_conversions(convert):
         config = {"pred_sigma": False, **config}
+
     weights = open_weights(path, ema=ema, allow_pickle=allow_pickle)
     name, settings, notes = choose_config(weights.path, weights.config, model, config)
     weights = replace(weights, notes=(*weights.notes, *notes))
+
     with torch.device("meta"):
         built = CLASSES[name](settings)
     weights = fitted(weights, built, convert=convert, strict=strict)
+
     if len(weights.tensors) < len(built.state_dict()):
-        built = CLASSES[name](settings)  # drawn at random, for what the weights lack
+        # The weights lack some: draw these at random.
+        built = CLASSES[name](settings)
     built = fill(built, weights)
+
     if dtype is not None:
         _check_range(built, dtype)
     return built.to(dtype=dtype)
 
 
 def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:
-    """Raise ValueError if rounding would make a number infinite, as fp16 does of 65,520 and more."""
-    largest = torch.finfo(dtype).max
+    """Raise ValueError if rounding would overflow, as fp16 does from 65,520."""
     lost = [
         name
         for name, p in model.named_parameters()
@@ -78,16 +82,21 @@ def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:
     ]
     if lost:
         raise ValueError(
-            f"got {len(lost)} tensors with numbers too large for {dtype} ({lost[0]} is one); expected at most "
-            f"{largest:.4g}; take bf16, or leave them as they are"
+            f"got {len(lost)} tensors with numbers too large for {dtype} ({lost[0]} is one); "
+            f"expected at most {torch.finfo(dtype).max:.4g}; use bf16, or keep the dtype of the "
+            "weights"
         )
 
 
 def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
-    """Give the model, which may be on the meta device, its own copies of these fitted weights, in their dtype."""
+    """Assign fitted weights to a model, which may be on the meta device.
+
+    The model gets copies of its own, in the dtype of the weights.
+    """
     weights.log()
     state = {name: stored.read().clone() for name, stored in weights.tensors.items()}
     model.load_state_dict(state, strict=False, assign=True)
+
     assert not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
     return model
 
@@ -95,35 +104,36 @@ def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
 def save_pretrained(
     model: ConditionedModel, path: str | Path, *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` (or shards and their index) into a new folder.
+    """Write ``config.json`` and ``model.safetensors``, or shards and their index.
 
-    The folder is written under another name beside it and renamed when it is whole. Under a launcher, call this on one
-    rank, with whole parameters.
+    The folder is written under a partial name beside it and renamed when complete. Under a
+    launcher, call this on one rank, with whole parameters.
 
     Args:
         model: a bare model, or one wrapped for sequence parallelism.
-        path: the folder, which must not exist or be empty.
+        path: a new or empty folder.
         max_shard_size: largest file, in bytes or as "5GB"; a larger tensor gets a file of its own.
 
     Raises:
-        ValueError: if there is something under that name, or the size is none.
+        ValueError: if the folder holds something, or the size is none.
     """
-    final = Path(path)
+    final, filesystem = Path(path), FileSystem()
     check_vacant(final)
     partial = final.parent / f".partial-{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    filesystem.mkdir(partial)
+
     try:
         _write_shards(model, partial, max_shard_size)
         write_model_config(partial, type(model).__name__, model.config)
         for file in partial.iterdir():
-            shutil.copymode(
-                partial / "config.json", file
-            )  # safetensors makes files that their owner alone may read
-            flush(file)
-        flush(partial)
-        os.replace(partial, final)
-        flush(final.parent)
+            # safetensors creates files that only their owner may read.
+            shutil.copymode(partial / "config.json", file)
+            filesystem.flush(file)
+
+        filesystem.flush(partial)
+        filesystem.rename(partial, final)
+        filesystem.flush(final.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -135,13 +145,16 @@ def _write_shards(model: ConditionedModel, folder: Path, max_shard_size: int | s
         save_torch_state_dict(model.state_dict(), folder, max_shard_size=max_shard_size)
     except ValueError as error:
         raise ValueError(
-            f"got max_shard_size {max_shard_size!r} ({error}); expected bytes or a size such as '5GB'; change it"
+            f"got max_shard_size {max_shard_size!r} ({error}); expected bytes or a size such as "
+            "'5GB'; change it"
         ) from None
 
 
 def check_vacant(folder: Path) -> None:
-    """Raise ValueError if a folder of weights cannot be written here without overwriting something."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    """Raise ValueError unless a folder for weights is new or empty."""
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty:
         raise ValueError(
-            f"got {folder} to write to, which is there already; expected a new folder; choose another name"
+            f"got {folder} to write to, which is there already; expected a new folder; choose "
+            "another name"
         )

@@ -1,6 +1,7 @@
-"""One way to open them all: safetensors and pickles, whole or in shards, as named tensors read when asked for.
+"""Reader of weights: safetensors and pickles, whole or in shards; tensors are read on demand.
 
-What a file is, its first bytes say, not its name: ColossalAI's Booster writes files without an ending.
+The first bytes of a file decide its format, not its name: ColossalAI's Booster writes files without
+an ending.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .paths import find_weights, shard_of, weight_file
+from .paths import find_weights, weight_file
+from .shard_index import ShardIndex
+from .tensor_file import is_safetensors
 
 logger = logging.getLogger(__name__)
 
 # Versions of torch below which loading with weights_only=True can still run code from the file.
 HOLES = {(2, 6): "CVE-2025-32434", (2, 10): "CVE-2026-24747"}
 WRAPPERS = ("state_dict", "model", "module")
-PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+# Of DistributedDataParallel and torch.compile.
+PREFIXES = ("module.", "_orig_mod.")
+# What torch.load raises for a damaged file.
+DAMAGE = (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor on disk. ``read`` maps it or loads it; copy the result before the file may change."""
+    """A tensor on disk. ``read`` maps or loads it; copy the result before the file may change."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
@@ -38,32 +44,52 @@ class Stored:
 
 @dataclass(frozen=True)
 class Weights:
-    """Opened weights: where they are, in which format, the ``config.json`` with them, and what was unwrapped."""
+    """Opened weights.
+
+    Args:
+        path: of the file or folder.
+        format: for the log, such as "3 shards, safetensors".
+        config: ``config.json`` with them, if there is one.
+        tensors: by name, none of them read yet.
+        notes: what was unwrapped or converted, for the log.
+        metadata: of the header of a safetensors file, or of an index.
+    """
 
     path: Path
     format: str
     config: dict[str, Any] | None
     tensors: dict[str, Stored]
     notes: tuple[str, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: stored.shape for name, stored in self.tensors.items()}
+
+    def only(self, names: Collection[str]) -> Weights:
+        """Those of these names."""
+        kept = {name: stored for name, stored in self.tensors.items() if name in names}
+        return replace(self, tensors=kept)
 
     def log(self) -> None:
-        """Say what is read, and how."""
+        """Log what is read, and how."""
         logger.info("weights: %d tensors from %s (%s)", len(self.tensors), self.path, self.format)
         for note in self.notes:
             logger.info("weights: %s", note)
 
 
 def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = False) -> Weights:
-    """Open the weights that a path stands for; nothing but names and shapes is read yet.
+    """Open the weights that a path resolves to. Only names and shapes are read.
 
     Args:
-        path: see ``find_weights``. Of what a folder holds, safetensors are taken first.
-        ema: take the averaged weights of a checkpoint or of a file that holds both.
-        allow_pickle: also open pickled files (.pt, .pth, .bin), with ``weights_only=True``. Only for files from a
-            source you trust: see ``HOLES``.
+        path: see ``find_weights``. Safetensors are preferred to pickles.
+        ema: open the EMA weights of a checkpoint, or of a file that holds both.
+        allow_pickle: also open pickled files (.pt, .pth, .bin), with ``weights_only=True``. Only
+            for files from a source you trust: see ``HOLES``.
 
     Raises:
-        ValueError: if there are none, they are pickled and that is not allowed, damaged, or not a state dict.
+        ValueError: if there are none, they are pickled and that is not allowed, damaged, or not a
+            state dict.
     """
     place = find_weights(path, ema=ema)
     file = weight_file(place)
@@ -71,152 +97,177 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
         weights = _open_shards(file, ema=ema, allow_pickle=allow_pickle)
     else:
         weights = _open_file(file, ema=ema, allow_pickle=allow_pickle)
+
     return replace(_without_prefix(weights), path=place, config=saved_config(place))
 
 
 def saved_config(place: Path) -> dict[str, Any] | None:
-    """``config.json`` of a folder of weights, or of the folder of a file, or of ``model`` beside ``ema``."""
+    """``config.json`` of a folder, of the folder of a file, or of ``model`` beside ``ema``.
+
+    Raises:
+        ValueError: if it is not a JSON object.
+    """
     folders = [place if place.is_dir() else place.parent]
     if place.stem == "ema":
         folders.append(place.parent / "model")
-    for file in (folder / "config.json" for folder in folders):
-        if file.is_file():
-            try:
-                values = json.loads(file.read_text())
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(
-                    f"got {file}, which is not JSON ({error}); expected a configuration; correct it"
-                ) from None
-            if not isinstance(values, dict):
-                raise ValueError(
-                    f"got {file}, which is no JSON object; expected names and values; correct it"
-                )
-            return values
-    return None
+
+    files = [folder / "config.json" for folder in folders]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return None
+
+    try:
+        values = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"got {file}, which is not JSON ({error}); expected a configuration; correct it"
+        ) from None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"got {file}, which is no JSON object; expected names and values; correct it"
+        )
+    return values
 
 
-def _open_shards(index: Path, **options: bool) -> Weights:
-    """All shards that an index names, as one."""
-    places = shard_of(index)
-    names = sorted(set(places.values()))
-    shards = {name: _open_file(index.parent / name, **options) for name in names}
-    lost = [name for name, shard in places.items() if name not in shards[shard].tensors]
+def _open_shards(path: Path, **options: bool) -> Weights:
+    """All shards of an index, as one."""
+    index = ShardIndex.read(path)
+    index.check_complete()
+    shards = {file.name: _open_file(file, **options) for file in index.files}
+
+    lost = [name for name, file in index.weight_map.items() if name not in shards[file].tensors]
     if lost:
         raise ValueError(
-            f"got {index}, which has {lost[0]} in {places[lost[0]]}, where it is not ({len(lost)} such tensors); "
-            "expected an index of these shards; download both again"
+            f"got {path}, which has {lost[0]} in {index.weight_map[lost[0]]}, where it is not "
+            f"({len(lost)} such tensors); expected an index of these shards; download both again"
         )
-    first = shards[names[0]]
-    tensors = {name: shards[shard].tensors[name] for name, shard in places.items()}
-    return replace(first, format=f"{len(names)} shards, {first.format}", tensors=tensors)
+
+    first = next(iter(shards.values()))
+    return replace(
+        first,
+        format=f"{len(shards)} shards, {first.format}",
+        tensors={name: shards[file].tensors[name] for name, file in index.weight_map.items()},
+        metadata=index.metadata,
+    )
 
 
 def _open_file(file: Path, *, ema: bool, allow_pickle: bool) -> Weights:
+    if is_safetensors(file):
+        return _open_safetensors(file)
+
     with file.open("rb") as opened:
-        head = opened.read(9)
-    if head.startswith(b"version "):
+        head = opened.read(8)
+    if head == b"version ":
         raise ValueError(
-            f"got {file}, a Git LFS pointer; expected the file itself; run git lfs pull in its folder"
+            f"got {file}, a Git LFS pointer; expected the file itself; run git lfs pull in its "
+            "folder"
         )
-    if head[8:] == b"{":
-        return Weights(file, "safetensors", None, _open_safetensors(file))
-    found = _unpickle(file, mmap=head.startswith(b"PK"), allow_pickle=allow_pickle)
-    state, notes = _unwrap(file, found, ema=ema)
+
+    content = _unpickle(file, mmap=head.startswith(b"PK"), allow_pickle=allow_pickle)
+    state, notes = _unwrap(file, content, ema=ema)
     tensors = {
-        name: Stored(tuple(tensor.shape), partial(_same, tensor)) for name, tensor in state.items()
+        name: Stored(tuple(tensor.shape), partial(_identity, tensor))
+        for name, tensor in state.items()
     }
     return Weights(file, "pickle", None, tensors, notes)
 
 
-def _open_safetensors(file: Path) -> dict[str, Stored]:
+def _open_safetensors(file: Path) -> Weights:
     try:
         opened = safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ValueError(
-            f"got {file}, which is damaged ({error}); expected a whole safetensors file; copy or download it again"
+            f"got {file}, which is damaged ({error}); expected a whole safetensors file; copy or "
+            "download it again"
         ) from None
-    shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
-    return {name: Stored(shape, partial(opened.get_tensor, name)) for name, shape in shapes.items()}
+
+    tensors = {}
+    for name in opened.keys():
+        shape = tuple(opened.get_slice(name).get_shape())
+        tensors[name] = Stored(shape, partial(opened.get_tensor, name))
+    return Weights(file, "safetensors", None, tensors, metadata=opened.metadata() or {})
 
 
 def _unpickle(file: Path, *, mmap: bool, allow_pickle: bool) -> Any:
     if not allow_pickle:
         raise ValueError(
-            f"got {file}, which is pickled, and a pickle can run code as it is read; expected safetensors; if you "
-            "trust where it comes from, pass allow_pickle=True (--allow-pickle), or convert it once with "
-            "opensora-sp convert"
+            f"got {file}, which is pickled, and a pickle can run code as it is read; expected "
+            "safetensors; if you trust where it comes from, pass allow_pickle=True "
+            "(--allow-pickle), or convert it once with opensora-sp convert"
         )
+
     _warn_of_holes(torch.__version__)
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
         raise ValueError(
-            f"got {file}, which holds more than tensors and plain values, or no pickle ({str(error).splitlines()[0]}); "
-            "expected a state dict; nothing else is unpickled: save its state dict as safetensors where it was made"
+            f"got {file}, which holds more than tensors and plain values, or no pickle ({reason}); "
+            "expected a state dict; nothing else is unpickled: save its state dict as safetensors "
+            "where it was made"
         ) from None
-    except (
-        RuntimeError,
-        EOFError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        IndexError,
-    ) as error:  # as torch meets damage
+    except DAMAGE as error:
         raise ValueError(
-            f"got {file}, which cannot be read ({type(error).__name__}: {error}); expected weights saved by torch or "
-            "safetensors; copy or download it again"
+            f"got {file}, which cannot be read ({type(error).__name__}: {error}); expected weights "
+            "saved by torch or safetensors; copy or download it again"
         ) from None
 
 
 @cache
 def _warn_of_holes(version: str) -> None:
-    """Once per process."""
+    """Warn, once per process, of vulnerabilities that this version of torch still has."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     open_here = [
-        f"{name} (closed in {'.'.join(map(str, fixed))})"
+        f"{name} (closed in {fixed[0]}.{fixed[1]})"
         for fixed, name in HOLES.items()
         if numbers < fixed
     ]
     if open_here:
         logger.warning(
-            "unpickling with torch %s: weights_only=True alone does not protect from %s; read only files that you "
-            "trust, and convert them to safetensors: opensora-sp convert",
+            "unpickling with torch %s: weights_only=True alone does not protect from %s; read only "
+            "files that you trust, and convert them to safetensors: opensora-sp convert",
             version,
             ", ".join(open_here),
         )
 
 
-def _unwrap(file: Path, found: Any, *, ema: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The state dict in what was unpickled, and which keys led to it."""
+def _unwrap(file: Path, content: Any, *, ema: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The state dict in what was unpickled, and notes on the keys that led to it."""
     notes: list[str] = []
     order = ("ema", *WRAPPERS) if ema else (*WRAPPERS, "ema")
-    while isinstance(found, Mapping) and not any(
-        isinstance(value, Tensor) for value in found.values()
-    ):
-        inside = [key for key in order if isinstance(found.get(key), Mapping)]
-        if not inside:
+    while isinstance(content, Mapping) and not _holds_tensors(content):
+        key = next((key for key in order if isinstance(content.get(key), Mapping)), None)
+        if key is None:
             break
-        notes.append(f"took {inside[0]!r} of the keys {list(found)} in {file.name}")
-        found = found[inside[0]]
-    is_state = isinstance(found, Mapping) and found and all(isinstance(name, str) for name in found)
-    strange = (
-        [name for name, value in found.items() if not isinstance(value, Tensor)] if is_state else []
-    )
-    if not is_state or strange:
-        kind = (
-            f"{found[strange[0]]!r:.40} under {strange[0]!r}"
-            if strange
-            else f"{type(found).__name__} {found!r:.40}"
-        )
+        notes.append(f"took {key!r} of the keys {list(content)} in {file.name}")
+        content = content[key]
+
+    problem = _not_a_state_dict(content)
+    if problem is not None:
         raise ValueError(
-            f"got {file}, which holds {kind}; expected a state dict, by itself or under one of {list(order)}; save the "
-            "model's state dict"
+            f"got {file}, which holds {problem}; expected a state dict, by itself or under one of "
+            f"{list(order)}; save the model's state dict"
         )
-    return dict(found), tuple(notes)
+    return dict(content), tuple(notes)
+
+
+def _holds_tensors(mapping: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in mapping.values())
+
+
+def _not_a_state_dict(content: Any) -> str | None:
+    """Why an object is not a state dict; None if it is one."""
+    is_mapping = isinstance(content, Mapping) and all(isinstance(name, str) for name in content)
+    if not is_mapping or not content:
+        return f"{type(content).__name__} {content!r:.40}"
+
+    others = (name for name, value in content.items() if not isinstance(value, Tensor))
+    name = next(others, None)
+    return None if name is None else f"{content[name]!r:.40} under {name!r}"
 
 
 def _without_prefix(weights: Weights) -> Weights:
-    """Names as the model has them, where a wrapper put the same prefix before all."""
+    """Remove a prefix that a wrapper put before all names."""
     for prefix in PREFIXES:
         if weights.tensors and all(name.startswith(prefix) for name in weights.tensors):
             tensors = {
@@ -227,5 +278,5 @@ def _without_prefix(weights: Weights) -> Weights:
     return weights
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

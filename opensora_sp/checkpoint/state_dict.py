@@ -1,35 +1,42 @@
-"""Do these tensors fit that model: a full report, and the conversions that may be asked for by name."""
+"""Compare the tensors on disk with those of a model: a full report, and conversions by name."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from opensora_sp.models.base import ConditionedModel
+from .reader import Stored, Weights
 
-from .reader import Stored, Weights, logger
+if TYPE_CHECKING:
+    from opensora_sp.models.base import ConditionedModel
 
-SHOWN = 12  # names, or kinds of names, of each sort in a report
+logger = logging.getLogger(__name__)
+# Names, or patterns of names, of each kind of difference that a report shows.
+SHOWN = 12
 TEXT = "y_embedder.y_embedding"
 Tensors = dict[str, Stored]
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is changed on the way from disk into a model, where it is asked for."""
+    """A change of tensors on the way from disk into a model, made on request.
+
+    Args:
+        config_keys: settings that may then differ from those of the weights.
+        changed: the tensors that replace those on disk.
+    """
 
     config_keys: frozenset[str]
-    """What of the configuration may then differ from that of the weights."""
     changed: Callable[[Tensors, ConditionedModel], Tensors]
-    """The tensors that take the place of those on disk."""
 
 
 def _recomputed_tables(tensors: Tensors, model: ConditionedModel) -> Tensors:
@@ -41,32 +48,33 @@ def _recomputed_tables(tensors: Tensors, model: ConditionedModel) -> Tensors:
 
 
 def _resized_text(tensors: Tensors, model: ConditionedModel) -> Tensors:
-    """The null caption ``[L, Cy]``: the first tokens, or the last one repeated, as Open-Sora 1.1 and later do."""
-    wanted = model.config.model_max_length
-    if TEXT not in tensors or tensors[TEXT].shape[0] == wanted:
+    """The null caption ``[L, Cy]``: cut, or its last token repeated, as in Open-Sora 1.1."""
+    length = model.config.model_max_length
+    if TEXT not in tensors or tensors[TEXT].shape[0] == length:
         return {}
-    length, *rest = tensors[TEXT].shape
-    taken = torch.arange(wanted).clamp(max=length - 1)
-    return {TEXT: Stored((wanted, *rest), lambda: tensors[TEXT].read()[taken])}
+
+    old_length, *rest = tensors[TEXT].shape
+    index = torch.arange(length).clamp(max=old_length - 1)
+    return {TEXT: Stored((length, *rest), lambda: tensors[TEXT].read()[index])}
 
 
 def _without_sigma(tensors: Tensors, model: ConditionedModel) -> Tensors:
-    """The last projection ``[V * 2C, ...]`` without the second half of each patch position's channels."""
+    """The last projection ``[V * 2C, ...]`` without the channels of the variance."""
     volume, channels = math.prod(model.config.patch_size), model.config.in_channels
-    names = ("final_layer.linear.weight", "final_layer.linear.bias")
-    if model.config.pred_sigma or any(
-        n not in tensors or tensors[n].shape[0] != 2 * volume * channels for n in names
-    ):
+    if model.config.pred_sigma:
         return {}
 
-    def kept(stored: Stored) -> Tensor:
+    def first_half(stored: Stored) -> Tensor:
         halves = rearrange(stored.read(), "(v two c) ... -> two (v c) ...", two=2, c=channels)
         return halves[0].clone()
 
-    return {
-        n: Stored((volume * channels, *tensors[n].shape[1:]), partial(kept, tensors[n]))
-        for n in names
-    }
+    changed = {}
+    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        stored = tensors.get(name)
+        if stored is None or stored.shape[0] != 2 * volume * channels:
+            return {}
+        changed[name] = Stored((volume * channels, *stored.shape[1:]), partial(first_half, stored))
+    return changed
 
 
 CONVERSIONS = {
@@ -91,44 +99,46 @@ def check_conversions(names: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Differences:
-    """Between the tensors on disk and those of a model: names only here, only there, and of other shapes."""
+    """Between the tensors on disk and those of a model.
+
+    Args:
+        missing: names of the model only.
+        unexpected: names on disk only.
+        reshaped: "[2, 3], not [2, 4]" by name, for tensors of another shape.
+    """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    reshaped: tuple[str, ...]
-    shapes: dict[str, str]  # of the reshaped ones: "[2, 3], not [2, 4]"
-
-    @classmethod
-    def of(cls, tensors: Tensors, model: ConditionedModel) -> Differences:
-        return cls.between(
-            {name: stored.shape for name, stored in tensors.items()}, model.state_dict()
-        )
+    reshaped: dict[str, str]
 
     @classmethod
     def between(
-        cls, found: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]
+        cls, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]
     ) -> Differences:
-        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        reshaped = [
-            name for name, shape in wanted.items() if name in found and found[name] != shape
-        ]
+        shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         return cls(
-            missing=tuple(name for name in wanted if name not in found),
-            unexpected=tuple(name for name in found if name not in wanted),
-            reshaped=tuple(reshaped),
-            shapes={name: f"{list(found[name])}, not {list(wanted[name])}" for name in reshaped},
+            missing=tuple(name for name in shapes if name not in found),
+            unexpected=tuple(name for name in found if name not in shapes),
+            reshaped={
+                name: f"{list(found[name])}, not {list(shape)}"
+                for name, shape in shapes.items()
+                if name in found and found[name] != shape
+            },
         )
 
     def __len__(self) -> int:
         return len(self.missing) + len(self.unexpected) + len(self.reshaped)
 
     def __str__(self) -> str:
-        """All of them, with the same name in several blocks told once."""
-        parts = [("missing", self.missing), ("unexpected", self.unexpected)]
-        told = [f"{what} {_listed(names)}" for what, names in parts if names]
+        """All of them; the same difference in several blocks is listed once."""
+        kinds = []
+        if self.missing:
+            kinds.append(f"missing {_listed(self.missing)}")
+        if self.unexpected:
+            kinds.append(f"unexpected {_listed(self.unexpected)}")
         if self.reshaped:
-            told.append(f"of another shape {_listed(self.reshaped, self.shapes)}")
-        return f"{len(self)} differences: {'; '.join(told)}"
+            kinds.append(f"of another shape {_listed(self.reshaped, self.reshaped)}")
+        return f"{len(self)} differences: {'; '.join(kinds)}"
 
 
 def check_names(
@@ -138,75 +148,92 @@ def check_names(
     *,
     exact: bool = True,
 ) -> None:
-    """Raise ValueError unless every tensor of ``wanted`` is found in its shape (and, if exact, nothing else)."""
-    differences = Differences.between(
-        found if exact else {n: s for n, s in found.items() if n in wanted}, wanted
-    )
+    """Raise ValueError unless every tensor of ``wanted`` is found in its shape.
+
+    Args:
+        source: of the tensors, for the message.
+        found: shapes by name.
+        exact: refuse other names among ``found``.
+    """
+    if not exact:
+        found = {name: shape for name, shape in found.items() if name in wanted}
+
+    differences = Differences.between(found, wanted)
     if differences:
         raise ValueError(
-            f"got weights of another model in {source} ({differences}); expected those of the configured model; "
-            "change the checkpoint or the model"
+            f"got weights of another model in {source} ({differences}); expected those of the "
+            "configured model; change the checkpoint or the model"
         )
 
 
 def fitted(
     weights: Weights, model: ConditionedModel, *, convert: Collection[str] = (), strict: bool = True
 ) -> Weights:
-    """The weights as the model takes them: converted where asked for, and checked name by name.
+    """The weights for a model: converted on request, and checked name by name.
 
     Args:
         weights: opened weights.
         model: the bare model, which may be on the meta device.
-        convert: names of ``CONVERSIONS`` to apply; one that finds nothing to convert is told and does nothing.
-        strict: refuse any difference. Otherwise what differs is left out, with a warning.
+        convert: names of ``CONVERSIONS`` to apply; one without anything to convert is logged.
+        strict: refuse any difference. Otherwise tensors that differ are skipped, with a warning.
 
     Raises:
         ValueError: with all differences, or if nothing fits at all.
     """
     weights = _converted(weights, model, check_conversions(convert))
-    differences = Differences.of(weights.tensors, model)
+    differences = Differences.between(weights.shapes, model.state_dict())
     if not differences:
         return weights
-    left_out = {*differences.unexpected, *differences.reshaped}
-    if strict or len(left_out) == len(weights.tensors):
-        helpful = [
-            name
-            for name in CONVERSIONS
-            if len(Differences.of(_converted(weights, model, (name,)).tensors, model))
-            < len(differences)
-        ]
-        hint = f", or ask for the conversion: convert={helpful}" if helpful else ""
+
+    skipped = {*differences.unexpected, *differences.reshaped}
+    if strict or len(skipped) == len(weights.tensors):
         raise ValueError(
             f"got weights of another model in {weights.path} ({differences}); expected those of "
-            f"{type(model).__name__} as configured; change the checkpoint or the config's model{hint}"
+            f"{type(model).__name__} as configured; change the checkpoint or the config's model"
+            f"{_conversion_hint(weights, model, len(differences))}"
         )
+
     logger.warning("weights: loading what fits of %s (%s)", weights.path, differences)
-    return replace(
-        weights, tensors={n: stored for n, stored in weights.tensors.items() if n not in left_out}
-    )
+    return weights.only(weights.tensors.keys() - skipped)
+
+
+def _conversion_hint(weights: Weights, model: ConditionedModel, num_differences: int) -> str:
+    """Names the conversions that would leave fewer differences."""
+    helpful = []
+    for name in CONVERSIONS:
+        shapes = _converted(weights, model, (name,)).shapes
+        if len(Differences.between(shapes, model.state_dict())) < num_differences:
+            helpful.append(name)
+    return f", or request the conversion: convert={helpful}" if helpful else ""
 
 
 def _converted(weights: Weights, model: ConditionedModel, names: tuple[str, ...]) -> Weights:
     tensors, notes = dict(weights.tensors), list(weights.notes)
     for name in names:
         changed = CONVERSIONS[name].changed(tensors, model)
+        if not changed:
+            notes.append(f"conversion {name}: nothing to convert")
+
         for tensor, stored in changed.items():
             before = list(tensors[tensor].shape) if tensor in tensors else "nothing"
             notes.append(f"conversion {name}: {tensor} from {before} to {list(stored.shape)}")
-        if not changed:
-            notes.append(f"conversion {name}: nothing to convert")
+        # A new dict: a conversion reads the old one later.
         tensors = {**tensors, **changed}
     return replace(weights, tensors=tensors, notes=tuple(notes))
 
 
-def _listed(names: Iterable[str], shapes: dict[str, str] | None = None) -> str:
-    """Names, those that differ in a block's number alone as one, each with its shapes."""
-    kinds: dict[str, list[str]] = {}
+def _listed(names: Iterable[str], shapes: Mapping[str, str] | None = None) -> str:
+    """Names with their shapes; those that differ in a block's number only are one pattern."""
+    patterns: dict[str, list[str]] = {}
     for name in names:
         shape = f" {shapes[name]}" if shapes is not None else ""
-        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name) + shape, []).append(name + shape)
-    told = [
-        f"{kind} ({len(each)} times)" if len(each) > 1 else each[0] for kind, each in kinds.items()
-    ]
-    more = f", and {len(told) - SHOWN} more kinds of names" if len(told) > SHOWN else ""
-    return ", ".join(told[:SHOWN]) + more
+        pattern = re.sub(r"\.\d+\.", ".*.", name) + shape
+        patterns.setdefault(pattern, []).append(name + shape)
+
+    lines = []
+    for pattern, matches in patterns.items():
+        several = len(matches) > 1
+        lines.append(f"{pattern} ({len(matches)} times)" if several else matches[0])
+
+    more = f", and {len(lines) - SHOWN} more kinds of names" if len(lines) > SHOWN else ""
+    return ", ".join(lines[:SHOWN]) + more

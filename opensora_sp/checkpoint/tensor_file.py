@@ -1,7 +1,7 @@
-"""A safetensors file written tensor by tensor, so that no more than a part of one tensor is held.
+"""A safetensors file that is written tensor by tensor, in parts of a tensor.
 
-The format (huggingface/safetensors): the length of the header in 8 bytes, the header in JSON (name, dtype, shape and
-place of each tensor), the bytes of the tensors without gaps.
+Format (huggingface/safetensors): the length of the header in 8 bytes, the header in JSON (name,
+dtype, shape and byte range of each tensor), the bytes of the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .filesystem import Disk
+from .filesystem import FileSystem
 
 DTYPES = {
     torch.float64: "F64",
@@ -37,7 +37,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor will be: all that the header of a file needs."""
+    """Dtype and shape of a tensor: all that the header of a file needs."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,39 +52,46 @@ class Spec:
 
 
 def file_order(specs: Mapping[str, Spec]) -> list[str]:
-    """Names in the order of the file: wide numbers first, so that each tensor is aligned, then by name."""
+    """Names in the order of the file: large items first, which aligns them; then by name."""
     return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
 
 
 class TensorFile:
-    """A safetensors file under way. Append every tensor of ``specs`` in ``file_order``, then close."""
+    """A safetensors file being written: ``append`` every tensor in ``file_order``, then ``close``.
+
+    Args:
+        specs: dtype and shape of each tensor, by name.
+        metadata: strings for the header.
+    """
 
     def __init__(
         self,
-        disk: Disk,
+        filesystem: FileSystem,
         path: Path,
         specs: Mapping[str, Spec],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self.disk, self.path, self.specs = disk, path, dict(specs)
+        self.filesystem, self.path, self.specs = filesystem, path, dict(specs)
         self._digest, self._bytes = hashlib.sha256(), 0
+
         self._file = path.open("wb", buffering=0)
         self._write(_header(self.specs, metadata))
 
     def append(self, name: str, chunks: Iterable[Tensor]) -> None:
-        """Write one tensor, given as consecutive runs of its elements; more than the tensor has is left out."""
+        """Write a tensor in consecutive chunks of its elements; padding at the end is cut off."""
         left = self.specs[name].num_bytes
         for chunk in chunks:
             data = as_bytes(chunk)[:left]
             left -= data.numel()
             if data.numel():
                 self._write(data.numpy().data)
+
         assert left == 0, f"{left} bytes of {name} are missing"
 
     def close(self) -> dict[str, Any]:
         """Flush the file; returns its size and SHA-256."""
         self._file.close()
-        self.disk.flush(self.path)
+        self.filesystem.flush(self.path)
         return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
     def abandon(self) -> None:
@@ -92,9 +99,15 @@ class TensorFile:
         self._file.close()
 
     def _write(self, data: bytes | memoryview) -> None:
-        self.disk.write(self._file, data)
+        self.filesystem.write(self._file, data)
         self._digest.update(data)
         self._bytes += len(data)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether the first bytes of a file are those of a safetensors file."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -114,6 +127,8 @@ def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None) -> by
             "data_offsets": [start, stop],
         }
         start = stop
+
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Padded, so that the tensors begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,7 +1,7 @@
-"""Tensors that ranks hold in parts, written as whole ones by rank 0, at once or behind the training's back.
+"""Tensors sharded over ranks, written as whole ones by rank 0, synchronously or in the background.
 
-Each rank keeps its own part of a tensor and rank 0 asks for one part after the other, so beyond what the training
-holds rank 0 needs one part of one tensor, and an asynchronous save one copy of each rank's own parts.
+Rank 0 receives one part after the other. Beyond the training's own memory it needs one part of one
+tensor; an asynchronous save needs one copy of each rank's own parts.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -23,16 +24,21 @@ from opensora_sp.backends import host_backend
 from .tensor_file import Spec, TensorFile, as_bytes, file_order
 
 logger = logging.getLogger(__name__)
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+# A full or read-only disk, or missing permissions.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank gives to a tensor of a checkpoint.
+    """This rank's part of a tensor of a checkpoint.
 
-    ``sharded``: ``tensor`` is this rank's run of the flattened tensor, all ranks' runs are equally long, and what the
-    last ones have too much is padding. Otherwise the tensor is whole, the same on every rank, and rank 0's is taken.
-    ``constant``: it does not change while the training goes on.
+    Args:
+        tensor: if sharded, this rank's run of the flattened tensor, padded at the end of the tensor
+            to the same length on all ranks. Otherwise the whole tensor, the same on every rank;
+            rank 0 writes its own.
+        spec: dtype and shape of the whole tensor.
+        sharded: whether each rank holds a part only.
+        constant: it does not change during the training, so an asynchronous save needs no copy.
     """
 
     tensor: Tensor
@@ -45,14 +51,14 @@ class Part:
         return cls(tensor, Spec.of(tensor), constant=constant)
 
     def snapshot(self) -> Part:
-        """The same with a copy on the CPU, where one is needed."""
+        """The part with a copy on the CPU, if this rank gives it and it may change."""
         if self.constant or not (self.sharded or _rank() == 0):
             return self
         return replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
 
 
 class Target(Protocol):
-    """Where rank 0 writes: begun once, then file by file, then finished; or abandoned after an error."""
+    """Where rank 0 writes: ``begin``, the files, then ``finish``; ``abandon`` after an error."""
 
     def begin(self) -> None: ...
 
@@ -65,188 +71,177 @@ class Target(Protocol):
 
 @dataclass
 class SaveJob:
-    """Files of named tensors, the same on every rank but for the parts, and the target, used on rank 0."""
+    """Files of named tensors and their target.
+
+    Names and specs must be the same on every rank; the target is used on rank 0.
+    """
 
     target: Target
     files: dict[str, dict[str, Part]] = field(default_factory=dict)
 
     def snapshot(self) -> SaveJob:
-        files = {
-            f: {name: part.snapshot() for name, part in parts.items()}
-            for f, parts in self.files.items()
-        }
+        files = {}
+        for file, parts in self.files.items():
+            files[file] = {name: part.snapshot() for name, part in parts.items()}
         return SaveJob(self.target, files)
+
+    def parts(self) -> Iterator[Part]:
+        """All parts, in the order of the files."""
+        for parts in self.files.values():
+            for name in file_order(_specs(parts)):
+                yield parts[name]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of rank 0, as it is sent to the other ranks."""
+
+    message: str
+    is_user_error: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            message = (
+                f"got '{error.strerror}' while writing {error.filename}; expected free space and "
+                "permission to write there; free some space (keep_last=N keeps fewer checkpoints) "
+                "or choose another disk, then resume from the newest checkpoint"
+            )
+            return cls(message, is_user_error=True)
+        return cls(f"{error}", is_user_error=isinstance(error, ValueError))
+
+    def raise_(self, task: str) -> None:
+        if self.is_user_error:
+            raise ValueError(self.message)
+        raise RuntimeError(f"rank 0 failed {task}: {self.message}")
 
 
 class Saver:
-    """Saves one job after the other. Creating and every method is collective.
+    """Saves one job after the other. Creating it and every method are collective.
 
-    An error of the writer is raised on every rank: by ``save``, or of an asynchronous save by the next ``save`` or
-    ``wait``. A process group of its own (gloo) carries the parts, so that a save under way and the training's
-    collectives do not meet. Without a process group there is one process.
+    An error of the writer is raised on every rank: by ``save``, or after an asynchronous save by
+    the next ``save`` or ``wait``. The parts travel in a process group of their own (gloo), so that
+    a save in the background and the training's collectives are independent. Without a process group
+    there is one process.
     """
 
     def __init__(self) -> None:
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._group = dist.new_group(backend=host_backend()) if self._world > 1 else None
         self._thread: threading.Thread | None = None
-        self._error: tuple[bool, str] | None = None
+        self._failure: Failure | None = None
 
     def save(self, job: SaveJob, *, in_background: bool = False) -> None:
-        """Write the job, or start to; one that is still under way is waited for."""
+        """Write the job, or start to write it, after the previous one is complete."""
         self.wait()
         if not in_background:
             self._run(job)
-            return self._tell()
+            self._raise_failure()
+            return
+
         self._thread = threading.Thread(
             target=self._run, args=(job.snapshot(),), name="checkpoint writer"
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is under way.
+        """Wait for a save in the background.
 
         Raises:
             ValueError, RuntimeError: what failed on rank 0.
         """
         self.join()
-        self._tell()
+        self._raise_failure()
 
     def join(self) -> None:
-        """Until nothing is under way; what went wrong is kept for ``wait``."""
+        """Wait for a save in the background; its error is kept for ``wait``."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _tell(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise_told(error, "saving a checkpoint")
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            failure.raise_("saving a checkpoint")
 
     def _run(self, job: SaveJob) -> None:
-        """Rank 0 writes; the others send their parts. Whatever happens to the writer, all parts are taken."""
-        written = _Writing(job.target) if _rank() == 0 else None
-        for name, parts in job.files.items():
-            specs = {tensor: part.spec for tensor, part in parts.items()}
-            if written is not None:
-                written.open(name, specs)
-            for tensor in file_order(specs):
-                self._pass(tensor, parts[tensor], written)
-        told: list[Any] = [written.conclude() if written is not None else None]
+        """Rank 0 writes, the others send all of their parts, also after an error of the writer."""
+        outcome: list[Any] = [None]
+        if _rank() == 0:
+            outcome = [self._write(job)]
+        else:
+            for part in job.parts():
+                if part.sharded:
+                    dist.send(as_bytes(part.tensor.cpu()), dst=0, group=self._group)
+
         if self._world > 1:
-            dist.broadcast_object_list(told, src=0, group=self._group)
-        self._error = told[0]
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
+        self._failure = outcome[0]
 
-    def _pass(self, name: str, part: Part, written: _Writing | None) -> None:
-        if written is not None:
-            written.append(name, self._runs(part))
-        elif part.sharded:
-            dist.send(as_bytes(part.tensor.cpu()), dst=0, group=self._group)
-
-    def _runs(self, part: Part) -> Iterator[Tensor]:
-        """On rank 0: the runs of the tensor's bytes, rank by rank."""
-        own = as_bytes(part.tensor.cpu())
-        yield own
-        if part.sharded:
-            for rank in range(1, self._world):
-                received = torch.empty_like(own)
-                dist.recv(received, src=rank, group=self._group)
-                yield received
-
-
-class _Writing:
-    """Rank 0's side: after the first error nothing is written any more, but everything is still received."""
-
-    def __init__(self, target: Target) -> None:
-        self.target, self.error = target, None
-        self.entries: dict[str, dict[str, Any]] = {}
-        self._file: TensorFile | None = None
-        self._name = ""
-        self._attempt(target.begin)
-
-    error: BaseException | None
-
-    def open(self, name: str, specs: Mapping[str, Spec]) -> None:
-        self._close()
-
-        def start() -> None:
-            self._name, self._file = name, self.target.tensor_file(name, specs)
-
-        self._attempt(start)
-
-    def append(self, name: str, runs: Iterator[Tensor]) -> None:
-        def write() -> None:
-            assert self._file is not None
-            self._file.append(name, runs)
-
-        self._attempt(write)
-        for _ in runs:  # what an error has left
-            pass
-
-    def conclude(self) -> tuple[bool, str] | None:
-        """Finish; returns what went wrong, to be told to all ranks."""
-        self._close()
-        self._attempt(lambda: self.target.finish(self.entries))
-        if self.error is None:
+    def _write(self, job: SaveJob) -> Failure | None:
+        """On rank 0: write what all ranks send; returns the failure for all of them."""
+        chunks = self._receive(job)
+        entries = {}
+        file: TensorFile | None = None
+        try:
+            job.target.begin()
+            for name, parts in job.files.items():
+                file = job.target.tensor_file(name, _specs(parts))
+                for tensor in file_order(file.specs):
+                    num_chunks = self._world if parts[tensor].sharded else 1
+                    file.append(tensor, islice(chunks, num_chunks))
+                entries[name] = file.close()
+            job.target.finish(entries)
             return None
-        with suppress(OSError):
-            self.target.abandon()
-        return described(self.error)
+        except Exception as error:
+            logger.error("saving a checkpoint failed: %s", error)
+            # The other ranks send the rest as well.
+            for _ in chunks:
+                pass
 
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        if file is None:
-            return
-        if self.error is not None:
-            file.abandon()
-            return
+            if file is not None:
+                file.abandon()
+            with suppress(OSError):
+                job.target.abandon()
+            return Failure.of(error)
 
-        def close() -> None:
-            self.entries[self._name] = file.close()
+    def _receive(self, job: SaveJob) -> Iterator[Tensor]:
+        """On rank 0: the bytes of all tensors, in the order of the files, rank by rank."""
+        for part in job.parts():
+            own = as_bytes(part.tensor.cpu())
+            yield own
 
-        self._attempt(close)
+            for rank in range(1, self._world if part.sharded else 1):
+                yield self._receive_from(rank, own)
 
-    def _attempt(self, action: Callable[[], None]) -> None:
-        if self.error is None:
-            try:
-                action()
-            except Exception as error:
-                self.error = error
-                logger.error("saving a checkpoint failed: %s", error)
+    def _receive_from(self, rank: int, like: Tensor) -> Tensor:
+        received = torch.empty_like(like)
+        dist.recv(received, src=rank, group=self._group)
+        return received
 
 
 class on_rank_0:  # noqa: N801  (used like a function)
-    """``with on_rank_0(what) as here:`` runs rank 0's part; its error is raised on every rank, so that none hangs."""
+    """``with on_rank_0(task) as is_rank_0:`` raises the error of rank 0 on every rank."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, task: str) -> None:
+        self.task = task
 
     def __enter__(self) -> bool:
         return _rank() == 0
 
-    def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not dist.is_initialized():
             return
-        told: list[Any] = [None if error is None else described(error)]
-        dist.broadcast_object_list(told, src=0)
-        if told[0] is not None and error is None:
-            raise_told(told[0], self.what)
+
+        failure = [None if error is None else Failure.of(error)]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None and error is None:
+            failure[0].raise_(self.task)
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def described(error: BaseException) -> tuple[bool, str]:
-    """Whether an error is the user's, and its text: what the other ranks are told."""
-    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
-        return True, (
-            f"got '{error.strerror}' while writing {error.filename}; expected room and leave to write there; make room "
-            "(keep_last=N keeps fewer checkpoints) or choose another disk, then go on from the newest checkpoint"
-        )
-    return isinstance(error, ValueError), f"{error}"
-
-
-def raise_told(told: tuple[bool, str], what: str) -> None:
-    is_users, text = told
-    raise ValueError(text) if is_users else RuntimeError(f"rank 0 failed {what}: {text}")
+def _specs(parts: Mapping[str, Part]) -> dict[str, Spec]:
+    return {name: part.spec for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""``opensora-sp config``: what a config says when all its files and options are put together."""
+"""``opensora-sp config``: the resolved config of all its files and options."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import sys
 
 from opensora_sp.console import config_arguments, log_to_terminal
 
-HELP = "check a config and print it with all files and options put together"
+HELP = "check a config and print its resolved values"
 
 
 def parser() -> argparse.ArgumentParser:
     parser = config_arguments(HELP)
     parser.add_argument(
-        "--explain", action="store_true", help="a value a line, each with where it comes from"
+        "--explain", action="store_true", help="one value per line, each with its origin"
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the config as a file that can be run, or with the places where its values were set."""
+    """Print the config as a file that can be run, or with the origin of each value."""
     from opensora_sp.config import dump_config, load_either, sources
 
     log_to_terminal()
@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.explain:
         sys.stdout.write(dump_config(cfg))
         return
+
     lines = [(f"{key} = {value!r}", source) for key, value, source in sources(cfg, draft)]
     width = min(60, max(len(line) for line, _ in lines))
     sys.stdout.write("".join(f"{line:<{width}}  # {source}\n" for line, source in lines))

@@ -35,10 +35,12 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="settings of the model that replace those of config.json or the preset, for example qk_norm=True",
+        help="settings of the model that replace those of config.json or the preset, for example "
+        "qk_norm=True",
     )
     add_allow_pickle(parser)
-    parser.add_argument("--ema", action="store_true", help="take the averaged weights")
+
+    parser.add_argument("--ema", action="store_true", help="convert the EMA weights")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="round to this (default: as stored)"
     )
@@ -48,7 +50,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="largest file, bytes or with a unit (default: 5GB)",
     )
-    conversions = parser.add_argument_group("conversions")
+
+    _add_conversions(parser.add_argument_group("conversions"))
+    return parser
+
+
+def _add_conversions(conversions: argparse._ArgumentGroup) -> None:
     conversions.add_argument(
         "--input-size",
         nargs=3,
@@ -56,33 +63,38 @@ def parser() -> argparse.ArgumentParser:
         metavar=("T", "H", "W"),
         help="STDiT: compute the position tables for latents of this size",
     )
+
     conversions.add_argument(
         "--text-length",
         type=int,
         metavar="N",
         help="cut the null caption to N tokens, or repeat its last one",
     )
+
     conversions.add_argument(
-        "--drop-sigma", action="store_true", help="leave out the channels of the variance"
+        "--drop-sigma", action="store_true", help="remove the channels of the variance"
     )
-    return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Convert, and say what was read, changed and written."""
+    """Convert, and print what was written."""
     from opensora_sp.checkpoint import check_vacant, from_pretrained, save_pretrained
     from opensora_sp.config import parse_override
     from opensora_sp.dtypes import DTYPES
 
     log_to_terminal()
     check_vacant(Path(args.target))
-    options: dict[str, Any] = {
-        ".".join(keys): value for keys, value in map(parse_override, args.options)
-    }
-    if taken := sorted(options.keys() & inspect.signature(from_pretrained).parameters.keys()):
+
+    options: dict[str, Any] = {}
+    for keys, value in map(parse_override, args.options):
+        options[".".join(keys)] = value
+    taken = sorted(options.keys() & inspect.signature(from_pretrained).parameters.keys())
+    if taken:
         raise ValueError(
-            f"got --options {taken[0]}=...; expected a setting of the model; leave it out, or see --help"
+            f"got --options {taken[0]}=...; expected a setting of the model; remove it, or see "
+            "--help"
         )
+
     convert = []
     if args.input_size:
         options["input_size"] = tuple(args.input_size)
@@ -92,6 +104,7 @@ def run(args: argparse.Namespace) -> None:
         convert.append("y_embedding")
     if args.drop_sigma:
         convert.append("pred_sigma")
+
     model = from_pretrained(
         args.source,
         model=args.model,
@@ -103,8 +116,10 @@ def run(args: argparse.Namespace) -> None:
     )
     size = args.max_shard_size
     save_pretrained(model, args.target, max_shard_size=int(size) if size.isdigit() else size)
-    numbers, name = sum(p.numel() for p in model.parameters()), type(model).__name__
+
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
     files = len(list(Path(args.target).glob("*.safetensors")))
     sys.stdout.write(
-        f"wrote {name}, {numbers / 1e6:.1f} M parameters, {model.dtype}, {files} files to {args.target}\n"
+        f"wrote {type(model).__name__}, {millions:.1f} M parameters, {model.dtype}, {files} files "
+        f"to {args.target}\n"
     )

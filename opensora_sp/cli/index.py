@@ -1,4 +1,4 @@
-"""``opensora-sp index``: a manifest of a folder of videos and images."""
+"""``opensora-sp index``: write the manifest of a folder of videos and images."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import sys
 from pathlib import Path
 
-HELP = "look at all videos and images of a folder and write the manifest that training reads"
-TOLD = 20  # broken files named
+HELP = "probe all videos and images of a folder and write the training manifest"
+MAX_REPORTED = 20  # unreadable files reported by name
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=HELP)
-    parser.add_argument("folder", type=Path, help="searched with its subfolders")
+    parser.add_argument("folder", type=Path, help="folder of the files, searched recursively")
     parser.add_argument(
         "-o",
         "--output",
@@ -24,11 +24,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--captions",
         metavar="FILE",
-        help="manifest with path,text; by default, and for files that it lacks, clip.txt is the caption of clip.mp4",
+        help="manifest with path,text; by default, and for other files, clip.txt is the caption of "
+        "clip.mp4",
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="files looked at at a time (default: one a core)"
+        "--workers", type=int, metavar="N", help="files probed in parallel (default: one per core)"
     )
+
     return parser
 
 
@@ -45,43 +47,43 @@ def run(args: argparse.Namespace) -> None:
             f"got --workers {args.workers}; expected at least 1; change it or leave it out"
         )
     _check_writable(args.output)
+
     captions = read_captions(args.captions) if args.captions else None
     files = find_files(args.folder)
     if captions is not None:
         check_captions(captions, files, args.captions)
     with tqdm(total=len(files), desc="index", unit="file", dynamic_ncols=True, disable=None) as bar:
         found = index_files(files, captions=captions, workers=args.workers, on_file=bar.update)
-    for broken in found.corrupt[:TOLD]:
-        sys.stderr.write(f"left out {broken.path}: {broken.reason}\n")
+
+    for broken in found.corrupt[:MAX_REPORTED]:
+        sys.stderr.write(f"skipped {broken.path}: {broken.reason}\n")
     if not found.entries:
         raise ValueError(
             f"got {len(files)} files in {str(args.folder)!r}, none of which can be read; expected "
             "videos or images; check them"
         )
-    near = [
-        entry._replace(path=Path(_relative(entry.path, args.output.parent)))
-        for entry in found.entries
-    ]
-    write_manifest(args.output, near)
+
+    folder = args.output.parent
+    entries = [one._replace(path=Path(_relative(one.path, folder))) for one in found.entries]
+    write_manifest(args.output, entries)
     sys.stdout.write(
         f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a "
-        f"caption; {len(found.corrupt)} files cannot be read and were left out\n"
+        f"caption; {len(found.corrupt)} files cannot be read and were skipped\n"
     )
 
 
 def _check_writable(file: Path) -> None:
-    """Raise ValueError if the manifest could not be written, before hours of looking at files."""
+    """Raise ValueError if the manifest could not be written, before hours of probing files."""
+    problem = ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        problem = (
-            "is a folder"
-            if file.is_dir()
-            else ""
-            if os.access(file.parent, os.W_OK)
-            else "cannot be written"
-        )
+        if file.is_dir():
+            problem = "is a folder"
+        elif not os.access(file.parent, os.W_OK):
+            problem = "cannot be written"
     except OSError as error:
         problem = f"cannot be written ({error})"
+
     if problem:
         raise ValueError(
             f"got --output {str(file)!r}, which {problem}; expected a file to write; choose "
@@ -90,5 +92,5 @@ def _check_writable(file: Path) -> None:
 
 
 def _relative(path: Path, folder: Path) -> str:
-    """As the manifest in ``folder`` names a file."""
+    """A file's path relative to the manifest's folder."""
     return os.path.relpath(path.resolve(), folder.resolve())

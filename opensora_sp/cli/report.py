@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-HELP = "draw loss, speed and memory of training runs, also of one that is still running, as a PNG and an HTML page"
+HELP = "plot loss, speed and memory of finished or running training runs, as PNG and HTML"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,11 +25,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="where to write (default: the first run's folder)",
     )
+
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the report and say where it is."""
+    """Write the report and print its paths."""
     from opensora_sp.training.report import report
 
     for path in report(args.runs, args.runs[0] if args.output is None else args.output):

@@ -1,6 +1,4 @@
-"""``dict(type=..., **options)``: the parts of a config that become objects, checked without being
-built.
-"""
+"""Components, ``dict(type=..., **options)``: sections of a config that become objects."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from opensora_sp.components import check_methods, component_class
 from opensora_sp.diffusion import IDDPM, RectifiedFlow
 
-from .findings import together
+from .findings import raise_together
 
 SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 
@@ -31,8 +29,18 @@ def split_type(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def check_component(
     key: str, value: dict[str, Any], known: dict[str, Any], protocol: type | None = None
 ) -> dict[str, Any]:
-    """Check ``type``, a known class or an importable one, and the options against the constructor's
-    arguments.
+    """Check a component's ``type`` and its options against the constructor's arguments.
+
+    Args:
+        key: the component's key in the config.
+        known: classes by name; any other type is an importable name.
+        protocol: whose methods the class must have.
+
+    Returns:
+        The component, its options converted to the annotated types.
+
+    Raises:
+        ValueError: for an unknown type, or options that do not fit.
     """
     name, options = split_type(key, value)
     cls = component_class(key, name, known)
@@ -41,61 +49,63 @@ def check_component(
     if protocol is not None:
         check_methods(key, cls, protocol)
     elif dataclasses.is_dataclass(cls):
-        build_component({"type": name, **options}, known)  # checks itself
+        # Dataclasses check themselves, and building one loads nothing.
+        build_component({"type": name, **options}, known)
     return {"type": name, **options}
 
 
 def check_options(key: str, name: str, options: dict[str, Any], cls: Any) -> None:
-    """Raise ValueError unless the class takes these options, and needs no others."""
+    """Raise ValueError for options that the class does not take, or needs and does not get."""
     parameters = inspect.signature(cls).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in named]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    unknown = (
-        [] if takes_any else [option for option in options if option not in [p.name for p in named]]
-    )
-    missing = [
-        p.name for p in named if p.default is inspect.Parameter.empty and p.name not in options
-    ]
-    together(
-        *(_unknown(f"{key}.{option}", option, [p.name for p in named]) for option in unknown),
+
+    required = [p.name for p in named if p.default is p.empty]
+    raise_together(
+        lambda: None if takes_any else check_keys(key, options, names),
         *(
             f"got {key} of type {name!r} without {option!r}; expected a value; set {key}.{option}"
-            for option in missing
+            for option in required
+            if option not in options
         ),
     )
 
 
 def check_values(key: str, options: dict[str, Any], cls: type) -> dict[str, Any]:
-    """The options converted to the types that the class annotates its arguments with."""
+    """The options converted to the annotated types of the constructor's arguments.
+
+    Raises:
+        ValueError: with all values of another type.
+    """
+    # Custom classes may be annotated with names that only a type checker imports.
+    annotated: Any = cls if dataclasses.is_dataclass(cls) else cls.__init__  # type: ignore[misc]
     try:
-        hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)  # type: ignore[misc]
-    except (
-        NameError
-    ):  # a class of the user's, annotated with names that only a type checker imports
+        hints = get_type_hints(annotated)
+    except NameError:
         hints = {}
-    checked, found = dict(options), []
+
+    checked: dict[str, Any] = {}
+    found = []
     for option, value in options.items():
         try:
-            checked[option] = (
-                TypeAdapter(hints[option]).validate_python(value) if option in hints else value
-            )
+            checked[option] = TypeAdapter(hints.get(option, Any)).validate_python(value)
         except ValidationError as error:
             found.append(
                 f"got {key}.{option} = {value!r}; {error.errors()[0]['msg']}; change {key}.{option}"
             )
-    together(*found)
+    raise_together(*found)
     return checked
 
 
 def check_keys(key: str, options: dict[str, Any], known: list[str]) -> None:
-    """Raise ValueError for options that are none of the known ones."""
-    together(
-        *(_unknown(f"{key}.{option}", option, known) for option in options if option not in known)
-    )
+    """Raise ValueError for unknown options."""
+    unknown = [option for option in options if option not in known]
+    raise_together(*(_unknown(f"{key}.{option}", option, known) for option in unknown))
 
 
 def build_component(value: dict[str, Any], known: dict[str, Any]) -> Any:
-    """Build what ``dict(type=..., **options)`` describes."""
+    """Build the object of ``dict(type=..., **options)``."""
     name, options = split_type("component", value)
     return component_class("component", name, known)(**options)
 

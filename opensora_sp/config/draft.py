@@ -1,4 +1,4 @@
-"""A config before it is checked: its values, and where each of them was set."""
+"""A config before validation: its values and the origin of each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 Key = tuple[Any, ...]
-"""A key by its parts: ``("model", "depth")``."""
+"""The parts of a dotted key: ``("model", "depth")``."""
+
 DELETE = "_delete_"
-"""In a dict: take the place of the inherited dict, do not add to it."""
+"""In a dict: replace the inherited dict instead of merging into it."""
 
 
 def dotted(key: Key) -> str:
@@ -17,8 +18,13 @@ def dotted(key: Key) -> str:
 
 
 class Draft:
-    """Nested values, and ``origins``: key -> place. What lies below a key is from there too, unless
-    it has its own.
+    """Nested values, and ``origins``: key -> place where it was set.
+
+    Keys below a key have its origin, unless they have their own.
+
+    Attributes:
+        notes: messages about translated keys of Open-Sora.
+        foreign: whether this is a config of Open-Sora.
     """
 
     def __init__(
@@ -26,8 +32,8 @@ class Draft:
     ) -> None:
         self.values = values or {}
         self.origins = origins or {}
-        self.notes: list[str] = []  # what became of keys of Open-Sora
-        self.foreign = False  # whether it is a config of Open-Sora
+        self.notes: list[str] = []
+        self.foreign = False
 
     def __contains__(self, key: Key) -> bool:
         return self.get(key, _MISSING) is not _MISSING
@@ -41,58 +47,61 @@ class Draft:
         return found
 
     def origin(self, key: Key) -> str | None:
-        """Where a value was set; None if nobody set it."""
+        """Where a value was set; None if it was not."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
                 return self.origins[key[:length]]
         return None
 
     def set(self, key: Key, value: Any, origin: str) -> None:
-        """Set a value. A dict takes the place of the one that is there; None takes it away.
+        """Set a value. A dict replaces an existing one, and None removes it.
 
         Raises:
-            ValueError: if one of the keys above holds something else than a dict, or a dict would
-                give way to something that is none.
+            ValueError: if a key above is not a dict, or another value would replace a dict.
         """
-        there = self._above(key, origin)
-        last = _as_known(there, key[-1])
+        parent = self._parent(key, origin)
+        last = _as_known(parent, key[-1])
         key = (*key[:-1], last)
-        if isinstance(there.get(last), dict) and value is not None and not isinstance(value, dict):
+
+        replaces_dict = isinstance(parent.get(last), dict) and not isinstance(value, dict)
+        if replaces_dict and value is not None:
             raise ValueError(
                 f"got {dotted(key)} = {value!r} in the place of a dict (of {self.origin(key)}); "
                 f"expected a dict; write {dotted(key)}.part=value for a part of it, or "
                 f"{dotted(key)}=None to have none [{origin}]"
             )
+
         self.forget(key)
-        there[last] = _without_delete(value)
+        parent[last] = _without_delete(value)
         self.origins[key] = origin
 
     def pop(self, key: Key) -> Any:
-        """Take a value out, with where it and what lies below it came from."""
+        """Remove and return a value, with its origin and the origins below it."""
         *above, last = key
         value = self.get(tuple(above)).pop(last)
         self.forget(key)
         return value
 
     def forget(self, key: Key) -> None:
-        """Forget where a key and all below it came from."""
+        """Remove the origins of a key and of all below it."""
         for known in [one for one in self.origins if one[: len(key)] == key]:
             del self.origins[known]
 
-    def _above(self, key: Key, origin: str) -> dict[Any, Any]:
-        there: Any = self.values
+    def _parent(self, key: Key, origin: str) -> dict[Any, Any]:
+        """The dict that holds ``key``, made if it does not exist."""
+        parent: dict[Any, Any] = self.values
         for i, part in enumerate(key[:-1]):
-            there = there.setdefault(_as_known(there, part), {})
-            if not isinstance(there, dict):
+            parent = parent.setdefault(_as_known(parent, part), {})
+            if not isinstance(parent, dict):
                 raise ValueError(
-                    f"got {origin}, but {dotted(key[: i + 1])} is {there!r}; expected a dict "
+                    f"got {origin}, but {dotted(key[: i + 1])} is {parent!r}; expected a dict "
                     "there; check the key"
                 )
-        return there
+        return parent
 
 
 def leaves(values: dict[Any, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """The values of nested dicts that are no dicts, or empty ones, by their keys."""
+    """(key, value) of the leaves of nested dicts; an empty dict is a leaf."""
     for part, value in values.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, (*above, part))
@@ -100,12 +109,10 @@ def leaves(values: dict[Any, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]
             yield (*above, part), value
 
 
-def _as_known(there: dict[Any, Any], part: Any) -> Any:
-    """The key itself, or the number that it spells where the dict has numbers:
-    bucket_config.240p.51.
-    """
+def _as_known(values: dict[Any, Any], part: Any) -> Any:
+    """The key, as an int in dicts with int keys: ``bucket_config.240p.51``."""
     number = int(part) if isinstance(part, str) and part.isdecimal() else part
-    return number if any(isinstance(one, int) for one in there) else part
+    return number if any(isinstance(one, int) for one in values) else part
 
 
 def _without_delete(value: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Config files, mmengine-style Python with ``_base_`` lists, with the file and line that each value
-comes from.
+"""Config files: mmengine-style Python with ``_base_`` lists, and the origin of each value.
 
-mmengine reads the values. What it does without a word is refused here: a value in the place of an
-inherited dict, and a key that two bases have.
+mmengine reads the values. Two things that it accepts silently are errors here: a value that
+replaces an inherited dict, and a key that is in two bases.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import ast
 import re
 import traceback
 from collections.abc import Iterator
-from functools import reduce
 from os.path import abspath, normpath
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from .draft import Draft, Key, dotted, leaves
-from .findings import together
+from .findings import raise_together
 from .lines import set_lines
 
 BASE = "_base_"
@@ -27,10 +25,10 @@ NOT_DATA = (ModuleType, FunctionType, BuiltinFunctionType, type)
 
 
 def read_config(path: str | Path) -> Draft:
-    """The values of a file and of those that it is based on.
+    """The values of a file and its bases.
 
-    Names with a leading underscore, modules, classes and functions are the file's own business. An
-    empty dict says nothing, so ``dict(_delete_=True)`` takes an inherited dict away.
+    Names with a leading underscore, modules, classes and functions are not part of the config, nor
+    are empty dicts: ``dict(_delete_=True)`` removes an inherited dict.
 
     Raises:
         ValueError: if a file is missing, cannot be run, or contradicts those that it is based on.
@@ -54,16 +52,19 @@ def _read(path: str, *, within: tuple[str, ...]) -> Draft:
             f"got config {path!r}, which is based on itself ({' -> '.join((*within, path))}); "
             "expected no circle; take one of the _base_ out"
         )
+
     tree = _parsed(path)
     bases = [_read(base, within=(*within, path)) for base in _bases(path, tree)]
     inherited = _joined(path, bases)
+
     draft = Draft(_values(path, tree), dict(inherited.origins))
     lines, whole = set_lines(tree)
     for key, line in lines.items():
         if key in whole:
             draft.forget(key)
         draft.origins[key] = f"{path}:{line}"
-    together(*_replaced(inherited, draft))
+
+    raise_together(*_replaced(inherited, draft))
     return draft
 
 
@@ -75,46 +76,50 @@ def _parsed(path: str) -> ast.Module:
 
 
 def _bases(path: str, tree: ast.Module) -> list[str]:
+    """Paths of the files in the ``_base_`` of a file."""
+    folder = Path(path).parent
+    absolute = str(folder.absolute())
+
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(one, ast.Name) and one.id == BASE for one in node.targets
-        ):
-            try:
-                named = ast.literal_eval(node.value)
-            except ValueError as error:
+        if not isinstance(node, ast.Assign) or BASE not in map(_name, node.targets):
+            continue
+
+        place = f"[{path}:{node.lineno}]"
+        try:
+            listed = ast.literal_eval(node.value)
+        except ValueError as error:
+            raise ValueError(
+                "got a _base_ that is computed; expected a path or a list of paths; write them "
+                f"out {place}"
+            ) from error
+
+        bases = []
+        for one in [listed] if isinstance(listed, str) else listed:
+            base = normpath(folder / _FOLDER.sub(lambda _: absolute, one))
+            if not Path(base).is_file():
                 raise ValueError(
-                    "got a _base_ that is computed; expected a path or a list of paths; write "
-                    f"them out [{path}:{node.lineno}]"
-                ) from error
-            folder = str(Path(path).parent)
-            listed = [
-                _FOLDER.sub(lambda _: str(Path(path).parent.absolute()), one)
-                for one in _as_list(named)
-            ]
-            found = [normpath(Path(folder, one)) for one in listed]
-            for base in found:
-                if not Path(base).is_file():
-                    raise ValueError(
-                        f"got the base {base!r}, which cannot be loaded (FileNotFoundError); "
-                        f"expected a file; correct _base_ [{path}:{node.lineno}]"
-                    )
-            return found
+                    f"got the base {base!r}, which cannot be loaded (FileNotFoundError); "
+                    f"expected a file; correct _base_ {place}"
+                )
+            bases.append(base)
+        return bases
     return []
+
+
+def _name(target: ast.expr) -> str | None:
+    return target.id if isinstance(target, ast.Name) else None
 
 
 def _values(path: str, tree: ast.Module) -> dict[str, Any]:
     from mmengine.config import Config
 
     try:
-        # Told that imports are not lazy, mmengine does not guess it from where the modules imported
-        # lie.
-        return Config.fromfile(path, lazy_import=False).to_dict()
-    except Exception as error:  # whatever the file's own code, or mmengine reading it, may raise
-        ours = [
-            one
-            for one in traceback.extract_tb(error.__traceback__)
-            if one.filename == abspath(path)
-        ]
+        # Without lazy_import=False, mmengine guesses it from the paths of imported modules.
+        values: dict[str, Any] = Config.fromfile(path, lazy_import=False).to_dict()
+        return values
+    except Exception as error:  # the file is code, which may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if frame.filename == abspath(path)]
         raise _unreadable(path, error, ours[-1].lineno if ours else None) from error
 
 
@@ -126,27 +131,34 @@ def _unreadable(path: str, error: Exception, line: int | None) -> ValueError:
 
 
 def _joined(path: str, bases: list[Draft]) -> Draft:
-    def join(left: Draft, right: Draft) -> Draft:
-        together(
+    """The values of several bases.
+
+    Raises:
+        ValueError: for keys that two of them set.
+    """
+    joined = Draft()
+    for base in bases:
+        both = [key for key in joined.values if key in base.values and not key.startswith("_")]
+        raise_together(
             *(
-                f"got {key!r} in two files that {path} is based on ({left.origin((key,))}, "
-                f"{right.origin((key,))}); expected each key in one of them; base one of the two "
+                f"got {key!r} in two files that {path} is based on ({joined.origin((key,))}, "
+                f"{base.origin((key,))}); expected each key in one of them; base one of the two "
                 "on the other"
-                for key in left.values
-                if key in right.values and not key.startswith("_")
+                for key in both
             )
         )
-        return Draft({**left.values, **right.values}, {**left.origins, **right.origins})
-
-    return reduce(join, bases, Draft())
+        joined.values |= base.values
+        joined.origins |= base.origins
+    return joined
 
 
 def _replaced(inherited: Draft, draft: Draft) -> Iterator[str]:
-    """A message for each inherited dict that something else has taken the place of."""
-    above: set[Key] = {
-        key[:length] for key, _ in leaves(inherited.values) for length in range(1, len(key))
-    }
-    for key in sorted(above):
+    """A message for each inherited dict that another value has replaced."""
+    dicts: set[Key] = set()
+    for leaf, _ in leaves(inherited.values):
+        dicts |= {leaf[:length] for length in range(1, len(leaf))}
+
+    for key in sorted(dicts):
         if key in draft and not isinstance(draft.get(key), dict):
             name = dotted(key)
             yield (
@@ -155,7 +167,3 @@ def _replaced(inherited: Draft, draft: Draft) -> Iterator[str]:
                 f"{name}=dict(_delete_=True, ...) for another one, or {name}=dict(_delete_=True) "
                 f"to have none [{draft.origin(key)}]"
             )
-
-
-def _as_list(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)

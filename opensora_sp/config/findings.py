@@ -1,4 +1,4 @@
-"""What is wrong with a config, told all at once: got, expected, what to do, and where it was set."""
+"""Errors of a config, reported all at once: got, expected, what to do, and where it was set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from .draft import Draft, Key
+from .draft import Draft, Key, dotted
 
 
 class ConfigError(ValueError):
@@ -26,9 +26,11 @@ def messages_of(error: ValueError) -> list[str]:
     return error.messages if isinstance(error, ConfigError) else [str(error)]
 
 
-def together(*checks: Callable[[], object] | str) -> None:
-    """Run all checks, and raise one ValueError with whatever they raised; a text is a problem found
-    already.
+def raise_together(*checks: Callable[[], object] | str) -> None:
+    """Run all checks, and raise one ``ConfigError`` with the messages of all that failed.
+
+    Args:
+        checks: functions that raise ValueError, or messages of errors found already.
     """
     found: list[str] = []
     for check in checks:
@@ -46,8 +48,11 @@ def together(*checks: Callable[[], object] | str) -> None:
 def explain(
     error: ValidationError, schema: type[BaseModel], place: str, draft: Draft | None = None
 ) -> str:
-    """Every finding on a line of its own, with the places where ``draft`` says that its keys were
-    set.
+    """The message for a pydantic error: one line per finding, with the origins of its keys.
+
+    Args:
+        place: the config, for example its path.
+        draft: the origins of keys; None for values without a config file.
     """
     lines = []
     for finding in error.errors():
@@ -59,44 +64,42 @@ def explain(
 
 def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
     key = ".".join(str(part) for part in finding["loc"]) or "config"
+
     if finding["type"] == "extra_forbidden":
         known = _known_keys(schema, finding["loc"][:-1])
         close = difflib.get_close_matches(str(finding["loc"][-1]), known, n=1, cutoff=0.5)
         advice = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
         return [f"got the unknown key {key!r}; expected a known one; {advice}"]
+
     if finding["type"] == "missing":
-        return [
-            f"got no {key!r}; expected a value; set it in the config or with --cfg-options "
-            f"{key}=..."
-        ]
+        option = f"--cfg-options {key}=..."
+        return [f"got no {key!r}; expected a value; set it in the config or with {option}"]
+
     if finding["type"] == "value_error":
         return messages_of(finding["ctx"]["error"])
+
     shown = json.dumps(finding["input"], default=repr)
     return [f"got {key} = {shown}; {finding['msg']}; change {key}"]
 
 
 def _places(draft: Draft, loc: Key, message: str) -> str:
-    """Where the keys of a finding were set: those that its message names below ``loc``, else
-    ``loc`` itself.
-    """
+    """Origins of a finding's keys: the keys in the message one level below ``loc``, or ``loc``."""
     got = message.partition("; ")[0]
     inside = [key for key in draft.origins if key[: len(loc)] == loc and len(key) > len(loc)]
-    below = [key for key in inside if len(key) == len(loc) + 1]
-    named = {
-        key: draft.origins[key]
-        for key in below
-        if re.search(rf"(?<!\w){re.escape(str(key[-1]))}(?!\w)", got)
-    }
+
+    named: dict[Key, str] = {}
+    for key in inside:
+        is_named = re.search(rf"(?<!\w){re.escape(str(key[-1]))}(?!\w)", got)
+        if len(key) == len(loc) + 1 and is_named:
+            named[key] = draft.origins[key]
+
     if not named and loc:
         origin = draft.origin(loc) or next((draft.origins[key] for key in inside), None)
         named = {loc: origin} if origin else {}
+
     if len(named) < 2:
         return "".join(f" [{origin}]" for origin in named.values())
-    return (
-        " ["
-        + ", ".join(f"{'.'.join(map(str, key))}: {origin}" for key, origin in named.items())
-        + "]"
-    )
+    return f" [{', '.join(f'{dotted(key)}: {origin}' for key, origin in named.items())}]"
 
 
 def _known_keys(schema: type[BaseModel], path: Key) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether clips, autoencoder, text encoder and model fit each other, by numbers alone."""
+"""Checks that clips, autoencoder, text encoder and model fit together, without building them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from .components import split_type
 def latent_size(
     vae: dict[str, Any], num_frames: int, height: int, width: int
 ) -> tuple[int, int, int] | None:
-    """Frames, height and width of the latents of a clip; None if only the autoencoder itself could
-    say.
-    """
+    """Frames, height and width of a clip's latents; None if only a built autoencoder knows."""
     cls = component_class("vae", vae["type"], LATENT_ENCODERS)
     if vae["type"] not in LATENT_ENCODERS and not hasattr(cls, "planned_latent_size"):
         return None
@@ -24,12 +22,12 @@ def latent_size(
 
 
 def check_latents(vae: dict[str, Any], num_frames: int, height: int, width: int) -> None:
-    """Raise ValueError if clips of a size are too small for the autoencoder."""
+    """Raise ValueError if clips are too small for the autoencoder."""
     latents = latent_size(vae, num_frames, height, width)
     if latents is not None and min(latents) < 1:
         raise ValueError(
-            f"got {_told(num_frames, height, width)}, of which the vae {vae['type']!r} makes "
-            f"latents of {latents}; expected at least one in each direction; enlarge the frames"
+            f"got {_clip(num_frames, height, width)}, of which the vae {vae['type']!r} makes "
+            f"latents of {latents}; expected at least one in each dimension; enlarge the frames"
         )
 
 
@@ -44,13 +42,13 @@ def check_input_size(
     latents = latent_size(vae, num_frames, height, width)
     if input_size is not None and latents is not None and input_size != tuple(latents):
         raise ValueError(
-            f"got {_told(num_frames, height, width)}, latents of {latents}, and model.input_size "
-            f"{input_size}; expected the same; leave input_size out, which is then that of the "
+            f"got {_clip(num_frames, height, width)}, latents of {latents}, and model.input_size "
+            f"{input_size}; expected the same; remove input_size, which is then that of the "
             "clips, or change the clips"
         )
 
 
-def _told(num_frames: int, height: int, width: int) -> str:
+def _clip(num_frames: int, height: int, width: int) -> str:
     return f"{num_frames} frames of {height}x{width} pixels (num_frames, image_size)"
 
 
@@ -58,15 +56,18 @@ def check_text_length(text_encoder: dict[str, Any], model: Any) -> None:
     """Raise ValueError if captions can be longer than a model's configuration allows."""
     name, options = split_type("text_encoder", text_encoder)
     parameters = inspect.signature(component_class("text_encoder", name, TEXT_ENCODERS)).parameters
-    length = options.get("max_length", getattr(parameters.get("max_length"), "default", None))
+    default = getattr(parameters.get("max_length"), "default", None)
+    length = options.get("max_length", default)
+
     if getattr(model, "skip_y_embedder", False):
         raise ValueError(
-            "got model.skip_y_embedder=True, for text that others have projected; expected False, "
-            "since runs take text from text_encoder; leave it out"
+            "got model.skip_y_embedder=True, for text features that are projected already; "
+            "expected False, since text comes from text_encoder; remove it"
         )
-    taken = model.model_max_length
-    if isinstance(length, int) and length > taken:
+
+    limit = model.model_max_length
+    if isinstance(length, int) and length > limit:
         raise ValueError(
-            f"got text_encoder.max_length {length} over model.model_max_length {taken}; expected "
+            f"got text_encoder.max_length {length} over model.model_max_length {limit}; expected "
             "at most that; lower the one or raise the other"
         )

@@ -1,4 +1,4 @@
-"""Whether a config fits the processes and the device that it is started on."""
+"""Checks that a config fits the number of processes and the device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 from opensora_sp.parallel import check_sp_size
 
-from .findings import together
+from .findings import raise_together
 from .schema import InferenceConfig, TrainConfig
 
 
 def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
-    """Raise ValueError, with all that is wrong, if a config cannot run on so many processes of this
-    machine.
+    """Check a config for ``world_size`` processes on this machine; needs no process group.
 
-    Nothing is built and no process group is needed.
+    Raises:
+        ValueError: with everything that does not fit.
     """
-    together(
+    raise_together(
         lambda: check_sp_size(cfg.sp_size or world_size, world_size),
         lambda: _check_precision(cfg.precision),
         lambda: _check_optimizer(cfg),
@@ -32,6 +32,7 @@ def _check_precision(precision: str) -> None:
         )
     if precision != "bf16" or not torch.cuda.is_available():
         return
+
     device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise ValueError(
@@ -41,11 +42,8 @@ def _check_precision(precision: str) -> None:
 
 
 def _check_optimizer(cfg: TrainConfig | InferenceConfig) -> None:
-    if (
-        isinstance(cfg, TrainConfig)
-        and cfg.optimizer.type == "HybridAdam"
-        and not torch.cuda.is_available()
-    ):
+    is_fused = isinstance(cfg, TrainConfig) and cfg.optimizer.type == "HybridAdam"
+    if is_fused and not torch.cuda.is_available():
         raise ValueError(
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where "
             "HybridAdam's kernels do not build; change optimizer.type"

@@ -1,8 +1,7 @@
-"""Configs of Open-Sora 1.0 to 1.2 for STDiT models: what becomes of each key that is said otherwise
-here.
+"""Translation rules for the keys of Open-Sora 1.0 to 1.2 configs of STDiT models.
 
-``RULES`` is the whole of it; ``translate.py`` carries it out. A key in no rule means here what it
-meant there (``KEPT``), or is refused as unknown.
+``translate.py`` applies ``RULES``. A key without a rule has the same meaning here (``KEPT``), or is
+refused as unknown.
 """
 
 from __future__ import annotations
@@ -15,87 +14,26 @@ from .draft import Draft
 
 Run = Literal["train", "sample"]
 DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "VariableVideoText"}
-HALVED = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2")  # autoencoders that take a dtype
+VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2")
 
 KEPT = (
-    *(
-        "num_frames",
-        "image_size",
-        "resolution",
-        "aspect_ratio",
-        "sp_size",
-        "seed",
-        "model",
-        "vae",
-        "text_encoder",
-    ),
-    *(
-        "scheduler",
-        "dataset",
-        "bucket_config",
-        "batch_size",
-        "num_workers",
-        "grad_checkpoint",
-        "grad_clip",
-        "epochs",
-    ),
-    *(
-        "warmup_steps",
-        "ema_decay",
-        "log_every",
-        "ckpt_every",
-        "outputs",
-        "wandb",
-        "load",
-        "mask_ratios",
-    ),
-    *(
-        "fps",
-        "save_fps",
-        "prompt_path",
-        "loop",
-        "condition_frame_length",
-        "condition_frame_edit",
-        "reference_path",
-    ),
-    *(
-        "mask_strategy",
-        "aes",
-        "flow",
-        "camera_motion",
-        "dataset.frame_interval",
-        "model.type",
-        "model.qk_norm",
-    ),
-    *(
-        "model.qk_norm_legacy",
-        "model.input_sq_size",
-        "model.space_scale",
-        "model.time_scale",
-        "vae.type",
-    ),
-    *(
-        "vae.from_pretrained",
-        "vae.subfolder",
-        "vae.micro_batch_size",
-        "vae.micro_frame_size",
-        "text_encoder.type",
-    ),
-    *(
-        "text_encoder.from_pretrained",
-        "scheduler.type",
-        "scheduler.num_sampling_steps",
-        "scheduler.cfg_scale",
-    ),
-    *("scheduler.cfg_channel", "scheduler.timestep_respacing", "scheduler.use_timestep_transform"),
-    *("scheduler.use_discrete_timesteps", "scheduler.sample_method"),
-)
-"""Keys of public configs that mean the same here."""
+    "num_frames", "image_size", "resolution", "aspect_ratio", "sp_size", "seed", "model", "vae",
+    "text_encoder", "scheduler", "dataset", "bucket_config", "batch_size", "num_workers",
+    "grad_checkpoint", "grad_clip", "epochs", "warmup_steps", "ema_decay", "log_every",
+    "ckpt_every", "outputs", "wandb", "load", "mask_ratios", "fps", "save_fps", "prompt_path",
+    "loop", "condition_frame_length", "condition_frame_edit", "reference_path", "mask_strategy",
+    "aes", "flow", "camera_motion", "dataset.frame_interval", "model.type", "model.qk_norm",
+    "model.qk_norm_legacy", "model.input_sq_size", "model.space_scale", "model.time_scale",
+    "vae.type", "vae.from_pretrained", "vae.subfolder", "vae.micro_batch_size",
+    "vae.micro_frame_size", "text_encoder.type", "text_encoder.from_pretrained", "scheduler.type",
+    "scheduler.num_sampling_steps", "scheduler.cfg_scale", "scheduler.cfg_channel",
+    "scheduler.timestep_respacing", "scheduler.use_timestep_transform",
+    "scheduler.use_discrete_timesteps", "scheduler.sample_method",
+)  # fmt: skip
+"""Keys of public configs that have the same meaning here."""
 
-AUTOENCODER = "take a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
-OTHER_MODEL = (
-    "take an STDiT model, or parallelize a model of your own by a plan (docs/custom_model.md)"
-)
+AUTOENCODER = "use a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
+OTHER_MODEL = "use an STDiT model, or parallelize a custom model (docs/custom_model.md)"
 FAMILIES = {
     "DiT": OTHER_MODEL,
     "Latte": OTHER_MODEL,
@@ -104,26 +42,24 @@ FAMILIES = {
     "OpenSoraVAE": AUTOENCODER,
     "VAE_Temporal": AUTOENCODER,
 }
-"""What ``model.type`` begins with in configs for other models than STDiT, and what to do instead.
-"""
+"""Prefix of ``model.type`` in configs of models that are not here -> what to do instead."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one key.
+    """The translation of one key.
 
-    Args:
-        old: the key there, dotted.
-        new: the key here; None where there is none, since ``note`` (or it is refused).
-        note: why, or what to know; part of the printed line and of the docs.
+    Attributes:
+        old: dotted key of Open-Sora.
+        new: dotted key here; None if there is none, for the reason in ``note``.
+        note: explanation for the log and the docs.
         run: the kind of config; None for both.
-        value: the value here, from the value there and the draft; or a table of the values that
-            change.
-        inert: values that say nothing; the key is then left out without a word.
-        refused: why, and what to write instead; of a table, only these values are refused.
-        when: whether the rule is for this draft.
-        also: what Open-Sora does besides, which is said here: further keys, unless they are set.
-        yields: give way if ``new`` is set, too; otherwise that is an error.
+        value: computes the new value from the old one and the draft; or a table of values.
+        inert: values without an effect, for which the key is dropped silently.
+        refused: the reason for an error and what to write instead; in a table, by value.
+        when: whether the rule applies to a draft.
+        also: further keys that Open-Sora sets implicitly; values that are set already win.
+        yields: whether a value of ``new`` wins over this one; otherwise having both is an error.
     """
 
     old: str
@@ -139,13 +75,12 @@ class Rule:
 
 
 def _is_bucketed(draft: Draft) -> bool:
-    return bool(draft.get(("bucket_config",))) and str(draft.get(("dataset", "type"))).startswith(
-        "Variable"
-    )
+    is_variable = str(draft.get(("dataset", "type"))).startswith("Variable")
+    return bool(draft.get(("bucket_config",))) and is_variable
 
 
 def _vae_precision(value: Any, draft: Draft) -> dict[str, Any]:
-    return {"vae.dtype": value} if draft.get(("vae", "type")) in HALVED else {}
+    return {"vae.dtype": value} if draft.get(("vae", "type")) in VAES_WITH_DTYPE else {}
 
 
 def _random_start(value: Any, draft: Draft) -> dict[str, Any]:
@@ -173,22 +108,23 @@ def _frozen_by_name(value: Any, draft: Draft) -> tuple[str, ...]:
 
 
 def _masks(value: Any, draft: Draft) -> Any:
-    """1.0: five ratios; before 1.1: names without image or quarter, for 1 to 4 frames, the quarter
-    of 16.
+    """Mask ratios of older versions.
+
+    Version 1.0 has a list of five ratios. Names before 1.1 have neither image nor quarter, and
+    stand for 1 to 4 frames, a quarter of 16.
     """
     names = ("identity", "quarter_random", "quarter_head", "quarter_tail", "quarter_head_tail")
     if isinstance(value, (list, tuple)):
-        return dict(zip(names, value, strict=False)) if len(value) == len(names) else value
-    old = {f"mask_{where}": f"quarter_{where}" for where in ("head", "tail", "head_tail")}
-    return (
-        {old.get(name, name): ratio for name, ratio in value.items()}
-        if isinstance(value, dict)
-        else value
-    )
+        return dict(zip(names, value)) if len(value) == len(names) else value
+    if not isinstance(value, dict):
+        return value
+
+    renamed = {f"mask_{where}": f"quarter_{where}" for where in ("head", "tail", "head_tail")}
+    return {renamed.get(name, name): ratio for name, ratio in value.items()}
 
 
 def _one_by_one(value: Any, draft: Draft) -> Any:
-    """A list with an entry for each prompt goes into the prompts."""
+    """Mark a list with an entry per prompt, which ``translate`` moves into the prompts."""
     if isinstance(value, str):
         return value
     return {"by prompt": value} if any(value) else None
@@ -197,103 +133,134 @@ def _one_by_one(value: Any, draft: Draft) -> Any:
 RULES: tuple[Rule, ...] = (
     # data
     Rule("data_path", "dataset.manifest", run="train", also=_random_start,
-         note="a file with the columns path,text; clips begin at a random frame, as there"),
-    Rule("root", run="train", refused="write paths relative to the manifest, or whole ones, into it"),
-    Rule("use_image_transform", run="train", inert=(None, False), note="images are recognised by their files"),
+         note="a file with the columns path,text; clips begin at a random frame, as in Open-Sora"),
+    Rule("root", run="train",
+         refused="write paths relative to the manifest, or absolute ones, into it"),
+    Rule("use_image_transform", run="train", inert=(None, False),
+         note="images are recognised by their file type"),
     Rule("frame_interval", "dataset.frame_interval", run="train"),
-    Rule("batch_size", run="train", when=_is_bucketed, note="the buckets have batch sizes of their own"),
+    Rule("batch_size", run="train", when=_is_bucketed,
+         note="the buckets have batch sizes of their own"),
     Rule("batch_size", "batch_size", run="train"),
-    Rule("dataset.num_frames", run="train", when=_is_bucketed, note="the buckets have lengths of their own"),
-    Rule("dataset.image_size", run="train", when=_is_bucketed, inert=(None, (None, None), [None, None]),
-         note="the buckets have sizes of their own"),
+    Rule("dataset.num_frames", run="train", when=_is_bucketed,
+         note="the buckets have lengths of their own"),
+    Rule("dataset.image_size", run="train", when=_is_bucketed,
+         inert=(None, (None, None), [None, None]), note="the buckets have sizes of their own"),
     Rule("dataset.num_frames", "num_frames", run="train"),
     Rule("dataset.image_size", "image_size", run="train", inert=(None, (None, None), [None, None])),
-    Rule("dataset.data_path", "dataset.manifest", run="train", note="a file with the columns path,text"),
-    Rule("dataset.transform_name", "dataset.transform", run="train", note="both cut from the middle",
+    Rule("dataset.data_path", "dataset.manifest", run="train",
+         note="a file with the columns path,text"),
+    Rule("dataset.transform_name", "dataset.transform", run="train",
+         note="both crop at the centre",
          value={"center": "resize_center_crop", "resize_crop": "resize_center_crop"}),
     Rule("dataset.dummy_text_feature", run="train", inert=(None, False),
          refused="captions are encoded here; remove it"),
     Rule("dataset.type", "dataset.type", run="train", value=DATASETS, also=_random_start,
-         note="clips begin at a random frame, as there",
-         refused={"BatchFeatureDataset": "features that Open-Sora has extracted cannot be read; write "
-                  "dataset=dict(type='VideoTextDataset', data_path=...), whose clips are encoded while training"}),
-    Rule("num_bucket_build_workers", run="train", note="buckets are built in one go"),
-    Rule("prefetch_factor", run="train", note="the loader's default is taken"),
-    Rule("load_text_features", run="train", inert=(None, False), refused="captions are encoded here; remove it"),
+         note="clips begin at a random frame, as in Open-Sora",
+         refused={"BatchFeatureDataset":
+                  "features extracted by Open-Sora cannot be read; write dataset="
+                  "dict(type='VideoTextDataset', data_path=...), whose clips are encoded in "
+                  "training"}),
+    Rule("num_bucket_build_workers", run="train", note="one process builds the buckets"),
+    Rule("prefetch_factor", run="train", note="the loader uses its default"),
+    Rule("load_text_features", run="train", inert=(None, False),
+         refused="captions are encoded here; remove it"),
     Rule("mask_ratios", "mask_ratios", run="train", value=_masks,
-         note="1 to 4 frames are quarter_*, 1 to a quarter of them"),
+         note="1 to 4 frames are quarter_*, 1 to a quarter of the frames"),
     # acceleration
-    Rule("dtype", "precision", also=_vae_precision, note="of the vae, too, as there"),
+    Rule("dtype", "precision", also=_vae_precision, note="also of the vae, as in Open-Sora"),
     Rule("plugin", "zero_stage", run="train", value={"zero1": 1, "zero2": 2, "zero2-seq": 2},
          also=lambda value, draft: {"ema_decay": 0.9999},
-         note="sp_size alone says how many ranks share a batch; ema_decay is 0.9999 if not given, as there"),
-    Rule("reduce_bucket_size_in_m", run="train", note="ColossalAI's default is taken"),
+         note="sp_size alone is the size of an SP group; ema_decay is 0.9999 by default, as in "
+              "Open-Sora"),
+    Rule("reduce_bucket_size_in_m", run="train", note="ColossalAI uses its default"),
     Rule("record_time", run="train", inert=(None, False), note="the log has step times"),
     # models
     Rule("model.qk_norm", "model.qk_norm", also=_qk_norm,
-         note="of STDiT2 without qk_norm_legacy: True, as Open-Sora 1.1 had it"),
+         note="for STDiT2 it sets qk_norm_legacy=True, as in Open-Sora 1.1"),
     Rule("model.enable_flash_attn", "model.attention", value={True: "auto", False: "sdpa"}),
     Rule("model.enable_flashattn", "model.attention", value={True: "auto", False: "sdpa"}),
-    Rule("model.enable_layernorm_kernel", inert=(None, False), note="torch's layer norm is taken; apex is not needed"),
-    Rule("model.enable_sequence_parallelism", inert=(None, False), note="sp_size alone turns it on"),
+    Rule("model.enable_layernorm_kernel", inert=(None, False),
+         note="torch's layer norm is used; apex is not needed"),
+    Rule("model.enable_sequence_parallelism", inert=(None, False),
+         note="sp_size alone turns it on"),
     Rule("model.use_x_mask", inert=(None, False), note="every model takes frame masks"),
     Rule("model.no_temporal_pos_emb", inert=(None, False),
-         refused="all models here have positions of frames; remove it"),
-    Rule("model.skip_temporal", inert=(None, False), refused="all models here have temporal attention; remove it"),
-    Rule("model.force_huggingface", inert=(None, False), note="weights are recognised by what they are"),
-    Rule("model.freeze_y_embedder", "freeze", run="train", inert=(None, False), value=_frozen("y_embedder.*")),
+         refused="all models here have temporal position embeddings; remove it"),
+    Rule("model.skip_temporal", inert=(None, False),
+         refused="all models here have temporal attention; remove it"),
+    Rule("model.force_huggingface", inert=(None, False),
+         note="the format of weights is recognised"),
+    Rule("model.freeze_y_embedder", "freeze", run="train", inert=(None, False),
+         value=_frozen("y_embedder.*")),
     Rule("model.only_train_temporal", "freeze", run="train", inert=(None, False),
          value=_frozen("*", "!temporal_blocks.*")),
     Rule("model.freeze", "freeze", run="train", value=_frozen_by_name),
     *(Rule(f"model.{key}", run="sample", inert=(None, False), note="nothing is trained")
       for key in ("freeze_y_embedder", "only_train_temporal", "freeze")),
     Rule("load", "load", run="train", when=lambda draft: draft.foreign,
-         note="its weights, from step 0; to go on with a run of opensora_sp pass --resume PATH"),
-    Rule("start_from_scratch", run="train", inert=(None, False), note="load always begins at step 0"),
+         note="initial weights, from step 0; --resume PATH resumes a run of opensora_sp"),
+    Rule("start_from_scratch", run="train", inert=(None, False),
+         note="load always begins at step 0"),
     Rule("model.from_pretrained", "load", run="train", yields=True),
     Rule("model.from_pretrained", "ckpt", run="sample"),
     # encoders
-    Rule("vae.type", "vae.type", refused={"VideoAutoencoderPipeline": "another one was released; write "
-         "vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"}),
-    *(Rule(f"{part}.local_files_only", inert=(None, False), note="HF_HUB_OFFLINE=1 in the environment does it")
+    Rule("vae.type", "vae.type",
+         refused={"VideoAutoencoderPipeline":
+                  "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
+                  "from_pretrained=...)"}),
+    *(Rule(f"{part}.local_files_only", inert=(None, False),
+           note="set HF_HUB_OFFLINE=1 in the environment instead")
       for part in ("model", "vae", "text_encoder")),
-    *(Rule(f"{part}.cache_dir", refused="set HF_HOME=FOLDER in the environment") for part in ("vae", "text_encoder")),
-    Rule("vae.force_huggingface", inert=(None, False), note="weights are recognised by what they are"),
+    *(Rule(f"{part}.cache_dir", refused="set HF_HOME=FOLDER in the environment")
+      for part in ("vae", "text_encoder")),
+    Rule("vae.force_huggingface", inert=(None, False),
+         note="the format of weights is recognised"),
     *(Rule(f"vae.{key}", inert=(None, False), note="the autoencoder is never trained")
       for key in ("freeze_vae_2d", "cal_loss")),
-    Rule("text_encoder.type", "text_encoder.type", refused=dict.fromkeys(
-        ("clip", "classes"), "models here are told of T5's features; write text_encoder=dict(type='t5', ...)")),
+    Rule("text_encoder.type", "text_encoder.type",
+         refused=dict.fromkeys(
+             ("clip", "classes"),
+             "models here take T5 features; write text_encoder=dict(type='t5', ...)")),
     Rule("text_encoder.model_max_length", "text_encoder.max_length", also=_text,
-         note="of the model, too, and captions are cleaned, as there"),
-    Rule("text_encoder.shardformer", "text_encoder.dtype", inert=(None, False), value={True: "fp16"},
-         note="as the release's shardformer left it: .half()"),
+         note="also of the model; captions are cleaned, as in Open-Sora"),
+    Rule("text_encoder.shardformer", "text_encoder.dtype", inert=(None, False),
+         value={True: "fp16"}, note="as with the release's shardformer, which calls .half()"),
     # diffusion
     Rule("scheduler.type", "scheduler.type", value={"iddpm-speed": "iddpm"},
-         note="timesteps are drawn evenly, which takes more steps to the same loss",
-         refused={"dpm-solver": "this sampler is not here; write scheduler=dict(type='iddpm', "
+         note="timesteps are drawn uniformly, which needs more steps to the same loss",
+         refused={"dpm-solver": "this sampler is not supported; write scheduler=dict(type='iddpm', "
                   "num_sampling_steps=100, ...)"}),
     # optimization
     Rule("lr", "optimizer.lr", run="train"),
     Rule("adam_eps", "optimizer.eps", run="train"),
     Rule("weight_decay", "optimizer.weight_decay", run="train"),
-    *(Rule(key, key, run="train") for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")),
+    *(Rule(key, key, run="train")
+      for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")),
     # sampling
-    Rule("prompt", "prompts", run="sample", value=lambda value, draft: [value] if isinstance(value, str) else value),
-    *(Rule(key, key, run="sample", value=_one_by_one, note="each goes to its prompt")
+    Rule("prompt", "prompts", run="sample",
+         value=lambda value, draft: [value] if isinstance(value, str) else value),
+    *(Rule(key, key, run="sample", value=_one_by_one, note="one entry for each prompt")
       for key in ("reference_path", "mask_strategy")),
     Rule("frame_interval", "save_fps", run="sample", inert=(None, 1), yields=True,
-         value=lambda value, draft: draft.get(("fps",), 24) / value, note="the files have fps / frame_interval"),
+         value=lambda value, draft: draft.get(("fps",), 24) / value,
+         note="the files have fps / frame_interval"),
     Rule("save_dir", "outputs", run="sample"),
     Rule("num_sample", "num_samples", run="sample"),
     Rule("prompt_as_path", "skip_existing", run="sample", inert=(None, False),
-         note="files are named by place and prompt anyway"),
-    Rule("sample_name", run="sample", note="files are named by place and prompt"),
-    Rule("multi_resolution", run="sample", note="a model is told whatever sizes it takes"),
-    Rule("align", run="sample", note="frames of references are aligned to the autoencoder's chunks by themselves"),
+         note="file names are the position and the prompt"),
+    Rule("sample_name", run="sample", note="file names are the position and the prompt"),
+    Rule("multi_resolution", run="sample", note="sizes are passed to every model that takes them"),
+    Rule("align", run="sample",
+         note="reference frames are always aligned to the chunks of the autoencoder"),
     Rule("verbose", run="sample", note="there is one log"),
-    Rule("llm_refine", run="sample", inert=(None, False), refused="no service is asked; write the refined prompts"),
-    Rule("watermark", run="sample", inert=(None, False), refused="no watermark is drawn; remove it"),
-    Rule("start_index", run="sample", inert=(None, 0), refused="write the prompts wanted into prompts or prompt_path"),
-    Rule("end_index", run="sample", refused="write the prompts wanted into prompts or prompt_path"),
-    Rule("prompt_generator", run="sample", inert=(None, ""), refused="write the prompts into prompts or prompt_path"),
+    Rule("llm_refine", run="sample", inert=(None, False),
+         refused="no external service is used; write the refined prompts"),
+    Rule("watermark", run="sample", inert=(None, False),
+         refused="watermarks are not supported; remove it"),
+    Rule("start_index", run="sample", inert=(None, 0),
+         refused="write only these prompts into prompts or prompt_path"),
+    Rule("end_index", run="sample", refused="write only these prompts into prompts or prompt_path"),
+    Rule("prompt_generator", run="sample", inert=(None, ""),
+         refused="write the prompts into prompts or prompt_path"),
 )  # fmt: skip

@@ -1,19 +1,20 @@
-"""Which line of a config file sets which key, read off its source."""
+"""The line of a config file that sets each key, found in its syntax tree."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import chain
+from typing import TypeGuard
 
 from .draft import DELETE, Key
 
 
 def set_lines(tree: ast.Module) -> tuple[dict[Key, int], set[Key]]:
-    """Key -> line of the last statement that sets it, and the keys whose value is no dict that adds
-    to another.
+    """Key -> line of the last statement that sets it, and the keys that replace inherited values.
 
-    Dicts are looked into where they are written out, as ``dict(...)`` or ``{...}``. Functions are
-    not followed.
+    Keys inside dict literals, ``dict(...)`` or ``{...}``, have entries of their own. Bodies of
+    functions are ignored. Other keys are dicts that are merged into the inherited dict.
     """
     lines: dict[Key, int] = {}
     whole: set[Key] = set()
@@ -21,6 +22,7 @@ def set_lines(tree: ast.Module) -> tuple[dict[Key, int], set[Key]]:
         for known in [one for one in lines if one[: len(key)] == key]:
             del lines[known]
             whole.discard(known)
+
         for inner, at, is_whole in _inside(key, value, line):
             lines[inner] = at
             if is_whole:
@@ -29,36 +31,35 @@ def set_lines(tree: ast.Module) -> tuple[dict[Key, int], set[Key]]:
 
 
 def _settings(tree: ast.Module) -> Iterator[tuple[Key, ast.expr | None, int]]:
-    """Assignments and calls of ``update``, wherever they stand outside of functions."""
+    """(key, value, line) of assignments and calls of ``update`` outside of functions."""
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             continue
         todo += ast.iter_child_nodes(node)
+
         if isinstance(node, ast.Assign):
-            yield from (
-                (key, node.value, node.lineno) for target in node.targets for key in _keys(target)
-            )
+            for target in node.targets:
+                yield from ((key, node.value, node.lineno) for key in _keys(target))
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
             yield from ((key, node.value, node.lineno) for key in _keys(node.target))
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "update"
-        ):
+        elif isinstance(node, ast.Call) and _is_update(node.func):
+            named = [keyword for keyword in node.keywords if keyword.arg]
             for key in _keys(node.func.value):
-                yield from (
-                    ((*key, kw.arg), kw.value, kw.value.lineno) for kw in node.keywords if kw.arg
-                )
+                yield from (((*key, one.arg), one.value, one.value.lineno) for one in named)
+
+
+def _is_update(function: ast.expr) -> TypeGuard[ast.Attribute]:
+    return isinstance(function, ast.Attribute) and function.attr == "update"
 
 
 def _keys(target: ast.expr) -> list[Key]:
-    """The keys that ``a``, ``a["b"]`` or ``a.b`` stand for; none for anything else."""
+    """The keys that ``a``, ``a["b"]``, ``a.b`` or a tuple of these set; none for anything else."""
     if isinstance(target, ast.Name):
         return [(target.id,)]
     if isinstance(target, (ast.Tuple, ast.List)):
-        return [key for one in target.elts for key in _keys(one)]
+        return list(chain.from_iterable(map(_keys, target.elts)))
     if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
         return [(*key, target.slice.value) for key in _keys(target.value)]
     if isinstance(target, ast.Attribute):
@@ -67,9 +68,7 @@ def _keys(target: ast.expr) -> list[Key]:
 
 
 def _inside(key: Key, value: ast.expr | None, line: int) -> Iterator[tuple[Key, int, bool]]:
-    """A key and, where its value is a dict written out, the keys inside: (key, line, takes the
-    place of another).
-    """
+    """(key, line, whether it replaces an inherited value), also of the keys in a dict literal."""
     entries: list[tuple[object, ast.expr]] | None = None
     if isinstance(value, ast.Dict):
         entries = [
@@ -81,6 +80,7 @@ def _inside(key: Key, value: ast.expr | None, line: int) -> Iterator[tuple[Key, 
         isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict"
     ):
         entries = [(keyword.arg, keyword.value) for keyword in value.keywords if keyword.arg]
+
     yield key, line, entries is None or any(part == DELETE for part, _ in entries)
     for part, inner in entries or []:
         if part != DELETE:

@@ -2,7 +2,7 @@
 
 Files are mmengine-style Python (``_base_`` lists, inherited dicts); they are code and run when
 loaded. Overrides are data: ``key.sub=value``, where the value is a Python literal or else a string.
-Keys of Open-Sora become ours.
+Keys of Open-Sora are translated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from .draft import Draft, dotted, leaves
 from .files import read_config
-from .findings import explain, together
+from .findings import explain, raise_together
 from .legacy import Run
 from .options import apply_options
 from .schema import InferenceConfig, TrainConfig
@@ -32,8 +32,7 @@ def load_train_config(path: str | Path, overrides: list[str] | None = None) -> T
     """Load and check a training config.
 
     Raises:
-        ValueError: naming the file, the line and the key, for all that is missing, unknown or does
-            not fit.
+        ValueError: with the file, the line and the key of everything missing, unknown or invalid.
     """
     return _checked(TrainConfig, load_draft(path, overrides, run="train"), path)
 
@@ -43,8 +42,8 @@ def load_inference_config(
 ) -> InferenceConfig:
     """Load and check a sampling config; see ``load_train_config``.
 
-    ``values`` are put over the config last, by dotted keys, as they are. A size among them replaces
-    the config's.
+    Args:
+        values: dotted key -> value, applied last. A size among them replaces the config's size.
     """
     return _checked(InferenceConfig, load_draft(path, overrides, values, run="sample"), path)
 
@@ -52,9 +51,7 @@ def load_inference_config(
 def load_either(
     path: str | Path, overrides: list[str] | None = None
 ) -> tuple[TrainConfig | InferenceConfig, Draft]:
-    """A training config, which has clips, or else a sampling config; and where its values come
-    from.
-    """
+    """A training config or else a sampling config, by its keys, and the origins of its values."""
     draft = read_config(path)
     trains = any((key,) in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
     run: Run = "train" if trains else "sample"
@@ -69,30 +66,31 @@ def load_draft(
     *,
     run: Run,
 ) -> Draft:
-    """What a file and the command line say, in our keys, not checked yet; logs what became of
-    others.
+    """Values of a file and the command line, translated but not validated yet.
+
+    Logs a line for each translated key.
     """
     draft = read_config(path)
     place = str(path)
+
     try:
         apply_options(draft, overrides or [])
         if values and "resolution" in values:
             for key in ("image_size", "aspect_ratio"):
                 if (key,) in draft:
                     draft.pop((key,))
-        together(
-            *(
-                partial(draft.set, tuple(key.split(".")), value, _flag(key))
-                for key, value in (values or {}).items()
-            )
+        settings = (
+            partial(draft.set, tuple(key.split(".")), value, _flag(key))
+            for key, value in (values or {}).items()
         )
+        raise_together(*settings)
         check_family(draft)
         translate(draft, run)
     except ValueError as error:
         raise ValueError(f"in {place}:\n  {error}") from None
-    draft.values = {
-        key: value for key, value in draft.values.items() if value != {}
-    }  # says nothing
+
+    # An empty dict is an inherited one that was removed with _delete_.
+    draft.values = {key: value for key, value in draft.values.items() if value != {}}
     for note in draft.notes:
         logger.info("%s", note)
     return draft
@@ -104,7 +102,8 @@ def dump_config(config: BaseModel) -> str:
     return "# The resolved config of a run; it can be run again.\n" + "\n".join(lines) + "\n"
 
 
-FROM = {  # what is made of other values where it is not said
+# Keys that are derived from others if they are not set.
+DERIVED_FROM = {
     "image_size": ("resolution", "bucket_config"),
     "num_frames": ("bucket_config",),
     "batch_size": ("bucket_config",),
@@ -113,20 +112,19 @@ FROM = {  # what is made of other values where it is not said
 
 
 def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
-    """Key, value and where it comes from: a file and its line, an option, other keys, or the
-    default.
-    """
+    """(key, value, origin) of all values: file and line, option, another key, or the default."""
     for key, value in leaves(config.model_dump()):
-        name, said = dotted(key), key in draft
-        made = [
-            f"from {one}, {draft.origin((one,))}" for one in FROM.get(name, ()) if (one,) in draft
-        ]
-        if said and value is None and draft.get(key) is not None:
+        name, is_set = dotted(key), draft.get(key) is not None
+        sources_of = [one for one in DERIVED_FROM.get(name, ()) if (one,) in draft]
+
+        if is_set and value is None:
             yield name, value, f"used up for image_size, {draft.origin(key)}"
-        elif said and not (made and draft.get(key) is None):
+        elif is_set or (key in draft and not sources_of):
             yield name, value, draft.origin(key) or ""
+        elif sources_of:
+            yield name, value, f"from {sources_of[0]}, {draft.origin((sources_of[0],))}"
         else:
-            yield name, value, made[0] if made else "default"
+            yield name, value, "default"
 
 
 def _checked(schema: type[Checked], draft: Draft, path: str | Path) -> Checked:
@@ -137,5 +135,5 @@ def _checked(schema: type[Checked], draft: Draft, path: str | Path) -> Checked:
 
 
 def _flag(key: str) -> str:
-    """The option of the command line that a key is set by."""
+    """The command-line option that sets a key."""
     return "--" + key.rpartition(".")[2].replace("_", "-")

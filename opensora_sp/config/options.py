@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .draft import Draft
-from .findings import together
+from .findings import raise_together
 
 FLAG = "--cfg-options"
 WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -20,12 +20,11 @@ UNQUOTED = (
 def parse_override(text: str) -> tuple[list[str], Any]:
     """``a.b=value`` -> (["a", "b"], value).
 
-    A value is a Python literal (also ``dict(a=1)``), true, false, none or null in any case, or else
-    a text.
+    A value is a Python literal (also ``dict(a=1)``), true, false, none or null in upper or lower
+    case, or else a string.
 
     Raises:
-        ValueError: without ``=``, and for what begins like a list, a dict or a quoted text and is
-            none.
+        ValueError: without ``=``, and for malformed lists, dicts and quoted strings.
     """
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
@@ -34,9 +33,11 @@ def parse_override(text: str) -> tuple[list[str], Any]:
             f"got {FLAG} {text!r}; expected key=value; write for example sp_size=4. Was it longer? "
             f"{UNQUOTED}"
         )
+
     value = value.strip()
     if value.lower() in WORDS:
         return parts, WORDS[value.lower()]
+
     try:
         return parts, ast.literal_eval(_with_dicts(value))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -49,10 +50,10 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def apply_options(draft: Draft, texts: Sequence[str]) -> None:
-    """Put options over a draft.
+    """Apply ``--cfg-options`` to a draft.
 
     Raises:
-        ValueError: with all that is wrong with them.
+        ValueError: with everything that is wrong with them.
     """
     found: list[str] = []
     seen: dict[tuple[str, ...], str] = {}
@@ -64,11 +65,11 @@ def apply_options(draft: Draft, texts: Sequence[str]) -> None:
             draft.set(tuple(keys), value, f"{FLAG} {text}")
         except ValueError as error:
             found.append(str(error))
-    together(*found)
+    raise_together(*found)
 
 
 def _check_braces(text: str, value: Any, before: str | None) -> None:
-    """A shell makes ``x={a:1,b:2}`` into ``x=a:1 x=b:2``."""
+    """Raise ValueError where a shell has expanded ``x={a:1,b:2}`` into ``x=a:1 x=b:2``."""
     if before is not None and isinstance(value, str) and ":" in value and ":" in before:
         raise ValueError(
             f"got {FLAG} {before!r} and {text!r}; expected a key once. Are they parts of one dict? "
@@ -77,8 +78,9 @@ def _check_braces(text: str, value: Any, before: str | None) -> None:
 
 
 def _with_dicts(text: str) -> ast.expr:
-    """The expression, in which ``dict(a=1)`` is ``{"a": 1}``."""
-    return _Dicts().visit(ast.parse(text, mode="eval").body)
+    """The expression with ``dict(a=1)`` replaced by ``{"a": 1}``."""
+    replaced: ast.expr = _Dicts().visit(ast.parse(text, mode="eval").body)
+    return replaced
 
 
 class _Dicts(ast.NodeTransformer):

@@ -1,5 +1,6 @@
-"""What a config may say. Unknown keys are errors; every value is checked before a process or a
-model exists.
+"""The schema of training and sampling configs.
+
+Unknown keys are errors. All values are checked before a process group or a model exists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .components import (
     check_values,
     split_type,
 )
-from .findings import together
+from .findings import raise_together
 from .geometry import check_input_size, check_latents, check_text_length, latent_size
 from .model_spec import ModelSpec
 from .sections import (
@@ -53,18 +54,19 @@ __all__ = [
 
 
 class Common(Strict):
-    """What training and sampling share.
+    """Keys of both training and sampling.
 
     The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p"
-    with its ``aspect_ratio``, "9:16"); ``num_frames`` a number or a name such as "2s". Names are
-    those of Open-Sora 1.2. ``allow_pickle`` and ``convert`` are about the weights to begin with
-    (``load``, ``ckpt``); see ``weights``.
+    with an ``aspect_ratio`` such as "9:16"). ``num_frames`` is a number or a name such as "2s".
+    Names are those of Open-Sora 1.2. ``allow_pickle`` and ``convert`` concern the initial weights
+    (``load``, ``ckpt``).
     """
 
-    num_frames: Frames = Field(description="Frames of a clip, 1 for images, or a name such as 2s.")
+    num_frames: Frames = Field(description="Frames of a clip; 1 for images, or a name such as 2s.")
     resolution: str | int | None = Field(
         None,
-        description="HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with `aspect_ratio`.",
+        description="HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with "
+        "`aspect_ratio`.",
     )
     aspect_ratio: str | None = Field(
         None, description="HEIGHT:WIDTH such as 9:16, with a named `resolution`."
@@ -75,56 +77,62 @@ class Common(Strict):
     sp_size: int = Field(
         1,
         ge=1,
-        description="Processes that share each batch; over 1 turns sequence parallelism on.",
+        description="Ranks that share each batch; 1 is no sequence parallelism.",
     )
     sequence_parallel: SequenceParallel = Field(
-        SequenceParallel(), description="How they share it."
+        SequenceParallel(), description="Options of sequence parallelism."
     )
-    seed: int = Field(42, ge=0, description="Of all random draws.")
+    seed: int = Field(42, ge=0, description="Seed of all random draws.")
     model: dict[str, Any] = Field(
-        description="dict(type=..., ...): a model or preset, and its options."
+        description="dict(type=..., ...): model class or preset, and its options."
     )
     compile: Literal["blocks"] | None = Field(
-        None, description="'blocks' lets torch.compile compile the blocks."
+        None,
+        description="'blocks' compiles each block with torch.compile; None is eager mode.",
     )
     vae: dict[str, Any] = Field(
-        description="dict(type=..., ...): the video autoencoder, and its options."
+        description="dict(type=..., ...): video autoencoder, and its options."
     )
     text_encoder: dict[str, Any] = Field(
-        description="dict(type=..., ...): the text encoder, and its options."
+        description="dict(type=..., ...): text encoder, and its options."
     )
     scheduler: dict[str, Any] = Field(
         default_factory=lambda: {"type": "rflow"},
-        description="dict(type=..., ...): the diffusion process.",
+        description="dict(type=..., ...): diffusion process, and its options.",
     )
-    allow_pickle: bool = Field(False, description="Also read pickled weights, which can run code.")
+    allow_pickle: bool = Field(
+        False, description="Also read pickled weights, which can execute code."
+    )
     convert: tuple[str, ...] = Field(
-        (), description="Conversions of the weights to begin with; see docs/weights.md."
+        (), description="Conversions of the initial weights, by name; see docs/weights.md."
     )
 
     @model_validator(mode="after")
     def _values_fit(self) -> Common:
         self._one_frame_size()
         self._one_latent_size()
-        together(*self._rules())
+        raise_together(*self._rules())
         return self
 
     def _one_frame_size(self) -> None:
-        """``image_size``, whichever way the size is said."""
+        """Set ``image_size`` from ``resolution`` and ``aspect_ratio``, if the config has these."""
         if (self.resolution is None) == (self.image_size is None):
             raise ValueError(
                 f"got resolution {self.resolution!r} and image_size {self.image_size!r}; expected "
                 "exactly one of them; set resolution='512x512' or image_size=(512, 512)"
             )
+
         if self.resolution is None and self.aspect_ratio is not None:
             raise ValueError(
                 f"got aspect_ratio {self.aspect_ratio!r} with image_size {self.image_size}; "
                 "expected it with a named resolution; write resolution='240p' instead of "
-                "image_size, or leave it away"
+                "image_size, or remove aspect_ratio"
             )
+
         if self.resolution is not None:
             self.image_size = frame_size(self.resolution, self.aspect_ratio)
             self.resolution = self.aspect_ratio = None
+
         assert self.image_size is not None
         if min(self.image_size) < 1:
             raise ValueError(
@@ -132,9 +140,7 @@ class Common(Strict):
             )
 
     def _one_latent_size(self) -> None:
-        """A model whose positions are made for one latent size gets that of the clips, unless it is
-        said.
-        """
+        """Set the model's ``input_size`` from the clips, if it needs one that is not set."""
         if "input_size" in self.model or self.model_spec.input_size is None:
             return
 
@@ -145,14 +151,14 @@ class Common(Strict):
             self.model = sized
 
     def _rules(self) -> Iterator[Callable[[], object]]:
-        """What values must be like together; each rule raises ValueError by itself."""
+        """Checks of several values together; each raises ValueError on its own."""
         yield self._scheduler_fits_model
         yield lambda: check_text_length(self.text_encoder, self.model_spec.config)
         for clip in self._clips():
             yield partial(check_latents, self.vae, *clip)
 
     def _clips(self) -> list[tuple[int, int, int]]:
-        """Frames, height and width in pixels of the clips that the config names."""
+        """Frames, height and width in pixels of all shapes of clips."""
         return [(self.num_frames, *self.size)]
 
     def _scheduler_fits_model(self) -> None:
@@ -207,120 +213,135 @@ class TrainConfig(Common):
 
     An optimizer step consumes ``micro_batches_per_step`` micro-batches of ``batch_size`` clips over
     all replicas (by default one each), whatever the number of processes is. ``max_steps`` or
-    ``epochs`` says how long it goes on. ``watch`` says when a run that cannot go on ends.
+    ``epochs`` is the length of the run. The watchdog (``runtime``) ends a run that cannot continue.
 
-    ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths;
-    ``num_frames``, ``image_size`` and ``batch_size`` are then those of its largest clips, at 16:9,
-    for whoever asks for one size.
+    ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths. Then
+    ``num_frames``, ``image_size`` and ``batch_size`` are those of its largest clips, at 16:9.
     """
 
     precision: Precision = Field(
-        "bf16", description="What the model computes in; fp64 cannot be trained in."
+        "bf16", description="Data type of the model's computation; fp64 is not for training."
     )
     zero_stage: Literal[1, 2] = Field(
-        2, description="ZeRO: 1 shards optimizer states, 2 gradients as well."
+        2, description="ZeRO stage: 1 shards optimizer states, 2 gradients as well."
     )
     overlap_communication: bool = Field(
         True,
-        description="Reduce gradients on a separate CUDA stream during backward; on a CPU, after it.",
+        description="Reduce gradients on a separate CUDA stream during backward; on CPU it is "
+        "done after backward.",
     )
-    dataset: Dataset = Field(description="The clips.")
+    dataset: Dataset = Field(description="Training clips.")
     bucket_config: dict[str, dict[int, Any]] | None = Field(
         None,
-        description="{resolution: {frames: (keep probability, batch size)}}; see docs/data.md.",
+        description="{resolution: {frames: (keep probability, batch size)}}; see docs/data.md. "
+        "None: one shape for all clips.",
     )
     batch_size: int = Field(1, ge=1, description="Clips of a micro-batch.")
     micro_batches_per_step: int | None = Field(
         None,
         ge=1,
-        description="Micro-batches of an optimizer step, over all replicas; None: one for each replica.",
+        description="Micro-batches of an optimizer step over all replicas; None is one for each "
+        "replica.",
     )
     num_workers: int = Field(
-        0, ge=0, description="Processes that load clips, for each rank; 0 loads in the rank."
+        0, ge=0, description="Data loading processes per rank; 0 loads in the rank itself."
     )
-    max_steps: int = Field(
-        0, ge=0, description="Optimizer steps of the run; 0 where `epochs` says how many."
-    )
+    max_steps: int = Field(0, ge=0, description="Optimizer steps of the run; 0 if `epochs` is set.")
     epochs: int | None = Field(
         None,
         ge=1,
-        description="Length of the run in passes over the clips, of as many steps as the first.",
+        description="Passes over the clips, instead of `max_steps`; each has as many steps as "
+        "the first.",
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises from 0.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps of linear warm-up of the learning rate from 0."
+    )
     lr_schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="After warm-up; cosine goes down to 0."
+        "constant", description="Learning rate after warm-up: constant, or cosine decay to 0."
     )
-    optimizer: Optimizer = Field(Optimizer(), description="How weights are changed.")
+    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and its options.")
     freeze: tuple[str, ...] = Field(
         (),
-        description="Parameters that stay as they are, by patterns such as `y_embedder.*`; `!pattern` takes some out "
-        "again.",
+        description="Patterns of parameters that are not trained, such as `y_embedder.*`; "
+        "`!pattern` makes exceptions.",
     )
     grad_clip: float = Field(
-        0.0, ge=0, description="Largest norm of the gradients; 0 leaves them alone."
+        0.0, ge=0, description="Largest global norm of the gradients; 0 is no clipping."
     )
-    grad_checkpoint: bool = Field(False, description="Recompute in backward, to save memory.")
+    grad_checkpoint: bool = Field(
+        False,
+        description="Gradient checkpointing: recompute activations in backward to save memory.",
+    )
     deterministic: bool = Field(
         False,
-        description="Sum in a fixed order on CUDA, so that the same step gives the same bits; slower.",
+        description="Deterministic CUDA kernels: the same step gives the same bits, but is slower.",
     )
-    ema_decay: float = Field(
-        0.999, ge=0, lt=1, description="Decay of the averaged weights, per step."
-    )
-    log_every: int = Field(1, ge=1, description="Steps from one line of the log to the next.")
+    ema_decay: float = Field(0.999, ge=0, lt=1, description="Decay of the EMA weights per step.")
+    log_every: int = Field(1, ge=1, description="Steps between log lines.")
     ckpt_every: int = Field(
-        1000, ge=1, description="Steps from one checkpoint to the next; the last step has one too."
+        1000, ge=1, description="Steps between checkpoints; the last step has one as well."
     )
     keep_last: int | None = Field(
-        None, ge=1, description="Keep this many of the newest checkpoints; None all."
+        None, ge=1, description="Number of newest checkpoints to keep; None keeps all."
     )
     keep_every: int | None = Field(
-        None, ge=1, description="Also keep checkpoints of steps that this divides."
+        None,
+        ge=1,
+        description="Also keep checkpoints at multiples of this many steps; None keeps no others.",
     )
-    async_save: bool = Field(False, description="Write checkpoints in the background.")
-    outputs: str = Field("outputs", description="The run's folder.")
+    async_save: bool = Field(
+        False, description="Write checkpoints asynchronously, in the background."
+    )
+    outputs: str = Field("outputs", description="Folder of the run.")
     load: str | None = Field(
-        None, description="Weights to begin with: a run, a checkpoint, a folder, a file."
+        None,
+        description="Initial weights: a run, a checkpoint, a folder or a file; None initialises "
+        "them randomly.",
     )
     mask_ratios: dict[str, float] | None = Field(
         None,
-        description="How often which frames of a clip are given to the model; see docs/data.md.",
+        description="Probability of each strategy of conditioning frames; see docs/data.md. "
+        "None: no conditioning frames.",
     )
     validation: Validation | None = Field(
-        None, description="What is looked at while training; None is off."
+        None, description="Sampling and held-out loss during training; None is off."
     )
     wandb: bool = Field(False, description="Also log to Weights & Biases.")
     peak_tflops: float | None = Field(
         None,
         gt=0,
-        description="What one device can do at best, in TFLOP/s, for the MFU; None: as known of the device.",
+        description="Peak throughput of one device in TFLOP/s, for the MFU; None looks the "
+        "device up.",
     )
     max_bad_steps: int = Field(
         10,
         ge=1,
-        description="Steps without a finite loss and gradient are left out; so many in a row end the run.",
+        description="Consecutive steps with a non-finite loss or gradient that end the run; "
+        "each such step is skipped.",
     )
     check_sync_every: int = Field(
         0,
         ge=0,
-        description="Steps from one comparison of weights and batches between the ranks to the next; 0 never.",
+        description="Steps between comparisons of weights and batches across ranks; 0 is off.",
     )
     peer_timeout: float = Field(
-        60.0, ge=5, description="Seconds without a word from another rank after which a rank ends."
+        60.0,
+        ge=5,
+        description="Seconds without a heartbeat of another rank after which a rank ends.",
     )
     collective_timeout: float = Field(
         1800.0,
         gt=0,
-        description="Seconds after which a collective that some rank has not joined ends the run; "
-        "process groups time out 60 s later.",
+        description="Seconds after which a collective that some rank has not joined ends the "
+        "run; process groups time out 60 s later.",
     )
     grace_time: float = Field(
         300.0,
         gt=0,
-        description="Seconds that a run which was asked to stop has for its last step and checkpoint.",
+        description="Seconds for the last step and its checkpoint after SIGTERM.",
     )
     stopped_exit_code: Literal[0, 143] = Field(
-        0, description="What a run returns that SIGTERM has stopped."
+        0, description="Exit code of a run stopped by SIGTERM."
     )
 
     @model_validator(mode="before")
@@ -328,6 +349,7 @@ class TrainConfig(Common):
     def _one_size_of_buckets(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("bucket_config") is None:
             return values
+
         largest = Buckets.of(values["bucket_config"]).largest
         _, *size = largest.shape_at(9 / 16)
         sizes = {
@@ -335,18 +357,17 @@ class TrainConfig(Common):
             "image_size": tuple(size),
             "batch_size": largest.batch_size,
         }
-        given = {key: values.get(key) for key in (*sizes, "resolution", "aspect_ratio")}
-        beside = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
-        }
-        together(
-            *(
-                f"got {key} {value!r} beside bucket_config; expected sizes in one place; remove "
-                f"{key}, or set bucket_config to None"
-                for key, value in beside.items()
-                if value is not None and value != sizes.get(key)
-            )
-        )
+
+        conflicts = []
+        for key in (*sizes, "resolution", "aspect_ratio"):
+            value = values.get(key)
+            value = tuple(value) if isinstance(value, list) else value
+            if value is not None and value != sizes.get(key):
+                conflicts.append(
+                    f"got {key} {value!r} beside bucket_config; expected sizes in one place; "
+                    f"remove {key}, or set bucket_config to None"
+                )
+        raise_together(*conflicts)
         return {**values, **sizes}
 
     def _rules(self) -> Iterator[Callable[[], object]]:
@@ -360,19 +381,18 @@ class TrainConfig(Common):
     def _clips(self) -> list[tuple[int, int, int]]:
         if self.bucket_config is None:
             return super()._clips()
-        return [
-            one.shape_at(9 / 16) for one in Buckets.of(self.bucket_config).entries if one.batch_size
-        ]
+        entries = Buckets.of(self.bucket_config).entries
+        return [entry.shape_at(9 / 16) for entry in entries if entry.batch_size]
 
     def _latents_fit_model(self) -> None:
         check_input_size(self.model_spec.input_size, self.vae, self.num_frames, *self.size)
 
     def _one_length(self) -> None:
         if (self.max_steps == 0) == (self.epochs is None):
+            advice = "set max_steps" if self.epochs is None else "set max_steps=0, or epochs=None"
             raise ValueError(
-                f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them to "
-                "say how long the run is; "
-                + ("set max_steps" if self.epochs is None else "set max_steps=0, or epochs=None")
+                f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them, "
+                f"the length of the run; {advice}"
             )
 
     def _buckets_fit(self) -> None:
@@ -383,11 +403,12 @@ class TrainConfig(Common):
                 f"got dataset.type {self.dataset.type!r} {found} bucket_config; "
                 "expected 'VariableVideoText' with buckets, 'VideoText' without; change one of them"
             )
+
         spec = self.model_spec
         if self.bucket_config is not None and spec.input_size is not None:
             raise ValueError(
-                f"got bucket_config for the model {spec.name!r}, whose positions are made for one "
-                "input_size; expected a model for any size; take STDiT2 or STDiT3"
+                f"got bucket_config for the model {spec.name!r}, whose position tables have "
+                "one input_size; expected a model for any size; use STDiT2 or STDiT3"
             )
 
     @field_validator("mask_ratios")
@@ -405,66 +426,73 @@ class TrainConfig(Common):
 
 
 class InferenceConfig(Common):
-    """A sampling run. Where ``sp_size`` is None, it is chosen by an estimate of the time.
+    """A sampling run. If ``sp_size`` is None, it is chosen by estimated time.
 
-    ``prompts`` are texts, or dicts of ``PromptOptions``; ``num_samples`` videos are made of each,
-    from different noise. Videos are written as ``format``, single frames as PNG.
+    ``prompts`` are texts, or dicts of ``PromptOptions``. ``num_samples`` videos are sampled for
+    each, from different noise. Videos are written as ``format``, single frames as PNG.
 
-    ``reference_path`` and ``mask_strategy`` say what is given of the videos, where a prompt does
-    not say it itself. A ``loop`` after the first goes on from the last ``condition_frame_length``
-    latent frames of the one before, which are generated anew in the last ``condition_frame_edit``
-    of the schedule.
+    ``reference_path`` and ``mask_strategy`` are the conditioning frames of prompts without their
+    own. A ``loop`` after the first starts with the last ``condition_frame_length`` latent frames of
+    the one before. These are generated again in the last ``condition_frame_edit`` of the schedule.
     """
 
     sp_size: int | None = Field(  # type: ignore[assignment]
         None,
         ge=1,
-        description="Processes that share each batch; None chooses by an estimate of the time.",
+        description="Ranks that share each batch; None chooses the fastest by estimate.",
     )
-    precision: Precision = Field("bf16", description="What the model computes in.")
-    fps: float = Field(24.0, gt=0, description="Frames per second, which the model is told too.")
+    precision: Precision = Field("bf16", description="Data type of the model's computation.")
+    fps: float = Field(24.0, gt=0, description="Frames per second, also an input of the model.")
     save_fps: float | None = Field(
-        None, gt=0, description="Frames per second of the files, where not `fps`."
+        None, gt=0, description="Frames per second of the files; None is `fps`."
     )
-    batch_size: int = Field(1, ge=1, description="Videos of a batch, at most.")
+    batch_size: int = Field(1, ge=1, description="Largest number of videos in a batch.")
     ckpt: str | None = Field(
-        None, description="Weights: a run, a checkpoint, a Hugging Face folder, a file."
+        None, description="Weights: a run, a checkpoint, a Hugging Face folder or a file."
     )
-    use_ema: bool = Field(True, description="Of a checkpoint, the averaged weights.")
+    use_ema: bool = Field(True, description="Load the EMA weights of a checkpoint.")
     prompts: Prompts = Field(
-        default_factory=list, description="Texts, or dicts of a prompt's options."
+        default_factory=list, description="Prompts: texts, or dicts of the options of one prompt."
     )
     prompt_path: str | None = Field(
-        None, description=".txt or .csv file of prompts, where `prompts` has none."
+        None, description=".txt or .csv file of prompts, if `prompts` is empty."
     )
     aes: float | None = Field(
-        None, description="Aesthetic score that is added to prompts, as the release was trained."
+        None,
+        description="Aesthetic score appended to prompts, as in the release's training; None "
+        "appends none.",
     )
-    flow: float | None = Field(None, description="Motion score that is added to prompts.")
+    flow: float | None = Field(
+        None, description="Motion score appended to prompts; None appends none."
+    )
     camera_motion: str | None = Field(
-        None, description="Motion of the camera that is added to prompts."
+        None, description="Camera motion appended to prompts; None appends none."
     )
-    num_samples: int = Field(1, ge=1, description="Videos of each prompt.")
+    num_samples: int = Field(1, ge=1, description="Videos per prompt.")
     skip_existing: bool = Field(
-        False, description="Leave out videos that are there already, of the same request."
+        False, description="Skip videos that exist already from the same request."
     )
-    format: Literal["mp4", "gif"] = Field("mp4", description="Kind of file.")
+    format: Literal["mp4", "gif"] = Field(
+        "mp4", description="File format of videos; single frames are PNG."
+    )
     negative_prompt: str | None = Field(
-        None, description="What guidance moves away from, instead of no caption."
+        None, description="Negative prompt of classifier-free guidance; None is no caption."
     )
     reference_path: str | None = Field(
-        None, description="Images and videos that are given, separated by `;`."
+        None,
+        description="Conditioning images and videos, separated by `;`; None is no conditioning.",
     )
     mask_strategy: str | None = Field(
-        None, description="Where their frames go; see docs/sampling.md."
+        None, description="Placement of the conditioning frames; see docs/sampling.md."
     )
-    loop: int = Field(
-        1, ge=1, description="Parts of a video, each going on from the end of the one before."
-    )
+    loop: int = Field(1, ge=1, description="Parts of a video, each continuing the one before.")
     condition_frame_length: int = Field(
-        5, ge=1, description="Latent frames that a part takes from the one before."
+        5, ge=1, description="Latent frames that a part takes from the part before."
     )
     condition_frame_edit: float = Field(
-        0.0, ge=0, le=1, description="Share of the schedule in which these are generated anew."
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the noise schedule in which these frames are generated again.",
     )
-    outputs: str = Field("samples", description="Folder of the videos.")
+    outputs: str = Field("samples", description="Folder of the samples.")

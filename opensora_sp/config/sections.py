@@ -1,6 +1,4 @@
-"""The parts of a config that are objects of their own: data, optimizer, sequence parallelism,
-prompts, validation.
-"""
+"""Sections of a config: data set, optimizer, sequence parallelism, prompts, validation."""
 
 from __future__ import annotations
 
@@ -22,69 +20,73 @@ from opensora_sp.resolutions import named_frames, named_size
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 Frames = Annotated[int, BeforeValidator(named_frames)]
-"""A number of frames, or a name of one ("2s", "4x")."""
+"""A number of frames, or its name ("2s", "4x")."""
 
 
 class Strict(BaseModel):
-    """Refuses keys that it does not know."""
+    """Base of all sections; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class Dataset(Strict):
-    """Clips to train on: a CSV, JSONL or Parquet manifest with the columns path,text; see
-    ``data.VideoTextDataset``.
+    """Training clips: a CSV, JSONL or Parquet manifest with the columns path,text.
 
-    "VideoText" cuts all clips to one shape, "VariableVideoText" to those of ``bucket_config``, for
-    which the manifest has num_frames, height and width.
+    "VideoText" crops all clips to one shape. "VariableVideoText" crops them to the shapes of
+    ``bucket_config`` and needs the columns num_frames, height and width; see
+    ``data.VideoTextDataset``.
     """
 
     type: Literal["VideoText", "VariableVideoText", "CachedFeatures"] = Field(
         "VideoText",
-        description="Clips of one shape, of those of `bucket_config`, or either from a feature "
-        "cache.",
+        description="Clips of one shape, clips of the shapes of `bucket_config`, or either from "
+        "a feature cache.",
     )
     manifest: str | None = Field(
         None,
-        description="CSV, JSONL or Parquet file with the columns path,text; with a cache, the one "
-        "it is made of.",
+        description="CSV, JSONL or Parquet file with the columns path,text; not for "
+        "CachedFeatures.",
     )
     path: str | None = Field(
-        None, description="The folder that scripts/precompute.py made, for CachedFeatures."
+        None, description="Folder written by scripts/precompute.py, for CachedFeatures."
     )
-    frame_interval: int = Field(1, ge=1, description="Take every n-th frame of a file.")
+    frame_interval: int = Field(1, ge=1, description="Every n-th frame of a file is used.")
     transform: Literal["resize_center_crop", "resize_random_crop"] = Field(
         "resize_center_crop",
-        description="How frames are brought to size: resized to cover it, then cut.",
+        description="Resize frames to cover the image size, then crop at the centre or at random.",
     )
     clip_start: Literal["middle", "random"] = Field(
-        "middle", description="Where in a file its frames are taken."
+        "middle", description="Position of the clip's frames in a file."
     )
     time_limit: float = Field(
-        60.0, gt=0, description="Seconds after which a file counts as broken."
+        60.0,
+        gt=0,
+        description="Seconds after which a file that is still being decoded counts as corrupt.",
     )
     cache: bool = Field(
-        False, description="Keep decoded clips in memory; for small sets, with nothing random."
+        False,
+        description="Keep decoded clips in memory; only for small data sets without random "
+        "crops or starts.",
     )
     max_bad_fraction: float = Field(
         0.2,
         ge=0,
         le=1,
-        description="A run stops when more than this share of the clips it read are broken.",
+        description="Share of corrupt samples among those read that ends the run.",
     )
 
     @model_validator(mode="after")
     def _has_its_source(self) -> Dataset:
-        wanted, other = (
-            ("path", "manifest") if self.type == "CachedFeatures" else ("manifest", "path")
-        )
-        if getattr(self, wanted) is None or (other == "path" and self.path is not None):
+        is_cached = self.type == "CachedFeatures"
+        wanted = "path" if is_cached else "manifest"
+        if getattr(self, wanted) is None or (not is_cached and self.path is not None):
             raise ValueError(
                 f"got dataset.type {self.type!r} with manifest {self.manifest!r} and path "
                 f"{self.path!r}; expected a {wanted}; set dataset.{wanted}, and path for "
                 "'CachedFeatures' alone"
             )
-        if self.type == "CachedFeatures" and self.cache:
+
+        if is_cached and self.cache:
             raise ValueError(
                 "got dataset.cache with 'CachedFeatures'; expected one of them; remove "
                 "dataset.cache"
@@ -100,11 +102,12 @@ class Optimizer(Strict):
     )
     lr: float = Field(1e-4, gt=0, description="Learning rate after warm-up.")
     betas: tuple[float, float] = Field(
-        (0.9, 0.999), description="Decay of the means of gradients and their squares."
+        (0.9, 0.999),
+        description="Decay of the running means of the gradients and of their squares.",
     )
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the mean square.")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator for numerical stability.")
     weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled weight decay, in units of the learning rate."
+        0.0, ge=0, description="Decoupled weight decay, relative to the learning rate."
     )
 
 
@@ -136,35 +139,38 @@ class SequenceParallel(_OptionFields):
 
 
 class PromptOptions(Strict):
-    """A prompt, and what it says for itself; the rest is as in the config. The columns of a prompt
-    file.
-    """
+    """A prompt and its own options, the columns of a prompt file; None takes the config's value."""
 
     prompt: str = Field(
-        description="The text; `|0| ... |2| ...` changes it from a loop on, `{...}` gives "
-        "references."
+        description="Text; `|0| ... |2| ...` changes it from a loop on, and `{...}` has references."
     )
     negative_prompt: str | None = Field(
-        None, description="What guidance moves away from, instead of no caption."
+        None, description="Negative prompt of classifier-free guidance; None is the config's."
     )
-    num_frames: Frames | None = Field(None, description="Frames, or a name such as 2s.")
+    num_frames: Frames | None = Field(
+        None, description="Frames, or a name such as 2s; None is the config's."
+    )
     resolution: str | None = Field(
-        None, description="HEIGHTxWIDTH in pixels, or a name such as 240p."
+        None, description="HEIGHTxWIDTH in pixels, or a name such as 240p; None is the config's."
     )
     aspect_ratio: str | None = Field(
         None, description="HEIGHT:WIDTH such as 9:16, with a named resolution."
     )
-    height: int | None = Field(None, ge=1, description="Pixels.")
-    width: int | None = Field(None, ge=1, description="Pixels.")
-    fps: float | None = Field(None, gt=0, description="Frames per second.")
+    height: int | None = Field(
+        None, ge=1, description="Height in pixels, with `width`, instead of `resolution`."
+    )
+    width: int | None = Field(None, ge=1, description="Width in pixels, with `height`.")
+    fps: float | None = Field(None, gt=0, description="Frames per second; None is the config's.")
     seed: int | None = Field(
-        None, ge=0, description="Of its noise; then the same wherever the prompt stands."
+        None,
+        ge=0,
+        description="Seed of its noise, independent of its position; None is the config's.",
     )
     reference_path: str | None = Field(
-        None, description="Images and videos that are given, separated by `;`."
+        None, description="Conditioning images and videos, separated by `;`; None is the config's."
     )
     mask_strategy: str | None = Field(
-        None, description="Where their frames go; see docs/sampling.md."
+        None, description="Placement of the conditioning frames; see docs/sampling.md."
     )
 
     @model_validator(mode="after")
@@ -176,29 +182,29 @@ class PromptOptions(Strict):
                 f"for {self.prompt!r}; expected height and width, or resolution, or none of them; "
                 "give one size"
             )
+
         if self.aspect_ratio is not None and self.resolution is None:
             raise ValueError(
                 f"got aspect_ratio {self.aspect_ratio!r} without resolution for {self.prompt!r}; "
                 "expected both; add for example resolution 240p"
             )
+
         if self.resolution is not None:
-            frame_size(self.resolution, self.aspect_ratio)  # known names
+            frame_size(self.resolution, self.aspect_ratio)  # raises for unknown names
         return self
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Height and width in pixels, None if the prompt says nothing of them."""
+        """Height and width in pixels; None if the prompt has no size of its own."""
         if self.height is not None and self.width is not None:
             return self.height, self.width
         return None if self.resolution is None else frame_size(self.resolution, self.aspect_ratio)
 
 
 def _prompts(value: Any) -> Any:
-    return (
-        [{"prompt": one} if isinstance(one, str) else one for one in value]
-        if isinstance(value, list)
-        else value
-    )
+    if not isinstance(value, list):
+        return value
+    return [{"prompt": one} if isinstance(one, str) else one for one in value]
 
 
 Prompts = Annotated[list[PromptOptions], BeforeValidator(_prompts)]
@@ -206,30 +212,41 @@ Prompts = Annotated[list[PromptOptions], BeforeValidator(_prompts)]
 
 
 class Validation(Strict):
-    """What is looked at ``every`` so many steps of training: videos of ``prompts``, and the loss of
-    the clips of ``manifest`` in ``bins`` of timesteps. Left out are what the training config says
-    and the scheduler's defaults.
+    """Validation ``every`` so many steps: videos of ``prompts``, and the loss of held-out clips.
+
+    The loss of the clips of ``manifest`` is measured in ``bins`` of timesteps. Other sampling
+    options are those of the training config, or the scheduler's defaults.
     """
 
-    every: int = Field(ge=1, description="Optimizer steps from one look to the next.")
+    every: int = Field(ge=1, description="Optimizer steps between validations.")
     prompts: Prompts = Field(
-        default_factory=list, description="Texts to sample, or dicts of a prompt's options."
+        default_factory=list,
+        description="Prompts to sample: texts, or dicts of the options of one prompt.",
     )
     negative_prompt: str | None = Field(
-        None, description="What guidance moves away from, instead of no caption."
+        None, description="Negative prompt of classifier-free guidance; None is no caption."
     )
-    num_samples: int = Field(1, ge=1, description="Videos of each prompt.")
-    num_sampling_steps: int | None = Field(None, ge=1, description="Steps from noise to video.")
-    cfg_scale: float | None = Field(None, description="Guidance; 1 turns it off.")
+    num_samples: int = Field(1, ge=1, description="Videos per prompt.")
+    num_sampling_steps: int | None = Field(
+        None, ge=1, description="Sampling steps; None is the scheduler's default."
+    )
+    cfg_scale: float | None = Field(
+        None,
+        description="Scale of classifier-free guidance, 1 is off; None is the scheduler's default.",
+    )
     fps: float = Field(24.0, gt=0, description="Frames per second of the videos.")
-    format: Literal["mp4", "gif"] = Field("mp4", description="Kind of file.")
-    manifest: str | None = Field(None, description="Clips whose loss is measured.")
-    bins: int = Field(10, ge=1, description="Parts of the timesteps with a loss each.")
-    batch_size: int = Field(1, ge=1, description="Clips or videos at a time.")
-    use_ema: bool = Field(True, description="Look at the averaged weights.")
+    format: Literal["mp4", "gif"] = Field("mp4", description="File format of videos.")
+    manifest: str | None = Field(
+        None, description="Held-out clips whose loss is measured; None measures none."
+    )
+    bins: int = Field(10, ge=1, description="Timestep bins, each with a loss of its own.")
+    batch_size: int = Field(1, ge=1, description="Clips or videos in a batch.")
+    use_ema: bool = Field(
+        True, description="Validate the EMA weights; False validates the current ones."
+    )
 
     @model_validator(mode="after")
-    def _looks_at_something(self) -> Validation:
+    def _has_prompts_or_clips(self) -> Validation:
         if not self.prompts and self.manifest is None:
             raise ValueError(
                 "got validation without prompts and manifest; expected at least one of them; add "
@@ -239,8 +256,13 @@ class Validation(Strict):
 
 
 def frame_size(resolution: str | int, aspect_ratio: str | None) -> tuple[int, int]:
-    """Height and width in pixels of "HxW", of one number (a square), or of a named resolution and
-    aspect ratio.
+    """Height and width in pixels.
+
+    Args:
+        resolution: "HxW" or one number (a square); with an ``aspect_ratio``, a name.
+
+    Raises:
+        ValueError: for any other resolution, or an unknown name.
     """
     if aspect_ratio is not None:
         return named_size(str(resolution), aspect_ratio)

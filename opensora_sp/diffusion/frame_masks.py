@@ -1,9 +1,8 @@
-"""Frame masks of training: which frames of a clip are given, and which the model learns to predict.
+"""Frame masks of training: which frames of a clip are conditioning frames, and which are predicted.
 
-The strategies of Open-Sora 1.1 and 1.2. A mask is bool ``[T]``: True for frames that are noised and
-learned, False for frames that are given (the first, the last, some between, ..), so that the
-trained model can extend, loop and interpolate videos. Random numbers come from a generator that the
-caller names; nothing is drawn from global state.
+The strategies are those of Open-Sora 1.1 and 1.2. A mask is bool ``[T]``: True for frames that are
+noised and predicted, False for conditioning frames. A model trained with them can extend, loop and
+interpolate videos. Random numbers come from the caller's generator, never from global state.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ STRATEGIES = (
     *("quarter_random", "quarter_head", "quarter_tail", "quarter_head_tail"),
     *("image_random", "image_head", "image_tail", "image_head_tail"),
 )
-ALIASES = {
-    "intepolate": "interpolate",
-    "no": "identity",
-}  # as released; the second after the prefix of 1.1
-PREFIX = "mask_"  # of all names in Open-Sora 1.1
+# Names in the releases; those of 1.1 have a prefix.
+ALIASES = {"intepolate": "interpolate", "no": "identity"}
+PREFIX = "mask_"
 
 
 class Draws(Protocol):
-    """What is asked of ``numpy.random.Generator``."""
+    """The methods of ``numpy.random.Generator`` in use."""
 
     def random(self) -> float: ...
 
@@ -75,17 +72,18 @@ def check_mask_ratios(ratios: Mapping[str, float]) -> dict[str, float]:
                 f"got mask_ratios[{name!r}] = {ratio!r}; expected a number from 0 to 1; change it"
             )
         checked[strategy] = float(ratio)
-    if (total := math.fsum(checked.values())) > 1 + 1e-6:
+
+    total = math.fsum(checked.values())
+    if total > 1 + 1e-6:
         raise ValueError(
-            f"got mask_ratios that sum to {total:g}; expected at most 1 (what is left goes to "
-            "'identity', no frame given); lower some"
+            f"got mask_ratios that sum to {total:g}; expected at most 1 (the rest is "
+            "'identity', no conditioning frames); lower some"
         )
     return checked
 
 
 def draw_frame_mask(ratios: Mapping[str, float], num_frames: int, draws: Draws) -> Tensor:
-    """A mask bool ``[T]``: one uniform number picks the strategy, in the order of ``ratios``, then
-    it draws its own.
+    """Draw a mask, bool ``[T]``: one number picks the strategy, which then draws its own.
 
     Args:
         ratios: probability of each strategy; the rest is "identity".
@@ -103,22 +101,20 @@ def draw_frame_mask(ratios: Mapping[str, float], num_frames: int, draws: Draws) 
 
 
 def frame_mask(strategy: str, num_frames: int, draws: Draws) -> Tensor:
-    """The mask of a strategy, bool ``[T]``, True for frames to be predicted. At least one frame is.
+    """The mask of a strategy, bool ``[T]``, True for predicted frames; at least one frame is.
 
-    "identity" gives no frame. "quarter_*" give 1 to T // 4 frames, "image_*" one frame, at the
-    "head", the "tail", both, or from a "random" place on; "interpolate" gives every second frame;
-    "random" gives each frame with a chance that is drawn from 0.1 to 0.9. A single frame is never
-    given.
+    Conditioning frames are: for "identity" none; for "quarter_*" 1 to T // 4 and for "image_*" one,
+    at the "head", the "tail", both, or a "random" position; for "interpolate" every second frame;
+    for "random" each frame with a probability drawn from 0.1 to 0.9. A single frame is predicted.
 
-    Where Open-Sora fails (quarters of 2 or 3 frames) or gives all frames (head and tail of 2), this
-    takes the nearest mask that leaves something to learn: a quarter is at least one frame, and
-    where all would be given, the last is predicted, so that the fewest frames differ and the
-    beginning stays given.
+    Open-Sora fails for quarters of 2 or 3 frames, and predicts no frame for head and tail of 2.
+    Here a quarter is at least one frame, and if no frame would be predicted, the last one is.
     """
     strategy, T = strategy_named(strategy), num_frames
     mask = torch.ones(T, dtype=torch.bool)
     if T <= 1 or strategy == "identity":
         return mask
+
     kind, _, where = strategy.partition("_")
     if kind == "random":
         share = 0.1 + 0.8 * draws.random()
@@ -134,6 +130,7 @@ def frame_mask(strategy: str, num_frames: int, draws: Draws) -> Tensor:
             mask[:size] = False
         if where in ("tail", "head_tail"):
             mask[T - size :] = False
+
     if not mask.any():
         mask[-1] = True
     return mask

@@ -19,9 +19,9 @@ from dataclasses import fields as fields_of
 import torch
 from torch import Tensor
 
-LARGEST_BETA = 0.999
-PIXEL = 1 / 255  # half the width of a grey level when [-1, 1] holds 256 of them
-RAREST = 1e-12  # probabilities are not taken for smaller than this
+MAX_BETA = 0.999
+HALF_BIN = 1 / 255  # of the 256 grey levels in [-1, 1]
+MIN_PROBABILITY = 1e-12
 
 
 def named_betas(name: str, num_steps: int) -> Tensor:
@@ -31,17 +31,20 @@ def named_betas(name: str, num_steps: int) -> Tensor:
         ValueError: for an unknown schedule, or fewer steps than it can be spread over.
     """
     if name == "linear":
-        stretch = 1000 / num_steps  # so that any number of steps ends at the same noise
+        # Scaled so that any number of steps ends at the same noise.
+        stretch = 1000 / num_steps
         if 0.02 * stretch >= 1:
             raise ValueError(
                 f"got {num_steps} diffusion steps with the linear schedule; expected more than 20; "
                 "take few of many steps with timestep_respacing"
             )
         return torch.linspace(stretch * 0.0001, stretch * 0.02, num_steps, dtype=torch.float64)
+
     if name == "squaredcos_cap_v2":
         at = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
-        left = torch.cos((at + 0.008) / 1.008 * math.pi / 2).square()  # alpha_bar
-        return (1 - left[1:] / left[:-1]).clamp(max=LARGEST_BETA)
+        alpha_bar = torch.cos((at + 0.008) / 1.008 * math.pi / 2).square()
+        return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=MAX_BETA)
+
     raise ValueError(
         f"got noise_schedule {name!r}; expected 'linear' or 'squaredcos_cap_v2' (cosine); choose "
         "one of them"
@@ -61,6 +64,7 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
     """
     if not spacing:
         return list(range(num_steps))
+
     wanted = spacing.removeprefix("ddim")
     counts = [int(part) if part.strip().isdecimal() else 0 for part in wanted.split(",")]
     if min(counts) < 1 or (wanted != spacing and len(counts) > 1):
@@ -70,7 +74,9 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
         )
     if wanted != spacing:
         return _strided(num_steps, counts[0])
-    sizes = [num_steps // len(counts) + (i < num_steps % len(counts)) for i in range(len(counts))]
+
+    size_of_all, larger = divmod(num_steps, len(counts))
+    sizes = [size_of_all + (i < larger) for i in range(len(counts))]
     kept, start = [], 0
     for size, count in zip(sizes, counts, strict=True):
         if count > size:
@@ -78,10 +84,10 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
                 f"got timestep_respacing {spacing!r}, {count} steps out of a section of {size}; "
                 f"expected at most {size}; take fewer"
             )
+
+        # Summed and not multiplied, as in the public implementations, for the same rounding.
         stride = (size - 1) / (count - 1) if count > 1 else 1.0
-        places = itertools.accumulate(
-            itertools.repeat(stride, count - 1), initial=0.0
-        )  # summed, as elsewhere
+        places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)
         kept += [start + round(place) for place in places]
         start += size
     return kept
@@ -92,6 +98,7 @@ def _strided(num_steps: int, count: int) -> list[int]:
         steps = range(0, num_steps, stride)
         if len(steps) == count:
             return list(steps)
+
     possible = {len(range(0, num_steps, stride)) for stride in range(1, num_steps + 1)}
     nearest = min(possible, key=lambda other: abs(other - count))
     raise ValueError(
@@ -102,37 +109,46 @@ def _strided(num_steps: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Steps:
-    """What belongs to each of N steps ``[N]``, or to the steps of some samples ``[B, 1, ..]``."""
+    """Tables of all N steps ``[N]``, or of the steps of some samples ``[B, 1, ..]``.
+
+    Attributes:
+        alpha_bar_before: alpha_bar of step t - 1; 1 at step 0.
+        signal, noise: ``x_t = signal * x_0 + noise * noise``.
+        per_x, per_noise: ``x_0 = per_x * x_t - per_noise * noise``.
+        mean_of_start, mean_of_x: posterior mean of ``x_{t-1}``,
+            ``mean_of_start * x_0 + mean_of_x * x_t``.
+        log_smallest: log of the posterior variance; at step 0, where that is 0, that of step 1.
+        log_largest: log of beta.
+        log_fixed: log of beta, but at step 0 as in ``log_smallest``.
+        is_first: 1 at step 0, else 0.
+    """
 
     beta: Tensor
     alpha_bar: Tensor
-    alpha_bar_before: Tensor  # after the step that is taken next when sampling; 1 before the first
-    signal: Tensor  # x_t = signal * x_0 + noise * noise
+    alpha_bar_before: Tensor
+    signal: Tensor
     noise: Tensor
-    per_x: Tensor  # x_0 = per_x * x_t - per_noise * noise
+    per_x: Tensor
     per_noise: Tensor
-    mean_of_start: Tensor  # posterior mean of x_{t-1}: mean_of_start * x_0 + mean_of_x * x_t
+    mean_of_start: Tensor
     mean_of_x: Tensor
-    log_smallest: (
-        Tensor  # log of the posterior variance; at the first step, where that is 0, of the second
-    )
-    log_largest: Tensor  # log beta
-    log_fixed: Tensor  # log beta, but at the first step as in log_smallest
-    is_first: Tensor  # 1 at step 0, else 0
+    log_smallest: Tensor
+    log_largest: Tensor
+    log_fixed: Tensor
+    is_first: Tensor
 
     @classmethod
     def of(cls, alpha_bar: Tensor, dtype: torch.dtype) -> Steps:
-        """The tables of the steps that leave ``alpha_bar`` float64 ``[N]`` of the signal, derived
-        in ``dtype``.
-        """
+        """The tables for ``alpha_bar``, float64 ``[N]``, computed in ``dtype``."""
         one = alpha_bar.new_ones(1)
         beta = (1 - alpha_bar / torch.cat([one, alpha_bar[:-1]])).to(dtype)
         alpha_bar = (1 - beta).cumprod(0)
         before = torch.cat([one.to(dtype), alpha_bar[:-1]])
-        variance = beta * (1 - before) / (1 - alpha_bar)
-        if len(beta) == 1:
-            variance = beta  # a single step: there is no second to take it from
+
+        # The posterior variance is 0 at step 0; a single step has beta instead.
+        variance = beta * (1 - before) / (1 - alpha_bar) if len(beta) > 1 else beta
         at_first = variance[1:2] if len(beta) > 1 else variance
+
         return cls(
             beta=beta,
             alpha_bar=alpha_bar,
@@ -150,9 +166,7 @@ class Steps:
         )
 
     def at(self, t: Tensor, like: Tensor) -> Steps:
-        """Of the steps t ``[B]``, shaped ``[B, 1, ..]`` to multiply ``like`` ``[B, ..]``, in its
-        dtype.
-        """
+        """The tables of steps t ``[B]``, as ``[B, 1, ..]`` in the dtype of ``like [B, ..]``."""
         tables = torch.stack([getattr(self, field.name) for field in fields_of(self)]).to(t.device)
         chosen = tables[:, t].to(like.dtype)
         return Steps(*chosen.view(len(tables), -1, *[1] * (like.ndim - 1)))
@@ -175,11 +189,11 @@ def discretised_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     the tanh approximation that the public implementations take.
     """
     distance, precision = x - mean, torch.exp(-0.5 * log_variance)
-    below_upper = _cumulative_normal(precision * (distance + PIXEL))
-    below_lower = _cumulative_normal(precision * (distance - PIXEL))
+    below_upper = _cumulative_normal(precision * (distance + HALF_BIN))
+    below_lower = _cumulative_normal(precision * (distance - HALF_BIN))
     probability = torch.where(x < -0.999, below_upper, below_upper - below_lower)
     probability = torch.where(x > 0.999, 1 - below_lower, probability)
-    return -probability.clamp(min=RAREST).log()
+    return -probability.clamp(min=MIN_PROBABILITY).log()
 
 
 def _cumulative_normal(x: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
-"""Improved denoising diffusion (Nichol & Dhariwal, 2021; Ho et al., 2020), as Open-Sora 1.0 and 1.1
-use it.
+"""Improved DDPM (Nichol & Dhariwal, 2021; Ho et al., 2020), as in Open-Sora 1.0 and 1.1.
 
 The network predicts the noise in ``x_t = signal_t x_0 + noise_t noise`` and, in a second set of
-channels, where the variance of the step back lies between its smallest and largest value. Timesteps
-t number the N steps that respacing leaves, 0 (data) to N - 1 (noise); the network is told which of
-the ``diffusion_steps`` each of them is.
+channels, the variance of the reverse step, interpolated between its lower and upper bound.
+Timesteps t count the N steps left after respacing, from 0 (data) to N - 1 (noise). The network's
+input is the original step among ``diffusion_steps``.
 
 Legend: B samples, c latent channels, F latent frames, h x w latent size.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ BITS = 1 / math.log(2)  # per nat
 
 
 @dataclass(frozen=True)
-class StepBack:
-    """What a prediction says about the step from ``x_t`` to ``x_{t-1}``, each shaped like ``x_t``."""
+class ReverseStep:
+    """The predicted distribution of ``x_{t-1}`` given ``x_t``; tensors of the shape of ``x_t``."""
 
     x_start: Tensor
     mean: Tensor
@@ -42,28 +42,29 @@ class IDDPM:
     """Timesteps, forward process, losses and samplers; options are named as in Open-Sora.
 
     Args:
-        num_sampling_steps: so many steps, evenly spaced, the same as ``timestep_respacing="n"``; 0
-            leaves it to that. Once built it is the number of steps in either case. Training, too,
-            is on these steps only: leave both away to train on all.
+        num_sampling_steps: number of evenly spaced steps, as ``timestep_respacing="n"``. 0
+            takes that option, and is replaced by its number of steps. Training uses these steps
+            only: set neither to train on all.
         timestep_respacing: "100", "10,15,20" or "ddim20"; see ``respaced_steps``.
-        noise_schedule: "linear", or "squaredcos_cap_v2", the cosine one.
+        noise_schedule: "linear", or "squaredcos_cap_v2", the cosine schedule.
         diffusion_steps: steps before respacing.
-        learn_sigma: the network predicts the variance in a second set of channels. Without, the
+        learn_sigma: the network predicts the variance in a second set of channels. Otherwise the
             variance is beta, or with ``sigma_small`` that of the posterior.
         predict_xstart: the network predicts the data, not the noise.
         use_kl: the loss is the variational bound, times the number of steps. Otherwise it is the
             squared error, plus with ``learn_sigma`` the bound (in bits) as a function of the
             variance alone; ``rescale_learned_sigmas`` scales that by N / 1000.
-        cfg_scale: guidance; 1 is the captioned prediction alone.
+        cfg_scale: scale of classifier-free guidance; 1 is the captioned prediction alone.
         cfg_channel: guide this many channels only; Open-Sora 1.0 guides 3 of 4. None guides all.
         sampler: "ancestral", or "ddim" (Song et al., 2020) with ``ddim_eta``: 0 draws no noise, 1
             as much as ancestral with ``sigma_small``.
         clip_denoised: clip predicted data to [-1, 1] while sampling; for pixels, not latents.
-        table_dtype: what the tables are derived in. "float32" gives the numbers of Open-Sora 1.2,
-            which are inexact in the last steps by up to 0.5 % of the loss; "float64" those of 1.0.
+        table_dtype: precision in which the tables are computed. "float32" gives the numbers of
+            Open-Sora 1.2, whose rounding errors in the last steps are up to 0.5 % of the loss.
+            "float64" gives those of 1.0.
 
     Raises:
-        ValueError: for values that do not exist or do not fit each other.
+        ValueError: for unknown values, or values that do not fit together.
     """
 
     num_sampling_steps: int = 0
@@ -83,27 +84,8 @@ class IDDPM:
     table_dtype: Literal["float64", "float32"] = "float64"
 
     def __post_init__(self) -> None:
-        if self.num_sampling_steps < 0 or self.diffusion_steps < 1:
-            raise ValueError(
-                f"got num_sampling_steps {self.num_sampling_steps} and diffusion_steps "
-                f"{self.diffusion_steps}; expected none negative, and at least one diffusion step; "
-                "change them"
-            )
-        if not 0 <= self.ddim_eta <= 1:
-            raise ValueError(
-                f"got ddim_eta {self.ddim_eta}; expected 0 (no noise) to 1 (as much as ancestral "
-                "with sigma_small); change it: more noise than a step holds has no root"
-            )
-        for name, known in (("sampler", ("ancestral", "ddim")), ("table_dtype", tuple(DTYPES))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"got {name} {getattr(self, name)!r}; expected one of {list(known)}; choose "
-                    "one of these"
-                )
-        if self.cfg_channel is not None and self.cfg_channel < 1:
-            raise ValueError(
-                f"got cfg_channel {self.cfg_channel}; expected at least 1, or None; change it"
-            )
+        self._check_values()
+
         wanted, found = self.num_sampling_steps, len(self.timestep_map)
         if self.timestep_respacing and wanted not in (0, found):
             raise ValueError(
@@ -111,15 +93,41 @@ class IDDPM:
                 f"{self.timestep_respacing!r}, which makes {found} steps; expected one of the two, "
                 "or the same number; remove num_sampling_steps"
             )
-        self.steps  # noqa: B018  # so that a schedule that does not exist is refused here
         object.__setattr__(self, "num_sampling_steps", found)
+
+        self.steps  # noqa: B018  # raises for an unknown schedule
+
+    def _check_values(self) -> None:
+        if self.num_sampling_steps < 0 or self.diffusion_steps < 1:
+            raise ValueError(
+                f"got num_sampling_steps {self.num_sampling_steps} and diffusion_steps "
+                f"{self.diffusion_steps}; expected none negative, and at least one diffusion step; "
+                "change them"
+            )
+
+        if not 0 <= self.ddim_eta <= 1:
+            raise ValueError(
+                f"got ddim_eta {self.ddim_eta}; expected 0 (no noise) to 1 (as much as ancestral "
+                "with sigma_small); change it"
+            )
+
+        choices = {"sampler": ["ancestral", "ddim"], "table_dtype": list(DTYPES)}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(
+                    f"got {name} {value!r}; expected one of {known}; choose one of these"
+                )
+
+        if self.cfg_channel is not None and self.cfg_channel < 1:
+            raise ValueError(
+                f"got cfg_channel {self.cfg_channel}; expected at least 1, or None; change it"
+            )
 
     @cached_property
     def timestep_map(self) -> Tensor:
-        """Which of the ``diffusion_steps`` each step is, int64 ``[N]``."""
-        spacing = self.timestep_respacing or (
-            str(self.num_sampling_steps) if self.num_sampling_steps else ""
-        )
+        """The original step among ``diffusion_steps`` of each step, int64 ``[N]``."""
+        spacing = self.timestep_respacing or str(self.num_sampling_steps or "")
         return torch.tensor(respaced_steps(self.diffusion_steps, spacing))
 
     @cached_property
@@ -129,7 +137,7 @@ class IDDPM:
         return Steps.of(alpha_bar[self.timestep_map], DTYPES[self.table_dtype])
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:
-        """Raise ValueError if a model does not predict the variance that ``learn_sigma`` asks for."""
+        """Raise ValueError if a model lacks the variance channels that ``learn_sigma`` needs."""
         if self.learn_sigma and out_channels != 2 * in_channels:
             raise ValueError(
                 f"got a scheduler with learn_sigma and a model with {out_channels} output channels "
@@ -140,18 +148,17 @@ class IDDPM:
     def geometry(
         self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int
     ) -> Geometry:
-        """Size of the samples; this process does not depend on it."""
+        """Size of the samples, which this process does not depend on."""
         return Geometry(height, width, torch.full_like(height, latent_frames))
 
     def timesteps_from(self, uniform: Tensor, geometry: Geometry | None = None) -> Tensor:
         """Training timesteps, int64 ``[B]``, from uniform numbers in [0, 1) ``[B]``."""
         count = len(self.timestep_map)
-        return (
-            (uniform * count).long().clamp(max=count - 1)
-        )  # a float32 just below 1 may have been rounded up to it
+        # In float32, the product may be rounded up to ``count``.
+        return (uniform * count).long().clamp(max=count - 1)
 
     def network_time(self, t: Tensor) -> Tensor:
-        """Which of the ``diffusion_steps`` the network is told at t, int64 ``[B]``."""
+        """The network's input at t, the original step among ``diffusion_steps``, int64 ``[B]``."""
         return self.timestep_map.to(t.device)[t]
 
     def add_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -162,18 +169,16 @@ class IDDPM:
     def noisy_input(
         self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None
     ) -> Tensor:
-        """What the network sees: ``x_t``; given frames (``x_mask`` False) are noised by the first
-        step alone.
-        """
+        """The network's input ``x_t``; conditioning frames (``x_mask`` False) are at step 0."""
         x_t = self.add_noise(x_start, noise, t)
         if x_mask is None:
             return x_t
-        return torch.where(
-            by_frame(x_mask), x_t, self.add_noise(x_start, noise, torch.zeros_like(t))
-        )
+
+        conditioning = self.add_noise(x_start, noise, torch.zeros_like(t))
+        return torch.where(by_frame(x_mask), x_t, conditioning)
 
     def target(self, x_start: Tensor, noise: Tensor) -> Tensor:
-        """What the network learns to predict in its first channels."""
+        """The training target of the first channels: the noise, or the data."""
         return x_start if self.predict_xstart else noise
 
     def losses(self, prediction: Tensor | Any, noised: Noised) -> Tensor:
@@ -181,108 +186,100 @@ class IDDPM:
         return torch.stack(list(self.loss_terms(prediction, noised).values())).sum(0)
 
     def loss_terms(self, prediction: Tensor | Any, noised: Noised) -> dict[str, Tensor]:
-        """ "mse" and "vb", whichever the options ask for, each ``[B]``.
+        """The terms "mse" and "vb" of the loss, as far as the options have them, each ``[B]``.
 
         Args:
-            prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds; then
-                the terms are parts of the sample's, which sum to them over the ranks.
+            prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds. The
+                terms of all ranks' shards add up to those of the whole prediction.
         """
-        masks = dict(x_mask=noised.x_mask, video_mask=noised.video_mask)
-        here = Positions.of(prediction, noised.target, noised.x_start, noised.x_t, **masks)
-        target, x_start, x_t = here.wholes
-        first, rest = (
-            here.predicted[..., : target.shape[-1]],
-            here.predicted[..., target.shape[-1] :],
+        local = Positions.of(
+            prediction,
+            noised.target,
+            noised.x_start,
+            noised.x_t,
+            x_mask=noised.x_mask,
+            video_mask=noised.video_mask,
         )
-        step = self.steps.at(noised.t[here.sample], x_t)
+        target, x_start, x_t = local.wholes
+        channels = target.shape[-1]
+        first, rest = local.predicted[..., :channels], local.predicted[..., channels:]
+        step = self.steps.at(noised.t[local.sample], x_t)
+
         terms = {}
         if not self.use_kl:
-            terms["mse"] = here.means((target - first).square())
+            terms["mse"] = local.means((target - first).square())
+
         if self.use_kl or self.learn_sigma:
+            # In the hybrid loss the bound trains the variance alone.
             mean_part = first if self.use_kl else first.detach()
-            bound = here.means(self._bound(step, mean_part, rest, x_start, x_t))
+            bound = local.means(self._bound(step, mean_part, rest, x_start, x_t))
             if self.use_kl:
                 bound = bound * len(self.timestep_map)
             elif self.rescale_learned_sigmas:
                 bound = bound * (len(self.timestep_map) / 1000)
             terms["vb"] = bound
+
         return terms
 
     def _bound(
         self, step: Steps, first: Tensor, rest: Tensor, x_start: Tensor, x_t: Tensor
     ) -> Tensor:
-        """The step's term of the variational bound, in bits, elementwise over channels-last
-        positions.
-        """
-        ours = self._step_back(step, first, rest, x_t, clip=False)
+        """The variational bound of a step, in bits, elementwise over channels-last positions."""
+        predicted = self._reverse_step(step, first, rest, x_t, clip=False)
         true_mean = step.mean_of_start * x_start + step.mean_of_x * x_t
-        kl = gaussian_kl(true_mean, step.log_smallest, ours.mean, ours.log_variance)
-        nll = discretised_nll(x_start, ours.mean, ours.log_variance)
+        kl = gaussian_kl(true_mean, step.log_smallest, predicted.mean, predicted.log_variance)
+        nll = discretised_nll(x_start, predicted.mean, predicted.log_variance)
         return torch.where(step.is_first.bool(), nll, kl) * BITS
 
-    def step_back(
+    def reverse_step(
         self, predicted: Tensor, x_t: Tensor, t: Tensor, *, clip: bool = False
-    ) -> StepBack:
-        """What a prediction ``[B, C_out, F, h, w]`` says about the step back from ``x_t`` at t
-        int64 ``[B]``.
-        """
+    ) -> ReverseStep:
+        """The distribution of ``x_{t-1}`` for a prediction ``[B, C_out, F, h, w]`` at t ``[B]``."""
         channels = x_t.shape[1]
-        return self._step_back(
-            self.steps.at(t, x_t), predicted[:, :channels], predicted[:, channels:], x_t, clip=clip
-        )
+        first, rest = predicted[:, :channels], predicted[:, channels:]
+        return self._reverse_step(self.steps.at(t, x_t), first, rest, x_t, clip=clip)
 
-    def _step_back(
+    def _reverse_step(
         self, step: Steps, first: Tensor, rest: Tensor, x_t: Tensor, *, clip: bool
-    ) -> StepBack:
+    ) -> ReverseStep:
         x_start = first if self.predict_xstart else step.per_x * x_t - step.per_noise * first
         if clip:
             x_start = x_start.clamp(-1, 1)
+        mean = step.mean_of_start * x_start + step.mean_of_x * x_t
+
         if self.learn_sigma:
             share = (rest + 1) / 2
             log_variance = share * step.log_largest + (1 - share) * step.log_smallest
         else:
-            log_variance = (step.log_smallest if self.sigma_small else step.log_fixed).expand_as(
-                x_t
-            )
-        return StepBack(x_start, step.mean_of_start * x_start + step.mean_of_x * x_t, log_variance)
+            fixed = step.log_smallest if self.sigma_small else step.log_fixed
+            log_variance = fixed.expand_as(x_t)
+        return ReverseStep(x_start, mean, log_variance)
 
     def ancestral_step(self, predicted: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """A draw of ``x_{t-1}``, with ``noise`` shaped like it; the first step adds none."""
-        back = self.step_back(predicted, x_t, t, clip=self.clip_denoised)
-        return (
-            back.mean
-            + (1 - self.steps.at(t, x_t).is_first) * torch.exp(0.5 * back.log_variance) * noise
-        )
+        """A sample of ``x_{t-1}`` from ``noise`` of its shape; step 0 adds no noise."""
+        reverse = self.reverse_step(predicted, x_t, t, clip=self.clip_denoised)
+        adds_noise = 1 - self.steps.at(t, x_t).is_first
+        return reverse.mean + adds_noise * torch.exp(0.5 * reverse.log_variance) * noise
 
     def ddim_step(
         self, predicted: Tensor, x_t: Tensor, t: Tensor, noise: Tensor | None = None
     ) -> Tensor:
-        """``x_{t-1}`` after Song et al., 2020; ``noise`` shaped like it is needed for ``ddim_eta``
-        above 0.
-        """
+        """``x_{t-1}`` as in DDIM (Song et al., 2020); ``ddim_eta`` above 0 needs ``noise``."""
         step = self.steps.at(t, x_t)
-        x_start = self.step_back(predicted, x_t, t, clip=self.clip_denoised).x_start
-        direction = (
-            step.per_x * x_t - x_start
-        ) / step.per_noise  # the noise that x_start leaves in x_t
-        before = step.alpha_bar_before
-        spread = (
-            ((1 - before) / (1 - step.alpha_bar)).sqrt()
-            * (1 - step.alpha_bar / before).sqrt()
-            * self.ddim_eta
-        )
-        x = before.sqrt() * x_start + (1 - before - spread.square()).sqrt() * direction
-        return x if noise is None else x + (1 - step.is_first) * spread * noise
+        x_start = self.reverse_step(predicted, x_t, t, clip=self.clip_denoised).x_start
 
-    def guide(
-        self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
-    ) -> Prediction:
-        """The guided prediction of a model, with the variance of its captioned half; see
-        ``guided``.
-        """
-        return guided(
-            model, self.cfg_scale, drop_caption=drop_caption, channels=self.cfg_channel, **inputs
-        )
+        # The noise in x_t that remains for this x_start.
+        epsilon = (step.per_x * x_t - x_start) / step.per_noise
+        before = step.alpha_bar_before
+        variance_ratio = ((1 - before) / (1 - step.alpha_bar)).sqrt()
+        sigma = variance_ratio * (1 - step.alpha_bar / before).sqrt() * self.ddim_eta
+
+        x = before.sqrt() * x_start + (1 - before - sigma.square()).sqrt() * epsilon
+        return x if noise is None else x + (1 - step.is_first) * sigma * noise
+
+    def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
+        """The guided prediction, with the variance of the captioned half; see ``guided``."""
+        return guided(model, self.cfg_scale, channels=self.cfg_channel, **inputs)
 
     def sample(
         self,
@@ -294,56 +291,54 @@ class IDDPM:
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
-        """Go back from noise ``z`` to data step by step; returns data, shaped like ``z``.
+        """Denoise ``z`` step by step; returns data of the shape of ``z``.
 
         Args:
-            predict: the guided network, with all its channels; it is told ``network_time``.
-            z: noise ``[B, c, F, h, w]``, holding given frames where ``frame_levels`` is below 1.
+            predict: the guided network with all its channels, called with ``network_time``.
+            z: noise ``[B, c, F, h, w]``, with conditioning frames where ``frame_levels`` is below
+                1.
             geometry: not used.
-            frame_levels: ``[B, F]`` in [0, 1], the share of the steps that a frame still has to go:
+            frame_levels: ``[B, F]`` in [0, 1], the share of the steps in which a frame is denoised:
                 1 generates it, 0 keeps it, values between edit it. As in Open-Sora a frame is
-                noised at the step where it begins, of which the network is told that it is given;
-                kept frames so go through step 0, where the noise is least.
-            draw_noise: ``draw_noise(k)`` shaped like z, the k-th draw of the loop: one a step, or
-                none for "ddim" with ``ddim_eta`` 0; with ``frame_levels`` one more a step, before
-                the other.
+                noised at its first step, and is a conditioning frame for the network in that step.
+                So kept frames go through step 0, which has the least noise.
+            draw_noise: ``draw_noise(k)`` of the shape of z, the k-th draw of the loop: one per
+                step, or none for "ddim" with ``ddim_eta`` 0. With ``frame_levels`` there is one
+                more per step, before the other.
             on_step: called after each step.
 
         Raises:
             ValueError: without ``draw_noise`` where it is needed.
         """
-        if draw_noise is None and (
-            frame_levels is not None or self.sampler == "ancestral" or self.ddim_eta
-        ):
+        needs_noise = frame_levels is not None or self.sampler == "ancestral" or self.ddim_eta
+        if draw_noise is None and needs_noise:
             raise ValueError(
                 "got no draw_noise; expected noise for the steps of this sampler; pass it, or use "
                 "DDIM"
             )
-        count, draws = len(self.timestep_map), 0
+        counter = itertools.count()
 
         def draw() -> Tensor:
-            nonlocal draws
             assert draw_noise is not None
-            draws += 1
-            return draw_noise(draws - 1)
+            return draw_noise(next(counter))
 
+        count = len(self.timestep_map)
         starts_at = None if frame_levels is None else (frame_levels * count).int()  # [B, F]
         for index in reversed(range(count)):
             t = torch.full((len(z),), index, device=z.device)
-            active, given = None, z
+            active, kept = None, z
             if starts_at is not None:
                 z = torch.where(by_frame(starts_at == index), self.add_noise(z, draw(), t), z)
                 active = starts_at > index
+
             predicted = predict(z, self.network_time(t), active)
             if self.sampler == "ancestral":
-                moved = self.ancestral_step(predicted, z, t, draw())
+                z = self.ancestral_step(predicted, z, t, draw())
             else:
-                moved = self.ddim_step(predicted, z, t, draw() if self.ddim_eta else None)
-            z = (
-                moved
-                if starts_at is None
-                else torch.where(by_frame(starts_at >= index), moved, given)
-            )
+                z = self.ddim_step(predicted, z, t, draw() if self.ddim_eta else None)
+
+            if starts_at is not None:
+                z = torch.where(by_frame(starts_at >= index), z, kept)
             if on_step is not None:
                 on_step()
         return z

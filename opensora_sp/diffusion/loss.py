@@ -1,9 +1,8 @@
-"""The training losses, on whole outputs or on the rows that one rank holds.
+"""Training losses, on whole outputs or on the rows that one rank holds.
 
-The rule of sequence parallelism: a rank sums over the positions that it holds and divides by the
-count of the whole sample, so the parts of all ranks add up to the sample's mean. Positions that pad
-the latent up to whole patches, those outside of a clip that is smaller than its batch, and frames
-that are given, count nowhere.
+Under sequence parallelism a rank sums over its own positions and divides by the count of the whole
+sample, so that the losses of all ranks add up to the sample's mean. Not counted are padding up to
+whole patches, positions outside a clip that is smaller than its batch, and conditioning frames.
 
 Legend: B samples, c latent channels, F x h x w latent size, R rows held, L tokens of a row, V patch
 volume.
@@ -21,18 +20,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Positions:
-    """The latent positions held here, as N units of equal size that each belong to one sample,
-    channels last.
+    """The latent positions on this rank, as N units of one sample each, channels last.
 
-    For a whole output the units are the samples, ``* = F, h, w``; for a shard its rows, ``* = L,
-    V``. An elementwise term of a loss reads the same for both.
+    For a whole output the units are the samples, ``* = F, h, w``. For a shard they are its rows,
+    ``* = L, V``. Elementwise terms of a loss are the same code for both.
+
+    Attributes:
+        predicted: ``[N, *, C_out]``; 0 where not counted, so that no term overflows there.
+        wholes: ``[N, *, c]`` each.
+        sample: index of each unit's sample, int64 ``[N]``.
+        counted: bool ``[N, *]``; None if all count.
+        count: number of counted values of each whole sample, over all ranks, ``[B]``.
     """
 
-    predicted: Tensor  # [N, *, C_out]; zero where nothing counts, so that no term overflows there
-    wholes: tuple[Tensor, ...]  # [N, *, c] each
-    sample: Tensor  # int64 [N]
-    counted: Tensor | None  # bool [N, *]; None where all count
-    count: Tensor  # [B] values that count in a whole sample, wherever they are held
+    predicted: Tensor
+    wholes: tuple[Tensor, ...]
+    sample: Tensor
+    counted: Tensor | None
+    count: Tensor
 
     @classmethod
     def of(
@@ -42,23 +47,25 @@ class Positions:
         x_mask: Tensor | None = None,
         video_mask: Tensor | None = None,
     ) -> Positions:
-        """Cut the positions of a model's output out of whole tensors.
+        """Select the positions of a model's output from whole tensors.
 
         Args:
             prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds.
             wholes: ``[B, c, F, h, w]`` each, whole in either case.
             x_mask: bool ``[B, F]``; frames where it is False do not count.
-            video_mask: bool ``[B, F, h, w]`` as the model was given it; positions where it is False
-                do not count. A shard knows its own.
+            video_mask: bool ``[B, F, h, w]``, the input of the model; positions where it is False
+                do not count. A shard has its own.
         """
         num_samples, channels, *size = wholes[0].shape
         if not isinstance(prediction, Tensor) and prediction.layout.grid.mask is not None:
             video_mask = prediction.layout.grid.mask.positions
+
         counting = _counting(x_mask, video_mask)
         cut = _cut_whole if isinstance(prediction, Tensor) else _cut_shard
         predicted, cuts, sample, counted = cut(prediction, wholes, counting)
         if counted is not None:
             predicted = predicted.masked_fill(~counted[..., None], 0)
+
         if counting is None:
             count = torch.full((num_samples,), math.prod(size), device=wholes[0].device)
         else:
@@ -66,8 +73,9 @@ class Positions:
         return cls(predicted, cuts, sample, counted, count * channels)
 
     def means(self, values: Tensor) -> Tensor:
-        """Elementwise values ``[N, *, c]`` -> ``[B]``: what is held of each sample's mean, 0 for
-        one that counts nowhere.
+        """Elementwise values ``[N, *, c]`` -> this rank's part of each sample's mean, ``[B]``.
+
+        A sample without counted positions gives 0.
         """
         sums = values.sum(-1)  # [N, *]
         if self.counted is not None:
@@ -80,7 +88,7 @@ _Cuts = tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor | None]
 
 
 def _counting(x_mask: Tensor | None, video_mask: Tensor | None) -> Tensor | None:
-    """What counts, bool ``[B, F]`` or ``[B, F, h, w]``; None where all does."""
+    """Counted positions, bool ``[B, F]`` or ``[B, F, h, w]``; None if all count."""
     if x_mask is None or video_mask is None:
         found = video_mask if x_mask is None else x_mask
         return None if found is None else found.bool()
@@ -90,23 +98,23 @@ def _counting(x_mask: Tensor | None, video_mask: Tensor | None) -> Tensor | None
 def _cut_whole(output: Tensor, wholes: tuple[Tensor, ...], counting: Tensor | None) -> _Cuts:
     predicted, *cuts = (z.movedim(1, -1) for z in (output, *wholes))  # [B, F, h, w, channels]
     sample = torch.arange(len(output), device=output.device)
-    counted = (
-        None if counting is None else counting.view(*counting.shape, *[1] * (4 - counting.ndim))
-    )
-    counted = None if counted is None else counted.expand(predicted.shape[:-1])
+    counted = None
+    if counting is not None:
+        counted = counting.view(*counting.shape, *[1] * (4 - counting.ndim))
+        counted = counted.expand(predicted.shape[:-1])
     return predicted, tuple(cuts), sample, counted
 
 
 def _cut_shard(shard: Any, wholes: tuple[Tensor, ...], counting: Tensor | None) -> _Cuts:
     layout, device = shard.layout, wholes[0].device
-    of_patch = (layout.grid.patch_volume, -1)
-    predicted = shard.tensor.unflatten(-1, of_patch)  # [R, L, V, C_out]
-    cuts = tuple(
-        layout.slice(z).unflatten(-1, (of_patch[0], z.shape[1])) for z in wholes
-    )  # [R, L, V, c]
-    counted = (
-        layout.inside(device) if counting is None else layout.slice(counting)
-    )  # [R, L, V]; False in padding
+    volume = layout.grid.patch_volume
+    predicted = shard.tensor.unflatten(-1, (volume, -1))  # [R, L, V, C_out]
+
+    # [R, L, V, c]; with no rows, -1 could not be inferred.
+    cuts = tuple(layout.slice(z).unflatten(-1, (volume, z.shape[1])) for z in wholes)
+
+    # [R, L, V], False in padding.
+    counted = layout.inside(device) if counting is None else layout.slice(counting)
     return predicted, cuts, layout.samples(device), counted
 
 
@@ -116,28 +124,28 @@ def velocity_loss(
     x_mask: Tensor | None = None,
     video_mask: Tensor | None = None,
 ) -> Tensor:
-    """Squared error of each sample: the sum over what is held here, over the count of the whole
-    sample.
+    """Squared error of each sample: this rank's sum, divided by the count of the whole sample.
 
     Args:
         prediction: a model's output ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank
             holds. Channels beyond those of the target are ignored.
         target: ``[B, c, F, h, w]``, whole in either case.
         x_mask: bool ``[B, F]``; frames where it is False do not count.
-        video_mask: bool ``[B, F, h, w]``, as the model was given it: clips of different sizes weigh
-            alike, whatever their batch has around them.
+        video_mask: bool ``[B, F, h, w]``, the input of the model. Clips of different sizes have the
+            same weight.
 
     Returns:
-        ``[B]``: for a whole output each sample's mean; for shards a part of it, which sums to the
-        mean over the ranks. A sample without a frame that counts gives 0.
+        ``[B]``: each sample's mean for a whole output. For shards, a part of it; the parts of all
+        ranks add up to the mean. A sample without counted frames gives 0.
     """
-    here = Positions.of(prediction, target, x_mask=x_mask, video_mask=video_mask)
-    return here.means((here.predicted[..., : target.shape[1]] - here.wholes[0]).square())
+    local = Positions.of(prediction, target, x_mask=x_mask, video_mask=video_mask)
+    return local.means((local.predicted[..., : target.shape[1]] - local.wholes[0]).square())
 
 
 def rank_loss(sample_losses: Tensor, *, global_samples: int, world_size: int) -> Tensor:
-    """What one rank calls ``backward`` on, so that the mean gradient over the world is that of the
-    global mean.
+    """The scalar loss of one rank, scaled so that gradients are averaged over the world.
+
+    The average of the ranks' gradients is then the gradient of the mean over all samples.
 
     Args:
         sample_losses: ``[B]`` from ``velocity_loss`` or ``losses`` of a process; of shards under

@@ -24,14 +24,14 @@ from .process import Geometry, Noised, Prediction, by_frame, guided, per_sample
 class RectifiedFlow:
     """Timesteps, forward process, loss and sampler.
 
-    ``use_timestep_transform`` moves timesteps towards noise for larger and longer videos,
+    ``use_timestep_transform`` shifts timesteps towards noise for larger and longer videos,
     ``transform_scale`` times as far. ``legacy_frame_count`` estimates latent frames as Open-Sora
-    1.2 does, 5 for each whole 17 frames of a video, which is right for its own VAE and collapses to
-    none below 17 frames.
+    1.2 does: 5 for each whole 17 frames of a video. This is right for its own VAE, and 0 below 17
+    frames.
 
-    ``sample_method`` "logit-normal" trains on timesteps whose logit is normal with mean ``loc`` and
-    deviation ``scale`` (Esser et al., 2024), more of them in the middle of the path than "uniform"
-    does.
+    With ``sample_method`` "logit-normal" the logits of training timesteps are normal with mean
+    ``loc`` and standard deviation ``scale`` (Esser et al., 2024). This has more timesteps in the
+    middle of the path than "uniform".
 
     Raises:
         ValueError: for numbers of steps below 1, or a scale that is not positive.
@@ -61,7 +61,7 @@ class RectifiedFlow:
             )
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:
-        """Any model will do: output channels beyond those of the latent are ignored."""
+        """Accept any model: output channels beyond those of the latent are ignored."""
 
     def geometry(
         self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int
@@ -76,13 +76,12 @@ class RectifiedFlow:
             uniform = torch.sigmoid(self.loc + self.scale * torch.special.ndtri(uniform))
         t = uniform * self.num_timesteps
         if self.use_discrete_timesteps:
-            t = t.floor().clamp(
-                max=self.num_timesteps - 1
-            )  # a float32 just below 1 may have been rounded up to it
+            # In float32, the product may be rounded up to N.
+            t = t.floor().clamp(max=self.num_timesteps - 1)
         return self._transform(t, geometry)
 
     def network_time(self, t: Tensor) -> Tensor:
-        """The network is told t itself."""
+        """The network's input is t itself."""
         return t
 
     def add_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -94,9 +93,7 @@ class RectifiedFlow:
     def noisy_input(
         self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None
     ) -> Tensor:
-        """What the network sees: ``x_t``, and ``x_start`` itself in frames that are given
-        (``x_mask`` False).
-        """
+        """The network's input ``x_t``; conditioning frames (``x_mask`` False) are ``x_start``."""
         x_t = self.add_noise(x_start, noise, t)
         if x_mask is None:
             return x_t
@@ -111,23 +108,24 @@ class RectifiedFlow:
         """Squared error of the velocity, ``[B]``; see ``velocity_loss``."""
         return velocity_loss(prediction, noised.target, noised.x_mask, noised.video_mask)
 
-    def guide(
-        self, model: Callable[..., Tensor], *, drop_caption: Tensor | None = None, **inputs: Any
-    ) -> Prediction:
+    def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
         """The guided velocity of a model; see ``guided``."""
-        return guided(model, self.cfg_scale, drop_caption=drop_caption, **inputs)
+        return guided(model, self.cfg_scale, **inputs)
 
     def sampling_timesteps(
         self, num_samples: int, geometry: Geometry | None = None, **options: Any
     ) -> list[Tensor]:
-        """The n timesteps visited, each ``[B]``, from N down; ``options`` are the dtype and device
-        of the latents.
+        """The n timesteps of sampling, each ``[B]``, from N down.
+
+        Args:
+            options: dtype and device of the latents.
         """
         n = self.num_sampling_steps
         steps = [(1 - i / n) * self.num_timesteps for i in range(n)]
         if self.use_discrete_timesteps:
             options = {**options, "dtype": torch.int64}
             steps = [round(t) for t in steps]
+
         return [self._transform(torch.full((num_samples,), t, **options), geometry) for t in steps]
 
     def sample(
@@ -140,39 +138,49 @@ class RectifiedFlow:
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
-        """Follow the velocity from noise ``z`` to data in n Euler steps; returns data, shaped like
-        ``z``.
+        """Follow the velocity from noise ``z`` to data in n Euler steps.
 
         Args:
             predict: the guided network; output channels beyond those of z are ignored.
-            z: noise ``[B, c, F, h, w]``, holding given frames where ``frame_levels`` is below 1.
+            z: noise ``[B, c, F, h, w]``, with conditioning frames where ``frame_levels`` is below
+                1.
             frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a
-                frame still has to go: 1 generates it, 0 keeps it, values between edit it.
-            draw_noise: ``draw_noise(step)`` shaped like z, needed with ``frame_levels``.
+                frame is moved along: 1 generates it, 0 keeps it, values between edit it.
+            draw_noise: ``draw_noise(step)`` of the shape of z, needed with ``frame_levels``.
             on_step: called after each step.
+
+        Returns:
+            Data of the shape of ``z``.
+
+        Raises:
+            ValueError: for ``frame_levels`` without ``draw_noise``.
         """
-        wide = torch.promote_types(
-            z.dtype, torch.float32
-        )  # a timestep rounded to bf16 is another timestep
+        if frame_levels is not None and draw_noise is None:
+            raise ValueError(
+                "got frame_levels without draw_noise; expected noise for each step; pass it"
+            )
+
+        # Timesteps rounded to bf16 would be other timesteps.
+        wide = torch.promote_types(z.dtype, torch.float32)
         timesteps = self.sampling_timesteps(len(z), geometry, dtype=wide, device=z.device)
         started = None if frame_levels is None else frame_levels == 1
+
         for i, t in enumerate(timesteps):
-            active = None
+            active, kept = None, z
             if frame_levels is not None:
-                assert started is not None
-                if draw_noise is None:
-                    raise ValueError(
-                        "got frame_levels without draw_noise; expected noise for each step; pass it"
-                    )
+                assert started is not None and draw_noise is not None
                 active = frame_levels * self.num_timesteps >= t[:, None]  # [B, F]
-                given, noised = z, self.add_noise(z, draw_noise(i), t)
-                z = torch.where(by_frame(active & ~started), noised, given)
+                noised = self.add_noise(z, draw_noise(i), t)
+                z = torch.where(by_frame(active & ~started), noised, z)
                 started = active
+
             v = predict(z, t, active)[:, : z.shape[1]]
             following = timesteps[i + 1] if i + 1 < len(timesteps) else torch.zeros_like(t)
             dt = (t - following) / self.num_timesteps  # [B]
-            moved = z + v * per_sample(dt.to(z.dtype), z)
-            z = moved if active is None else torch.where(by_frame(active), moved, given)
+            z = z + v * per_sample(dt.to(z.dtype), z)
+
+            if active is not None:
+                z = torch.where(by_frame(active), z, kept)
             if on_step is not None:
                 on_step()
         return z
@@ -181,15 +189,19 @@ class RectifiedFlow:
         """Shift timesteps by the square root of pixels x latent frames against 512 x 512 x 1."""
         if not self.use_timestep_transform:
             return t
+
         if geometry is None:
             raise ValueError(
                 "got no geometry; expected height, width and num_frames with "
                 "use_timestep_transform; pass them or turn the transform off"
             )
+
         ratio_space = (geometry.height * geometry.width / 512**2).sqrt()
         frames = geometry.num_frames
-        if self.legacy_frame_count:  # the first sample decides whether the batch holds images
+        if self.legacy_frame_count:
+            # The first sample decides whether these are images.
             frames = frames // 17 * 5 if frames[0] != 1 else torch.ones_like(frames)
+
         ratio = ratio_space * frames.sqrt() * self.transform_scale
         t = t / self.num_timesteps
         return ratio * t / (1 + (ratio - 1) * t) * self.num_timesteps

@@ -7,8 +7,8 @@ from typing import Any
 from opensora_sp.components import component_class
 
 from .base import LatentEncoder, Piece, TextEncoder, independent_pieces
+from .huggingface import ImageVAE, T5TextEncoder
 from .open_sora_vae import OpenSoraVAE
-from .pretrained import ImageVAE, T5TextEncoder
 from .standins import HashedBagOfWords, PatchPoolVAE
 
 LATENT_ENCODERS: dict[str, Any] = {
@@ -22,14 +22,14 @@ TEXT_ENCODERS: dict[str, Any] = {"HashedBagOfWords": HashedBagOfWords, "t5": T5T
 def planned_latent_size(
     vae: dict[str, Any], num_frames: int, height: int, width: int
 ) -> tuple[int, int, int]:
-    """The size (frames, height, width) of the latents that a config's ``vae`` would make; no
-    weights are loaded.
-    """
+    """The latent size (frames, height, width) of a config's ``vae``; no weights are loaded."""
     options = {key: value for key, value in vae.items() if key != "type"}
     encoder = component_class("vae", vae["type"], LATENT_ENCODERS)
     if hasattr(encoder, "planned_latent_size"):
         return encoder.planned_latent_size(num_frames, height, width, **options)
-    return encoder(**options).latent_size(num_frames, height, width)  # it has no weights
+
+    # An autoencoder without the method has no weights to load.
+    return encoder(**options).latent_size(num_frames, height, width)
 
 
 __all__ = [

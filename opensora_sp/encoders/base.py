@@ -1,9 +1,8 @@
-"""What the training and sampling runs ask of a video autoencoder and of a text encoder.
+"""The interfaces of video autoencoders and text encoders.
 
 Legend: B samples, F frames of video, c latent channels, f x h x w latent size, L text tokens.
 
-Any class with these members can stand in a config by its importable name,
-``vae=dict(type="my_package.MyVAE", ...)``.
+A config can name any class with these members, ``vae=dict(type="my_package.MyVAE", ...)``.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class TextEncoder(Protocol):
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]: ...
 
     def num_tokens(self, text: str) -> int:
-        """Tokens of a caption, those beyond ``max_length`` included, which ``encode`` leaves out."""
+        """Tokens of a caption before ``encode`` truncates it to ``max_length``."""
 
     def to(self, device: torch.device) -> TextEncoder: ...
 
@@ -83,8 +82,7 @@ class Piece:
 
 
 def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list[Piece]:
-    """The parts of a clip that ``vae`` treats by themselves, first to last; ranks can share them
-    out.
+    """The parts of a clip that ``vae`` encodes and decodes independently, in order.
 
     Args:
         vae: a ``LatentEncoder``.
@@ -93,18 +91,15 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
             ``latents.shape[2]``.
 
     Raises:
-        ValueError: if the clip falls into another number of parts than its latents.
+        ValueError: if the clip has another number of parts than its latents.
     """
-    step, latent_step = (
-        getattr(vae, "chunk_frames", None),
-        getattr(vae, "chunk_latent_frames", None),
-    )
+    step = getattr(vae, "chunk_frames", None)
+    latent_step = getattr(vae, "chunk_latent_frames", None)
     if step is None or latent_step is None:
         return [Piece(slice(0, num_frames), slice(0, latent_frames))]
-    frames = [slice(i, min(i + step, num_frames)) for i in range(0, num_frames, step)]
-    latents = [
-        slice(i, min(i + latent_step, latent_frames)) for i in range(0, latent_frames, latent_step)
-    ]
+
+    frames = _chunks(num_frames, step)
+    latents = _chunks(latent_frames, latent_step)
     if len(frames) != len(latents):
         raise ValueError(
             f"got {num_frames} frames and {latent_frames} latent frames, which are {len(frames)} "
@@ -112,6 +107,10 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
             "frame count that the latents were made of"
         )
     return [Piece(*piece) for piece in zip(frames, latents, strict=True)]
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def check_latent_frames(latents: Tensor, num_frames: int, expected: int) -> None:

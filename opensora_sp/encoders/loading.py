@@ -1,6 +1,4 @@
-"""Pretrained weights: found in a folder or on the Hugging Face hub, only read, and off the GPU
-while idle if wished.
-"""
+"""Pretrained weights from a folder or the Hugging Face hub, and offloading to the CPU."""
 
 from __future__ import annotations
 
@@ -12,19 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-HASHED = (".bin", ".json", ".model", ".safetensors")
+HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class FrozenEncoder(nn.Module):
-    """A network that is only used, never trained.
+    """A network that is never trained.
 
     Args:
-        offload: keep the weights on the CPU and bring them to the device of ``to`` for each
-            ``encode`` and ``decode`` only. Going back costs nothing: they have not changed, so the
-            copy on the device is dropped.
+        offload: keep the weights on the CPU, and copy them to the device of ``to`` for each
+            ``encode`` and ``decode`` only. The copy is dropped afterwards.
     """
 
     def __init__(self, *, offload: bool) -> None:
@@ -38,43 +35,37 @@ class FrozenEncoder(nn.Module):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Within this the weights are on the device of ``to``."""
+        """A context in which the weights are on the device of ``to``."""
         if not self.offload:
             yield
             return
-        home = [
-            (module, name, tensor)
-            for module in self.modules()
-            for name, tensor in [
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            ]
-        ]
-        moved = {
-            id(tensor): tensor.detach().to(self.device) for _, _, tensor in home
-        }  # a shared one once
+
+        on_cpu: list[tuple[nn.Module, str, Tensor]] = []
+        for module in self.modules():
+            named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            on_cpu += [(module, name, tensor) for name, tensor in named]
+
+        # By identity, so that a shared tensor is copied once.
+        copies = {id(tensor): tensor.detach().to(self.device) for _, _, tensor in on_cpu}
         try:
-            for module, name, tensor in home:
-                there = moved[id(tensor)]
-                is_parameter = isinstance(tensor, nn.Parameter)
-                setattr(
-                    module,
-                    name,
-                    nn.Parameter(there, requires_grad=False) if is_parameter else there,
-                )
+            for module, name, tensor in on_cpu:
+                copy = copies[id(tensor)]
+                if isinstance(tensor, nn.Parameter):
+                    copy = nn.Parameter(copy, requires_grad=False)
+                setattr(module, name, copy)
             yield
         finally:
-            for module, name, tensor in home:
+            for module, name, tensor in on_cpu:
                 setattr(module, name, tensor)
 
 
 def load_pretrained(cls: Any, source: str, key: str, **options: Any) -> Any:
-    """``cls.from_pretrained``, where nothing may be missing.
+    """``cls.from_pretrained`` of diffusers or transformers; missing tensors are errors.
 
     Args:
-        cls: of diffusers or transformers.
+        cls: model or tokenizer class.
         source: local folder, or name on the hub.
-        key: what the config calls it, for errors.
+        key: key in the config, for errors.
 
     Raises:
         ValueError: if it cannot be found or loaded, or tensors are missing.
@@ -86,11 +77,9 @@ def load_pretrained(cls: Any, source: str, key: str, **options: Any) -> Any:
         model, found = cls.from_pretrained(
             source, local_files_only=local_files_only, output_loading_info=True, **options
         )
-        if found["missing_keys"]:
-            raise ValueError(
-                f"{len(found['missing_keys'])} tensors are missing, {found['missing_keys'][0]} is "
-                "one"
-            )
+        missing = found["missing_keys"]
+        if missing:
+            raise ValueError(f"{len(missing)} tensors are missing, {missing[0]} is one")
     return model
 
 
@@ -118,15 +107,16 @@ def find_file(source: str, name: str, key: str) -> Path:
             if not Path(source, name).is_file():
                 raise ValueError(f"it has no {name}")
             return Path(source, name)
+
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(source, name, local_files_only=local_files_only))
 
 
 def weights_digest(source: str, subfolder: str | None = None) -> str | None:
-    """SHA-256 of the weights and configuration of a local folder, or of what the hub's cache has of
-    a repository; None where neither is on this machine. Nothing is loaded; reading takes about a
-    second for each GB.
+    """SHA-256 of the weights and configuration in a local folder, or in the hub's cache.
+
+    None if neither is on this machine. Reading takes about a second per GB.
     """
     folder = Path(source, subfolder or "")
     if not folder.is_dir():
@@ -135,14 +125,15 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
 
         try:
             found = try_to_load_from_cache(source, str(Path(subfolder or "", "config.json")))
-        except HFValidationError:  # a path, then, of a folder that is elsewhere
-            found = None
+        except HFValidationError:
+            found = None  # the path of a folder on another machine
         if not isinstance(found, str):
             return None
         folder = Path(found).parent
+
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.suffix in HASHED and path.is_file():
+        if path.suffix in HASHED_SUFFIXES and path.is_file():
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 while block := file.read(1 << 20):
@@ -152,21 +143,31 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
 
 @contextmanager
 def explained(what: str, source: str, key: str) -> Iterator[bool]:
-    """Make one error, which names the local-folder way, of all that can go wrong in loading; yields
-    whether only files of this machine can be used.
+    """Turn all errors of loading into one, which explains local folders.
+
+    Yields:
+        Whether only local files can be used.
+
+    Raises:
+        ValueError: for any error inside the context.
     """
     from safetensors import SafetensorError
 
     local = Path(source).is_dir() or not _hub_answers()
+
     try:
         yield local
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if Path(source).is_dir():
             reason = f"a folder that {what} cannot be loaded from ({_shortly(error)})"
         elif local:
-            reason = "which is no folder here, and not in the hub's cache either, while the hub cannot be reached"
+            reason = (
+                "which is no folder here, and not in the hub's cache either, while the hub cannot "
+                "be reached"
+            )
         else:
             reason = f"a name that {what} cannot be loaded by ({_shortly(error)})"
+
         raise ValueError(
             f"got {key}.from_pretrained {source!r}, {reason}; expected a local folder with the "
             "weights and their config.json, or a name on the hub and a network to fetch it; set "
@@ -176,23 +177,20 @@ def explained(what: str, source: str, key: str) -> Iterator[bool]:
 
 
 def saved_config(folder: str | Path, subfolder: str | None = None) -> dict[str, Any] | None:
-    """The ``config.json`` of a local folder, if there is one."""
-    described = Path(folder, subfolder or "", "config.json")
-    return json.loads(described.read_text()) if described.is_file() else None
+    """The ``config.json`` of a local folder; None if there is none."""
+    path = Path(folder, subfolder or "", "config.json")
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _hub_answers() -> bool:
-    """One quick question, since the libraries themselves try for a minute before they say that
-    there is no network.
-    """
+    """Whether the hub can be reached; the libraries themselves try for a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
+    # Errors depend on the HTTP library; offline mode raises as well.
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except (
-        Exception
-    ):  # whatever the HTTP library of the day raises, also where the hub is switched off
+    except Exception:
         return False
     return True
 

@@ -1,13 +1,12 @@
-"""The video autoencoder of Open-Sora 1.2: an image autoencoder inside a temporal one, on chunks of
-17 frames.
+"""The video autoencoder of Open-Sora 1.2: image and temporal autoencoder, in chunks of 17 frames.
 
 Legend: B samples, F frames of video, c latent channels, f x h x w latent size; ``height = 8 h``,
 ``width = 8 w``.
 
-    video  [B, 3, F, height, width]   chunks of 17 frames, the last one shorter; each by itself:
+    video  [B, 3, F, height, width]   chunks of 17 frames, the last one shorter; each independently:
       | AutoencoderKL, frame by frame, in micro-batches; times 0.18215
       v [B, c, 17, h, w]
-      | TemporalVAE, in front three frames of zeros more
+      | TemporalVAE, after three frames of zeros
       v [B, c, 5, h, w]
       | (z - shift) / scale
       v
@@ -17,9 +16,10 @@ Legend: B samples, F frames of video, c latent channels, f x h x w latent size; 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,15 @@ from torch import Tensor, nn
 from opensora_sp.dtypes import DTYPES
 
 from .base import check_latent_frames, independent_pieces
+from .huggingface import FrameAutoencoder, spatial_factor
 from .loading import Dtype, FrozenEncoder, find_file, read_tensors, saved_config
-from .pretrained import FrameAutoencoder, spatial_factor
 from .video_vae import TemporalVAE
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
-IMAGE_LATENT_FACTOR = 0.18215  # whatever the image autoencoder's own configuration says
-IMAGE_VAE = dict(  # of Stable Diffusion, the usual one
+# The release ignores the scaling factor in the image autoencoder's configuration.
+IMAGE_LATENT_FACTOR = 0.18215
+# Stable Diffusion's autoencoder, the default.
+IMAGE_VAE = dict(
     down_block_types=("DownEncoderBlock2D",) * 4,
     up_block_types=("UpDecoderBlock2D",) * 4,
     block_out_channels=(128, 256, 512, 512),
@@ -41,16 +43,12 @@ IMAGE_VAE = dict(  # of Stable Diffusion, the usual one
     latent_channels=4,
     norm_num_groups=32,
 )
-OLD_ATTENTION = {
-    "query": "to_q",
-    "key": "to_k",
-    "value": "to_v",
-    "proj_attn": "to_out.0",
-}  # names of older diffusers
+# Names in older versions of diffusers.
+OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 class ChunkVAE(nn.Module):
-    """What one chunk goes through; names of tensors are those of the released weights."""
+    """The autoencoder of one chunk; names of tensors are those of the released weights."""
 
     def __init__(
         self, image_vae: Any, temporal_vae: TemporalVAE, *, micro_batch_size: int | None
@@ -76,19 +74,18 @@ class ChunkVAE(nn.Module):
 
 
 class OpenSoraVAE(FrozenEncoder):
-    """``OpenSoraVAE_V1_2``, on whose latents the released STDiT3 works (Zheng et al., 2024,
-    Open-Sora).
+    """``OpenSoraVAE_V1_2``, the autoencoder of the released STDiT3 (Zheng et al., 2024, Open-Sora).
 
-    Latents are posterior means; with noise given, samples of both posteriors, as the release always
-    draws them.
+    Latents are posterior means. With noise, they are samples of both posteriors, as always in the
+    release.
 
     Args:
         from_pretrained: local folder with the release's ``config.json`` and ``model.safetensors``,
             or a hub name.
         micro_frame_size: frames of a chunk; None takes a clip as one.
-        micro_batch_size: frames that the image autoencoder sees at a time; None for all of a chunk.
-        dtype: "fp32", "bf16" or "fp16"; latents and videos come out in float32, shift and scale are
-            applied in it.
+        micro_batch_size: batch size of the image autoencoder in frames; None is a whole chunk.
+        dtype: "fp32", "bf16" or "fp16" for the weights; latents and videos are float32, and so are
+            shift and scale.
         offload: keep the weights on the CPU between calls.
 
     Raises:
@@ -109,19 +106,23 @@ class OpenSoraVAE(FrozenEncoder):
                 f"got micro_frame_size {micro_frame_size}; expected >= 1; change "
                 "vae.micro_frame_size"
             )
-        described = json.loads(find_file(from_pretrained, "config.json", "vae").read_text())
-        with torch.device("meta"):  # the weights come from the file
-            image_vae, temporal_vae = build_parts(described, from_pretrained)
+
+        # Built on the meta device, since the file has all weights.
+        release = json.loads(find_file(from_pretrained, "config.json", "vae").read_text())
+        with torch.device("meta"):
+            image_vae, temporal_vae = build_parts(release, from_pretrained)
             self.chunk_vae = ChunkVAE(image_vae, temporal_vae, micro_batch_size=micro_batch_size)
         load_strictly(self.chunk_vae, from_pretrained)
+
         self.dtype = DTYPES[dtype]
         self.chunk_vae.spatial_vae.to(self.dtype)
         self.chunk_vae.temporal_vae.to(self.dtype)
+
         self.channels = self.chunk_vae.spatial_vae.channels
         self.chunk_frames = micro_frame_size
-        self.chunk_latent_frames = (
-            None if micro_frame_size is None else -(-micro_frame_size // TIME_FACTOR)
-        )
+        self.chunk_latent_frames = None
+        if micro_frame_size is not None:
+            self.chunk_latent_frames = math.ceil(micro_frame_size / TIME_FACTOR)
         self.requires_grad_(False).eval()
 
     @property
@@ -147,18 +148,17 @@ class OpenSoraVAE(FrozenEncoder):
             spatial_noise: standard normal ``[B, c, F, h, w]`` for samples of the frames' latents.
             temporal_noise: standard normal ``[B, c, f, h, w]`` for samples of the clip's latents.
         """
-        latent_frames = self.latent_size(*video.shape[2:])[0]
+        num_frames, height, width = video.shape[2:]
+        latent_frames, *_ = self.latent_size(num_frames, height, width)
+        pieces = independent_pieces(self, num_frames=num_frames, latent_frames=latent_frames)
+
         parts = []
         with self.on_device():
-            for piece in independent_pieces(
-                self, num_frames=video.shape[2], latent_frames=latent_frames
-            ):
+            for piece in pieces:
                 frames = video[:, :, piece.frames].to(self.device, self.dtype)
-                noise = (
-                    self._part(spatial_noise, piece.frames),
-                    self._part(temporal_noise, piece.latents),
-                )
-                parts.append(self.chunk_vae.encode(frames, *noise).float())
+                spatial = self._part(spatial_noise, piece.frames)
+                temporal = self._part(temporal_noise, piece.latents)
+                parts.append(self.chunk_vae.encode(frames, spatial, temporal).float())
         return torch.cat(parts, dim=2)
 
     @torch.no_grad()
@@ -166,14 +166,14 @@ class OpenSoraVAE(FrozenEncoder):
         """``[B, c, f, h, w]`` -> ``[B, 3, num_frames, height, width]``, about within [-1, 1].
 
         Raises:
-            ValueError: if so many frames are not encoded to so many latent frames.
+            ValueError: if ``num_frames`` frames have another number of latent frames.
         """
         check_latent_frames(latents, num_frames, _latent_frames(num_frames, self.chunk_frames))
+        pieces = independent_pieces(self, num_frames=num_frames, latent_frames=latents.shape[2])
+
         parts = []
         with self.on_device():
-            for piece in independent_pieces(
-                self, num_frames=num_frames, latent_frames=latents.shape[2]
-            ):
+            for piece in pieces:
                 z = latents[:, :, piece.latents].to(self.device, self.scale.dtype)
                 length = piece.frames.stop - piece.frames.start
                 parts.append(self.chunk_vae.decode(z, num_frames=length).float())
@@ -183,7 +183,9 @@ class OpenSoraVAE(FrozenEncoder):
         return None if noise is None else noise[:, :, frames].to(self.device, self.dtype)
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        return latent_size_of(num_frames, height, width, micro_frame_size=self.chunk_frames)
+        return self.planned_latent_size(
+            num_frames, height, width, micro_frame_size=self.chunk_frames
+        )
 
     @classmethod
     def planned_latent_size(
@@ -195,29 +197,9 @@ class OpenSoraVAE(FrozenEncoder):
         micro_frame_size: int | None = 17,
         **_: Any,
     ) -> tuple[int, int, int]:
-        """``latent_size`` without weights."""
-        return latent_size_of(num_frames, height, width, micro_frame_size=micro_frame_size)
-
-
-@overload
-def latent_size_of(
-    num_frames: int, height: int, width: int, *, micro_frame_size: int | None
-) -> tuple[int, int, int]: ...
-@overload
-def latent_size_of(
-    num_frames: int | None, height: int | None, width: int | None, *, micro_frame_size: int | None
-) -> tuple[int | None, int | None, int | None]: ...
-def latent_size_of(
-    num_frames: int | None, height: int | None, width: int | None, *, micro_frame_size: int | None
-) -> tuple[int | None, int | None, int | None]:
-    """Latent size of a clip: every chunk is rounded up by itself, height and width are rounded
-    down. What is not known yet, None, stays so.
-    """
-    return (
-        None if num_frames is None else _latent_frames(num_frames, micro_frame_size),
-        None if height is None else height // SPATIAL_FACTOR,
-        None if width is None else width // SPATIAL_FACTOR,
-    )
+        """``latent_size`` without weights: each chunk is rounded up, height and width down."""
+        latent_frames = _latent_frames(num_frames, micro_frame_size)
+        return latent_frames, height // SPATIAL_FACTOR, width // SPATIAL_FACTOR
 
 
 def _latent_frames(num_frames: int, micro_frame_size: int | None) -> int:
@@ -225,31 +207,26 @@ def _latent_frames(num_frames: int, micro_frame_size: int | None) -> int:
     return whole * -(-(micro_frame_size or num_frames) // TIME_FACTOR) + -(-rest // TIME_FACTOR)
 
 
-def build_parts(described: dict[str, Any], source: str) -> tuple[Any, TemporalVAE]:
-    """The image and the temporal autoencoder that a released ``config.json`` describes, without
-    weights.
+def build_parts(release: dict[str, Any], source: str) -> tuple[Any, TemporalVAE]:
+    """The image and the temporal autoencoder of a released ``config.json``, without weights.
 
-    Its ``vae_2d`` names the image autoencoder that training began with. Where that is a folder of
-    this machine, or in ``source``, the ``config.json`` there counts, otherwise the usual one of
-    Stable Diffusion. Its ``vae_temporal`` has constructor values.
+    Its ``vae_2d`` names the image autoencoder that training started from. Its ``config.json`` is
+    used if it is a local folder, or one in ``source``; the default is that of Stable Diffusion.
+    ``vae_temporal`` has constructor values.
 
     Raises:
-        ValueError: if they are unknown, or this is another autoencoder than that of Open-Sora 1.2.
+        ValueError: for unknown values, or another autoencoder than that of Open-Sora 1.2.
     """
     from diffusers import AutoencoderKL
 
-    named, options = dict(described.get("vae_2d") or {}), dict(described.get("vae_temporal") or {})
-    image_config = None
-    if named.get("from_pretrained"):
-        folders = (Path(source, named["from_pretrained"]), Path(named["from_pretrained"]))
-        found = (saved_config(folder, named.get("subfolder")) for folder in folders)
-        image_config = next((config for config in found if config is not None), None)
-    image_vae = AutoencoderKL.from_config(image_config or IMAGE_VAE)
+    image_vae = AutoencoderKL.from_config(_image_config(release, source) or IMAGE_VAE)
+
+    options = dict(release.get("vae_temporal") or {})
     options.pop("from_pretrained", None)
-    if (
-        options.pop("type", None) == "VAE_Temporal"
-    ):  # the class, whose default differs from the released preset
+    # The default of the class differs from that of the released preset.
+    if options.pop("type", None) == "VAE_Temporal":
         options.setdefault("temporal_downsample", (True, True, False))
+
     try:
         temporal_vae = TemporalVAE(**options)
     except TypeError as error:
@@ -257,6 +234,7 @@ def build_parts(described: dict[str, Any], source: str) -> tuple[Any, TemporalVA
             f"got vae_temporal {options} in the config.json of {source} ({error}); expected the "
             "constructor values of VAE_Temporal; correct it"
         ) from error
+
     factors = temporal_vae.time_factor, spatial_factor(image_vae.config.block_out_channels)
     if factors != (TIME_FACTOR, SPATIAL_FACTOR):
         raise ValueError(
@@ -267,25 +245,32 @@ def build_parts(described: dict[str, Any], source: str) -> tuple[Any, TemporalVA
     return image_vae, temporal_vae
 
 
+def _image_config(release: dict[str, Any], source: str) -> dict[str, Any] | None:
+    image_vae = release.get("vae_2d") or {}
+    name = image_vae.get("from_pretrained")
+    if not name:
+        return None
+    subfolder = image_vae.get("subfolder")
+    return saved_config(Path(source, name), subfolder) or saved_config(Path(name), subfolder)
+
+
 def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
-    """Fill in ``model.safetensors``, whose names and shapes must be those of ``chunk_vae``.
+    """Load ``model.safetensors``, whose names and shapes must be those of ``chunk_vae``.
 
     Raises:
         ValueError: if they are not.
     """
-    state = read_tensors(source, "model.safetensors", "vae")
-    state = {
-        re.sub(r"(?<=attentions\.0\.)(\w+)", _attention_name, name): t for name, t in state.items()
-    }
+    saved = read_tensors(source, "model.safetensors", "vae")
+    state = {_current_name(name): tensor for name, tensor in saved.items()}
     wanted = {name: tensor.shape for name, tensor in chunk_vae.state_dict().items()}
+
+    # Scale and shift may be one number for all channels.
     for name in ("scale", "shift"):
         if name in state:
-            one_for_all = state[name].ndim == 0
-            state[name] = (
-                (state[name].expand(wanted[name]) if one_for_all else state[name])
-                .float()
-                .contiguous()
-            )
+            value = state[name].float()
+            expanded = value.expand(wanted[name]) if value.ndim == 0 else value
+            state[name] = expanded.contiguous()
+
     differences = [f"missing {name}" for name in wanted if name not in state]
     differences += [f"unexpected {name}" for name in state if name not in wanted]
     differences += [
@@ -293,6 +278,7 @@ def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
         for name, tensor in state.items()
         if name in wanted and tensor.shape != wanted[name]
     ]
+
     if differences:
         raise ValueError(
             f"got weights of another autoencoder in {source} ({len(differences)} differences: "
@@ -302,5 +288,8 @@ def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
     chunk_vae.load_state_dict(state, assign=True)
 
 
-def _attention_name(match: re.Match[str]) -> str:
-    return OLD_ATTENTION.get(match[1], match[1])
+def _current_name(name: str) -> str:
+    """A tensor's name in the current version of diffusers."""
+    return re.sub(
+        r"(?<=attentions\.0\.)\w+", lambda match: OLD_ATTENTION.get(match[0], match[0]), name
+    )

@@ -1,4 +1,4 @@
-"""Stand-ins that need no weights and no GPU: for the demo and for tests, not for real videos."""
+"""Encoders without weights for the demo and for tests, not for real videos."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 
 class PatchPoolVAE(nn.Module):
-    """CPU stand-in for a VAE: latents are means over ``pool`` = (frames, height, width); decoding
-    interpolates.
+    """Stand-in for a VAE: average pooling over ``pool`` = (frames, height, width).
 
-    Frames stand alone where ``pool`` takes one at a time; otherwise decoding interpolates between
-    them.
+    Decoding interpolates. Frames are independent if ``pool`` takes one at a time.
     """
 
     channels = 3
@@ -32,12 +30,12 @@ class PatchPoolVAE(nn.Module):
         self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
 
     def encode(self, video: Tensor) -> Tensor:
-        # a clip or image smaller than the pool is one mean, as the rest of a larger one is
+        # A clip or image smaller than the pool is one mean, as is the remainder of a larger one.
         window = tuple(min(pair) for pair in zip(self.pool, video.shape[2:], strict=True))
         return F.avg_pool3d(video, window, ceil_mode=True)
 
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
-        factors = tuple(float(p) for p in self.pool)
+        factors = tuple(map(float, self.pool))
         video = F.interpolate(
             latents.float(), scale_factor=factors, mode="trilinear", align_corners=False
         )
@@ -49,9 +47,7 @@ class PatchPoolVAE(nn.Module):
 
 
 class HashedBagOfWords(nn.Module):
-    """CPU stand-in for a language model: one fixed random vector for each word and each pair of
-    neighbouring words.
-    """
+    """Stand-in for a text encoder: a fixed random vector per word and per pair of neighbours."""
 
     def __init__(self, width: int = 64, max_length: int = 24) -> None:
         super().__init__()
@@ -61,11 +57,13 @@ class HashedBagOfWords(nn.Module):
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         features = torch.zeros(len(texts), 1, self.max_length, self.width)
         mask = torch.zeros(len(texts), self.max_length, dtype=torch.int64)
+
         for i, text in enumerate(texts):
             tokens = self._tokens(text)[: self.max_length]
             for j, token in enumerate(tokens):
                 features[i, 0, j] = self._vector(token)
             mask[i, : len(tokens)] = 1
+
         return features.to(self.device_marker.device), mask
 
     def num_tokens(self, text: str) -> int:
@@ -78,6 +76,5 @@ class HashedBagOfWords(nn.Module):
 
     def _vector(self, token: str) -> Tensor:
         seed = int.from_bytes(hashlib.sha256(token.encode()).digest()[:8], "little")
-        return torch.from_numpy(
-            np.random.Generator(np.random.Philox(seed)).standard_normal(self.width)
-        ).float()
+        generator = np.random.Generator(np.random.Philox(seed))
+        return torch.from_numpy(generator.standard_normal(self.width)).float()

@@ -121,6 +121,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.activate = activate
         entering = [widths[0], *widths[:-1]]
+
         self.conv_in = CausalConv3d(in_channels, widths[0], bias=False)
         self.block_res_blocks = nn.ModuleList(
             res_blocks(depth, before, width, groups, activate)
@@ -130,6 +131,7 @@ class Encoder(nn.Module):
             CausalConv3d(width, width, stride=2) if half else nn.Identity()
             for width, half in zip(widths[:-1], halves, strict=True)
         )
+
         self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
         self.norm1 = nn.GroupNorm(groups, widths[-1])
         self.conv2 = CausalConv3d(widths[-1], out_channels, 1)
@@ -162,6 +164,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.activate = activate
         entering = [*widths[1:], widths[-1]]
+
         self.conv1 = CausalConv3d(in_channels, widths[-1])
         self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
         self.block_res_blocks = nn.ModuleList(
@@ -187,7 +190,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class DiagonalGaussian:
-    """A normal distribution with independent entries: what an autoencoder says of a latent."""
+    """A normal distribution with independent entries: the posterior of a latent."""
 
     mean: Tensor
     logvar: Tensor
@@ -258,20 +261,17 @@ class TemporalVAE(nn.Module):
                 f"got activation_fn {activation_fn!r}; expected one of {sorted(ACTIVATIONS)}; "
                 "correct vae_temporal in the autoencoder's config.json"
             )
+
         if len(temporal_downsample) != len(channel_multipliers) - 1:
             raise ValueError(
                 f"got temporal_downsample {tuple(temporal_downsample)} for channel_multipliers "
                 f"{tuple(channel_multipliers)}; expected one entry for every level but the last; "
                 "change one of them"
             )
+
         widths = [filters * multiplier for multiplier in channel_multipliers]
-        levels = (
-            widths,
-            temporal_downsample,
-            num_res_blocks,
-            num_groups,
-            ACTIVATIONS[activation_fn],
-        )
+        activate = ACTIVATIONS[activation_fn]
+        levels = (widths, temporal_downsample, num_res_blocks, num_groups, activate)
         self.time_factor = 2 ** sum(temporal_downsample)
         self.encoder = Encoder(in_out_channels, 2 * latent_embed_dim, *levels)
         self.quant_conv = CausalConv3d(2 * latent_embed_dim, 2 * embed_dim, 1)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.agreement import check_same_model
 
@@ -31,7 +32,7 @@ from ._colossalai import (
 from .accelerator import use_cpu_if_nothing_else
 from .checkpoint_io import NamedCheckpointIO
 from .launch import current_device
-from .optimizer import NamedShards, SequenceZeroOptimizer
+from .optimizer import SequenceZeroOptimizer
 
 Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any], Any]
 

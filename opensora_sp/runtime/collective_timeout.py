@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .collective_recorder import Collective, CollectiveRecorder
-from .heartbeats import Heartbeat
+from .heartbeats import INTERVAL, Heartbeat
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class CollectiveTimeout:
 
     Args:
         timeout: seconds after which a collective is overdue.
-        interval: seconds from one heartbeat of this rank to the next.
         read_heartbeats: returns the newest heartbeats of some ranks.
     """
 
@@ -45,11 +44,10 @@ class CollectiveTimeout:
         *,
         rank: int,
         timeout: float,
-        interval: float,
         read_heartbeats: Callable[[list[int]], dict[int, Heartbeat]],
     ) -> None:
         self._recorder, self._rank, self._read_heartbeats = recorder, rank, read_heartbeats
-        self._timeout, self._interval = timeout, interval
+        self._timeout = timeout
 
         # What may be pending, with the number of this rank's heartbeat that saw it first.
         self._pending: dict[Collective, int] = {}
@@ -68,8 +66,7 @@ class CollectiveTimeout:
         overdue = [
             call
             for call, first in self._pending.items()
-            if call not in self._joined_by_all
-            and (heartbeat - first) * self._interval >= self._timeout
+            if call not in self._joined_by_all and (heartbeat - first) * INTERVAL >= self._timeout
         ]
         self._overdue = {call: seen for call, seen in self._overdue.items() if call in overdue}
 

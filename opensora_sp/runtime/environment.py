@@ -18,7 +18,7 @@ class Launch:
     """The place of this process among those that were started with it.
 
     Attributes:
-        local_world_size: ranks on this host; None where the launcher does not set it.
+        local_world_size: ranks on this host; all, where the launcher does not set it.
         master: address and port of the rendezvous.
         agent_store: whether torchrun itself hosts the store at ``master``, so that no rank has to.
     """
@@ -26,7 +26,7 @@ class Launch:
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int | None
+    local_world_size: int
     master: tuple[str, int]
     agent_store: bool
 
@@ -49,13 +49,12 @@ class Launch:
                 f"{ADVICE}"
             )
 
+        variables = {"LOCAL_WORLD_SIZE": variables["WORLD_SIZE"], **variables}
         launch = cls(
             rank=_integer(variables, "RANK"),
             world_size=_integer(variables, "WORLD_SIZE"),
             local_rank=_integer(variables, "LOCAL_RANK"),
-            local_world_size=(
-                _integer(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
-            ),
+            local_world_size=_integer(variables, "LOCAL_WORLD_SIZE"),
             master=(variables["MASTER_ADDR"], _integer(variables, "MASTER_PORT")),
             agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
@@ -63,15 +62,12 @@ class Launch:
         return launch
 
     def _check(self) -> None:
-        local = self.local_world_size
-        largest = self.world_size if local is None else local
-        ranks_fit = 0 <= self.rank < self.world_size
-        if not (ranks_fit and 0 <= self.local_rank < largest <= self.world_size):
-            of_host = "" if local is None else f", LOCAL_WORLD_SIZE {local}"
+        local, world_size = self.local_world_size, self.world_size
+        if not (0 <= self.rank < world_size and 0 <= self.local_rank < local <= world_size):
             raise ValueError(
-                f"got RANK {self.rank}, WORLD_SIZE {self.world_size}, LOCAL_RANK {self.local_rank}"
-                f"{of_host} in the environment; expected ranks from 0 to the number of processes "
-                f"less one, over all hosts and on this one; {ADVICE}"
+                f"got RANK {self.rank}, WORLD_SIZE {world_size}, LOCAL_RANK {self.local_rank}, "
+                f"LOCAL_WORLD_SIZE {local} in the environment; expected ranks from 0 to the number "
+                f"of processes less one, over all hosts and on this one; {ADVICE}"
             )
 
         port = self.master[1]
@@ -83,7 +79,7 @@ class Launch:
     @property
     def spans_hosts(self) -> bool:
         """Whether some ranks run on other hosts, as far as the launcher's variables show."""
-        return self.local_world_size is not None and self.local_world_size < self.world_size
+        return self.local_world_size < self.world_size
 
     @property
     def hosts_store(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
-MAX_RANKS, MAX_HOSTS = 8, 4  # that a message lists
+MAX_RANKS = 8  # that a message lists
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,8 @@ def _differences(joined: list[RankInfo], kind: str) -> str:
 
 
 def _format(infos: list[RankInfo]) -> str:
-    hosts = sorted({one.host for one in infos})
-    more = ", ..." if len(hosts) > MAX_HOSTS else ""
-    return f"{format_ranks([one.rank for one in infos])} ({', '.join(hosts[:MAX_HOSTS])}{more})"
+    hosts = sorted({one.host for one in infos[:MAX_RANKS]})
+    return f"{format_ranks([one.rank for one in infos])} ({', '.join(hosts)})"
 
 
 def format_ranks(ranks: list[int]) -> str:

@@ -115,7 +115,6 @@ class Watchdog:
             self._recorder,
             rank=self._rank,
             timeout=collective_timeout,
-            interval=INTERVAL,
             read_heartbeats=self._store.heartbeats,
         )
 

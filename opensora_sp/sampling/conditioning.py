@@ -1,12 +1,11 @@
-"""What is given of a video: frames of references, put into its latent before sampling, and prompts
-that change.
+"""Conditioning frames of references, prompts that change between loops, and their notation.
 
 The notation is that of Open-Sora 1.2: insertions separated by ``;``, each up to six numbers
 separated by ``,``
 
     loop, reference, first frame of the reference, first frame of the video, frames, edit
 
-of which those left out are ``0, 0, 0, 0, 1, 0.0``. Frames are frames of latents, and a negative
+with the defaults ``0, 0, 0, 0, 1, 0.0``. Frames are frames of latents, and a negative
 first frame counts from the end. ``edit`` is the share of the noise schedule in which a frame is
 generated: 0 keeps it, 1 replaces it.
 
@@ -18,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -52,21 +51,16 @@ def parse_mask_strategy(text: str) -> list[Insertion]:
 
 def _parse_insertion(part: str, text: str) -> Insertion:
     numbers = [number.strip() for number in part.split(",")]
-    names = [field.name for field in fields(Insertion)]
+    types = (int, int, int, int, int, float)
+
     try:
-        if len(numbers) > len(names):
+        if len(numbers) > len(types):
             raise ValueError
-        values = {
-            name: int(number) if name != "edit" else float(number)
-            for name, number in zip(names, numbers)
-        }
-        insertion = Insertion(**values)  # type: ignore[arg-type]
-        if (
-            min(insertion.loop, insertion.reference) < 0
-            or insertion.length < 1
-            or not 0 <= insertion.edit <= 1
-        ):
+        insertion = Insertion(*(parse(number) for parse, number in zip(types, numbers)))
+        counts_fit = min(insertion.loop, insertion.reference) >= 0 and insertion.length >= 1
+        if not (counts_fit and 0 <= insertion.edit <= 1):
             raise ValueError
+
     except ValueError:
         raise ValueError(
             f"got {part!r} in mask strategy {text!r}; expected up to six numbers: loop, reference, "
@@ -89,8 +83,8 @@ def insert_references(
     Args:
         latent: ``[c, f, h, w]``, the noise or latent to put them into; not changed.
         references: latents ``[c, f_i, h, w]``.
-        insertions: those of other loops than ``loop`` are left out; a later one wins over an
-            earlier one.
+        insertions: those of other loops than ``loop`` are ignored; later ones overwrite earlier
+            ones.
         align: move first frames to the nearest multiple of this, the latent frames of a chunk of
             the autoencoder; None leaves them.
 
@@ -100,17 +94,21 @@ def insert_references(
     Raises:
         ValueError: if an insertion names a reference or a frame that does not exist.
     """
-    latent, mask = latent.clone(), torch.ones(latent.shape[1], device=latent.device)
+    latent = latent.clone()
+    num_frames = latent.shape[1]
+    mask = torch.ones(num_frames, device=latent.device)
+
     for insertion in insertions:
         if insertion.loop != loop:
             continue
+
         _check_reference(insertion, len(references))
         reference = references[insertion.reference]
-        source = _first_frame(
-            insertion.reference_start, reference.shape[1], align, insertion, "reference"
-        )
-        target = _first_frame(insertion.start, latent.shape[1], align, insertion, "video")
-        length = min(insertion.length, reference.shape[1] - source, latent.shape[1] - target)
+        available = reference.shape[1]
+        source = _first_frame(insertion.reference_start, available, align, insertion, "reference")
+        target = _first_frame(insertion.start, num_frames, align, insertion, "video")
+
+        length = min(insertion.length, available - source, num_frames - target)
         latent[:, target : target + length] = reference[:, source : source + length]
         mask[target : target + length] = insertion.edit
     return latent, mask
@@ -119,13 +117,15 @@ def insert_references(
 def check_insertions(
     insertions: Sequence[Insertion], references: Sequence[int], *, frames: int, loops: int
 ) -> None:
-    """Raise ValueError for what ``insert_references`` would, and for loops that there are not, from
-    counts alone.
+    """Check insertions from frame counts alone, before anything is decoded.
 
     Args:
         references: latent frames of each reference.
-        frames: latent frames of the video, of each of its ``loops`` parts. From the second part on
-            the one before is one more reference.
+        frames: latent frames of each of the ``loops`` parts of the video. From the second part on,
+            the part before is one more reference.
+
+    Raises:
+        ValueError: for a loop, a reference or a frame that does not exist.
     """
     for insertion in insertions:
         if insertion.loop >= loops:
@@ -134,11 +134,10 @@ def check_insertions(
                 "of them, counted from 0; expected a loop that is sampled; change the first "
                 "number, or raise loop"
             )
-        known = [*references, *([frames] if insertion.loop else [])]
+        known = [*references, frames] if insertion.loop else list(references)
         _check_reference(insertion, len(known))
-        _first_frame(
-            insertion.reference_start, known[insertion.reference], None, insertion, "reference"
-        )
+        available = known[insertion.reference]
+        _first_frame(insertion.reference_start, available, None, insertion, "reference")
         _first_frame(insertion.start, frames, None, insertion, "video")
 
 
@@ -163,8 +162,9 @@ def _first_frame(
 
 
 def nearest_point(value: int, grid: int, maximum: int) -> int:
-    """The multiple of ``grid`` nearest to ``value`` (the lower of two) whose whole stretch lies
-    below ``maximum``.
+    """The multiple of ``grid`` nearest to ``value``, the lower one of two.
+
+    The ``grid`` numbers from there on are all below ``maximum``.
     """
     below, rest = divmod(value, grid)
     rounds_up = 2 * rest > grid and below + 1 < maximum // grid
@@ -172,20 +172,19 @@ def nearest_point(value: int, grid: int, maximum: int) -> int:
 
 
 def prompt_of_loop(prompt: str, loop: int) -> str:
-    """``"|0|a cat|2|a dog"`` means a cat from loop 0 on, a dog from loop 2 on; other prompts hold
-    for all loops.
+    """The text of one loop: ``"|0|a cat|2|a dog"`` is a cat from loop 0 on, a dog from loop 2 on.
+
+    Prompts without ``|`` at the start hold for all loops.
 
     Raises:
         ValueError: if a number is missing or none is 0.
     """
     if not prompt.startswith("|"):
         return prompt
-    numbers, texts = prompt[1:].split("|")[0::2], prompt[1:].split("|")[1::2]
-    if (
-        len(numbers) != len(texts)
-        or not all(re.fullmatch(r"\s*\d+\s*", n) for n in numbers)
-        or int(numbers[0]) != 0
-    ):
+    parts = prompt[1:].split("|")
+    numbers, texts = parts[0::2], parts[1::2]
+    are_numbers = all(re.fullmatch(r"\s*\d+\s*", number) for number in numbers)
+    if len(numbers) != len(texts) or not are_numbers or int(numbers[0]) != 0:
         raise ValueError(
             f"got prompt {prompt!r}; expected '|0|first|2|from loop 2 on', numbers and texts in "
             "turn from 0 on; correct it, or start it with another sign than |"
@@ -196,21 +195,23 @@ def prompt_of_loop(prompt: str, loop: int) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A caption, and what is given of its video: files, and where their frames go
-    (``parse_mask_strategy``).
+    """A caption and the conditioning of its video.
+
+    Attributes:
+        text: the caption, possibly one for each loop (``prompt_of_loop``).
+        reference_path: files, separated by ``;``.
+        mask_strategy: where their frames are placed (``parse_mask_strategy``). By default the first
+            frame of the first file is the first frame of the video.
     """
 
     text: str
-    reference_path: str | None = None  # files, separated by ;
-    mask_strategy: str | None = (
-        None  # by default the first frame of the first file, if there is one
-    )
+    reference_path: str | None = None
+    mask_strategy: str | None = None
 
     @property
     def references(self) -> list[Path]:
-        return [
-            Path(part.strip()) for part in (self.reference_path or "").split(";") if part.strip()
-        ]
+        parts = (self.reference_path or "").split(";")
+        return [Path(part.strip()) for part in parts if part.strip()]
 
     @property
     def insertions(self) -> list[Insertion]:
@@ -221,31 +222,30 @@ class Prompt:
 def parse_prompt(
     text: str, reference_path: str | None = None, mask_strategy: str | None = None
 ) -> Prompt:
-    """``'a cat{"reference_path": "cat.png", "mask_strategy": "0"}'`` -> its parts, the notation of
-    Open-Sora 1.2.
+    """Parse ``'a cat{"reference_path": "cat.png", "mask_strategy": "0"}'``, as in Open-Sora 1.2.
 
     Args:
-        reference_path, mask_strategy: for prompts that do not say.
+        reference_path, mask_strategy: defaults for prompts without them.
 
     Raises:
-        ValueError: if what stands in braces is no JSON object of these two keys.
+        ValueError: if the braces are not a JSON object of these two keys.
     """
     caption, brace, rest = text.partition("{")
-    said: dict[str, str] = {}
+    options: dict[str, str | None] = {
+        "reference_path": reference_path,
+        "mask_strategy": mask_strategy,
+    }
+
     if brace:
         try:
-            said = json.loads(brace + rest)
-            if set(said) - {"reference_path", "mask_strategy"} or not all(
-                isinstance(v, str) for v in said.values()
-            ):
+            own = json.loads(brace + rest)
+            if set(own) - set(options) or not all(isinstance(v, str) for v in own.values()):
                 raise ValueError
+            options |= own
         except ValueError:
             raise ValueError(
                 f"got prompt {text!r}; expected text, then at most a JSON object with the texts "
                 "reference_path and mask_strategy; correct what stands in braces"
             ) from None
-    prompt = Prompt(
-        caption.strip(),
-        **{**dict(reference_path=reference_path, mask_strategy=mask_strategy), **said},
-    )
-    return prompt
+
+    return Prompt(caption.strip(), **options)

@@ -1,4 +1,4 @@
-"""Videos at a glance: frames side by side, the prompt above them."""
+"""Contact sheets: frames of each video side by side, its prompt above them."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ def write_contact_sheet(
 ) -> None:
     """Write a PNG with one strip per (title, frames uint8 ``[F, height, width, 3]``).
 
-    Of a title in letters that no font has, the number of the strip is drawn.
+    The number of the strip replaces a title that no installed font can draw.
     """
     strips = [
         _strip(drawable(title, f"video {number}"), frames, num_frames)
         for number, (title, frames) in enumerate(videos)
     ]
+
     width = max(strip.width for strip in strips)
     sheet = Image.new("RGB", (width, sum(strip.height for strip in strips)), "white")
+
     top = 0
     for strip in strips:
         sheet.paste(strip, (0, top))
         top += strip.height
+
     sheet.save(path)
 
 
 def shown_frames(available: int, num_frames: int = 8) -> np.ndarray:
-    """Which frames a strip shows: spread over the video, first and last among them, int ``[<=
-    num_frames]``.
-    """
+    """Indices of frames to show, int ``[<= num_frames]``: evenly spaced, with first and last."""
     return np.unique(np.linspace(0, available - 1, num_frames).round().astype(int))
 
 
 def _strip(title: str, frames: np.ndarray, num_frames: int) -> Image.Image:
     picked = shown_frames(len(frames), num_frames)
     height, width = frames.shape[1:3]
-    factor = CELL / height
-    cell = (max(1, round(width * factor)), CELL)
-    strip = Image.new(
-        "RGB", (MARGIN + len(picked) * (cell[0] + MARGIN), LINE + CELL + 2 * MARGIN), "white"
-    )
+    cell = (max(1, round(width * CELL / height)), CELL)
+
+    strip_width = MARGIN + len(picked) * (cell[0] + MARGIN)
+    strip = Image.new("RGB", (strip_width, LINE + CELL + 2 * MARGIN), "white")
     draw_text(ImageDraw.Draw(strip), (MARGIN, 3), title, size=13)
+
     for i, index in enumerate(picked):
         image = Image.fromarray(frames[index]).resize(cell, Image.Resampling.BILINEAR)
         strip.paste(image, (MARGIN + i * (cell[0] + MARGIN), LINE + MARGIN))

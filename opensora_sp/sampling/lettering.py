@@ -1,9 +1,8 @@
-"""Text in any script on an image: each character from the first installed font that has it, never a
-box.
+"""Text in any script on an image: each character from the first installed font that has it.
 
 Fonts are matplotlib's DejaVu Sans (Latin, Greek, Cyrillic, Arabic, Hebrew, ...), then those of the
-extra ``fonts`` (Chinese, Japanese, Korean), then those of the system. Characters that none of them
-has are left out.
+extra ``fonts`` (Chinese, Japanese, Korean), then those of the system. Characters that no font has
+are dropped, not drawn as a box.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
+import re
 import unicodedata
 from functools import cache, lru_cache
 from pathlib import Path
@@ -20,27 +20,23 @@ from PIL import ImageDraw, ImageFont, features
 
 FONT_PACKAGES = ("cvttf_NotoSansCJK_Regular",)  # of the extra "fonts"
 SUFFIXES = (".ttf", ".otf", ".ttc")
-JOINERS = "\u200c\u200d"  # they shape their neighbours and have no picture
+# Zero-width characters that shape their neighbours and have no glyph of their own.
+JOINERS = "\u200c\u200d"
 IGNORED = (*JOINERS, "\ufe0e", "\ufe0f")
 
 
 def drawable(text: str, otherwise: str) -> str:
-    """The characters of ``text`` that some font has; ``otherwise`` where no letter, digit or symbol
-    is left.
-    """
-    kept = "".join(
-        c if not c.isspace() else " "
-        for c in text
-        if c.isspace() or c in IGNORED or font_of(c) is not None
-    )
-    kept = " ".join(kept.split())
+    """The characters of ``text`` that have a font; ``otherwise`` if only punctuation is left."""
+    can_draw = [c.isspace() or c in IGNORED or font_of(c) is not None for c in text]
+    kept = " ".join("".join(itertools.compress(text, can_draw)).split())
     return kept if any(unicodedata.category(c)[0] in "LNS" for c in kept) else otherwise
 
 
 def draw_text(draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str, *, size: int) -> None:
-    """Write drawable text in black, run by run of characters with the same font, on one baseline."""
+    """Draw text in black on one baseline; ``text`` is a result of ``drawable``."""
     x, top = place
     baseline = top + size
+
     for path, run in runs(text):
         font = ImageFont.truetype(path, size)
         draw.text((x, baseline), run, fill="black", font=font, anchor="ls")
@@ -61,47 +57,45 @@ def runs(text: str) -> list[tuple[str, str]]:
 
 @cache
 def font_of(character: str) -> str | None:
-    """The first font that has a character; None if there is none, or it cannot be put into its
-    place.
-    """
+    """The first font that has a character; None if none has, or its script cannot be laid out."""
+    # Without libraqm, Pillow draws right-to-left scripts from left to right.
     if unicodedata.bidirectional(character) in ("R", "AL") and not features.check("raqm"):
-        return None  # it would be drawn from left to right
+        return None
     return next((file for file in font_files() if ord(character) in _characters(file)), None)
 
 
 @lru_cache(maxsize=1)
 def font_files() -> list[str]:
-    """Font files, the ones looked at first in front."""
+    """Font files, in the order in which they are searched."""
     from matplotlib import font_manager
 
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+
     first = [str(font_manager.findfont("DejaVu Sans"))]
     for name in FONT_PACKAGES:
         found = importlib.util.find_spec(name)
         if found is not None and found.origin is not None:
-            first += sorted(
-                str(path) for path in Path(found.origin).parent.iterdir() if path.suffix in SUFFIXES
-            )
+            files = Path(found.origin).parent.iterdir()
+            first += sorted(str(path) for path in files if path.suffix in SUFFIXES)
+
+    # Upright fonts of regular weight come before bold and italic ones.
     of_system = sorted(str(path) for path in font_manager.findSystemFonts())
-    plain = [
-        path for path in of_system if "bold" not in path.lower() and "italic" not in path.lower()
-    ]
+    plain = [path for path in of_system if not re.search("bold|italic", path.lower())]
     return list(dict.fromkeys([*first, *plain, *of_system]))
 
 
 @cache
 def _characters(file: str) -> frozenset[int]:
-    """Code points that a font draws in outlines; none of a file that cannot be read, or not be
-    drawn with.
-    """
+    """Code points that a font draws as outlines; empty for a font that cannot be used."""
     from fontTools.ttLib import TTFont
 
+    # Files of the system may be damaged in any way, and FreeType is stricter than fontTools.
     try:
-        ImageFont.truetype(file, 10)  # FreeType is stricter than fontTools
+        ImageFont.truetype(file, 10)
         font: Any = TTFont(file, fontNumber=0, lazy=True)
-        has_outlines = (
-            "glyf" in font or "CFF " in font or "CFF2" in font
-        )  # pictures of emoji have one size only
+
+        # Bitmap fonts (emoji) have one size only.
+        has_outlines = any(table in font for table in ("glyf", "CFF ", "CFF2"))
         return frozenset(font.getBestCmap() or ()) if has_outlines else frozenset()
-    except Exception:  # whatever is wrong with a file of the system
+    except Exception:
         return frozenset()

@@ -1,8 +1,7 @@
-"""Files of a sampling run: mp4, GIF or PNG, a contact sheet, and a JSON that says how the video
-came about.
+"""Files of a sampling run: mp4, GIF or PNG, a contact sheet, and a JSON file of metadata.
 
-Frames are written as they arrive. Every file appears under its name when it is complete, and the
-JSON comes last: where it is, the others are.
+Frames are written as they arrive. A file gets its final name when it is complete. The JSON file
+comes last: if it exists, so do the others.
 """
 
 from __future__ import annotations
@@ -20,40 +19,16 @@ import numpy as np
 from PIL import Image
 
 from opensora_sp.checkpoint import weight_files
-from opensora_sp.checkpoint.folder import sha256
+from opensora_sp.checkpoint.filesystem import sha256
 from opensora_sp.config import InferenceConfig
 
 from .contact_sheet import shown_frames, write_contact_sheet
 from .lettering import drawable
 from .requests import Request
 
-COMPARED = (
-    *(
-        "prompt",
-        "negative_prompt",
-        "seed",
-        "place",
-        "sample",
-        "num_frames",
-        "image_size",
-        "fps",
-        "reference_path",
-    ),
-    *(
-        "mask_strategy",
-        "loop",
-        "condition_frame_length",
-        "condition_frame_edit",
-        "save_fps",
-        "format",
-        "config",
-    ),
-    "checkpoint_sha256",
-)
-
 
 class FrameFile(Protocol):
-    """Takes frames uint8 ``[F, height, width, 3]`` piece by piece."""
+    """A file to which frames uint8 ``[F, height, width, 3]`` are added in pieces."""
 
     def add(self, frames: np.ndarray) -> None: ...
 
@@ -61,20 +36,21 @@ class FrameFile(Protocol):
 
 
 class Mp4:
-    """H.264 in mp4; odd sizes lose their last line."""
+    """H.264 in mp4; odd sizes lose their last row or column."""
 
     def __init__(self, path: Path, fps: float) -> None:
         self.container, self.fps = av.open(str(path), mode="w"), fps
         self.stream: Any = None
 
     def add(self, frames: np.ndarray) -> None:
-        height, width = (side // 2 * 2 for side in frames.shape[1:3])  # yuv420p halves both
+        # yuv420p needs even sizes.
+        height, width = (side // 2 * 2 for side in frames.shape[1:3])
         if self.stream is None:
-            self.stream = self.container.add_stream(
-                "libx264", rate=Fraction(self.fps).limit_denominator(1000)
-            )
+            rate = Fraction(self.fps).limit_denominator(1000)
+            self.stream = self.container.add_stream("libx264", rate=rate)
             self.stream.height, self.stream.width, self.stream.pix_fmt = height, width, "yuv420p"
             self.stream.options = {"crf": "12", "preset": "veryfast", "threads": "1"}
+
         for frame in frames[:, :height, :width]:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
             self.container.mux(self.stream.encode(picture))
@@ -86,7 +62,7 @@ class Mp4:
 
 
 class Gif:
-    """An endless GIF of 256 colours a frame."""
+    """A GIF that repeats forever, with 256 colours per frame."""
 
     def __init__(self, path: Path, fps: float) -> None:
         self.path, self.fps = path, fps
@@ -98,13 +74,8 @@ class Gif:
     def close(self) -> None:
         if self.images:
             first, *rest = self.images
-            first.save(
-                self.path,
-                save_all=True,
-                append_images=rest,
-                duration=round(1000 / self.fps),
-                loop=0,
-            )
+            milliseconds = round(1000 / self.fps)
+            first.save(self.path, save_all=True, append_images=rest, duration=milliseconds, loop=0)
 
 
 class Png:
@@ -124,56 +95,60 @@ FORMATS: dict[str, Any] = {"mp4": Mp4, "gif": Gif, "png": Png}
 
 
 class Output:
-    """The files of one video on their way: ``add`` frames, then ``finish`` or ``abort``.
+    """The files of one video while they are written: ``add`` frames, then ``finish`` or ``abort``.
 
     Args:
-        facts: what the JSON says; ``format`` there is the kind of file.
-        total: frames that will come.
+        facts: metadata for the JSON file; ``format`` is the kind of the video file.
+        total: number of frames of the whole video.
     """
 
     def __init__(self, folder: Path, request: Request, facts: dict[str, Any], total: int) -> None:
         self.path = media_path(folder, request, facts)
-        self.title, self.facts = drawable(request.prompt.text, f"video {request.index:03d}"), facts
+        self.title = drawable(request.prompt.text, f"video {request.index:03d}")
+        self.facts = facts
+
         self.partial = _partial(self.path)
-        self.file: FrameFile = FORMATS[self.path.suffix[1:]](
-            self.partial, facts.get("save_fps") or request.fps
-        )
-        self.wanted = set(shown_frames(total).tolist())
-        self.shown: list[np.ndarray] = []
-        self.count, self.closed = 0, False
+        fps = facts.get("save_fps") or request.fps
+        self.file: FrameFile = FORMATS[facts["format"]](self.partial, fps)
+        self.closed = False
+
+        # Frames of the contact sheet.
+        self.sheet_indices = set(shown_frames(total).tolist())
+        self.sheet_frames: list[np.ndarray] = []
+        self.count = 0
 
     def add(self, frames: np.ndarray) -> None:
-        """Take the next frames, uint8 ``[F, height, width, 3]``."""
+        """Write the next frames, uint8 ``[F, height, width, 3]``."""
         self.file.add(frames)
-        self.shown += [frame for i, frame in enumerate(frames, self.count) if i in self.wanted]
+        for index, frame in enumerate(frames, self.count):
+            if index in self.sheet_indices:
+                self.sheet_frames.append(frame)
         self.count += len(frames)
 
     def finish(self) -> Path:
-        """Give the files their names; returns the video's path."""
+        """Give the files their final names; returns the video's path."""
         self._close()
-        describing = self.path.with_suffix(".json")
-        for suffix in (
-            ".json",
-            ".mp4",
-            ".gif",
-        ):  # of a former request: nothing stands beside what does not describe it
+
+        # Files of an earlier request must not stand beside this video.
+        for suffix in (".json", ".mp4", ".gif"):
             self.path.with_suffix(suffix).unlink(missing_ok=True)
         os.replace(self.partial, self.path)
+
         if self.path.suffix != ".png":
             sheet = self.path.with_suffix(".png")
-            write_contact_sheet(_partial(sheet), [(self.title, np.stack(self.shown))])
+            write_contact_sheet(_partial(sheet), [(self.title, np.stack(self.sheet_frames))])
             os.replace(_partial(sheet), sheet)
+
+        # Lone surrogates, from command lines that are not UTF-8, become JSON escapes.
         text = json.dumps(self.facts, indent=1, ensure_ascii=False) + "\n"
-        # What is no character, such as a byte of a command line that is not UTF-8, becomes an
-        # escape of JSON.
-        _partial(describing).write_bytes(text.encode("utf-8", "backslashreplace"))
-        os.replace(_partial(describing), describing)
+        metadata = self.path.with_suffix(".json")
+        _partial(metadata).write_bytes(text.encode("utf-8", "backslashreplace"))
+        os.replace(_partial(metadata), metadata)
         return self.path
 
     def abort(self) -> None:
-        """Remove what has been written and has no name yet. A file that cannot be closed may be the
-        reason for it.
-        """
+        """Remove the incomplete file."""
+        # Failing to close it may be the reason for the abort.
         with suppress(Exception):
             self._close()
         self.partial.unlink(missing_ok=True)
@@ -185,7 +160,7 @@ class Output:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ValueError if files cannot be written in a folder, which may not be there yet."""
+    """Raise ValueError if files cannot be written in a folder, which need not exist yet."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -204,7 +179,7 @@ def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
 def facts_of(
     cfg: InferenceConfig, request: Request, fingerprint: str | None = None
 ) -> dict[str, Any]:
-    """How a video comes about, as JSON values. ``fingerprint`` is the SHA-256 of the weights."""
+    """Metadata of a video, as JSON values. ``fingerprint`` is the SHA-256 of the weights."""
     facts: dict[str, Any] = {
         "prompt": request.prompt.text,
         "negative_prompt": request.negative_prompt,
@@ -220,51 +195,52 @@ def facts_of(
         "ckpt": cfg.ckpt,
         "checkpoint_sha256": fingerprint,
     }
-    names = ("loop", "condition_frame_length", "condition_frame_edit", "save_fps")
+
+    names: tuple[str, ...] = ("loop", "condition_frame_length", "condition_frame_edit", "save_fps")
     facts |= {key: getattr(cfg, key) for key in names}
-    facts["config"] = {
-        key: getattr(cfg, key)
-        for key in ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
-    }
-    facts["config"]["comm_dtype"] = (
-        cfg.sequence_parallel.comm_dtype
-    )  # the one way to share a batch that rounds
+
+    names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
+    facts["config"] = {key: getattr(cfg, key) for key in names}
+    # Of the sequence-parallel options, only this one changes the result.
+    facts["config"]["comm_dtype"] = cfg.sequence_parallel.comm_dtype
     return json.loads(json.dumps(facts))
 
 
 def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[str] | None:
-    """What the JSON of an existing, complete video says differently, by key; None if there is no
-    such video.
-    """
+    """Differences of an existing, complete video's metadata, by key; None if there is no video."""
     path = media_path(folder, request, facts)
-    describing = path.with_suffix(".json")
-    if not describing.is_file():
+    metadata = path.with_suffix(".json")
+    if not metadata.is_file():
         return None
+
     try:
-        there = json.loads(describing.read_text(encoding="utf-8"))
+        existing = json.loads(metadata.read_text(encoding="utf-8"))
     except ValueError:
-        there = None
-    if not isinstance(there, dict):
+        existing = None
+    if not isinstance(existing, dict):
         return ["a JSON that cannot be read"]
-    differing = [key for key in COMPARED if there.get(key) != facts[key]]
+
+    # The path of the weights may change; their SHA-256 may not.
+    compared = [key for key in facts if key != "ckpt"]
+    differing = [key for key in compared if existing.get(key) != facts[key]]
     if not differing and not path.is_file():
         return None
-    return [f"{key} {_short(there.get(key))}, now {_short(facts[key])}" for key in differing]
+    return [f"{key} {_short(existing.get(key))}, now {_short(facts[key])}" for key in differing]
 
 
 def fingerprint(weights: Path) -> str:
-    """SHA-256 of weights, in one file or several; as their checkpoint's manifest says, if it does."""
+    """SHA-256 of weights in one or several files; from their checkpoint's manifest if listed."""
     files = weight_files(weights)
     listed = _listed(files[0].parent.parent)
-    found = [
-        listed.get((f"{file.parent.name}/{file.name}", file.stat().st_size)) or sha256(file)
-        for file in files
-    ]
+    found = []
+    for file in files:
+        key = (f"{file.parent.name}/{file.name}", file.stat().st_size)
+        found.append(listed.get(key) or sha256(file))
     return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
 
 
 def _listed(checkpoint: Path) -> dict[tuple[str, int], str]:
-    """(path, size) -> SHA-256 of the files of a committed checkpoint; nothing where it is none."""
+    """(path, bytes) -> SHA-256 of the files of a committed checkpoint; empty for other folders."""
     if not (checkpoint / "COMMIT").is_file():
         return {}
     try:

@@ -149,8 +149,8 @@ class Pipeline:
         y, mask = (torch.stack([z[place] for place in places]) for z in (y, mask))
 
         # The mask and ``drop`` stay on the CPU, where the model counts text tokens.
-        dropped = torch.tensor(drop)
-        return self.model.encode_text(y.to(self.device), mask.cpu(), dropped)  # type: ignore[operator]
+        encode_text: Any = self.model.encode_text
+        return encode_text(y.to(self.device), mask.cpu(), torch.tensor(drop))
 
     def warn_of_truncation(self, requests: Sequence[Request]) -> None:
         """Warn of texts with more tokens than the model takes."""

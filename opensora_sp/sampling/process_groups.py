@@ -1,9 +1,8 @@
-"""Replicas and sequence parallelism mixed: how many ranks share a batch, and which group samples
-which batches.
+"""How many ranks share a batch in sampling, and which SP group samples which batches.
 
-The estimate counts what ``planner`` and ``parallel/cost_model.py`` count: the busiest rank's
-operations and what it sends, for one step of each batch. Encoding, decoding and writing are shared
-alike in all cases and left out.
+The estimate is that of ``planner`` and ``parallel/cost_model.py``: the busiest rank's FLOPs and
+communication for one step of each batch. Encoding, decoding and writing cost the same in all cases
+and are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Batch = list[Request]
 
 @dataclass(frozen=True)
 class Groups:
-    """``sp_size``, the batches of each group, and in a sentence why."""
+    """``sp_size``, the batches of each SP group, and the reason for the choice, a sentence."""
 
     sp_size: int
     batches: list[list[Batch]]
@@ -35,47 +34,48 @@ class Groups:
 
 
 def choose_groups(cfg: InferenceConfig, requests: Sequence[Request], world_size: int) -> Groups:
-    """The ``sp_size`` of the config, or the one of the smallest estimated time, the smaller of
-    equals.
-    """
-    sizes = (
-        [cfg.sp_size]
-        if cfg.sp_size
-        else [n for n in range(1, world_size + 1) if world_size % n == 0]
-    )
+    """The config's ``sp_size``, or the one with the shortest estimated time (the smallest such)."""
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if cfg.sp_size:
+        sizes = [cfg.sp_size]
     dealt = {sp_size: _deal(cfg, requests, sp_size, world_size // sp_size) for sp_size in sizes}
     best = min(sizes, key=lambda sp_size: (dealt[sp_size][0], sp_size))
     seconds, batches = dealt[best]
+
     counted = ((len(requests), "video", "s"), (world_size, "process", "es"))
     groups = f"{len(batches)} group{'s' * (len(batches) > 1)} of {best}"
     videos, processes = (f"{n} {word}" + plural * (n > 1) for n, word, plural in counted)
     what = f"{videos} on {processes}: {groups} (sp_size {best})"
     if cfg.sp_size:
         return Groups(best, batches, f"{what}, as asked for")
+
     others = [
         f"sp_size {n} would take {dealt[n][0] / (seconds or 1):.2f} times as long"
         for n in sizes
         if n != best
     ]
-    told = (
-        "; ".join(["by estimate", *others, "--sp-size N overrides"]) if others else "the only way"
-    )
-    return Groups(best, batches, f"{what}, {told}")
+    if not others:
+        return Groups(best, batches, f"{what}, the only way")
+    reason = "; ".join(["by estimate", *others, "--sp-size N overrides"])
+    return Groups(best, batches, f"{what}, {reason}")
 
 
 def _deal(
     cfg: InferenceConfig, requests: Sequence[Request], sp_size: int, groups: int
 ) -> tuple[float, list[list[Batch]]]:
-    """Time of the busiest group, in FLOPs, and the batches of each: the longest first, each to who
-    is free first.
+    """Time of the busiest group, in FLOPs, and the batches of each group.
+
+    Greedy scheduling: the longest batch first, each to the group with the least work so far.
     """
     costs = _cost_by_shape(cfg, sp_size)
     batches = batches_of(requests, cfg.batch_size, groups)
+
     loads, dealt = [0.0] * groups, [list[Batch]() for _ in range(groups)]
     for batch in sorted(batches, key=costs, reverse=True):
         group = min(range(groups), key=loads.__getitem__)
         loads[group] += costs(batch)
         dealt[group].append(batch)
+
     return max(loads), dealt
 
 

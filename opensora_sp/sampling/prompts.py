@@ -1,28 +1,27 @@
-"""Prompts of a file."""
+"""Prompt files."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from opensora_sp.config import PromptOptions, explain
 
-ENCODING = (
-    "utf-8-sig"  # editors of Windows begin UTF-8 with a mark, which is no part of the first prompt
-)
+# Windows editors begin UTF-8 with a byte order mark, which is not part of the first prompt.
+ENCODING = "utf-8-sig"
 
 
 def read_prompts(path: str | Path) -> list[PromptOptions]:
-    """Prompts of a .txt file (one a line) or a .csv file; lines without a prompt are skipped.
+    """Prompts of a .txt file (one per line) or a .csv file; lines without a prompt are skipped.
 
-    A .csv has a column ``prompt`` (or ``text``), and further ones named as in ``PromptOptions``:
-    what a prompt says for itself. Empty cells say nothing.
+    A .csv file has a column ``prompt`` (or ``text``), and optionally others with the names of
+    ``PromptOptions``. Empty cells take the config's value.
 
     Raises:
-        ValueError: if the file is missing, of another kind, holds no prompt, or says something
-            impossible.
+        ValueError: if the file is missing, of another kind, without prompts, or has invalid values.
     """
     path = Path(path)
     if not path.is_file():
@@ -34,6 +33,7 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
         raise ValueError(
             f"got prompts file {str(path)!r}; expected .txt or .csv; rename or convert it"
         )
+
     try:
         prompts = _rows(path) if path.suffix == ".csv" else _lines(path)
     except (UnicodeDecodeError, csv.Error) as error:
@@ -41,6 +41,7 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
             f"got prompts file {str(path)!r}, which cannot be read ({error}); expected UTF-8; save "
             "it as that"
         ) from None
+
     if not prompts:
         raise ValueError(
             f"got prompts file {str(path)!r} without prompts; expected at least one; add a line"
@@ -63,11 +64,12 @@ def _rows(path: Path) -> list[PromptOptions]:
                 "'text'; rename one"
             )
         reader.fieldnames = columns
-        return [
-            _checked(row, f"{path}, line {reader.line_num}")
-            for row in reader
-            if (row["prompt"] or "").strip()
-        ]
+
+        prompts = []
+        for row in reader:
+            if (row["prompt"] or "").strip():
+                prompts.append(_checked(row, f"{path}, line {reader.line_num}"))
+        return prompts
 
 
 def _checked(row: dict[str, str | None], place: str) -> PromptOptions:
@@ -76,9 +78,8 @@ def _checked(row: dict[str, str | None], place: str) -> PromptOptions:
             f"in {place}: got more cells than columns; expected as many; quote cells that hold "
             "commas"
         )
+    filled: dict[str, Any] = {name: cell.strip() for name, cell in row.items() if cell}
     try:
-        return PromptOptions(
-            **{name: cell.strip() for name, cell in row.items() if cell and cell.strip()}
-        )  # type: ignore[arg-type]
+        return PromptOptions(**{name: cell for name, cell in filled.items() if cell})
     except ValidationError as error:
         raise ValueError(explain(error, PromptOptions, place)) from None

@@ -1,9 +1,10 @@
-"""What is asked for: one request for each video, and the batches that they are sampled in."""
+"""Sampling requests: one for each video, and the batches that they are sampled in."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -30,50 +31,61 @@ class Request:
     """One video to sample.
 
     Its noise depends on ``seed``, ``place`` and ``sample`` alone, so the number of processes and
-    the batches do not change what is sampled. ``place`` is that of its prompt in the list, or 0
-    where the prompt has a seed of its own: then it gives the same video wherever it stands.
+    the batches do not change the result.
+
+    Attributes:
+        size: height and width in pixels.
+        index: position of the prompt in the list.
+        place: ``index``, or 0 for a prompt with its own seed, whose video is then independent of
+            its position.
+        sample: number of the video among those of the same prompt.
     """
 
     prompt: Prompt
     num_frames: int
-    size: tuple[int, int]  # height and width in pixels
+    size: tuple[int, int]
     fps: float
     seed: int
     negative_prompt: str | None = None
-    index: int = 0  # of its prompt in the list
+    index: int = 0
     place: int = 0
-    sample: int = 0  # which of the samples of the prompt
+    sample: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Frames, height and width; what requests of one batch have in common."""
+        """Frames, height and width; equal for all requests of a batch."""
         return (self.num_frames, *self.size)
 
     @property
     def name(self) -> str:
-        """Of its files, without suffix."""
-        slug = file_name(self.prompt.text)
-        return f"{self.index:03d}-{slug}" + (f"-s{self.sample}" if self.sample else "")
+        """Name of its files, without suffix."""
+        suffix = f"-s{self.sample}" if self.sample else ""
+        return f"{self.index:03d}-{file_name(self.prompt.text)}{suffix}"
 
     def noise(self, shape: tuple[int, ...], purpose: str, *counters: int, loop: int) -> Tensor:
         """Standard normal numbers, float32, on the CPU."""
-        of_sample = (loop, self.sample) if self.sample else (loop,) if loop else ()
+        # Loop and sample enter the key only where they are not 0: older versions had neither.
+        of_sample: tuple[int, ...] = ()
+        if self.sample:
+            of_sample = (loop, self.sample)
+        elif loop:
+            of_sample = (loop,)
         return normal(shape, self.seed, purpose, self.place, *counters, *of_sample)
 
 
 def file_name(text: str) -> str:
-    """A text as part of a file's name: letters, digits and signs of all scripts stay.
+    """A text as part of a file name, with letters, digits and signs of all scripts.
 
-    Separators, control characters and the punctuation of ASCII become ``-``. File systems take 255
-    bytes, of which number, ending and the name while the file is written need some.
+    Separators, control characters and ASCII punctuation become ``-``. The result is short enough
+    for the 255 bytes of a file name, with number, suffix and the prefix of temporary files.
     """
     plain = unicodedata.normalize("NFC", text).lower()
-    kept = "".join(one if _stays(one) else "-" for one in plain)
+    kept = "".join(one if _is_kept(one) else "-" for one in plain)
     slug = re.sub("-+", "-", kept).strip("-")[:NAME_CHARACTERS]
     return slug.encode()[:NAME_BYTES].decode(errors="ignore")
 
 
-def _stays(character: str) -> bool:
+def _is_kept(character: str) -> bool:
     if character.isascii():
         return character.isalnum()
     return unicodedata.category(character)[0] not in "ZC" or character in JOINERS
@@ -82,107 +94,113 @@ def _stays(character: str) -> bool:
 def requests_of(
     cfg: InferenceConfig, prompts: Sequence[str | PromptOptions] | None = None
 ) -> list[Request]:
-    """The videos that a config asks for, in the order of its prompts (or of others); samples of a
-    prompt in a row.
+    """The videos of a config, in the order of its prompts; samples of a prompt are neighbours.
+
+    Args:
+        prompts: instead of the config's prompts.
 
     Raises:
-        ValueError: if a prompt's braces hold something else than they may; see ``parse_prompt``.
+        ValueError: if the braces of a prompt are invalid; see ``parse_prompt``.
     """
-    given = [
-        PromptOptions(prompt=p) if isinstance(p, str) else p
-        for p in (cfg.prompts if prompts is None else prompts)
-    ]
-    return [
-        _request(cfg, one, index, sample)
-        for index, one in enumerate(given)
-        for sample in range(cfg.num_samples)
-    ]
+    requests = []
+    for index, prompt in enumerate(cfg.prompts if prompts is None else prompts):
+        options = PromptOptions(prompt=prompt) if isinstance(prompt, str) else prompt
+        requests += [_request(cfg, options, index, sample) for sample in range(cfg.num_samples)]
+    return requests
 
 
-def _request(cfg: InferenceConfig, said: PromptOptions, index: int, sample: int) -> Request:
+def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) -> Request:
     def either(name: str) -> Any:
-        return getattr(cfg, name) if getattr(said, name) is None else getattr(said, name)
+        """The prompt's own value, or else the config's."""
+        value = getattr(own, name)
+        return getattr(cfg, name) if value is None else value
 
+    prompt = parse_prompt(own.prompt, either("reference_path"), either("mask_strategy"))
     return Request(
-        prompt=with_scores(
-            cfg, parse_prompt(said.prompt, either("reference_path"), either("mask_strategy"))
-        ),
+        prompt=with_scores(cfg, prompt),
         num_frames=either("num_frames"),
-        size=said.size or cfg.size,
+        size=own.size or cfg.size,
         fps=either("fps"),
         seed=either("seed"),
         negative_prompt=either("negative_prompt"),
         index=index,
-        place=index if said.seed is None else 0,
+        place=index if own.seed is None else 0,
         sample=sample,
     )
 
 
 def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
-    """A prompt that ends, for each of its loops, in the scores of the config, worded as Open-Sora
-    1.2 was trained.
+    """Append the config's scores to the text of each loop, worded as in training Open-Sora 1.2.
 
-    What a prompt says itself stays.
+    A score that the prompt states itself is kept.
     """
     aes, flow = (None if score is None else f"{score:.1f}" for score in (cfg.aes, cfg.flow))
     scores = {"aesthetic score:": aes, "motion score:": flow, "camera motion:": cfg.camera_motion}
 
-    def ended(text: str) -> str:
-        said = [
-            f"{name} {value}."
-            for name, value in scores.items()
-            if value is not None and name not in text
-        ]
-        return " ".join([text, *said])
+    def scored(text: str) -> str:
+        for name, value in scores.items():
+            if value is not None and name not in text:
+                text += f" {name} {value}."
+        return text
 
     if not prompt.text.startswith("|"):
-        return replace(prompt, text=ended(prompt.text))
-    empty, *parts = re.split(r"(\|\s*\d+\s*\|)", prompt.text)  # "", "|0|", text, "|2|", text
-    texts = [part if i % 2 == 0 else ended(part.strip()) for i, part in enumerate(parts)]
+        return replace(prompt, text=scored(prompt.text))
+
+    # "|0|a cat|2|a dog" -> "", "|0|", "a cat", "|2|", "a dog"
+    empty, *parts = re.split(r"(\|\s*\d+\s*\|)", prompt.text)
+    texts = [part if i % 2 == 0 else scored(part.strip()) for i, part in enumerate(parts)]
     return replace(prompt, text="".join([empty, *texts]))
 
 
 def batches_of(
     requests: Sequence[Request], batch_size: int, groups: int = 1
 ) -> list[list[Request]]:
-    """Requests of one shape side by side, at most ``batch_size``, and fewer where more groups would
-    find work.
+    """Batches of requests of one shape, at most ``batch_size`` each.
+
+    Batches are smaller where that gives work to more ``groups``.
     """
     by_shape: dict[tuple[int, int, int], list[Request]] = {}
     for request in requests:
         by_shape.setdefault(request.shape, []).append(request)
+
     batches = []
-    for alike in by_shape.values():
-        size = min(batch_size, -(-len(alike) // groups))
-        batches += [alike[i : i + size] for i in range(0, len(alike), size)]
+    for same_shape in by_shape.values():
+        size = min(batch_size, math.ceil(len(same_shape) / groups))
+        batches += [same_shape[i : i + size] for i in range(0, len(same_shape), size)]
     return batches
 
 
 def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
-    """Raise ValueError for what cannot be sampled; nothing but headers of references is read.
+    """Check that requests can be sampled; of references only the headers are read.
 
-    References of another size than the video are told, once each.
+    Logs a warning for each reference of another size than the video.
+
+    Raises:
+        ValueError: for a size, loop, prompt or reference that does not fit.
     """
-    seen, tell = functools.cache(probe_reference), functools.cache(_tell_size)  # each file once
+    # Each file is read once, and each warning is logged once.
+    probe_once, warn_once = functools.cache(probe_reference), functools.cache(_warn_of_size)
+
     for request in requests:
         frames = latent_frames(cfg, request)
-        prompt_of_loop(request.prompt.text, cfg.loop - 1)
+        prompt_of_loop(request.prompt.text, cfg.loop - 1)  # raises for malformed prompts
         if cfg.loop > 1 and cfg.condition_frame_length >= frames:
             raise ValueError(
                 f"got loop {cfg.loop} with condition_frame_length {cfg.condition_frame_length}; "
                 f"expected fewer than the {frames} latent frames of a part, so that some are new; "
                 "lower it or raise num_frames"
             )
+
         counts = []
         for path in request.prompt.references:
-            found = seen(path)
-            tell(path, (found.height, found.width), request.size)
+            found = probe_once(path)
+            warn_once(path, (found.height, found.width), request.size)
             counts.append(planned_latent_size(cfg.vae, found.num_frames, *request.size)[0])
         check_insertions(request.prompt.insertions, counts, frames=frames, loops=cfg.loop)
 
 
 def latent_frames(cfg: InferenceConfig, request: Request) -> int:
-    """Latent frames of a part of a video.
+    """Latent frames of one loop of a video.
 
     Raises:
         ValueError: if the model has position tables for another size.
@@ -198,7 +216,7 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
     return latent_size[0]
 
 
-def _tell_size(path: Path, found: tuple[int, int], wanted: tuple[int, int]) -> None:
+def _warn_of_size(path: Path, found: tuple[int, int], wanted: tuple[int, int]) -> None:
     if found != wanted:
         logger.warning(
             "reference %s of %dx%d pixels is resized and cropped to %dx%d", path, *found, *wanted
@@ -206,10 +224,10 @@ def _tell_size(path: Path, found: tuple[int, int], wanted: tuple[int, int]) -> N
 
 
 def probe_reference(path: Path) -> Probed:
-    """What an image or a video holds.
+    """Size and length of an image or a video.
 
     Raises:
-        ValueError: if it is no file, or cannot be decoded.
+        ValueError: if it is not a file, or cannot be decoded.
     """
     if not path.is_file():
         raise ValueError(

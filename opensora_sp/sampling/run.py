@@ -1,4 +1,4 @@
-"""The sampling run: check, join the processes, load, sample, write."""
+"""The sampling run: check the config, initialise processes, load the model, sample, write files."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 
 def sample(cfg: InferenceConfig) -> list[Path]:
-    """Sample the videos that a config asks for; returns the files this rank wrote.
+    """Sample the videos of a config; returns the files that this rank wrote.
 
-    Every process takes part: groups of ``sp_size`` share the work on a batch of prompts, and
-    several groups share the batches. The processes of a group write the videos of a batch in turn.
+    The ranks of an SP group share each batch of prompts, and the batches are distributed over the
+    groups. Within a group, the ranks write the videos of a batch in turn.
 
     Raises:
         ValueError: before the model is built, if prompts, references, checkpoint and processes do
@@ -64,9 +64,14 @@ def sample(cfg: InferenceConfig) -> list[Path]:
 
 
 def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
-    """The videos to sample and the place of the weights, checked; the same on every rank."""
+    """The checked requests and the path of the weights; the same on every rank.
+
+    Raises:
+        ValueError: for prompts, references, outputs, checkpoint or processes that do not fit.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
+
     prompts = cfg.prompts or (read_prompts(cfg.prompt_path) if cfg.prompt_path else [])
     if not prompts:
         raise ValueError(
@@ -74,6 +79,7 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
         )
     requests = requests_of(cfg, prompts)
     check_requests(cfg, requests)
+
     check_writable(Path(cfg.outputs))
     if cfg.ckpt is None:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")
@@ -85,8 +91,7 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
 
 
 def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
-    """Initialise the process group if a launcher started several processes; returns this process's
-    device.
+    """Initialise the process group of several processes; returns this process's device.
 
     Raises:
         ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see
@@ -97,6 +102,7 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=backend_timeout())
@@ -107,13 +113,16 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
 def build_pipeline(
     cfg: InferenceConfig, weights: Path, mesh: SequenceMesh, device: torch.device
 ) -> Pipeline:
-    """Model with its weights, wrapped for the mesh, and the encoders."""
+    """The model with its weights, parallelized over the mesh, and the encoders."""
     vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
+
+    # Nothing is initialised: the checkpoint has all weights.
     with torch.device("meta"):
         model = cfg.model_spec.build()
     check_encoders(model.config, vae, text_encoder)
     load_weights(model, weights, cfg)
+
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
     if cfg.compile is not None:
         compile_blocks(model)
@@ -122,7 +131,7 @@ def build_pipeline(
 
 
 def load_weights(model: ConditionedModel, place: Path, cfg: InferenceConfig) -> None:
-    """Load the weights that a file or folder holds, strictly, in any layout."""
+    """Load the weights of a file or folder into the model; all keys must match."""
     weights = open_weights(place, ema=cfg.use_ema, allow_pickle=cfg.allow_pickle)
     fill(model, fitted(weights, model, convert=cfg.convert))
 
@@ -138,29 +147,28 @@ def _sample_all(
     if not requests:
         logger.info("nothing left to do: all videos are in %s", folder)
         return []
+
     groups = choose_groups(cfg, requests, dist.get_world_size() if dist.is_initialized() else 1)
     logger.info(groups.why)
     mesh = SequenceMesh(groups.sp_size)
+    batches = groups.batches[mesh.dp_rank]
     pipeline = build_pipeline(cfg, weights, mesh, device)
-    is_main, batches = mesh.rank == 0, groups.batches[mesh.dp_rank]
-    if is_main:
+    if mesh.rank == 0:
         pipeline.warn_of_truncation(requests)
+
     folder.mkdir(parents=True, exist_ok=True)
-    steps = len(batches) * cfg.loop * pipeline.flow.num_sampling_steps
+    # With None the bar is shown in terminals only, so that log files have no carriage returns.
+    bar = tqdm(
+        total=len(batches) * cfg.loop * pipeline.flow.num_sampling_steps,
+        desc="sample",
+        unit="step",
+        disable=None if mesh.rank == 0 else True,
+        dynamic_ncols=True,
+    )
     written = []
-    with (
-        logging_redirect_tqdm([logging.getLogger("opensora_sp")]),
-        # None: in a terminal alone, so that no file is filled with carriage returns
-        tqdm(
-            total=steps,
-            desc="sample",
-            unit="step",
-            disable=None if is_main else True,
-            dynamic_ncols=True,
-        ) as bar,
-    ):
+    with logging_redirect_tqdm([logging.getLogger("opensora_sp")]), bar:
         for batch in batches:
-            parts = pipeline.looped(batch, on_step=lambda: bar.update(1))
+            parts = pipeline.looped(batch, on_step=bar.update)
             written += write_batch(pipeline, batch, parts, mesh, folder, digest)
     return written
 
@@ -168,39 +176,39 @@ def _sample_all(
 def _left_to_do(
     cfg: InferenceConfig, requests: list[Request], weights: Path, folder: Path
 ) -> tuple[list[Request], str]:
-    """The requests that are to be sampled, and the fingerprint of the weights, as rank 0 finds
-    them. Collective.
+    """The requests still to be sampled, and the SHA-256 of the weights. Collective.
+
+    Rank 0 reads the files and broadcasts the result.
 
     Raises:
         ValueError: on every rank, if the weights are not those that their checkpoint's manifest
             lists.
     """
     found: list[Any] = [None]
-    with on_rank_0("checking weights and videos") as here:
-        if here:
+    with on_rank_0("checking weights and videos") as is_rank_0:
+        if is_rank_0:
             if (weights.parent / "COMMIT").is_file():
                 verify(weights.parent, part=weights.name)
             digest, left = fingerprint(weights), requests
+
             if cfg.skip_existing:
-                left = [
-                    one
-                    for one in requests
-                    if not _is_there(folder, one, facts_of(cfg, one, digest))
-                ]
-                logger.info(
-                    "%d of %d videos are there already", len(requests) - len(left), len(requests)
-                )
+                left = [one for one in requests if not _exists(cfg, folder, one, digest)]
+                skipped = len(requests) - len(left)
+                logger.info("%d of %d videos exist already", skipped, len(requests))
             found = [(left, digest)]
+
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     return found[0]
 
 
-def _is_there(folder: Path, request: Request, facts: dict[str, Any]) -> bool:
+def _exists(cfg: InferenceConfig, folder: Path, request: Request, digest: str) -> bool:
+    """Whether the video of this very request exists; warns if it is of another request."""
+    facts = facts_of(cfg, request, digest)
     differing = differences(folder, request, facts)
     if differing:
         logger.warning(
-            "%s is of another request (%s); it is made anew",
+            "%s is of another request (%s); it is sampled again",
             media_path(folder, request, facts),
             "; ".join(differing),
         )
@@ -215,10 +223,11 @@ def write_batch(
     folder: Path,
     digest: str | None,
 ) -> list[Path]:
-    """Decode and write what ``Pipeline.looped`` made of a batch; returns the files of this rank.
-    Collective.
+    """Decode and write the latents of a batch; returns the files of this rank. Collective.
 
-    ``digest`` is the fingerprint of the weights, None while they are being trained.
+    Args:
+        parts: the result of ``Pipeline.looped``.
+        digest: SHA-256 of the weights; None while they are being trained.
     """
     outputs: dict[int, Output] = {}
     try:
@@ -226,6 +235,7 @@ def write_batch(
             if writer_of(place, mesh) == mesh.sp_rank:
                 facts = facts_of(pipeline.cfg, request, digest)
                 outputs[place] = Output(folder, request, facts, pipeline.num_frames(request))
+
         for place, frames in pipeline.frames(batch, parts, mesh):
             outputs[place].add(frames)
         written = [output.finish() for output in outputs.values()]
@@ -233,6 +243,7 @@ def write_batch(
         for output in outputs.values():
             output.abort()
         raise
+
     for path in written:
         logger.info("wrote %s", path)
     return written

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from opensora_sp.checkpoint import check_encoders, newest_checkpoint
+from opensora_sp.checkpoint import (
+    NamedShards,
+    check_encoders,
+    fitted,
+    load_model,
+    newest_checkpoint,
+)
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.console import exit_interrupted
 from opensora_sp.data import MicroBatch, ReplicaBatches, StepBatches, StepLoader
@@ -36,7 +42,7 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, leave_process_group, raise_on_all_ranks
 
-from .checkpointing import Checkpoints, TrainingState, choose_checkpoint, load_model
+from .checkpointing import Checkpoints, TrainingState, choose_checkpoint
 from .ema import ShardedEma
 from .ending import advice_for_long_steps, command_to_resume, conclude, nothing_left
 from .freeze import freeze
@@ -273,11 +279,10 @@ class Trainer:
         self, cfg: TrainConfig, checkpoint: Path | None, fixed: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
         """Load weights, EMA weights and optimizer state; returns what ``state.json`` holds."""
-        from opensora_sp.plugin import NamedShards
-
         shards = NamedShards(self.module, self.optimizer)
         if cfg.load is not None and checkpoint is None:
-            load_model(initial_weights(cfg), self.module, fixed, shards, convert=cfg.convert)
+            weights = fitted(initial_weights(cfg), self.module, convert=cfg.convert)
+            load_model(weights, self.module, shards, fixed)
         self.ema = ShardedEma(shards.master_weights, cfg.ema_decay)
         self.tensors = TrainingState(self.module, fixed, shards, self.ema)
         if checkpoint is None:

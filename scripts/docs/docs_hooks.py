@@ -1,6 +1,4 @@
-"""What MkDocs calls while it builds the site: the reference pages are made from the code, not kept
-in ``docs/``.
-"""
+"""Hooks of MkDocs: generate the reference pages from the code."""
 
 from __future__ import annotations
 
@@ -30,14 +28,14 @@ FETCHED = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(https?
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made."""
+    """Add the generated pages."""
     for place, page in PAGES.items():
         files.append(File.generated(config, place, content=page()))
     return files
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Refuse a page that would fetch anything from elsewhere when it is opened."""
+    """Refuse pages that load anything from the network."""
     fetched = FETCHED.search(output)
     if fetched:
         raise PluginError(

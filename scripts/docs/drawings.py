@@ -1,5 +1,4 @@
-"""The drawings of docs/images: who holds what is asked of the layouts that the engine uses, so they
-cannot differ.
+"""The drawings of docs/images; tokens are distributed by the layouts of the engine itself.
 
 python scripts/docs/drawings.py
 """
@@ -25,20 +24,23 @@ class Drawing:
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" '
             f'font-family="{FONT}" role="img">',
             f"<title>{escape(title)}</title>",
             f'<rect width="{width}" height="{height}" rx="14" fill="{PAPER}"/>',
-            '<defs><marker id="a" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" '
-            f'orient="auto-start-reverse"><path d="M0 0.5L7.5 4L0 7.5z" fill="{INK}"/></marker></defs>',
+            '<defs><marker id="a" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" '
+            'markerHeight="7" '
+            f'orient="auto-start-reverse"><path d="M0 0.5L7.5 4L0 7.5z" fill="{INK}"/>'
+            "</marker></defs>",
         ]
 
     def box(
         self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "none", rx: float = 5
     ) -> None:
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{rx:g}" fill="{fill}" stroke="{stroke}" '
-            'stroke-width="1.5"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{rx:g}" fill="{fill}" '
+            f'stroke="{stroke}" stroke-width="1.5"/>'
         )
 
     def text(
@@ -53,7 +55,8 @@ class Drawing:
     ) -> None:
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"{weight}>'
+            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" '
+            f'text-anchor="{anchor}"{weight}>'
             f"{escape(text)}</text>"
         )
 
@@ -62,7 +65,7 @@ class Drawing:
         self.text(x, 57, subtitle, 12.5, SOFT)
 
     def side(self, x: float, y: float, text: str) -> None:
-        """Text that reads upwards."""
+        """Text rotated to read upwards."""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="12" fill="{SOFT}" text-anchor="middle" '
             f'transform="rotate(-90 {x:g} {y:g})">{escape(text)}</text>'
@@ -72,14 +75,14 @@ class Drawing:
         self, x1: float, y1: float, x2: float, y2: float, color: str = INK, width: float = 1.8
     ) -> None:
         self.parts.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" stroke-width="{width:g}" '
-            'stroke-linecap="round"/>'
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" '
+            f'stroke-width="{width:g}" stroke-linecap="round"/>'
         )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         self.parts.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}" stroke-width="1.8" '
-            'marker-end="url(#a)"/>'
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}" '
+            'stroke-width="1.8" marker-end="url(#a)"/>'
         )
 
     def dot(self, x: float, y: float, radius: float, fill: str = PAPER) -> None:
@@ -97,16 +100,13 @@ class Drawing:
 
 
 def holder(row: int, rows: int, ranks: int) -> int:
-    """The rank whose run has a row."""
-    return next(
-        r
-        for r in range(ranks)
-        if balanced_run(rows, ranks, r)[0] <= row < balanced_run(rows, ranks, r)[1]
-    )
+    """The rank that holds a row."""
+    runs = [balanced_run(rows, ranks, rank) for rank in range(ranks)]
+    return next(rank for rank, (start, stop) in enumerate(runs) if start <= row < stop)
 
 
 def layouts() -> str:
-    """Five frames of six patches on three ranks, in both layouts, and what stays where it is."""
+    """Five frames of six patches on three ranks in both layouts; dots: tokens that do not move."""
     frames, patches, ranks = 5, 6, 3
     sheet = Drawing(720, 344, "Spatial and temporal layout of 5 frames of 6 patches on 3 ranks")
     left, right, top = 58, 458, 92
@@ -118,6 +118,7 @@ def layouts() -> str:
         sheet.head(middle, title, about)
         sheet.text(middle, top - 10, "patches s →", 12, SOFT)
         sheet.side(x - 14, top + frames * STEP / 2, "← frames t")
+
     for t in range(frames):
         for s in range(patches):
             spatial, temporal = holder(t, frames, ranks), holder(s, patches, ranks)
@@ -125,12 +126,15 @@ def layouts() -> str:
                 sheet.box(x + s * STEP, top + t * STEP, CELL, CELL, RANKS[rank])
             if spatial == temporal:
                 sheet.dot(right + s * STEP + CELL / 2, top + t * STEP + CELL / 2, 4.5)
+
     for t in range(frames):
         y = top + t * STEP + CELL / 2
         sheet.line(left + 9, y, left + patches * STEP - GAP - 9, y, "rgba(255,255,255,.75)", 2)
+
     for s in range(patches):
         x = right + s * STEP + CELL / 2
         sheet.line(x, top + 9, x, top + frames * STEP - GAP - 9, "rgba(255,255,255,.75)", 2)
+
     middle = (left + patches * STEP - GAP + right - 28) / 2
     sheet.text(middle, 150, "switch", 16, bold=True)
     sheet.arrow(middle - 52, 164, middle + 52, 164)
@@ -145,7 +149,7 @@ def layouts() -> str:
 
 
 def heads() -> str:
-    """An image on four ranks: one frame, so spatial attention is dealt out by heads."""
+    """An image on four ranks: one frame, so spatial attention is distributed by heads."""
     ranks, patches, heads = 4, 8, 4
     sheet = Drawing(
         720,
@@ -154,9 +158,11 @@ def heads() -> str:
     )
     left, right, top = 44, 470, 96
     sheet.head(left + patches * STEP / 2, "all other work", "each rank has a run of the patches")
+
     for s in range(patches):
         sheet.box(left + s * STEP, top + 1.5 * STEP, CELL, CELL, RANKS[holder(s, patches, ranks)])
     sheet.text(left + patches * STEP / 2, top + 3.1 * STEP, "patches s →", 12, SOFT)
+
     sheet.head(right + 104, "spatial attention", "each rank has all patches of a head")
     for h in range(heads):
         sheet.box(
@@ -167,6 +173,7 @@ def heads() -> str:
         sheet.line(
             right + 12, y, right + patches * (STEP - 8) - GAP - 12, y, "rgba(255,255,255,.75)", 2
         )
+
     middle = (left + patches * STEP + right - 60) / 2
     sheet.text(middle, top + 1.3 * STEP, "q, k, v", 14, bold=True)
     sheet.arrow(middle - 36, top + 1.55 * STEP, middle + 36, top + 1.55 * STEP)
@@ -177,7 +184,7 @@ def heads() -> str:
 
 
 def gradients() -> str:
-    """A loss with numbers: what each rank computes, and why the mean over the ranks is right."""
+    """A loss in numbers: what each rank computes, and why the mean over the ranks is right."""
     errors, ranks = (6, 3, 3, 0, 3), 3
     sizes, whole = run_sizes(len(errors), ranks), sum(errors) / len(errors)
     sheet = Drawing(720, 392, "The loss of a clip of five rows on three ranks")
@@ -186,6 +193,7 @@ def gradients() -> str:
         "one clip, five rows of tokens, three ranks",
         "numbers are the squared errors of the rows",
     )
+
     columns, row = (72, 292, 512), 0
     ours, local = [], []
     for rank, x in enumerate(columns):
@@ -198,58 +206,45 @@ def gradients() -> str:
         for i, error in enumerate(held):
             sheet.box(start + i * 44, 82, 40, 40, RANKS[rank], rx=7)
             sheet.text(start + i * 44 + 20, 108, str(error), 17, PAPER, bold=True)
+
         sheet.arrow(middle, 130, middle, 156)
         terms = " + ".join(map(str, held))
-        formula = (
-            f"({terms}) / {len(errors)} × {ranks}"
-            if len(held) > 1
-            else f"{terms} / {len(errors)} × {ranks}"
-        )
-        sheet.text(middle, 178, formula, 14)
+        numerator = f"({terms})" if len(held) > 1 else terms
+        sheet.text(middle, 178, f"{numerator} / {len(errors)} × {ranks}", 14)
         sheet.text(middle, 204, f"loss {ours[-1]:.1f}", 16, RANKS[rank], bold=True)
         sheet.arrow(middle, 214, 360 + (middle - 360) * 0.55, 248)
     assert abs(sum(ours) / ranks - whole) < 1e-12 < abs(sum(local) / ranks - whole)
+
     sheet.box(186, 254, 348, 50, "#edf2ff", RANKS[0], rx=10)
-    sheet.text(
-        360,
-        275,
-        f"mean over the ranks: ({' + '.join(f'{one:.1f}' for one in ours)}) / {ranks} = {whole:g}",
-        14,
-    )
-    sheet.text(
-        360,
-        295,
-        f"the clip's mean: ({' + '.join(map(str, errors))}) / {len(errors)} = {whole:g}",
-        14,
-        bold=True,
-    )
-    told = " + ".join(f"{one:g}" for one in local)
-    sheet.text(
-        360,
-        338,
-        f"The mean of local means would be ({told}) / {ranks} = {sum(local) / ranks:g}:",
-        13,
-        SOFT,
-    )
-    sheet.text(
-        360, 357, "rows of small shards would weigh more, and every gradient be off.", 13, SOFT
-    )
-    sheet.text(360, 378, "ZeRO and DDP take the mean over the ranks anyway.", 13, SOFT)
+    losses = " + ".join(f"{one:.1f}" for one in ours)
+    sheet.text(360, 275, f"mean over the ranks: ({losses}) / {ranks} = {whole:g}", 14)
+    values = " + ".join(map(str, errors))
+    clip_mean = f"the clip's mean: ({values}) / {len(errors)} = {whole:g}"
+    sheet.text(360, 295, clip_mean, 14, bold=True)
+
+    means = " + ".join(f"{one:g}" for one in local)
+    notes = {
+        338: f"The mean of local means would be ({means}) / {ranks} = {sum(local) / ranks:g}:",
+        357: "rows of small shards would weigh more, and every gradient be off.",
+        378: "ZeRO and DDP take the mean over the ranks anyway.",
+    }
+    for y, note in notes.items():
+        sheet.text(360, y, note, 13, SOFT)
     return sheet.svg()
 
 
 def masks() -> str:
-    """Captions packed, clips of different sizes, frames that are given."""
-    sheet = Drawing(720, 330, "Three masks: text, clips of different sizes, given frames")
+    """Packed captions, clips of different sizes, conditioning frames."""
+    sheet = Drawing(720, 330, "Three masks: text, clips of different sizes, conditioning frames")
     for x, title, about in (
         (130, "text", "captions are packed"),
         (366, "sizes", "only what is inside attends"),
-        (602, "given frames", "modulated as finished"),
+        (602, "conditioning frames", "modulated with timestep 0"),
     ):
         sheet.head(x, title, about)
     _packed_text(sheet, 36, 92)
     _sizes(sheet, 282, 92)
-    _given(sheet, 520, 92)
+    _conditioning(sheet, 520, 92)
     for x in (248, 484):
         sheet.line(x, 84, x, 300, LINE, 1.2)
     return sheet.svg()
@@ -262,6 +257,7 @@ def _packed_text(sheet: Drawing, x: float, y: float) -> None:
             fill = RANKS[caption] if i < length else OUTSIDE
             sheet.box(x + i * step + 4, y + caption * step, size, size, fill)
     sheet.arrow(x + 94, y + 98, x + 94, y + 122)
+
     small, place = 15.5, 0
     for caption, length in enumerate(lengths):
         for _ in range(length):
@@ -281,7 +277,9 @@ def _sizes(sheet: Drawing, x: float, y: float) -> None:
                 sheet.box(
                     start + i * 16, y + j * step, 14, 17, RANKS[clip] if inside else OUTSIDE, rx=3
                 )
+
     sheet.arrow(x + 84, y + 98, x + 84, y + 122)
+
     place = 0.0
     for clip, (columns, rows) in enumerate((wide, tall)):
         for _ in range(columns * rows):
@@ -292,33 +290,32 @@ def _sizes(sheet: Drawing, x: float, y: float) -> None:
     sheet.text(x + 84, y + 201, "outside: output and gradient are 0", 12.5, SOFT)
 
 
-def _given(sheet: Drawing, x: float, y: float) -> None:
-    step, given = 34, 2
+def _conditioning(sheet: Drawing, x: float, y: float) -> None:
+    step, count = 34, 2
     for t in range(5):
-        sheet.box(x + t * step, y + 10, CELL, 62, RANKS[2] if t < given else RANKS[0])
-        sheet.text(x + t * step + CELL / 2, y + 46, "0" if t < given else "t", 16, PAPER, bold=True)
-    sheet.text(x + 83, y + 92, "timestep that a frame is told", 12.5, SOFT)
+        sheet.box(x + t * step, y + 10, CELL, 62, RANKS[2] if t < count else RANKS[0])
+        sheet.text(x + t * step + CELL / 2, y + 46, "0" if t < count else "t", 16, PAPER, bold=True)
+    sheet.text(x + 83, y + 92, "timestep of each frame", 12.5, SOFT)
+
     sheet.arrow(x + 83, y + 102, x + 83, y + 122)
     for t in range(5):
-        sheet.box(x + t * step, y + 132, CELL, 26, OUTSIDE if t < given else RANKS[0])
-        sheet.text(
-            x + t * step + CELL / 2,
-            y + 150,
-            "–" if t < given else "✓",
-            14,
-            SOFT if t < given else PAPER,
-        )
-    sheet.text(x + 83, y + 182, "given frames count in no loss", 12.5)
+        sheet.box(x + t * step, y + 132, CELL, 26, OUTSIDE if t < count else RANKS[0])
+        sign, fill = ("–", SOFT) if t < count else ("✓", PAPER)
+        sheet.text(x + t * step + CELL / 2, y + 150, sign, 14, fill)
+
+    sheet.text(x + 83, y + 182, "no loss on conditioning frames", 12.5)
     sheet.text(x + 83, y + 201, "the same in both layouts", 12.5, SOFT)
 
 
 def favicon() -> str:
     """Nine tokens of three ranks."""
-    cells = "".join(
-        f'<rect x="{2 + 10 * s}" y="{2 + 10 * t}" width="8" height="8" rx="2" fill="{RANKS[t]}"/>'
-        for t in range(3)
-        for s in range(3)
-    )
+    cells = ""
+    for t in range(3):
+        for s in range(3):
+            cells += (
+                f'<rect x="{2 + 10 * s}" y="{2 + 10 * t}" width="8" height="8" rx="2" '
+                f'fill="{RANKS[t]}"/>'
+            )
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">{cells}</svg>\n'
 
 

@@ -1,4 +1,4 @@
-"""The reference page of commands, made from their argument parsers."""
+"""The reference page of commands, generated from their argument parsers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ROOT = Path(__file__).parent.parent.parent
 INTRODUCTION = """\
 # Command line
 
-Made from the argument parsers when this site was built. `--help` says the same. Exit status: 0 is success, 2 a mistake
-that one sentence explains, 1 anything else.
+Generated from the argument parsers; `--help` prints the same. Exit status: 0 is success, 2 a user
+error with a message of one sentence, 1 any other failure.
 """
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """(command, its parser) of everything that users start."""
+    """(command, its parser) of all commands and scripts."""
     yield "scripts/train.py", runpy.run_path(str(ROOT / "scripts" / "train.py"))["parser"]()
     yield "scripts/inference.py", inference_parser()
     for name, module in COMMANDS.items():
@@ -34,14 +34,15 @@ def page() -> str:
 
 
 def section(name: str, parser: argparse.ArgumentParser) -> str:
-    """A command: what it does, how it is called, its arguments."""
+    """The description, usage and arguments of a command."""
     parser.prog = name
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=88)
-    rows = [
-        f"| {_names(action)} | {(action.help or '').replace('|', chr(92) + '|')} |"
-        for action in parser._actions
-        if not isinstance(action, argparse._HelpAction)
-    ]
+    rows = []
+    for action in parser._actions:
+        if not isinstance(action, argparse._HelpAction):
+            meaning = (action.help or "").replace("|", r"\|")
+            rows.append(f"| {_names(action)} | {meaning} |")
+
     usage = textwrap.dedent(" " * 7 + parser.format_usage().removeprefix("usage: ")).rstrip()
     table = "\n".join(["| argument | meaning |", "| --- | --- |", *rows])
     return f"## {name}\n\n{_sentence(parser.description)}\n\n```text\n{usage}\n```\n\n{table}\n"
@@ -57,12 +58,12 @@ def _names(action: argparse.Action) -> str:
     if not action.option_strings:
         shown = action.metavar or action.dest
         return f"`{shown}`" if isinstance(shown, str) else f"`{' '.join(shown)}`"
-    value = ""
-    if action.nargs != 0:
-        metavar = action.metavar or (
-            "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
-        )
-        value = (
-            " " + (metavar if isinstance(metavar, str) else " ".join(metavar)) if metavar else ""
-        )
-    return ", ".join(f"`{option}{value}`" for option in action.option_strings)
+
+    if action.nargs == 0:
+        value: str | tuple[str, ...] = ""
+    else:
+        choices = ",".join(map(str, action.choices or ()))
+        value = action.metavar or (f"{{{choices}}}" if choices else "")
+
+    suffix = "".join(f" {part}" for part in ((value,) if isinstance(value, str) else value) if part)
+    return ", ".join(f"`{option}{suffix}`" for option in action.option_strings)

@@ -12,6 +12,7 @@ import inspect
 import re
 import types
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
@@ -28,9 +29,8 @@ from opensora_sp.resolutions import FRAMES, SIZES
 INTRODUCTION = """\
 # Config reference
 
-Made from `opensora_sp/config/schema.py` when this site was built: these are the keys, and there are no others. An
-unknown one is an error. What the common ones are for, in the order in which one meets them, is in the
-[quickstart](../quickstart.md).
+Generated from `opensora_sp/config/schema.py`. Unknown keys are errors. The
+[quickstart](../quickstart.md) introduces the common ones.
 """
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 COMPONENTS = {"vae": LATENT_ENCODERS, "text_encoder": TEXT_ENCODERS, "scheduler": SCHEDULERS}
@@ -46,9 +46,11 @@ def page() -> str:
         prose(common.__doc__),
         fields_table(TrainConfig, shared),
     ]
+
     for title, schema in (("Training alone", TrainConfig), ("Sampling alone", InferenceConfig)):
         own = [key for key in schema.model_fields if key not in shared]
         parts += [f"## {title}\n", prose(schema.__doc__), fields_table(schema, own)]
+
     for key, schema in nested():
         parts += [
             f"## {key} = dict(...)\n",
@@ -62,34 +64,31 @@ def page() -> str:
 
 def _is_shared(key: str) -> bool:
     """Whether a key is the same in both runs."""
-    told = []
-    for schema in (TrainConfig, InferenceConfig):
-        field = schema.model_fields.get(key)
-        told.append(
-            None if field is None else repr((field.annotation, field.default, meaning(schema, key)))
-        )
-    return told[0] == told[1]
+    fields = [schema.model_fields.get(key) for schema in (TrainConfig, InferenceConfig)]
+    train, sample = (
+        None if field is None else repr((field.annotation, field.default, field.description))
+        for field in fields
+    )
+    return train == sample
 
 
 def nested() -> Iterator[tuple[str, type[BaseModel]]]:
-    """(key, schema) of every dict with a schema of its own, wherever it is in the two configs; each
-    schema once.
-    """
+    """(key, schema) of every nested dict with a schema in the two configs, each schema once."""
     seen: set[type[BaseModel]] = set()
-    waiting: list[type[BaseModel]] = [TrainConfig, InferenceConfig]
-    while waiting:
-        for key, field in waiting.pop(0).model_fields.items():
+    queue: list[type[BaseModel]] = [TrainConfig, InferenceConfig]
+    while queue:
+        for key, field in queue.pop(0).model_fields.items():
             for schema in _schemas(field.annotation):
                 if schema not in seen:
                     seen.add(schema)
-                    waiting.append(schema)
+                    queue.append(schema)
                     yield key, schema
 
 
 def _schemas(annotation: Any) -> list[type[BaseModel]]:
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [schema for inner in get_args(annotation) for schema in _schemas(inner)]
+    return list(chain.from_iterable(map(_schemas, get_args(annotation))))
 
 
 def fields_table(schema: type[BaseModel], keys: list[str]) -> str:
@@ -118,17 +117,14 @@ def strategies_table() -> str:
 
 
 def meaning(schema: type[BaseModel], key: str) -> str:
-    """What a key is for, as its field says."""
+    """The description of a key."""
     return schema.model_fields[key].description or ""
 
 
 def _field_type(field: FieldInfo) -> str:
-    bounds = [
-        f"{SIGNS[name]} {getattr(one, name)}"
-        for one in field.metadata
-        for name in SIGNS
-        if hasattr(one, name)
-    ]
+    bounds = []
+    for one in field.metadata:
+        bounds += [f"{SIGNS[name]} {getattr(one, name)}" for name in SIGNS if hasattr(one, name)]
     return type_text(field.annotation) + (f", {', '.join(bounds)}" if bounds else "")
 
 
@@ -140,7 +136,7 @@ def _field_default(field: FieldInfo) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """A type as one reads it: ``int or None``, ``"fp32" or "bf16"``."""
+    """A type in words: ``int or None``, ``"fp32" or "bf16"``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(arguments[0])
@@ -148,22 +144,21 @@ def type_text(annotation: Any) -> str:
         return " or ".join(f"`{one!r}`".replace("'", '"') for one in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(type_text(one) for one in arguments)
+
     if annotation is type(None):
         return "`None`"
     if origin in (list, tuple):
         inner = ", ".join("…" if one is Ellipsis else type_text(one) for one in arguments)
         return f"{origin.__name__} of {inner}"
     if origin in (dict, Mapping):
-        return (
-            "dict"
-            if arguments[1] is Any
-            else f"dict of {type_text(arguments[0])} to {type_text(arguments[1])}"
-        )
+        key, value = arguments
+        return "dict" if value is Any else f"dict of {type_text(key)} to {type_text(value)}"
+
     return "any" if annotation is Any else getattr(annotation, "__name__", str(annotation))
 
 
 def _models() -> list[str]:
-    """The model classes and the named sizes of them."""
+    """The model classes and their presets."""
     rows = [
         (f'`"{name}"`', cls.__name__, f"`{options}`") for name, (cls, options) in PRESETS.items()
     ]
@@ -187,7 +182,7 @@ def _components() -> list[str]:
 
 
 def _names() -> str:
-    """The names that stand for sizes and lengths."""
+    """The names of sizes and lengths."""
     sizes = [
         (f'`"{name}"`', ", ".join(f"{h}x{w}" for h, w in ratios.values()))
         for name, ratios in SIZES.items()
@@ -227,9 +222,8 @@ def prose(docstring: str | None) -> str:
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return (
-        "\n".join(
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-        )
-        + "\n"
-    )
+    text = ""
+    for line in lines:
+        cells = [cell.replace("|", "\\|") for cell in line]
+        text += f"| {' | '.join(cells)} |\n"
+    return text

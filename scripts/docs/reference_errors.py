@@ -18,14 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "opensora_sp"
-FEW = 12
+MIN_LETTERS = 12
 WARNINGS = ("logger.warning", "logger.error", "warnings.warn")
 INTRODUCTION = """\
 # All error messages
 
-Every message that opensora_sp raises for a mistake of its user, by the module that raises it, made from the source when
-this site was built; … is what is filled in. The search of this site finds them. The usual ones, with why they come up,
-are under [troubleshooting](../troubleshooting.md).
+Every error and warning of opensora_sp for its users, by module, generated from the source; … stands
+for values. The search of this site finds them. The common ones and their causes are under
+[troubleshooting](../troubleshooting.md).
 """
 
 
@@ -42,30 +42,32 @@ def messages() -> Iterator[Message]:
     """All of the package, in the order of its files."""
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE).as_posix()
-        for text, is_warning in _told(ast.parse(path.read_text())):
-            if len(re.findall("[A-Za-z]", text)) >= FEW:  # not a frame around other messages
+        for text, is_warning in _messages_in(ast.parse(path.read_text())):
+            if (
+                len(re.findall("[A-Za-z]", text)) >= MIN_LETTERS
+            ):  # not a frame around other messages
                 yield Message(module, text, is_warning)
 
 
-def _told(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is a warning) of what a piece of code tells users: errors, warnings, other
+def _messages_in(node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is a warning) of a piece of code: errors, warnings, other
     texts "got ...".
     """
-    if (
-        isinstance(node, ast.Raise)
-        and isinstance(node.exc, ast.Call)
-        and ast.unparse(node.exc.func) == "ValueError"
-    ):
-        yield (_pattern(node.exc.args[0]) if node.exc.args else ""), False
+    raised = node.exc if isinstance(node, ast.Raise) else None
+    if isinstance(raised, ast.Call) and ast.unparse(raised.func) == "ValueError":
+        yield (_pattern(raised.args[0]) if raised.args else ""), False
         return
+
     if isinstance(node, ast.Call) and ast.unparse(node.func) in WARNINGS and node.args:
         yield _pattern(node.args[0]), True
         return
+
     if isinstance(node, ast.Constant | ast.JoinedStr) and _pattern(node).startswith("got "):
         yield _pattern(node), False
         return
+
     for child in ast.iter_child_nodes(node):
-        yield from _told(child)
+        yield from _messages_in(child)
 
 
 def _pattern(node: ast.expr) -> str:

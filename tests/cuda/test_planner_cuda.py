@@ -22,7 +22,7 @@ from opensora_sp.models.attention import attention
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize, shutdown_process_group
 from opensora_sp.planner.cuda_memory import AllocatorPeak
-from opensora_sp.planner.memory import Kept, ModelSizes, sampling_peak
+from opensora_sp.planner.memory import ModelSizes, Persistent, sampling_peak
 from opensora_sp.planner.trace import Activations, run_step, trace_activations
 
 pytestmark = requires_stub
@@ -218,7 +218,7 @@ def on_bound(case: Case) -> bool:
 def test_what_fits_runs_and_what_is_well_above_does_not(name: str) -> None:
     case = BOUNDS[name]
     sizes = ModelSizes.of(case.model, case.config)
-    kept = Kept(sizes.total * case.dtype.itemsize, 0, 0, 0)
+    kept = Persistent(sizes.total * case.dtype.itemsize, 0, 0, 0)
     peak = sampling_peak(kept, traced(case), case.depth)  # of a step without an optimizer
     assert run_on_stub(on_bound, case, memory=peak.needed).result
     assert not run_on_stub(on_bound, case, memory=int(ABOVE * peak.total)).result

@@ -14,7 +14,7 @@ from cuda_stub import join, phase, requires_stub, run_on_stub
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options
-from opensora_sp.planner.memory import Kept, ModelSizes, Zero, training_peak
+from opensora_sp.planner.memory import ModelSizes, Persistent, Zero, training_peak
 from opensora_sp.planner.trace import _inputs as model_inputs
 from opensora_sp.planner.trace import trace_activations
 
@@ -63,7 +63,7 @@ def predicted(case: Case) -> int:
         checkpointing=case.checkpointing,
         training=True,
     )
-    kept = replace(Kept.training(sizes, zero), ema=0)
+    kept = replace(Persistent.training(sizes, zero), ema=0)
     return training_peak(kept, sizes, zero, activations).total
 
 

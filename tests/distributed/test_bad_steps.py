@@ -19,7 +19,7 @@ from ranks import run_ranks
 from runs import TRAIN, write_toy_set
 from worlds import TRAINING, in_worlds
 
-from opensora_sp.checkpoint import Disk, committed_checkpoints, verify
+from opensora_sp.checkpoint import FileSystem, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.training.metrics import read_metrics
 
@@ -81,7 +81,7 @@ def bad_to_the_end(config: Path, root: Path) -> str:
     return train_once(config, root / "ended", "max_steps=9", "max_bad_steps=3", "precision=bf16")
 
 
-class Full(Disk):
+class Full(FileSystem):
     """Has no room for optimizer.safetensors of the second checkpoint."""
 
     def perform(self, kind: str, path: Path, action: Any) -> Any:
@@ -94,7 +94,7 @@ def full_disk(config: Path, root: Path, in_background: bool) -> str:
     from opensora_sp.training import checkpointing as checkpoint
 
     plain = checkpoint.CheckpointFolder
-    checkpoint.CheckpointFolder = lambda *args, **how: plain(*args, **{**how, "disk": Full()})
+    checkpoint.CheckpointFolder = lambda *args, **how: plain(*args, **{**how, "filesystem": Full()})
     try:
         return train_once(
             config, root / f"async {in_background}", "max_steps=4", f"async_save={in_background}"
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_told_on_all_ranks
     for of_rank in told:
         for text in (of_rank["full"], of_rank["full in the background"]):
             assert text.startswith("ValueError: got 'No space left on device' while writing")
-            assert "expected room" in text and "make room" in text
+            assert "expected free space" in text and "free some space" in text
     for how in (False, True):
         assert [path.name for path in committed_checkpoints(root / f"async {how}")] == [
             "step_00000001"

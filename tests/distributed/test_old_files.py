@@ -40,6 +40,7 @@ def resume_in_all(folders: dict[int, Path]) -> None:
     in_worlds(resume, cases, TRAINING)
 
 
+@pytest.mark.slow
 def test_training_resumes_with_the_losses_of_the_old_version(tmp_path: Path) -> None:
     """From weights, EMA weights, optimizer state and position in the data of the old checkpoint."""
     folders = {sp_size: tmp_path / f"sp_size {sp_size}" for sp_size in (1, 2)}

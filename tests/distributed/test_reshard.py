@@ -80,7 +80,9 @@ class Trained:
             self.bare, torch.optim.AdamW(groups, lr=1e-3)
         )
         shards = NamedShards(self.bare, self.optimizer)
-        self.tensors = TrainingState(self.bare, fixed, shards, ShardedEma(shards.master_weights, 0.9))
+        self.tensors = TrainingState(
+            self.bare, fixed, shards, ShardedEma(shards.master_weights, 0.9)
+        )
 
     def step(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)

@@ -1,7 +1,7 @@
 """A run that was cut and goes on in a fresh process is the run that was not cut: every step, to the last bit.
 
 In CI 16 cuts; ``make test-resume`` does 384. Every step writes a checkpoint, whose manifest has the SHA-256
-of weights (ZeRO's masters), averages and optimizer state, and whose ``state.json`` the learning rate and the data
+of fp32 master weights, EMA weights and optimizer state, and whose ``state.json`` the learning rate and the data
 position.
 """
 
@@ -115,7 +115,7 @@ def without(part: str, tensors: Any, load: Callable, folder: Path) -> dict[str, 
     for name, master in shards.master_weights.items():
         if part == "weights":
             master.copy_(built[name])
-        elif part == "masters":  # what the working weights know of them
+        elif part == "master weights":  # what the working weights know of them
             master.copy_(master.bfloat16())
         elif part == "moments":
             shards.set_state(name, {})
@@ -129,7 +129,7 @@ CONTROLS = [
     ("fp32", "moments"),
     ("fp32", "average"),
     ("fp32", "step"),
-    ("bf16", "masters"),
+    ("bf16", "master weights"),
 ]
 
 

@@ -20,7 +20,7 @@ from tiers import sample_or_grid
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
-    Disk,
+    FileSystem,
     Part,
     SaveJob,
     Saver,
@@ -35,7 +35,7 @@ from opensora_sp.checkpoint import (
 from opensora_sp.memory import LivePeak
 
 
-class Recorder(Disk):
+class Recorder(FileSystem):
     """Notes every operation; ``before`` and ``after`` may do something to one of them."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Recorder(Disk):
         return action()
 
 
-class Killer(Disk):
+class Killer(FileSystem):
     """Sends SIGKILL to its own process before, within (half a write is done) or after the n-th operation."""
 
     def __init__(self, number: int, when: str) -> None:
@@ -74,10 +74,10 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def save(run_dir: Path, step: int, disk: Disk | None = None, **keep: int) -> None:
+def save(run_dir: Path, step: int, filesystem: FileSystem | None = None, **keep: int) -> None:
     """One process saves a checkpoint of two tensor files and some JSON."""
     folder = CheckpointFolder(
-        run_dir / checkpoint_name(step), {"state.json": b"{}\n"}, disk=disk, **keep
+        run_dir / checkpoint_name(step), {"state.json": b"{}\n"}, filesystem=filesystem, **keep
     )
     parts = {name: Part.whole(tensor) for name, tensor in tensors(step).items()}
     Saver().save(
@@ -106,9 +106,9 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorded(run_dir: Path) -> list[tuple[str, Path]]:
-    disk = Recorder()
-    save(run_dir, 3, disk, keep_last=2)
-    return disk.done
+    recorder = Recorder()
+    save(run_dir, 3, recorder, keep_last=2)
+    return recorder.done
 
 
 def points(operations: list[tuple[str, Path]], grid: bool) -> list[tuple[int, str]]:
@@ -155,7 +155,7 @@ def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
             verify(checkpoint)
         found, wanted = load_file(newest / "model/model.safetensors"), tensors(int(newest.name[-1]))
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        save(run_dir, 4, keep_last=2)  # the next start goes on, and clears away what was left
+        save(run_dir, 4, keep_last=2)  # the next start resumes, and removes what was left
         names = sorted(path.name for path in run_dir.iterdir() if path.is_dir())
         assert names == [checkpoint_name(3 if committed else 2), checkpoint_name(4)]
         assert (run_dir / "latest").read_text() == checkpoint_name(4) + "\n"
@@ -273,7 +273,7 @@ def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "kept" / "file").write_text("x")
     (tmp_path / "run" / "folder").mkdir(parents=True)
     (tmp_path / "run" / "folder" / "link").symlink_to(tmp_path / "kept")
-    Disk().remove_tree(tmp_path / "run")
+    FileSystem().remove_tree(tmp_path / "run")
     assert (tmp_path / "kept" / "file").is_file() and not (tmp_path / "run").exists()
     (tmp_path / "step_00000001").mkdir()
     assert set_aside(tmp_path / "step_00000001").name == "step_00000001.damaged"
@@ -317,7 +317,7 @@ def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
     wanted = {f"{i}": torch.arange(7 * i).reshape(7, i).to(dtype) for i, dtype in enumerate(dtypes)}
     wanted["scalar"] = torch.tensor(3.5)
     file = TensorFile(
-        Disk(), tmp_path / "a", {name: Spec.of(tensor) for name, tensor in wanted.items()}
+        FileSystem(), tmp_path / "a", {name: Spec.of(tensor) for name, tensor in wanted.items()}
     )
     from opensora_sp.checkpoint.tensor_file import file_order
 
@@ -336,8 +336,8 @@ def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
     assert struct.unpack("<Q", (tmp_path / "a").read_bytes()[:8])[0] % 8 == 0
 
 
-class Full(Disk):
-    """A disk with no room for anything after so many bytes."""
+class Full(FileSystem):
+    """A full disk: no write succeeds after so many bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -352,7 +352,7 @@ class Full(Disk):
 def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
     """Sharded tensors: in the background, on a full disk, and how much memory it takes."""
     rank, world, size = dist.get_rank(), dist.get_world_size(), 1000
-    saver, told = Saver(), []
+    saver, errors = Saver(), []
     whole = {f"{i}": torch.arange(size - i, dtype=torch.float32) + i for i in range(8)}
     length = -(-size // world)
     padded = {
@@ -361,10 +361,10 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
     }
     shards = {name: tensor.view(world, length)[rank].clone() for name, tensor in padded.items()}
 
-    def job(step: int, disk: Disk | None = None) -> SaveJob:
+    def job(step: int, filesystem: FileSystem | None = None) -> SaveJob:
         parts = {name: Part(shards[name], Spec.of(whole[name]), sharded=True) for name in whole}
         return SaveJob(
-            CheckpointFolder(run_dir / checkpoint_name(step), {}, disk=disk),
+            CheckpointFolder(run_dir / checkpoint_name(step), {}, filesystem=filesystem),
             {"a.safetensors": parts},
         )
 
@@ -376,7 +376,7 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
         peak.reset_peak()
         saver.save(job(2), in_background=True)
         for shard in shards.values():
-            shard.add_(1)  # the training goes on
+            shard.add_(1)  # the training continues
     saver.wait()
     copies = peak.peak
     for in_background in (False, True):
@@ -384,7 +384,7 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
             saver.save(job(3, Full(9000)), in_background=in_background)
             saver.wait()
         except ValueError as error:
-            told.append(str(error))
+            errors.append(str(error))
             assert rank or not list(
                 run_dir.glob(".partial-*")
             )  # nothing is left of it to fill the disk
@@ -394,16 +394,16 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
         verify(run_dir / checkpoint_name(step))
         found = load_file(run_dir / checkpoint_name(step) / "a.safetensors")
         assert all(torch.equal(found[name], whole[name] + more) for name in whole), step
-    return told, taken, copies
+    return errors, taken, copies
 
 
 def test_parts_of_two_ranks_become_whole_tensors(tmp_path: Path) -> None:
     of_ranks = run_ranks(2, saves_of_two_ranks, tmp_path, timeout=60)
     shard_bytes, all_shards = 500 * 4, 8 * 500 * 4
-    for told, taken, copies in of_ranks:
-        assert len(told) == 2 and all(
-            "No space left on device" in text for text in told
-        )  # every rank hears of it
+    for errors, taken, copies in of_ranks:
+        assert len(errors) == 2 and all(
+            "No space left on device" in text for text in errors
+        )  # on every rank
         assert taken <= shard_bytes  # one part of one tensor at a time
         assert all_shards <= copies <= all_shards + shard_bytes  # a copy of this rank's own parts
     assert [path.name for path in committed_checkpoints(tmp_path)] == [

@@ -1,5 +1,5 @@
-"""A parallel strategy from outside the package: one class, registered. Engine, planner, command line, config and docs
-take it from there.
+"""A parallel strategy from outside the package: one class, registered. Engine, planner, command
+line, config and docs take it from there.
 
 Toy: tokens stay in spatial rows, and the input and output of each temporal attention switch layout.
 """
@@ -86,7 +86,7 @@ TOY = dict(strategy="temporal_branch")
 
 
 def train_on_ranks() -> list[dict[str, int]]:
-    """Compares with one process, and returns the bytes that this rank sent in each of CASES, by phase."""
+    """Compares with one process; returns the bytes sent in each of CASES, by phase."""
     register_strategy(TemporalBranch)
     mesh, found = SequenceMesh(sp_size=dist.get_world_size()), []
     for case in CASES:
@@ -131,7 +131,10 @@ image_size = (32, 32)
 sp_size = 4
 vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
 text_encoder = dict(type="HashedBagOfWords", width=8, max_length=6)
-model = dict(type="STDiT3", in_channels=3, caption_channels=8, model_max_length=6, hidden_size=24, depth=2, num_heads=2)
+model = dict(
+    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=6, hidden_size=24, depth=2,
+    num_heads=2,
+)
 dataset = dict(manifest="none.csv")
 max_steps = 2
 sequence_parallel = dict(strategy="temporal_branch")

@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import (
     find_weights,
+    fitted,
     from_pretrained,
+    load_model,
     open_weights,
     reader,
     save_pretrained,
@@ -99,9 +101,9 @@ def state(model: STDiT3) -> State:
 def refused(message: str, call: Callable[..., Any], *args: Any, **options: Any) -> str:
     with pytest.raises(ValueError) as error:
         call(*args, **options)
-    told = str(error.value)
-    assert message in told and told.startswith("got ") and "; expected " in told, told
-    return told
+    text = str(error.value)
+    assert message in text and text.startswith("got ") and "; expected " in text, text
+    return text
 
 
 # Layouts. Each writes into a folder and returns what a user passes.
@@ -225,7 +227,6 @@ def booster_folders(folder: Path) -> None:
 
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
-    from opensora_sp.training.checkpointing import load_model
     from opensora_sp.training.trainer import fixed_tensors
 
     plugin = SequenceParallelPlugin(sp_size=2, stage=2, precision="fp32")
@@ -249,7 +250,8 @@ def booster_folders(folder: Path) -> None:
         torch.save({"state_dict": other.state_dict()}, folder / "other.pth")
     torch.distributed.barrier()
     shards = NamedShards(bare, optimizer)
-    load_model(open_weights(folder / "other.pth", allow_pickle=True), bare, fixed, shards)
+    weights = fitted(open_weights(folder / "other.pth", allow_pickle=True), bare)
+    load_model(weights, bare, shards, fixed)
     wanted = other.state_dict()
     assert same(bare.state_dict(), wanted) and same(fixed, {name: wanted[name] for name in fixed})
     for name, master in shards.master_weights.items():
@@ -302,7 +304,7 @@ def test_pickles_are_read_only_when_allowed_and_never_run(state: State, tmp_path
         ("2.10.0", []),
     ],
 )
-def test_known_holes_of_torch_are_told_once(
+def test_known_vulnerabilities_of_torch_are_logged_once(
     version: str,
     named: list[str],
     tmp_path: Path,
@@ -323,13 +325,13 @@ def test_known_holes_of_torch_are_told_once(
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
-    for content, told in [
+    for content, message in [
         ({"epoch": 3}, "holds 3 under 'epoch'"),
         ([1, 2], "holds list [1, 2]"),
         ({"a": torch.ones(1), "step": 7}, "holds 7 under 'step'"),
     ]:
         torch.save(content, tmp_path / "a.pt")
-        refused(told, open_weights, tmp_path / "a.pt", allow_pickle=True)
+        refused(message, open_weights, tmp_path / "a.pt", allow_pickle=True)
     torch.save({"a": torch.ones(1000)}, tmp_path / "a.pt")
     whole = (tmp_path / "a.pt").read_bytes()
     for damaged in (whole[:1500], b"", b"PK", b"something else", b"\x80\x02"):
@@ -376,7 +378,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(model: STDiT3, tmp_pat
     (folder / "model.safetensors.index.json").write_text("{}")
     refused("not an index of shards (KeyError('weight_map'))", open_weights, folder)
     save_file(model.state_dict(), tmp_path / "outside.safetensors")
-    for content, told in [
+    for content, message in [
         ("{", "which is not an index of shards"),
         ({"weight_map": {}}, "which is not an index of shards"),
         ({"weight_map": [1]}, "which is not an index of shards"),
@@ -395,7 +397,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(model: STDiT3, tmp_pat
             open_weights,
             weight_files,
         ):  # sampling asks for the files first, for their digests
-            refused(told, look, folder)
+            refused(message, look, folder)
 
 
 # What does not fit.
@@ -410,14 +412,17 @@ def test_strict_loading_reports_every_difference(
     state["controlnet.weight"] = torch.ones(2)
     state["t_block.1.bias"] = torch.full((150,), 7.0)
     save_file(state, tmp_path / "a.safetensors")
-    told = refused(
+    message = refused(
         "got weights of another model", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
     )
     assert (
         "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); unexpected controlnet.weight; "
-        in told
+        in message
     )
-    assert "of another shape t_block.1.bias [150], not [144]" in told and "conversion" not in told
+    assert (
+        "of another shape t_block.1.bias [150], not [144]" in message
+        and "conversion" not in message
+    )
     loose = STDiT3.from_pretrained(tmp_path / "a.safetensors", strict=False, **SMALL)
     assert "4 differences: missing spatial_blocks.*.attn.qkv.weight" in caplog.text
     ours = loose.state_dict()
@@ -437,10 +442,10 @@ def test_strict_loading_reports_every_difference(
 
 def test_the_report_of_a_whole_other_model_stays_readable(model: STDiT3, tmp_path: Path) -> None:
     save_file(drawn("STDiT2", **SMALL).state_dict(), tmp_path / "a.safetensors")
-    told = refused(
+    message = refused(
         "more kinds of names", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
     )
-    assert len(told) < 1800
+    assert len(message) < 1800
     save_pretrained(drawn("STDiT2", **SMALL), tmp_path / "hf")
     refused("_class_name is 'STDiT2' there, 'STDiT3' here", STDiT3.from_pretrained, tmp_path / "hf")
     save_pretrained(model, tmp_path / "three")
@@ -495,7 +500,7 @@ def test_official_folders_give_the_released_output(
     _, tensors = official(name, tmp_path)
     with caplog.at_level(logging.INFO, "opensora_sp"):
         model = OFFICIAL[name].from_pretrained(tmp_path)
-    assert "config.json: left out _name_or_path, architectures" in caplog.text
+    assert "config.json: ignored _name_or_path, architectures" in caplog.text
     assert ("is of Open-Sora 1.1: qk_norm_legacy=True" in caplog.text) == ("v11" in name)
     assert ("is of Open-Sora 1.3" in caplog.text) == ("v13" in name)
     given = {
@@ -509,7 +514,7 @@ def test_official_folders_give_the_released_output(
 
 
 def test_settings_that_may_change_the_model_are_refused(tmp_path: Path) -> None:
-    for more, told in [
+    for more, message in [
         ({"kernel": 8}, "with kernel = 8 in config.json"),
         ({"no_temporal_pos_emb": True}, "with no_temporal_pos_emb = True in config.json"),
         (
@@ -522,7 +527,7 @@ def test_settings_that_may_change_the_model_are_refused(tmp_path: Path) -> None:
         official("stdit3_v12_plain", tmp_path / "a", **more)
         with pytest.raises(ValueError) as error:
             from_pretrained(tmp_path / "a")
-        assert told in str(error.value)
+        assert message in str(error.value)
     official("stdit3_v12_plain", tmp_path / "a", no_temporal_pos_emb=False)
     assert from_pretrained(tmp_path / "a", drop_path=0.5).config.drop_path == 0.5
     (tmp_path / "a" / "config.json").write_text("{")
@@ -536,13 +541,13 @@ def test_settings_that_may_change_the_model_are_refused(tmp_path: Path) -> None:
 def test_null_caption_of_another_length(length: int, model: STDiT3, tmp_path: Path) -> None:
     save_pretrained(model, tmp_path / "hf")
     if length != 12:
-        told = refused(
+        message = refused(
             "y_embedder.y_embedding [12, 8], not",
             from_pretrained,
             tmp_path / "hf",
             model_max_length=length,
         )
-        assert "convert=['y_embedding']" in told
+        assert "convert=['y_embedding']" in message
     other = from_pretrained(tmp_path / "hf", model_max_length=length, convert=["y_embedding"])
     null, was = other.y_embedder.y_embedding, model.y_embedder.y_embedding
     wanted = was[:length] if length <= 12 else torch.cat([was, was[-1:].expand(length - 12, -1)])
@@ -557,8 +562,10 @@ def test_without_sigma_the_rest_of_the_output_is_the_same(
 ) -> None:
     model = drawn("STDiT3", **SMALL, patch_size=patch_size)
     save_pretrained(model, tmp_path / "hf")
-    told = refused("final_layer.linear.weight", from_pretrained, tmp_path / "hf", pred_sigma=False)
-    assert "convert=['pred_sigma']" in told
+    message = refused(
+        "final_layer.linear.weight", from_pretrained, tmp_path / "hf", pred_sigma=False
+    )
+    assert "convert=['pred_sigma']" in message
     other = from_pretrained(tmp_path / "hf", convert=["pred_sigma"])
     assert not other.config.pred_sigma
     given = inputs(model)
@@ -575,13 +582,13 @@ def test_position_tables_of_another_size(tmp_path: Path, caplog: pytest.LogCaptu
     model = drawn("STDiT", **TABLE)
     torch.save(model.state_dict(), tmp_path / "v1.pth")
     options = {**SMALL, "input_size": (6, 6, 10), "space_scale": 1.0, "allow_pickle": True}
-    told = refused(
+    message = refused(
         "pos_embed [1, 12, 24], not [1, 15, 24]",
         STDiT.from_pretrained,
         tmp_path / "v1.pth",
         **options,
     )
-    assert "convert=['pos_embed']" in told
+    assert "convert=['pos_embed']" in message
     with caplog.at_level(logging.INFO, "opensora_sp"):
         other = STDiT.from_pretrained(tmp_path / "v1.pth", convert=("pos_embed",), **options)
     assert "conversion pos_embed: pos_embed_temporal from [1, 4, 24] to [1, 6, 24]" in caplog.text
@@ -744,7 +751,7 @@ def test_convert_refuses_with_a_sentence(
 ) -> None:
     torch.save(model.state_dict(), tmp_path / "a.pt")
     both = (tmp_path / "a.pt", tmp_path / "out")
-    for arguments, told in [
+    for arguments, message in [
         (both, "which is pickled"),
         ((*both, "--allow-pickle"), "without config.json"),
         ((tmp_path / "a.pt", tmp_path), "which is there already"),
@@ -764,7 +771,7 @@ def test_convert_refuses_with_a_sentence(
     ]:
         with pytest.raises(SystemExit) as left:
             convert(*arguments)
-        assert left.value.code == 2 and told in capsys.readouterr().err
+        assert left.value.code == 2 and message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
 
@@ -775,7 +782,7 @@ def test_runs_start_from_foreign_weights(tmp_path: Path) -> None:
     foreign = drawn("STDiT3", **{**SMALL, "model_max_length": 20})
     torch.save({"state_dict": foreign.state_dict()}, tmp_path / "a.pth")
     ask = ["allow_pickle=True", "convert=['y_embedding', 'pred_sigma']"]
-    for options, told in [
+    for options, message in [
         ([], "which is pickled"),
         (ask[:1], "convert=['y_embedding', 'pred_sigma']"),
         (ask, None),
@@ -785,9 +792,9 @@ def test_runs_start_from_foreign_weights(tmp_path: Path) -> None:
             tmp_path / "sample.py", [f"ckpt={tmp_path / 'a.pth'}", "prompts=['a']", *options]
         )
         place = sampling_preflight(sample)[1]
-        if told:
-            refused(told, check_initial_weights, train)
-            refused(told, build_pipeline, sample, place, SequenceMesh(1), torch.device("cpu"))
+        if message:
+            refused(message, check_initial_weights, train)
+            refused(message, build_pipeline, sample, place, SequenceMesh(1), torch.device("cpu"))
     check_initial_weights(train)
     found = build_pipeline(sample, place, SequenceMesh(1), torch.device("cpu")).model.state_dict()
     unchanged = {

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from opensora_sp.checkpoint import Disk
+from opensora_sp.checkpoint import FileSystem
 from opensora_sp.training.checkpointing import TrainingState
 from opensora_sp.training.trainer import Trainer
 
@@ -48,7 +48,7 @@ def step_of(plain: Any) -> Any:
 
 
 def perform_of(plain: Any) -> Any:
-    def perform(self: Disk, kind: str, path: Path, action: Any) -> Any:
+    def perform(self: FileSystem, kind: str, path: Path, action: Any) -> Any:
         if (
             KIND == "kill in save"
             and MINE
@@ -70,9 +70,9 @@ def load_of(plain: Any) -> Any:
     return load
 
 
-Trainer._step, Disk.perform, TrainingState.load = (
+Trainer._step, FileSystem.perform, TrainingState.load = (
     step_of(Trainer._step),
-    perform_of(Disk.perform),
+    perform_of(FileSystem.perform),
     load_of(TrainingState.load),
 )
 Path(os.environ["PIDS"], f"{ATTEMPT}-{RANK}").write_text(str(os.getpid()))

@@ -30,7 +30,7 @@ from opensora_sp.encoders import (
     loading,
     planned_latent_size,
 )
-from opensora_sp.encoders.pretrained import clean_caption
+from opensora_sp.encoders.huggingface import clean_caption
 from opensora_sp.models import build_model
 from opensora_sp.sampling.decoding import grouped
 
@@ -202,7 +202,7 @@ def test_t5(t5_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     said = [
         record.getMessage() for record in caplog.records if record.name.startswith("opensora_sp")
     ]
-    assert len(said) == 1 and "is cut at text_encoder.max_length = 12" in said[0]
+    assert len(said) == 1 and "is truncated to text_encoder.max_length = 12" in said[0]
     alone = encoder.encode(["a"])
     torch.testing.assert_close(
         alone[0][0, 0, : alone[1].sum()], y[0, 0, : mask[0].sum()]

@@ -74,7 +74,7 @@ def test_one_ancestral_step(release: str) -> None:
         )
         x, t = one["input/x"], one["input/t"]
         predicted = toy_network(x, process.network_time(t), text_mean(one["input/y"]), None)
-        back = process.step_back(predicted, x, t, clip=case["clip_denoised"])
+        back = process.reverse_step(predicted, x, t, clip=case["clip_denoised"])
         close(back.x_start, one["pred_xstart"])
         close(back.mean, one["mean"])
         close(back.log_variance, one["log_variance"])

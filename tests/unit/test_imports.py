@@ -85,6 +85,12 @@ def test_nothing_imports_the_scripts_and_lower_rooms_not_the_runs() -> None:
             assert not any(name.startswith(runs) for name in imported(path)), path
 
 
+@pytest.mark.parametrize("package", ["checkpoint", "storage"])
+def test_checkpoints_are_read_and_written_without_the_models(package: str) -> None:
+    code = f"import sys, opensora_sp.{package}; assert 'opensora_sp.models' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_models_reach_the_disk_only_when_asked_to() -> None:
     code = "import sys, opensora_sp.models; assert not {'safetensors', 'opensora_sp.checkpoint'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

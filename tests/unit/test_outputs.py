@@ -142,7 +142,7 @@ def test_skip_existing_goes_on_where_a_run_stopped(
     written = sample(again.model_copy(update={"prompts": changed}))
     assert {path.name for path in written} == {"002-a-blue-square.gif", "002-a-blue-square-s1.gif"}
     assert (
-        "002-a-blue-square.gif is of another request (fps 4.0, now 8.0); it is made anew"
+        "002-a-blue-square.gif is of another request (fps 4.0, now 8.0); it is sampled again"
         in caplog.text
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, Popen, TimeoutExpired
 from typing import Any
 
 from .host_report import Check, Report, examine
@@ -46,14 +46,6 @@ class Diagnosis:
         first, *others = (report.to_dict() for report in self.reports)
         collective = None if self.collective is None else vars(self.collective)
         return {**first, "hosts": others, "collective": collective, "ok": self.ok}
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What ``torchrun`` returned on one host."""
-
-    status: int
-    output: str
 
 
 def diagnose_here(port: int | None, *, collective: bool, master: str | None = None) -> Diagnosis:
@@ -118,9 +110,7 @@ def _examine_host(name: str, remote: Remote | None, port: int | None, *, master:
         report.checks.append(remote.clock())
         port_option = ["--master-port", str(port)] if port else ["--no-port"]
         there = remote.examine("--master-addr", master, *port_option, timeout=EXAMINE_TIMEOUT)
-    except (
-        Exception
-    ) as error:  # a connection fails in many ways; the other hosts are still examined
+    except Exception as error:  # a connection fails in many ways; other hosts are still examined
         report.checks.append(Check.failed("opensora-sp", str(error)))
         return report
     return replace(there, host=name, checks=report.checks + there.checks)
@@ -147,33 +137,33 @@ def _compare(reports: list[Report]) -> None:
             report.checks.append(Check(name, "code, versions and number of GPUs"))
 
 
-def _torchrun(remote: Remote | None, options: list[str]) -> Launched:
+def _torchrun(remote: Remote | None, options: list[str]) -> CompletedProcess[str]:
     """Run torchrun on a host until it exits."""
     arguments = ["-m", "torch.distributed.run", *options]
     if remote is not None:
         done = remote.python(*arguments, timeout=PROBE_TIMEOUT)
-        return Launched(done.exited, done.stdout + done.stderr)
+        return CompletedProcess(arguments, done.exited, done.stdout + done.stderr)
 
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=STDOUT,
         text=True,
     )
     try:
         output, _ = process.communicate(timeout=PROBE_TIMEOUT)
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         process.terminate()  # torchrun forwards it to its ranks
         output, _ = process.communicate()
-    return Launched(process.returncode, output)
+    return CompletedProcess(arguments, process.returncode, output)
 
 
-def _check_collective(launched: list[Launched]) -> Check:
+def _check_collective(launched: list[CompletedProcess[str]]) -> Check:
     """What the ranks of all hosts measured, or why they could not."""
-    output = "\n".join(one.output for one in launched)
+    output = "\n".join(one.stdout for one in launched)
     results = [line for line in output.splitlines() if line.startswith(PREFIX)]
-    if not results or any(one.status for one in launched):
+    if not results or any(one.returncode for one in launched):
         errors = [message or raised for message, raised in ERRORS.findall(output)]
         message = errors[0] if errors else f"no answer within {PROBE_TIMEOUT} s"
         check = Check.failed("all ranks", message)

@@ -103,6 +103,10 @@ def _run_check(name: str, found: str, check: Callable[[], None]) -> Check:
     return Check(name, found)
 
 
+def _warn_if(problem: bool, name: str, found: str, advice: str) -> Check:
+    return Check(name, found, "warn", advice) if problem else Check(name, found)
+
+
 def _software(facts: dict[str, str]) -> list[Check]:
     colossalai, flash = facts["colossalai"], facts["flash-attn"]
     without_flash = f"{ABSENT}, and not needed: torch SDPA is used"
@@ -159,18 +163,15 @@ def _gpu(number: int) -> Check:
         f"{facts.name}, {free / GB:.1f} GB free of {total / GB:.1f}, compute "
         f"{facts.major}.{facts.minor}"
     )
-    if free < 0.9 * total:
-        return Check(f"GPU {number}", found, "warn", "another process uses it: see nvidia-smi")
-    return Check(f"GPU {number}", found)
+    advice = "another process uses it: see nvidia-smi"
+    return _warn_if(free < 0.9 * total, f"GPU {number}", found, advice)
 
 
 def _memory() -> Check:
     memory = psutil.virtual_memory()
     found = f"{memory.available / GB:.1f} GB free of {memory.total / GB:.1f}"
-    if memory.available < MIN_MEMORY:
-        advice = "end processes that use memory: loading a model alone needs more"
-        return Check("memory", found, "warn", advice)
-    return Check("memory", found)
+    advice = "end processes that use memory: loading a model alone needs more"
+    return _warn_if(memory.available < MIN_MEMORY, "memory", found, advice)
 
 
 def _shared_memory() -> Check:
@@ -181,10 +182,8 @@ def _shared_memory() -> Check:
 
     total, free = usage
     found = f"{free / GB:.2f} GB free of {total / GB:.2f} in /dev/shm"
-    if free < MIN_SHARED_MEMORY:
-        advice = "docker run --shm-size=8g, or num_workers=0; NCCL needs some as well"
-        return Check(name, found, "warn", advice)
-    return Check(name, found)
+    advice = "docker run --shm-size=8g, or num_workers=0; NCCL needs some as well"
+    return _warn_if(free < MIN_SHARED_MEMORY, name, found, advice)
 
 
 def _port(port: int) -> Check:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fabric
 import paramiko
+from paramiko.ssh_exception import NoValidConnectionsError
 
 from opensora_sp.runtime.environment import is_loopback, resolve
 from opensora_sp.runtime.host_checks import interfaces
@@ -152,7 +153,9 @@ def _explain(error: Exception, name: str) -> Check:
         return failed(
             "unknown host name", "correct the hostfile, or add the name to DNS or /etc/hosts"
         )
-    if _is_refused(error):
+    if isinstance(error, NoValidConnectionsError) and any(
+        getattr(cause, "errno", None) == errno.ECONNREFUSED for cause in error.errors.values()
+    ):
         found = "connection refused: no ssh server at this port"
         return failed(found, "start sshd there, or pass --ssh-port")
 
@@ -167,10 +170,3 @@ def _explain(error: Exception, name: str) -> Check:
         found = f"not reachable: {error.strerror or error}"
         return failed(found, "check that it runs, its address, and firewalls")
     return failed(f"{type(error).__name__}: {error}", f"try: ssh {name} true")
-
-
-def _is_refused(error: Exception) -> bool:
-    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
-        causes = [getattr(cause, "errno", None) for cause in error.errors.values()]
-        return errno.ECONNREFUSED in causes
-    return isinstance(error, ConnectionRefusedError)

@@ -95,10 +95,10 @@ def check_model(name: str, setup: Setup) -> Iterator[Finding]:
     for dtype, min_error in MIN_ERROR.items():
         # Both sides start from the same rounded weights and inputs.
         rounded = copy_to(cpu, dtype, model, inputs)
-        exact = errors_of(step(*copy_to(cpu, torch.float64, *rounded)))
-        expected = exact(step(*rounded))
+        exact = step(*copy_to(cpu, torch.float64, *rounded))
+        expected = errors(step(*rounded), exact)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            found = exact(step(*copy_to(setup.device, dtype, model, inputs)))
+            found = errors(step(*copy_to(setup.device, dtype, model, inputs)), exact)
 
         label = f"{name}, {str(dtype).removeprefix('torch.')}"
         ratios = {key: error / max(min_error, expected[key]) for key, error in found.items()}
@@ -113,19 +113,14 @@ def check_model(name: str, setup: Setup) -> Iterator[Finding]:
         yield Finding(f"{label}: {len(ratios)} gradients", worst, MAX_RATIO, "x CPU's", note=note)
 
 
-def errors_of(exact: Step) -> Callable[[Step], dict[str, float]]:
-    """A function that measures relative errors by name: of the output, and of each gradient."""
+def errors(found: Step, exact: Step) -> dict[str, float]:
+    """Relative errors by name: of the output, and of each gradient."""
     output, gradients = exact
     floor = NOISE_FLOOR * max(gradient.norm().item() for gradient in gradients.values())
-
-    def measure(found: Step) -> dict[str, float]:
-        own_output, own_gradients = found
-        errors = {
-            name: relative_error(own_gradients[name], g, floor) for name, g in gradients.items()
-        }
-        return {OUTPUT: relative_error(own_output, output), **errors}
-
-    return measure
+    by_name = {OUTPUT: relative_error(found[0], output)}
+    for name, gradient in gradients.items():
+        by_name[name] = relative_error(found[1][name], gradient, floor)
+    return by_name
 
 
 def check_compiled(setup: Setup) -> Iterator[Finding]:

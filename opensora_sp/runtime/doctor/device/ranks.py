@@ -137,32 +137,31 @@ RANK_CHECKS: dict[str, RankCheck] = {
 def check_ranks(setup: Setup) -> Iterator[Finding]:
     """Run ``RANK_CHECKS`` on processes of their own; a rank that fails or hangs is a finding."""
     results = mp.get_context("spawn").SimpleQueue()
-    found: list[Finding] = []
     with TemporaryDirectory() as folder:
         arguments = (setup, f"file://{folder}/store", results)
         workers = mp.spawn(_run_checks, arguments, nprocs=setup.num_ranks, join=False)
-        error = _collect(workers, results, found)
-    yield from found
+        error = _wait_for(workers)
+
+    count = 0
+    while not results.empty():
+        count += 1
+        yield results.get()
     if error is not None:
-        done = {finding.name for finding in found}
-        yield Finding.of_error(f"ranks, after {len(done)} findings", error)
+        yield Finding.of_error(f"ranks, after {count} findings", error)
 
 
-def _collect(workers: Any, results: Any, found: list[Finding]) -> Exception | None:
-    """Collect rank 0's findings until all ranks have exited; returns the first error of a rank."""
+def _wait_for(workers: Any) -> Exception | None:
+    """Wait until all ranks have exited; returns the first error of a rank."""
     error: Exception | None = None
     try:
         if not wait_until(lambda: workers.join(timeout=0.2), TIMEOUT):
             error = TimeoutError(f"no answer within {TIMEOUT:.0f} s")
     except Exception as raised:  # mp.spawn's, with a rank's traceback as its text
-        lines = str(raised).strip().splitlines()
-        error = RuntimeError(lines[-1])
+        error = RuntimeError(str(raised).strip().splitlines()[-1])
 
     for process in workers.processes:
         if process.is_alive():
             process.kill()
-    while not results.empty():
-        found.append(results.get())
     return error
 
 

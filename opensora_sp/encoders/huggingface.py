@@ -1,5 +1,4 @@
-"""The encoders of real models: diffusers' image autoencoder applied frame by frame, transformers'
-T5.
+"""Pretrained encoders: diffusers' image autoencoder applied frame by frame, transformers' T5.
 
 Legend: B samples, F frames, c latent channels, f x h x w latent size, L text tokens.
 """
@@ -19,16 +18,16 @@ from .base import check_latent_frames
 from .loading import Dtype, FrozenEncoder, load_pretrained, saved_config
 
 logger = logging.getLogger(__name__)
-SD_FACTOR = 8  # pixels to a latent position, in all autoencoders of Stable Diffusion
+SD_FACTOR = 8  # pixels per latent position in the autoencoders of Stable Diffusion
 
 
 class FrameAutoencoder(nn.Module):
-    """An image autoencoder on every frame by itself.
+    """An image autoencoder applied to every frame.
 
     Args:
         module: diffusers' ``AutoencoderKL``.
-        scaling_factor: what its latents are multiplied by.
-        micro_batch_size: frames that it sees at a time; None for all. Memory grows with it.
+        scaling_factor: factor of its latents.
+        micro_batch_size: frames per batch; None for all. Memory grows with it.
     """
 
     def __init__(self, module: Any, *, scaling_factor: float, micro_batch_size: int | None) -> None:
@@ -45,23 +44,24 @@ class FrameAutoencoder(nn.Module):
         self.factor = spatial_factor(module.config.block_out_channels)
 
     def encode(self, video: Tensor, noise: Tensor | None = None) -> Tensor:
-        """``[B, 3, F, height, width]`` -> ``[B, c, F, h, w]``: posterior means, or samples if given
-        normal numbers.
+        """``[B, 3, F, height, width]`` -> ``[B, c, F, h, w]``: posterior means, or samples.
+
+        Args:
+            noise: standard normal ``[B, c, F, h, w]`` for samples; None for means.
         """
         frames = rearrange(video, "b c f h w -> (b f) c h w")
         noises = None if noise is None else rearrange(noise, "b c f h w -> (b f) c h w")
+
         parts = []
         for places in self._micro_batches(frames):
             posterior = self.module.encode(frames[places]).latent_dist
-            parts.append(
-                posterior.mean
-                if noises is None
-                else posterior.mean + posterior.std * noises[places]
-            )
-        return (
-            rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=video.shape[0])
-            * self.scaling_factor
-        )
+            latents = posterior.mean
+            if noises is not None:
+                latents = latents + posterior.std * noises[places]
+            parts.append(latents)
+
+        latents = rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=video.shape[0])
+        return latents * self.scaling_factor
 
     def decode(self, latents: Tensor) -> Tensor:
         """``[B, c, F, h, w]`` -> ``[B, 3, F, height, width]``."""
@@ -77,19 +77,18 @@ class FrameAutoencoder(nn.Module):
 
 
 class ImageVAE(FrozenEncoder):
-    """diffusers' ``AutoencoderKL`` (Rombach et al., 2022) frame by frame; latents are scaled
-    posterior means.
+    """diffusers' ``AutoencoderKL`` (Rombach et al., 2022), frame by frame.
+
+    Latents are scaled posterior means.
 
     Args:
         from_pretrained: local folder, or name on the Hugging Face hub.
         subfolder: folder of the autoencoder inside a pipeline.
-        micro_batch_size: frames encoded or decoded at a time; None for all.
-        dtype: "fp32", "bf16" or "fp16"; latents and videos come out in float32.
-        scaling_factor: what latents are multiplied by; None for what the autoencoder's own
-            configuration says.
-        round_down: take frames that do not divide by 8 (pixels to a latent position) as Open-Sora
-            1.2 does, latents and decoded videos being rounded down; False refuses them as Open-Sora
-            1.0 does.
+        micro_batch_size: frames encoded or decoded in one batch; None for all.
+        dtype: "fp32", "bf16" or "fp16" for the weights; latents and videos are float32.
+        scaling_factor: factor of the latents; None for that of the autoencoder's configuration.
+        round_down: round sizes that are not multiples of 8 pixels down, as in Open-Sora 1.2; False
+            makes them errors, as in Open-Sora 1.0.
         offload: keep the weights on the CPU between calls.
 
     Raises:
@@ -118,8 +117,11 @@ class ImageVAE(FrozenEncoder):
         self.frames = FrameAutoencoder(
             vae, scaling_factor=scaling_factor, micro_batch_size=micro_batch_size
         )
-        self.dtype, self.round_down = DTYPES[dtype], round_down
-        self.channels, self.micro_batch_size = self.frames.channels, micro_batch_size
+
+        self.dtype = DTYPES[dtype]
+        self.round_down = round_down
+        self.channels = self.frames.channels
+        self.micro_batch_size = micro_batch_size
         self.scale = 1 / scaling_factor
         self.requires_grad_(False).eval()
 
@@ -151,16 +153,17 @@ class ImageVAE(FrozenEncoder):
         round_down: bool = True,
         **_: Any,
     ) -> tuple[int, int, int]:
-        """``latent_size`` of an autoencoder that is not loaded: by its folder's ``config.json``,
-        or, where only a name on the hub is known, with 8 pixels to a latent position.
+        """``latent_size`` without loading the autoencoder, from its folder's ``config.json``.
+
+        For a name on the hub it assumes 8 pixels per latent position.
         """
-        described = saved_config(from_pretrained, subfolder)
-        factor = SD_FACTOR if described is None else spatial_factor(described["block_out_channels"])
+        config = saved_config(from_pretrained, subfolder)
+        factor = SD_FACTOR if config is None else spatial_factor(config["block_out_channels"])
         return frame_latent_size(num_frames, height, width, factor, round_down=round_down)
 
 
 def spatial_factor(block_out_channels: Any) -> int:
-    """Pixels to a latent position of an ``AutoencoderKL``, which halves between its blocks."""
+    """Pixels per latent position of an ``AutoencoderKL``, which downsamples between its blocks."""
     return 2 ** (len(block_out_channels) - 1)
 
 
@@ -182,14 +185,15 @@ def frame_latent_size(
 
 
 class T5TextEncoder(FrozenEncoder):
-    """transformers' T5 encoder (Raffel et al., 2020) with its tokenizer; captions are cut at
-    ``max_length`` tokens.
+    """transformers' T5 encoder (Raffel et al., 2020) with its tokenizer.
+
+    Captions are truncated to ``max_length`` tokens.
 
     Args:
         from_pretrained: local folder, or name on the Hugging Face hub.
         max_length: tokens of the padded features.
-        dtype: "fp32", "bf16" or "fp16"; features come out in float32.
-        clean_captions: clean captions as those of the released models were, see ``clean_caption``.
+        dtype: "fp32", "bf16" or "fp16" for the weights; features are float32.
+        clean_captions: clean captions as in training the released models, see ``clean_caption``.
         offload: keep the weights on the CPU between calls.
 
     Raises:
@@ -213,13 +217,13 @@ class T5TextEncoder(FrozenEncoder):
         )
         self.width: int = self.t5.config.d_model
         self.max_length, self.clean_captions = max_length, clean_captions
-        self._said_that_captions_are_cut = False
+        self._has_warned = False
         self.requires_grad_(False).eval()
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         texts = [self._cleaned(text) for text in texts]
-        self._say_once_if_cut(texts)
+        self._warn_once_of_truncation(texts)
         tokens = self.tokenizer(
             texts,
             max_length=self.max_length,
@@ -235,16 +239,17 @@ class T5TextEncoder(FrozenEncoder):
     def _cleaned(self, text: str) -> str:
         return clean_caption(text) if self.clean_captions else text
 
-    def _say_once_if_cut(self, texts: list[str]) -> None:
-        if self._said_that_captions_are_cut:
+    def _warn_once_of_truncation(self, texts: list[str]) -> None:
+        if self._has_warned:
             return
+
         lengths = [len(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
         longest = max(range(len(texts)), key=lengths.__getitem__)
         if lengths[longest] > self.max_length:
-            self._said_that_captions_are_cut = True
+            self._has_warned = True
             logger.warning(
-                "a caption of %d tokens is cut at text_encoder.max_length = %d (said once): "
-                "%.80s...",
+                "a caption of %d tokens is truncated to text_encoder.max_length = %d (logged "
+                "once): %.80s...",
                 lengths[longest],
                 self.max_length,
                 texts[longest],
@@ -252,21 +257,18 @@ class T5TextEncoder(FrozenEncoder):
             )
 
     def num_tokens(self, text: str) -> int:
-        """Tokens of a caption before it is cut, counted with the one that ends it."""
+        """Tokens of a caption before truncation, with the end token."""
         return len(self.tokenizer(self._cleaned(text), verbose=False).input_ids)
 
 
 def clean_caption(text: str) -> str:
-    """A caption in lower case without addresses, markup, numbers of articles, file names and the
-    like.
+    """A caption in lower case without URLs, markup, article numbers, file names and the like.
 
-    The rules are those of DeepFloyd IF, as diffusers keeps them; Open-Sora trained on captions that
-    had gone through them twice.
+    The rules are those of DeepFloyd IF in diffusers; Open-Sora applied them twice in training.
     """
     from diffusers.pipelines.deepfloyd_if import IFPipeline
 
     for _ in range(2):
-        text = IFPipeline._clean_caption(
-            IFPipeline, text
-        )  # of the instance it reads a class attribute only
+        # The method reads only a class attribute of its instance.
+        text = IFPipeline._clean_caption(IFPipeline, text)
     return text
