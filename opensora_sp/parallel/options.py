@@ -133,6 +133,7 @@ def takes_options(function: Function) -> Function:
         lines.append(f"        {one.name}: {one.metadata['help']}")
 
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+    shown = signature.replace(parameters=[*own, *named])
+    function.__signature__ = shown  # type: ignore[attr-defined]
     function.__doc__ = f"{function.__doc__}\n    Options:\n" + "\n".join(lines)
     return function
