@@ -54,7 +54,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_so_does_sigint_to_one_rank(
     assert "rank 1: SIGINT; stopping after this step" in again.text
     assert (
         again.text.count(
-            "stopped by Ctrl-C (SIGINT) with a checkpoint, which --resume auto goes on from"
+            "stopped by Ctrl-C (SIGINT) with a checkpoint, from which --resume auto resumes"
         )
         == 1
     )

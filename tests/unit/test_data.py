@@ -17,6 +17,7 @@ from opensora_sp.data import (
     MicroBatchPlan,
     ReplicaBatches,
     Sample,
+    StepLoader,
     VideoTextDataset,
     count_frames,
     micro_batches_of,
@@ -129,6 +130,32 @@ def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
     )
     with pytest.raises(ValueError, match="got 2 clips and batch_size 3"):
         MicroBatchPlan(num_samples=2, batch_size=3, micro_batches_per_step=1, seed=0, shape=SHAPE)
+
+
+class Echo:
+    """A dataset whose items are the samples asked for."""
+
+    def __getitem__(self, sample: Sample) -> Sample:
+        return sample
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> None:
+    """4 micro-batches on 3 replicas: two rounds each, of which two replicas idle in the second."""
+    plan = MicroBatchPlan(
+        num_samples=23, batch_size=3, micro_batches_per_step=4, seed=5, shape=SHAPE
+    )
+    loaded: dict[int, list] = {0: [], 1: []}
+    for replica in range(3):
+        batches = ReplicaBatches(plan, start=0, stop=2, replica=replica, num_replicas=3)
+        for number, step in enumerate(StepLoader(Echo(), batches, num_workers=num_workers, seed=0)):
+            assert step.micro_batches == plan.step(number) and step.num_samples == 12
+            of_step = list(step.loaded)
+            assert len(of_step) == 2
+            assert all(items == micro_batch.samples for micro_batch, items in of_step)
+            loaded[number] += [micro_batch for micro_batch, _ in of_step if micro_batch.ids]
+    for number, micro_batches in loaded.items():
+        assert sorted(micro_batches) == plan.step(number)
 
 
 def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path) -> None:
