@@ -171,7 +171,7 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
 
 
 def test_time_in_communication_is_that_of_the_stream() -> None:
-    """The host goes on meanwhile, and events serve again."""
+    """The host continues meanwhile, and events serve again."""
     device = torch.device("cuda")
     timer = CommTimer(device)
     torch.cuda._sleep(1)  # what happens once

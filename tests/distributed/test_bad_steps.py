@@ -186,7 +186,9 @@ def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -
     for stage in (1, 2):
         run_dir = root / f"stage {stage}"
         seen = {step: digests(run_dir, step) for step in range(1, 6)}
-        assert seen[2] == seen[1] and seen[4] == seen[3]  # weights, masters, averages and moments
+        assert (
+            seen[2] == seen[1] and seen[4] == seen[3]
+        )  # fp32 master weights, EMA weights, moments
         assert all(a != b for a, b in zip(seen[2], seen[3])) and all(
             a != b for a, b in zip(seen[4], seen[5])
         )

@@ -1,4 +1,4 @@
-"""Training on mixed buckets: any division of the processes, a resume in the middle of an epoch, broken clips."""
+"""Training on mixed buckets: any division of the processes, a resume in the middle of an epoch, corrupt samples."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(folder: Path) -> None:
     found = re.search(r"epoch 0: \d+ of 24 clips in (\d+) steps of up to 3 micro-batches", log)
     assert (
         found and 2 < int(found[1]) < STEPS
-    )  # step 2 is inside the epoch, and the run goes on into the next
+    )  # step 2 is inside the epoch, and the run continues into the next
     assert losses(folder / "cut") == losses(folder / "2x1")[2:]
     assert digests(folder / "cut") == digests(folder / "2x1") and len(digests(folder / "cut")) == 3
 

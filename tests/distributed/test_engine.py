@@ -1,4 +1,4 @@
-"""The engine from its user's side: what it costs without other ranks, what it counts, and what it refuses."""
+"""The engine from its user's side: its overhead without other ranks, what it counts, and what it refuses."""
 
 from __future__ import annotations
 
@@ -254,7 +254,9 @@ def test_errors_and_counts_on_ranks() -> None:
         ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 4, 7, 9] float64 on rank 1; expected"
         in reported[0]
     )
-    assert ": output is 'shards' on rank 0, 'full' on rank 1; expected the same batch" in reported[1]
+    assert (
+        ": output is 'shards' on rank 0, 'full' on rank 1; expected the same batch" in reported[1]
+    )
     assert (
         ": y is [1, 1, 6, 5] float64 on rank 0, [1, 1, 5, 5]" in reported[2]
         and ": fps[0] is [1] float32" in reported[3]
@@ -268,7 +270,8 @@ def test_errors_and_counts_on_ranks() -> None:
         in reported[5]
     )
     assert (
-        ": train() or eval() is train on rank 0, eval on rank 1; expected the same modes" in reported[6]
+        ": train() or eval() is train on rank 0, eval on rank 1; expected the same modes"
+        in reported[6]
     )
     assert ": gradient checkpointing is on on rank 0, off on rank 1" in reported[7]
     assert ": gradient mode is on on rank 0, off on rank 1" in reported[8]

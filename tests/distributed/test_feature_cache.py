@@ -110,7 +110,7 @@ def make_and_train(folder: Path) -> list:
     goes_on = (
         mixed,
         (2, 1),
-        [*cached, f"outputs={folder / 'goes on'}"],
+        [*cached, f"outputs={folder / 'resumed'}"],
         str(folder / "plain" / "step_00000003"),
     )
     cases.append(("trained", 2, goes_on))
@@ -148,7 +148,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: Path) -> None:
-    """In every division of the processes, without any encoder; broken clips get the same replacements."""
+    """In every division of the processes, without any encoder; corrupt samples get the same replacements."""
     plain = losses(folder / "plain")
     assert len(set(plain)) == STEPS
     for layout in LAYOUTS:
@@ -159,7 +159,7 @@ def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: P
         ]
         assert summaries[0]["broken_clips"].keys() == summaries[1]["broken_clips"].keys() != set()
     assert losses(folder / "cached toys") == pytest.approx(losses(folder / "toys"), rel=2e-5)
-    assert losses(folder / "goes on") == pytest.approx(plain[3:], rel=2e-5)
+    assert losses(folder / "resumed") == pytest.approx(plain[3:], rel=2e-5)
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_an_interrupted_cache_goes_on_with_what_is_missing(folder: Path) -> None
     assert sum(first[:2]) + sum(second[:3]) == len(held)  # each once
     assert (
         third[0] == 0
-    )  # a finished one is left as it is, but for broken clips, which are tried again
+    )  # a finished one is left as it is, but for corrupt samples, which are tried again
     broken = {(clip, Path(file).name) for clip, _, file, _ in index["broken"]}
     assert broken and broken <= {(3, "3.png"), (13, "13.mp4")}
     names = [name for shard in index["shards"] for name in load_file(folder / "cache" / shard)]
@@ -258,7 +258,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
 
 
 def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
-    """The watchdog's peer_timeout, and whether it tells an error of before anything is encoded to all ranks."""
+    """The watchdog's peer_timeout, and whether it reports an error of before anything is encoded to all ranks."""
     from opensora_sp.features import precompute as module
 
     started = []

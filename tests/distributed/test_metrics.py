@@ -192,22 +192,22 @@ class StandIn:
         self.module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
         self.module.init = self.init
 
-    def tell(self, **what: Any) -> None:
+    def write(self, **what: Any) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(what) + "\n")
 
     def init(self, **arguments: Any) -> StandIn:
-        self.tell(init={key: arguments[key] for key in ("project", "name", "id", "resume")})
+        self.write(init={key: arguments[key] for key in ("project", "name", "id", "resume")})
         return self
 
     def define_metric(self, name: str, step_metric: str) -> None:
-        self.tell(axis=step_metric)
+        self.write(axis=step_metric)
 
     def log(self, values: dict[str, float]) -> None:
-        self.tell(log=values)
+        self.write(log=values)
 
     def finish(self) -> None:
-        self.tell(finish=True)
+        self.write(finish=True)
 
 
 def train_once(

@@ -31,9 +31,7 @@ def gradients_sent_as(
         for (
             name,
             p,
-        ) in (
-            model.named_parameters()
-        ):  # as in the middle of training: nothing zero, gates of weight
+        ) in model.named_parameters():  # as in the middle of training: nothing zero, large gates
             if p.requires_grad and ("table" in name or not p.any()):
                 p.copy_(
                     torch.randn(p.shape, generator=generator) * (0.5 if "table" in name else 0.1)

@@ -1,4 +1,4 @@
-"""The Booster plugin: a training step on any (dp, sp) is the one-process step; data, arguments, a user's own loop."""
+"""The Booster plugin: a training step on any (dp, sp) is the one-process step; data, arguments, a user's custom training loop."""
 
 from __future__ import annotations
 
@@ -77,15 +77,19 @@ def users_own_loop() -> list[float]:
     )
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # frozen ones among them
-    masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    master_weights = {
+        name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
+    }
     loader = plugin.prepare_dataloader(data, batch_size=3, shuffle=True, drop_last=True)
     booster = Booster(plugin=plugin)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     for name, parameter in model.unwrap().named_parameters():
-        if name in masters:  # masters are the fp32 weights, not their bf16 rounding
+        if name in master_weights:  # master weights are the fp32 weights, not their bf16 rounding
             shard = optimizer.get_working_to_master_map()[id(parameter)]
             size = -(-parameter.numel() // 2)
-            exact = masters[name].flatten()[dist.get_rank() * size : (dist.get_rank() + 1) * size]
+            exact = master_weights[name].flatten()[
+                dist.get_rank() * size : (dist.get_rank() + 1) * size
+            ]
             assert torch.equal(shard[: len(exact)], exact), name
     losses = []
     for _ in range(8):

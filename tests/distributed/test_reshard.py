@@ -169,7 +169,7 @@ def test_every_layout_reads_what_any_other_wrote(tmp_path: Path, grid: bool) -> 
                 assert error <= 1e-4 * tensor.abs().max() + 1e-7, (layout, name, error)
 
 
-RING = [(1, 1), (2, 2), (1, 3), (4, 1), (1, 4), (2, 1)]  # each goes on from the one before
+RING = [(1, 1), (2, 2), (1, 3), (4, 1), (1, 4), (2, 1)]  # each resumes from the one before
 FEW, MANY = 2, 12
 
 
@@ -211,10 +211,10 @@ def train_around_the_ring(config: Path, root: Path) -> list:
     if dist.get_rank() == 0:
         for i, layout in enumerate(RING):
             source = root / name_of(RING[i - 1]) / "step_00000002"
-            shutil.copytree(source, root / f"{name_of(layout)} goes on" / source.name)
+            shutil.copytree(source, root / f"{name_of(layout)} resumed" / source.name)
     dist.barrier()
     more = [
-        (dp * sp, ((dp, sp), config, root / f"{name_of((dp, sp))} goes on", MANY, True))
+        (dp * sp, ((dp, sp), config, root / f"{name_of((dp, sp))} resumed", MANY, True))
         for dp, sp in RING
     ]
     return [*whole, *parts, *in_worlds(trained, more)]
@@ -237,7 +237,7 @@ def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
         assert all(
             whole[m] == of_rank[m] for of_rank in drawn for m in of_rank
         )  # ids, timesteps, noise, drops
-        outputs = tmp_path / f"{name_of(layout)} goes on"
+        outputs = tmp_path / f"{name_of(layout)} resumed"
         assert [line["loss"] for line in read_metrics(outputs)] == pytest.approx(
             losses[FEW:], rel=1e-6
         ), layout

@@ -1,4 +1,4 @@
-"""A run that was cut and goes on in a fresh process is the run that was not cut: every step, to the last bit.
+"""A run that was cut and resumes in a fresh process is the run that was not cut: every step, to the last bit.
 
 In CI 16 cuts; ``make test-resume`` does 384. Every step writes a checkpoint, whose manifest has the SHA-256
 of fp32 master weights, EMA weights and optimizer state, and whose ``state.json`` the learning rate and the data
@@ -85,7 +85,7 @@ def run_on(
     cut: int,
     left_out: str | None,
 ) -> dict:
-    """Go on from the checkpoint of step ``cut``; the part of the state that is ``left_out`` stays as it was built."""
+    """Resume from the checkpoint of step ``cut``; the part of the state that is ``left_out`` stays as it was built."""
     from opensora_sp.training.checkpointing import TrainingState
 
     drawn: dict[int, tuple] = {}
@@ -356,10 +356,17 @@ def test_the_sample_log_of_two_epochs(config: Path, tmp_path: Path, grid: bool) 
             first = sample_logs[rank - rank % layout[1]]  # the peers' of its replica
             assert [row[:2] for row in sample_logs[rank]] == [row[:2] for row in first]
         of_replicas = [
-            row[:2] for sample_log in sample_logs[: layout[0] * layout[1] : layout[1]] for row in sample_log
+            row[:2]
+            for sample_log in sample_logs[: layout[0] * layout[1] : layout[1]]
+            for row in sample_log
         ]
         assert len(of_replicas) == 8 and dict(of_replicas) == reference, chosen[case]
-        cuts = [(m, item) for sample_log in sample_logs for m, _, cut in sample_log for item in cut.items()]
+        cuts = [
+            (m, item)
+            for sample_log in sample_logs
+            for m, _, cut in sample_log
+            for item in cut.items()
+        ]
         assert sorted(cuts) == sorted(
             (m, item) for m, cut in crops.items() for item in cut.items()
         ), chosen[case]

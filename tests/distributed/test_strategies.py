@@ -1,4 +1,4 @@
-"""Every way to share a batch gives the one-process result in float64, and sends what it is known to send.
+"""Every parallel strategy gives the one-process result in float64, and sends what it is known to send.
 
 Elements are counted in ``u = (P-1)/P * B*T*S*C/P`` a rank; see docs/communication.md.
 """
@@ -54,7 +54,9 @@ def compare_strategies() -> None:
         whole_samples = case.size[0] % mesh.sp_size == 0
         for options in BASELINES:
             counter = assert_one_process_result(case, mesh, **options)
-            again = sum(calls for (_, phase), calls in counter.calls.items() if phase == "recompute")
+            again = sum(
+                calls for (_, phase), calls in counter.calls.items() if phase == "recompute"
+            )
             assert bool(again) == case.checkpoint, (case, options, counter.calls)
         for options in (
             dict(placement="branch"),
@@ -63,7 +65,9 @@ def compare_strategies() -> None:
             counter = assert_one_process_result(case, mesh, **options)
             expected = 0 if whole_samples else 2 * DEPTH
             assert (
-                counter.calls["branch", "forward"] == counter.calls["branch", "backward"] == expected
+                counter.calls["branch", "forward"]
+                == counter.calls["branch", "backward"]
+                == expected
             )
             resent = case.checkpoint and len(options) == 2
             assert counter.calls["branch", "recompute"] == (expected if resent else 0), (
@@ -136,7 +140,8 @@ def compare_few_rows() -> None:
     few = Case((1, mesh.sp_size - 1, 4, 6), heads=3)
     counter = assert_one_process_result(few, mesh, cost_model=SLOW_LINKS)
     assert (
-        counter.calls["switch", "forward"] == 2 * DEPTH - 1 and not counter.calls["heads", "forward"]
+        counter.calls["switch", "forward"] == 2 * DEPTH - 1
+        and not counter.calls["heads", "forward"]
     )
 
 

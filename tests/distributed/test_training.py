@@ -1,4 +1,4 @@
-"""Training runs as users start them: resume, another number of processes, broken clips, errors before the work."""
+"""Training runs as users start them: resume, another number of processes, corrupt samples, errors before the work."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
 
 
 def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
-    """One rank is asked to stop when the first step has agreed to go on; whether it ends early, and validations."""
+    """One rank is asked to stop when the first step has agreed to continue; whether it ends early, and validations."""
     from opensora_sp.plugin import current_device, launch
 
     launch(0)

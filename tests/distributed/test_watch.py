@@ -19,7 +19,7 @@ from worlds import in_worlds
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.runtime import Watchdog, heartbeats
 
-pytestmark = pytest.mark.core  # the watchdog reads what torch does not promise to keep
+pytestmark = pytest.mark.core  # the watchdog reads what torch does not guarantee
 
 
 def no_step_in_time() -> tuple[list[int], list[str]]:

@@ -83,7 +83,8 @@ def test_every_argument_of_every_command_is_on_the_page() -> None:
         for action in parser._actions:
             shown = action.option_strings or [action.dest]
             assert all(
-                f"`{one}" in reported or "-h" in shown or f"`{action.metavar}" in reported for one in shown
+                f"`{one}" in reported or "-h" in shown or f"`{action.metavar}" in reported
+                for one in shown
             ), shown
     assert {"scripts/train.py", "scripts/inference.py", "opensora-sp plan"} <= set(names)
 

@@ -145,7 +145,7 @@ def test_sigterm_to_the_job_leaves_a_checkpoint(
     step = assert_stopped_well(job, "SIGTERM")
     again = Job(
         tmp_path, config, *FOR_LONG, "stopped_exit_code=143", pause=0.3
-    )  # goes on, and one rank is reported
+    )  # continues, and one rank is reported
     jobs.append(again)
     again.until(f"{step + 2}/1000")
     os.kill(again.rank(1), signal.SIGTERM)

@@ -92,7 +92,7 @@ def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
     ("options", "message"),
     [
         (["sp_size=3"], "got sp_size 3 with 2 processes; expected"),
-        (["dataset.max_bad_fraction=0.0"], "broken clips of 6 read, the last"),
+        (["dataset.max_bad_fraction=0.0"], "corrupt clips of 6 read, the last"),
     ],
 )
 def test_an_error_of_the_user_stands_once_in_the_log_and_once_in_the_report(

@@ -1,4 +1,4 @@
-"""On a slow link switching beats exchanging heads, and overlapping the switches beats waiting for them.
+"""On a slow link a switch is faster than exchanging heads, and overlapped switches are faster still.
 
 Runs benchmarks/slow_link.py on a small model. Timings on a shared machine are noisy, so the whole measurement may be
 repeated, up to three times, until both limits are kept.

@@ -87,7 +87,10 @@ def test_each_prompt_has_its_size_seed_and_samples(asked: InferenceConfig, train
         num_frames=3,
         image_size=[32, 16],
     )
-    assert wanted.items() <= reported.items() and reported["config"]["scheduler"]["num_sampling_steps"] == 2
+    assert (
+        wanted.items() <= reported.items()
+        and reported["config"]["scheduler"]["num_sampling_steps"] == 2
+    )
     weights = (trained / "model.safetensors").read_bytes()
     assert reported["checkpoint_sha256"] == hashlib.sha256(weights).hexdigest()
 
@@ -386,7 +389,9 @@ def test_what_goes_wrong_in_a_file_leaves_nothing_and_is_what_is_reported(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_where_nothing_can_be_written_is_reported_first(asked: InferenceConfig, tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_is_reported_first(
+    asked: InferenceConfig, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     for name in ("file", "file/out"):
         with pytest.raises(

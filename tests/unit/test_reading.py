@@ -192,7 +192,11 @@ def test_a_folder_becomes_a_manifest(
         )
         reported = capsys.readouterr()
         assert "3 clips, 1 of them without a caption; 2 files cannot be read" in reported.out
-        assert "broken.mp4" in reported.err and "empty.webm" in reported.err and "\r" not in reported.err
+        assert (
+            "broken.mp4" in reported.err
+            and "empty.webm" in reported.err
+            and "\r" not in reported.err
+        )
         video, image, turned = Manifest(target)
         assert video.path.resolve() == folder / "sub" / "b.mp4" and video.text == "a fox, running"
         assert video[2:] == (60, 48, 64, pytest.approx(30000 / 1001), 0.75)
