@@ -11,14 +11,16 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "opensora_sp/__init__.py").
 setup(
     name="opensora-sp",
     version=VERSION,
-    description="Sequence-parallel training and sampling of STDiT video diffusion transformers with ColossalAI",
+    description="Sequence-parallel training and sampling of STDiT video diffusion transformers "
+    "with ColossalAI",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["opensora_sp", "opensora_sp.*"]),
     python_requires=">=3.10",
     install_requires=[
-        "colossalai==0.5.0",  # brings torch<=2.5.1, transformers and diffusers in the versions it pins
+        # It brings torch<=2.5.1, and transformers and diffusers in the versions that it pins.
+        "colossalai==0.5.0",
         "av",
         "beautifulsoup4",  # with ftfy: diffusers' cleaning of captions
         "einops",

@@ -1,6 +1,6 @@
-"""Fail on words that the field does not use: ``python scripts/check_words.py``, a part of ``make lint``.
+"""Fail on words that the field does not use: ``python scripts/check_words.py``, in `make lint`.
 
-A reader who searches for the standard term must land in the right file. Each pattern has the term to write instead.
+A search for the standard term must find the right file. Each pattern has the term to write instead.
 """
 
 from __future__ import annotations
