@@ -165,7 +165,7 @@ def test_nothing_waits_for_the_device_on_cuda(tmp_path: Path) -> None:
         training_step(CPU, 0.5)[0],
         sampling_steps(CPU, sampling_config(tmp_path)),
     )
-    video = "opensora_sp/features/sharded.py"  # pageable, as the loader hands it over
+    video = "opensora_sp/features/sources.py"  # pageable, as the loader hands it over
     for name, copied in (("train", [video, STAND_IN]), ("sample", [STAND_IN])):
         made = recording.in_phase(name)
         assert "D2H" not in {copy.kind for copy in made.copies}
