@@ -20,7 +20,9 @@ from .transforms import resize_and_crop, scale, to_clip, to_frames
 from .video import count_frames, read_frames, read_video, write_video
 
 # Former names, until 1.0.
-BrokenClip, deal, share = CorruptSample, snake_order, micro_batches_of
+BrokenClip = CorruptSample
+deal = snake_order
+share = micro_batches_of
 
 __all__ = [
     "BatchPlan",
