@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = (
     "parallel",
+    "parallel.strategies",
     "plugin",
     "models",
     "diffusion",
