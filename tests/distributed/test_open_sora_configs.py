@@ -87,7 +87,7 @@ def test_a_config_for_another_model_is_refused_for_that_reason_alone(
     )
     assert place == f"in {tmp_path / 'other.py'}:" and len(findings) == 1
     assert re.search(
-        rf"got model.type = .*\({family} .* here\); expected one of \['STDiT-XL/2'.*; take ",
+        rf"got model.type = .*\({family} .* here\); expected one of \['STDiT-XL/2'.*; use ",
         findings[0],
     )
     assert findings[0].endswith(f"other.py:{line}]")

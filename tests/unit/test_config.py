@@ -62,7 +62,7 @@ def test_all_configs_are_found() -> None:
         (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
         (["model.patch_size=(2, 2)"], "got model.patch_size = .*Field required"),
         (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; Input should be a valid boolean"),
-        (["model.skip_y_embedder=True"], "expected False, since runs take text from text_encoder"),
+        (["model.skip_y_embedder=True"], "expected False, since text comes from text_encoder"),
         (["model.type=3"], "got model without the name of a type"),
         (["vae.pool=4"], "got vae.pool = 4; Input should be a valid tuple"),
         (
