@@ -1,4 +1,7 @@
 """Alias of ``opensora_sp.runtime.doctor.device``, until 1.0."""
 
-from opensora_sp.runtime.doctor.device import *  # noqa: F403
-from opensora_sp.runtime.doctor.device import __all__ as __all__
+import sys
+
+from opensora_sp.runtime.doctor import device
+
+sys.modules[__name__] = device

@@ -1,4 +1,7 @@
 """Alias of ``opensora_sp.checkpoint``, until 1.0."""
 
-from opensora_sp.checkpoint import *  # noqa: F403
-from opensora_sp.checkpoint import __all__ as __all__
+import sys
+
+from opensora_sp import checkpoint
+
+sys.modules[__name__] = checkpoint

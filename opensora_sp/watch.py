@@ -1,4 +1,7 @@
 """Alias of ``opensora_sp.runtime``, until 1.0."""
 
-from opensora_sp.runtime import *  # noqa: F403
-from opensora_sp.runtime import __all__ as __all__
+import sys
+
+from opensora_sp import runtime
+
+sys.modules[__name__] = runtime

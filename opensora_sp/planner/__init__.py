@@ -3,6 +3,7 @@
 from .run_plan import BatchEstimate, BatchSpec, Plan, buckets_of, plan
 
 # The names of 0.x, until 1.0.
-Bucket, BucketPlan = BatchSpec, BatchEstimate
+Bucket = BatchSpec
+BucketPlan = BatchEstimate
 
 __all__ = ["BatchEstimate", "BatchSpec", "Bucket", "BucketPlan", "Plan", "buckets_of", "plan"]
