@@ -105,7 +105,15 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         self._load_model(model, Path(checkpoint), strict)
 
     # An index is opened as a file is.
-    load_sharded_model = load_unsharded_model
+    def load_sharded_model(
+        self,
+        model: ModelWrapper,
+        checkpoint_index_file: Path,
+        strict: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._load_model(model, Path(checkpoint_index_file), strict)
 
     @torch.no_grad()
     def _load_model(self, model: ModelWrapper, source: Path, strict: bool) -> None:

@@ -246,7 +246,7 @@ def test_an_index_is_written_whole_or_not_at_all(
     main(["index", str(folder), "-o", str(target)])
     reported = capsys.readouterr()
     assert "1 clips, 1 of them without a caption; 1 files cannot be read" in reported.out
-    assert f"left out {folder}/caf\\xe9.png: its name is not UTF-8" in reported.err
+    assert f"skipped {folder}/caf\\xe9.png: its name is not UTF-8" in reported.err
     before = target.read_bytes()
     with pytest.raises(UnicodeEncodeError):
         write_manifest(target, [Entry(Path("a.png"), "b"), Entry(Path("c.png"), "\ud800")])
