@@ -1,7 +1,8 @@
-"""Tensors sharded over ranks, written as whole ones by rank 0, synchronously or in the background.
+"""Checkpoint writer: rank 0 writes tensors that are sharded over ranks, unsharded, synchronously or
+in the background.
 
-Rank 0 receives one part after the other. Beyond the training's own memory it needs one part of one
-tensor; an asynchronous save needs one copy of each rank's own parts.
+Rank 0 receives one shard at a time. In addition to the memory of training, a save needs one shard
+of one tensor on rank 0; an asynchronous save also needs a CPU copy of each rank's own shards.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Part:
     """This rank's part of a tensor of a checkpoint.
 
     Args:
-        tensor: if sharded, this rank's run of the flattened tensor, padded at the end of the tensor
-            to the same length on all ranks. Otherwise the whole tensor, the same on every rank;
+        tensor: if sharded, this rank's slice of the flattened tensor, which is padded at the end so
+            that all slices have the same length. Otherwise the whole tensor, the same on all ranks;
             rank 0 writes its own.
         spec: dtype and shape of the whole tensor.
         sharded: whether each rank holds a part only.
@@ -51,7 +52,7 @@ class Part:
         return cls(tensor, Spec.of(tensor), constant=constant)
 
     def snapshot(self) -> Part:
-        """The part with a copy on the CPU, if this rank gives it and it may change."""
+        """A copy of the part on the CPU, if this rank writes it and training may change it."""
         if self.constant or not (self.sharded or _rank() == 0):
             return self
         return replace(self, tensor=self.tensor.detach().to("cpu", copy=True))

@@ -5,8 +5,8 @@
 3. Each rank encodes its portions, and captions of clips whose first frame it has.
 4. One all-to-all sends every rank the latents of the rows in which its tokens enter and leave the
    model, and the captions of the clips that these belong to.
-5. A clip that any rank could not read is substituted on all of them by the one that the plan names,
-from step 1 on.
+5. If any rank could not read a clip, all ranks replace it by the clip that the plan names, and
+   repeat the steps from 1 on.
 
 All sizes follow from the shapes. The number of tokens of each caption is known to all ranks
 beforehand, from the manifest or from the index of a feature cache. So the host reads nothing back
@@ -44,8 +44,9 @@ DEFAULT_FPS = 24.0
 class Features:
     """A micro-batch on one rank, in the shape of the whole one.
 
-    Latents that this rank does not need are NaN, so that reading them by mistake shows. Captions
-    that it does not need are one token of zeros.
+    Latents that this rank does not need are NaN, so that reading them by mistake is noticed.
+    Captions that it does not need are zeros with an all-zero mask, which the model takes as one
+    token.
     """
 
     shape: ClipShape
@@ -303,7 +304,7 @@ def _is_readable(item: Any) -> bool:
 
 
 def _positions(rows_held: Sequence[Any], numbers: Tensor) -> Tensor:
-    """Which of the latent positions ``[B, f, h, w]``, numbered from 0, lie in some rows; flat."""
+    """Mask of the latent positions ``[B, f, h, w]`` that lie in ``rows_held``, flattened."""
     found = torch.zeros(numbers.numel() + 1, dtype=torch.bool)
     for rows in rows_held:
         # Patches are padded with 0, so positions are numbered from 1 here.

@@ -77,8 +77,8 @@ class STDiT3(ConditionedModel):
         self.temporal_blocks = nn.ModuleList(STDiT3Block(config, self.rope) for _ in range(depth))
         self.final_layer = FinalLayer(config)
 
-        # Without its temporal branches, the model begins as an image model.
-        # Without the embedders of conditioning frames, it begins as one that ignores these.
+        # No temporal branch contributes at initialization, so the model starts as an image model.
+        # The embedders of conditioning frames are zero too, so these frames are ignored at first.
         branches = ("attn.proj", "cross_attn.proj", "mlp.fc2")
         self.initialize(
             embedders=(self.t_embedder, self.fps_embedder, self.t_block, self.y_embedder),
@@ -117,24 +117,24 @@ class STDiT3(ConditionedModel):
             y: text features ``[B, 1, L, Cy]``, or the result of ``encode_text``; with
                 ``skip_y_embedder`` projected and packed ``[1, N, C]``.
             mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows); with
-                ``skip_y_embedder`` lengths ``[B]``. On the CPU, wherever x is, the host waits for
-                no device; elsewhere lengths are read back.
+                ``skip_y_embedder`` lengths ``[B]``. Best on the CPU, even if x is on a GPU: a mask
+                on the GPU costs a device synchronization to read the lengths.
             x_mask: bool ``[B, frames]``; False marks conditioning frames, which have timestep 0.
             fps: frames per second ``[B]``, 24 where absent.
-            height, width: pixels ``[B]``; those of the first sample, or with a ``video_mask`` of
-                each, set the scale of positions. Where absent that scale is 1 (a square of
-                ``input_sq_size``).
+            height, width: size in pixels ``[B]``, which scales the spatial positions. The first
+                sample's size is used for all, or each sample's own with a ``video_mask``. Without
+                them the scale is 1 (a square of ``input_sq_size``).
             cond, cond_mask: conditioning frames (``use_cond``), latents shaped like x and which of
                 their positions are given; embedded and added to x.
-            mask_index: the conditioning frames, the same in all samples, which attend to ``y_null``
-                instead of y. To be passed, maybe empty, with ``cond``.
-            y_null: text features of these frames, shaped like y, or encoded. ``mask`` holds for
-                both, where they are not encoded.
+            mask_index: indices of the conditioning frames, the same in all samples. These frames
+                attend to ``y_null`` instead of y. Required with ``cond``; may be empty.
+            y_null: text features for these frames, shaped like y, or the result of
+                ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null.
             video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one
                 batch: False outside of a clip. Each clip is treated as if it were alone, and the
                 output outside is zero.
-            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
-                Best on the CPU, as ``mask``.
+            drop_caption: bool ``[B]``; True replaces y by the null caption at its full length.
+                Best on the CPU, like ``mask``.
             drop_path: bool ``[2 * depth, B]`` in order of execution. True skips, for that sample,
                 a block's modulated branches. Kept branches are scaled by ``1 / (1 - rate)`` of that
                 depth.
@@ -191,7 +191,7 @@ class STDiT3(ConditionedModel):
         """The tokens of conditioning frames ``[R, S, C]`` or, without any, zeros ``[C]``."""
         embedders = self.x_embedder_cond, self.x_embedder_cond_mask
         if cond is None or cond_mask is None:
-            # These zeros depend on all parameters, so that these get a gradient.
+            # Zeros that depend on all parameters of the embedders, so that each gets a gradient.
             frames, mask = (0 * (z.proj.weight.flatten(1).sum(1) + z.proj.bias) for z in embedders)
         else:
             frames = self.x_embedder_cond(self.patchify(cond, rows))

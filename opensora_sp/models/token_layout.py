@@ -2,7 +2,7 @@
 
 A latent video is cut into patches, and each patch becomes a token. STDiT alternates attention over
 the patches of one frame with attention over the frames of one patch. So its tokens are kept in
-rows that one attention takes whole, in one of two layouts:
+rows, each of which is one attention sequence, in one of two layouts:
 
 * spatial layout: one row per (sample, frame), ``S`` patches long;
 * temporal layout: one row per (sample, patch), ``T`` frames long.
@@ -52,8 +52,8 @@ TEMPORAL = "temporal"
 class _Cache:
     """Results shared by all blocks of a batch.
 
-    They are in an object of their own: the guards of a compiled graph look into a bare dict, whose
-    growth from block to block would compile each block anew.
+    Kept in an object, not a bare dict: torch.compile guards on a dict's contents, and entries
+    added from block to block would recompile each block.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class Rows:
         return tokens
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of all samples ``[B, 1 or per_sample, 1 or L, ...]``, for the rows held.
+        """Expand per-sample values ``[B, 1 or per_sample, 1 or L, ...]`` to the rows held.
 
         Returns:
             ``[b, 1 or n, 1 or L, ...]``, to be broadcast against the tokens held,
@@ -264,7 +264,7 @@ class Rows:
 
     @property
     def attend_alone(self) -> bool:
-        """Whether each row, whole, attends to itself, as far as is known without the mask."""
+        """Whether each whole row is one attention sequence (no windows, mask or full attention)."""
         in_windows = self.layout == TEMPORAL and self.grid.kernel is not None
         return self.grid.mask is None and not in_windows and not self.grid.full
 

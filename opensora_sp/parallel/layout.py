@@ -1,9 +1,9 @@
 """Token layouts, and the exchanges between them: integer arithmetic, no processes.
 
-A layout is written as the order of a batch's axes, with a bar: the axes before it count units,
-those after it lie inside a unit. Units are distributed in runs, balanced by entries: each rank's
-run ends with the last unit that lies whole in its share. So ranks differ by at most one unit, and
-one may hold none.
+A layout is written as the order of a batch's axes with one bar: the axes before the bar index
+units, those after it lie inside a unit. Each rank holds a contiguous range of units, a "run",
+balanced by number of entries: the end of a run is rounded down to the start of a unit. With equal
+units, ranks differ by at most one unit; a rank may hold none.
 
     b t | s        spatial rows: one unit is a frame of a sample
     b s | t        temporal rows: one unit is a patch through all frames
@@ -67,10 +67,10 @@ def run_sizes(num_rows: int, num_ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """One rank's part in bringing the entries of a batch into another layout.
+    """One rank's send and receive indices for converting a batch from one layout to another.
 
-    ``sent = entries[pack]``, cut by ``send_splits``; what arrives, sender by sender as
-    ``recv_splits`` says, goes to ``result[place]``.
+    It sends ``entries[pack]``, split by ``send_splits``. What it receives, ordered by sender and
+    split by ``recv_splits``, is written to ``result[place]``.
     """
 
     pack: Tensor
@@ -96,10 +96,11 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Plan one rank's part in an exchange of all entries from one layout to another.
 
-    Every rank's run may be left in several chunks, cut between rows (entries that differ in the
-    last axis alone), an exchange each; the plan is then that of one ``chunk``: ``pack`` counts from
-    the chunk's first entry and ``place`` fills a part of the result. ``sizes`` has the axis s,
-    which layouts may divide into w and p by ``windows``. Plans are cached.
+    Every rank's run in the layout ``left`` may be sent in several chunks, one all-to-all each. They
+    are cut between rows (entries that differ only in the last axis). The plan is that of one
+    ``chunk``: ``pack`` indexes into the chunk, and ``place`` covers a part of the result. If a
+    layout has axes w and p, they replace the axis s of ``sizes``, as ``windows`` divides it.
+    Plans are cached.
 
     Raises:
         ValueError: if a layout does not name every axis once.
@@ -110,14 +111,15 @@ def plan_exchange(
 
 
 def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -> ExchangePlan:
-    """Plan one rank's part in sending entries from their makers to all that want them.
+    """Plan one rank's part in sending entries from the ranks that computed them to all that need
+    them.
 
     Args:
-        made: for each rank the numbers of its entries, int64, in its own order.
-        wanted: for each rank which entries it wants, bool ``[all entries]``; many may want one, or
-            none.
-        rank: whose part; its plan packs its own entries, and ``place`` has the numbers of those
-            that arrive.
+        made: for each rank the indices of the entries it has, int64, in its own order.
+        wanted: for each rank the entries it needs, bool ``[all entries]``; several ranks may need
+            the same entry, or none.
+        rank: the rank to plan for. ``pack`` indexes its own entries; ``place`` has the indices of
+            those it receives.
     """
     sent = [of_receiver[made[rank]].nonzero().flatten() for of_receiver in wanted]
     arriving = [of_sender[wanted[rank][of_sender]] for of_sender in made]
@@ -207,10 +209,10 @@ def _piece(positions: Tensor, stops: list[int]) -> Tensor:
 
 
 class _Layout:
-    """Positions of entries in one order of the axes, and the runs of them that ranks hold.
+    """Map between flat positions and axis coordinates of a layout, and each rank's run of them.
 
-    A window's size multiplies the strides of the axes between w and p; before w, a frame's S
-    patches do.
+    Windows differ in size, so strides depend on the window: for axes between w and p a stride is
+    multiplied by the window's size, for axes before w by S.
     """
 
     def __init__(self, sizes: dict[str, int], text: str, windows: Partition | None) -> None:

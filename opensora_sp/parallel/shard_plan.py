@@ -26,8 +26,8 @@ POINTS = ("shard", "switch", "segment", "gather", "spatial", "temporal", "rowwis
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """The hook points of a model. Modules are dotted names; * stands for one part of a name, or for
-    some of it.
+    """The hook points of a model. Modules are given by dotted name; ``*`` matches one or more
+    characters within one component of the name.
 
     Args:
         enter: the module where the tokens are sharded; its first argument is the tensor of all
@@ -173,8 +173,8 @@ def plan_of(model: nn.Module) -> ShardPlan:
 
 
 def find_modules(model: nn.Module, pattern: str) -> list[Any]:
-    """Modules whose dotted name matches a pattern, where * stands for one part of it, or for some
-    of its letters.
+    """Modules whose dotted name matches a pattern, where ``*`` matches one or more characters
+    other than dots.
 
     Raises:
         ValueError: if there is none.

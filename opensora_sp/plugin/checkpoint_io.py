@@ -164,7 +164,14 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
     ) -> None:
         self._load_optimizer(optimizer, Path(checkpoint))
 
-    load_sharded_optimizer = load_unsharded_optimizer
+    def load_sharded_optimizer(
+        self,
+        optimizer: SequenceZeroOptimizer,
+        index_file_path: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._load_optimizer(optimizer, Path(index_file_path))
 
     def _load_optimizer(self, optimizer: SequenceZeroOptimizer, source: Path) -> None:
         self.wait()

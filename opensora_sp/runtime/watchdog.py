@@ -5,22 +5,23 @@ failure                        detection                       reaction
 =============================  ==============================  =====================================
 a rank raises                  the exception leaves the block  propagated: the others report it and
                                                                exit
-a rank is killed, same host    its process number              the others report it and exit
+a rank is killed, same host    its process no longer exists    the others report it and exit
 a rank is killed, other host   a lost connection, or no        the others report it and exit
                                heartbeat for ``peer_timeout``
 a rank is stopped or cut off   no heartbeat for                the others report it and exit
                                ``peer_timeout``
-a rank joins no collective     ``collective_timeout``          the others report the collective and
-                                                               the rank, and exit
-SIGTERM, Ctrl-C, the launcher  a signal handler; the           ``stop_reason`` is set on all ranks,
-has exited                     launcher's process number       which exit after ``grace_time``
+a rank does not join a         ``collective_timeout``          the others report the collective and
+collective                                                     the rank, and exit
+SIGTERM, Ctrl-C, the launcher  a signal handler; the           ``stop_reason`` is set on all ranks;
+has exited                     launcher's process has exited   a run that has not ended after
+                                                               ``grace_time`` is ended
 a second Ctrl-C                the signal handler              the process exits at once
 =============================  ==============================  =====================================
 
 Every second each rank writes a heartbeat into a store that rank 0 hosts, and reads the run's first
 failure and a request to stop from it. Rank 0 reads the heartbeats of all ranks, the others that of
-rank 0. Timeouts are counted in a rank's own heartbeats, so a process that was suspended blames
-nobody when it resumes.
+rank 0. Timeouts are counted in a rank's own heartbeats, so a process that resumes after
+being suspended does not report other ranks as failed.
 """
 
 from __future__ import annotations
@@ -73,12 +74,13 @@ class _RunFailed(Exception):  # noqa: N818  (of the run, not of this code)
 
 
 class Watchdog:
-    """``with Watchdog(...) as watchdog:`` around all that ranks do together in a process group.
+    """Use as ``with Watchdog(...) as watchdog:`` around all distributed code of a run.
 
-    Collective. An exception that leaves the block is propagated to all other ranks, which exit with
-    status 1 unless they are about to leave it by themselves. An exception that only reports a lost
-    connection to another rank becomes ``SystemExit`` with that status, 130 after Ctrl-C, and the
-    log names the rank that failed. Must be left normally by all ranks or by none.
+    Entering and leaving are collective: all ranks leave the block normally, or none does. An
+    exception that leaves the block is propagated to all other ranks, which exit with status 1
+    unless they raise an error of their own. An exception that only reports a lost connection to
+    another rank is replaced by ``SystemExit`` (status 1, or 130 after Ctrl-C), and the log names
+    the rank that failed.
 
     Args:
         peer_timeout: seconds without a heartbeat after which a rank counts as failed.
@@ -168,7 +170,7 @@ class Watchdog:
     # The main thread: errors that leave the block, and the end of the run.
 
     def _is_connection_error(self, error: BaseException) -> bool:
-        """Whether the failure of another rank may have caused an error."""
+        """Whether another rank's failure may have caused this error."""
         return (
             self._world_size > 1
             and isinstance(error, RuntimeError)
@@ -213,14 +215,14 @@ class Watchdog:
             logger.error("%s", own)
         write_error_file(self._failure)
 
-        # What users can fix is logged once: by rank 0, before it counts as one that knows.
+        # Errors that users can fix are logged once: by rank 0, before it acknowledges them.
         all_know = self._store.wait_until_all_know()
         if is_same and self._rank and not (all_know and isinstance(error, ValueError)):
             logger.error("%s", own)
         error.is_logged = True  # type: ignore[attr-defined]
 
     def _leave_with_all(self) -> None:
-        """Report that this rank leaves. The store ends with rank 0, which leaves last."""
+        """Mark this rank as having left. Rank 0 hosts the store, so it leaves last."""
         if not self._store.is_open or self._thread.is_alive():
             return
 

@@ -136,7 +136,7 @@ class Outcome:
 
 @dataclass
 class Interval:
-    """What is counted from one line of the log to the next."""
+    """Totals since the last line of the log."""
 
     start: float
     tokens: int = 0  # of all replicas
@@ -293,7 +293,7 @@ class Trainer:
         return state
 
     def _build_data_path(self) -> None:
-        """``loader`` reads clips, ``clips`` encodes them, ``batches`` noises their latents."""
+        """Build ``loader`` (reads clips), ``clips`` (encodes them), ``batches`` (adds noise)."""
         cfg = self.cfg
         self.work = Work(cfg, self.dataset)
         self.corrupt = CorruptSamples(self.dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
@@ -338,7 +338,7 @@ class Trainer:
     def _forward_backward(
         self, step: int, micro_batch: MicroBatch, items: list[Any], num_samples: int
     ) -> torch.Tensor:
-        """Add a micro-batch's gradients; returns this rank's part of the mean loss, ``[]``."""
+        """Forward and backward of a micro-batch; returns this rank's part of the mean loss."""
         is_idle = not micro_batch.ids
         batch = self._batch(micro_batch, items)
         if not is_idle:
@@ -400,18 +400,20 @@ class Trainer:
         self.skipped += 1
         self.bad_steps_in_a_row += 1
         if self.mesh.rank == 0:
-            message = "step %d skipped: the loss is %g, or a gradient is not finite"
+            message = "step %d skipped: the loss (%g) or a gradient is not finite"
             logger.warning(message, done, outcome.loss)
         if self.bad_steps_in_a_row < self.cfg.max_bad_steps:
             return
 
         self.checkpoints.wait()
         newest = newest_checkpoint(Path(self.cfg.outputs))
+        source = "the beginning"
+        if newest is not None:
+            source = f"the last good checkpoint, {newest}, with --resume auto"
         raise ValueError(
             f"got no finite loss and gradient in {self.bad_steps_in_a_row} steps in a row, up to "
             f"step {done} (max_bad_steps); expected numbers; lower optimizer.lr or set grad_clip, "
-            f"and resume from {newest or 'the beginning'}, the last good checkpoint, with "
-            "--resume auto"
+            f"and resume from {source}"
         )
 
     def _log(self, reporter: Reporter, done: int) -> None:

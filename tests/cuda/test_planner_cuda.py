@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -137,7 +137,7 @@ def built(case: Case) -> torch.nn.Module:
     model.set_grad_checkpoint(case.checkpointing)
     if case.compiled:
         compile_blocks(model)
-    parallelize(model, RankOfMany(case.ranks), **asdict(case.options))
+    parallelize(model, RankOfMany(case.ranks), options=case.options)
     return model
 
 

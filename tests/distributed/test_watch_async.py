@@ -138,7 +138,7 @@ def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks(
         ), lines
 
         missing = (
-            r"missing: rank 1, which has called \d+ and is at .*test_watch.py:\d+ \(wait_until\)$"
+            r"missing: rank 1, which has called \d+ and is at .*polling.py:\d+ \(wait_until\)$"
         )
         assert re.search(missing, lines[0]), lines
 

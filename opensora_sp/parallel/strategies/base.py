@@ -1,10 +1,11 @@
 """The interface of a parallel strategy: its declarations, and its methods for hook points.
 
-A strategy divides the tokens of one batch among the ranks of a sequence-parallel group. Its class
-declares, of a shape alone, who holds and who attends to what, and what is sent: ``applies``,
-``reason``, ``token_layouts``, ``attention_layouts``, ``exchanges``. The planner, the command line
-and the docs ask for these. Its instances have one method for each kind of hook point; it gets the
-local function of that point (``local``) and the point's arguments.
+A strategy divides the tokens of one batch among the ranks of a sequence-parallel group. From a
+shape alone, its class declares which rank holds which tokens, which tokens attend to each other
+there, and what is sent: ``applies``, ``reason``, ``token_layouts``, ``attention_layouts``,
+``exchanges``. The planner, the command line and the docs use these declarations. Its instances
+have one method for each kind of hook point; it gets the local function of that point (``local``)
+and the point's arguments.
 
 A new strategy is one subclass, passed to ``register_strategy``.
 
@@ -109,7 +110,9 @@ class Strategy:
     # Hook points: what ranks do with tensors.
 
     def ends(self, rows: Rows) -> tuple[Rows, ...]:
-        """From all spatial rows, all rows as tokens enter and leave; one where these are equal."""
+        """The rows where tokens enter and where they leave, given all spatial rows; one element if
+        both are the same.
+        """
         return rows, rows.turned()
 
     def shard(self, local: Local[Rows], grid: Grid) -> Rows:
@@ -145,10 +148,10 @@ class Strategy:
     def plans(
         self, rows: Rows, left: str, entered: str, device: torch.device
     ) -> Callable[..., ExchangePlan]:
-        """This rank's part in an exchange of the tokens of a batch, or of their heads.
+        """A function that plans this rank's part in an exchange of tokens, or of heads.
 
-        Called with the number of a chunk and of all chunks, the part of that chunk. Holds nothing
-        of the batch, which it outlives.
+        It is called with (chunk, num_chunks) and returns the plan of that chunk. It holds no
+        tensor of the batch, so it may outlive it.
         """
         axes = axes_of(rows, h=self.heads) if "h" in left.split() else axes_of(rows)
         ranks, rank, windows = self.mesh.sp_size, self.mesh.sp_rank, rows.grid.windows
