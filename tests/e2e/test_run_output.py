@@ -54,7 +54,7 @@ def test_each_message_stands_once_whatever_the_number_of_ranks(done: tuple[Path,
     for text in (output, (run_dir / "train.log").read_text()):
         assert (
             text.count(
-                "6 clips (2 of 8 left out, too short for 5 frames), 2 micro-batches of 3 per step"
+                "6 clips (2 of 8 skipped, too short for 5 frames), 2 micro-batches of 3 per step"
             )
             == 1
         )
