@@ -5,6 +5,7 @@ A test without a marker is in the fast tier; ``slow`` and ``grid`` are the other
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -16,6 +17,16 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 SECONDS = {"grid": 7200, "slow": 1200}  # the fast tier's limit is in pyproject.toml
 
 _skipped: list[tuple[str, str]] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import mmengine once before the workers of pytest-xdist do so at the same time.
+
+    yapf, which it imports, writes a cache at its first import on a machine, not atomically: another
+    process then reads half a file.
+    """
+    if not hasattr(config, "workerinput"):
+        importlib.import_module("mmengine.config")
 
 
 @pytest.hookimpl(tryfirst=True)

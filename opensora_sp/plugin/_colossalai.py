@@ -26,6 +26,7 @@ with warnings.catch_warnings():
         "ignore", message="Please install (the latest tensornvme|apex from source)"
     )
     import colossalai
+    from colossalai._analyzer._subclasses import _meta_registration
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
     from colossalai.booster import Booster
     from colossalai.booster.plugin import LowLevelZeroPlugin
@@ -39,6 +40,11 @@ with warnings.catch_warnings():
     from colossalai.nn.optimizer import cast_to_distributed
     from colossalai.utils import set_seed
     from colossalai.zero import LowLevelZeroOptimizer
+
+# ColossalAI replaces kernels of meta tensors, for torch before 1.13. Under torch 2.13 the one of
+# layer norm fails without an affine part, and the planner traces models on meta tensors.
+if hasattr(_meta_registration.meta_lib, "_destroy"):
+    _meta_registration.meta_lib._destroy()
 
 _bitsandbytes.setLevel(_level)
 if _pool is None:

@@ -209,7 +209,10 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(outcom
             "got no finite loss and gradient in 3 steps in a row, up to step 4 (max_bad_steps)"
             in of_rank["ended"]
         )
-        assert f"resume from {root / 'ended' / 'step_00000003'}" in of_rank["ended"]
+        assert (
+            f"checkpoint, {root / 'ended' / 'step_00000003'}, with --resume auto"
+            in of_rank["ended"]
+        )
     assert digests(root / "ended", 3) == digests(root / "ended", 1)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+import torch
+
 from opensora_sp.plugin import _colossalai as colossalai
 
 
@@ -145,3 +147,10 @@ def test_the_accelerator_has_the_calls_that_ours_replaces() -> None:
     assert len(replaced) >= 9
     for name in replaced:
         assert hasattr(colossalai.CpuAccelerator, name), name
+
+
+def test_the_meta_kernels_are_those_of_torch() -> None:
+    """The planner's trace needs the backward pass of a layer norm without an affine part."""
+    x = torch.empty(2, 3, 4, device="meta", requires_grad=True)
+    torch.nn.functional.layer_norm(x, (4,)).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
