@@ -7,7 +7,9 @@ replaces an inherited dict, and a key that is in two bases.
 from __future__ import annotations
 
 import ast
+import pickle
 import re
+import time
 import traceback
 from collections.abc import Iterator
 from os.path import abspath, normpath
@@ -22,6 +24,7 @@ from .lines import set_lines
 BASE = "_base_"
 _FOLDER = re.compile(r"\{\{\s*fileDirname\s*\}\}")
 NOT_DATA = (ModuleType, FunctionType, BuiltinFunctionType, type)
+IMPORT_ATTEMPTS = 5
 
 
 def read_config(path: str | Path) -> Draft:
@@ -111,16 +114,39 @@ def _name(target: ast.expr) -> str | None:
 
 
 def _values(path: str, tree: ast.Module) -> dict[str, Any]:
-    from mmengine.config import Config
-
+    config_class = _import_config_class()
     try:
         # Without lazy_import=False, mmengine guesses it from the paths of imported modules.
-        values: dict[str, Any] = Config.fromfile(path, lazy_import=False).to_dict()
+        values: dict[str, Any] = config_class.fromfile(path, lazy_import=False).to_dict()
         return values
     except Exception as error:  # the file is code, which may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if frame.filename == abspath(path)]
         raise _unreadable(path, error, ours[-1].lineno if ours else None) from error
+
+
+def _import_config_class() -> Any:
+    """mmengine's ``Config``.
+
+    mmengine imports yapf, which writes a cache at its first import on a machine, not atomically. A
+    rank that imports it at the same moment may read a part of that file, so it tries again.
+
+    Raises:
+        ValueError: if the cache stays damaged, as after a kill.
+    """
+    reason: Exception | None = None
+    for attempt in range(IMPORT_ATTEMPTS):
+        try:
+            from mmengine.config import Config
+        except (EOFError, pickle.UnpicklingError) as error:
+            reason = error
+            time.sleep(0.2 * attempt)
+        else:
+            return Config
+    raise ValueError(
+        f"got a damaged cache of yapf, which mmengine imports ({reason}); expected a readable "
+        "file; delete the folder YAPF in the cache folder of your account (~/.cache)"
+    )
 
 
 def _unreadable(path: str, error: Exception, line: int | None) -> ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
@@ -106,6 +107,49 @@ def test_imports_work_wherever_the_environment_lies(
     with pytest.raises(Exception):  # noqa: B017  # as users of mmengine meet it
         mmengine.config.Config.fromfile(path)
     assert (load_train_config(path).seed, load_train_config(path).outputs) == (1, "/")
+
+
+READ_BESIDE_A_WRITER = """
+import sys, threading, time
+from importlib.metadata import version
+from pathlib import Path
+
+import platformdirs
+from opensora_sp.config import load_train_config
+
+# What another process has written so far of the cache at its first import of mmengine.
+folder = Path(platformdirs.user_cache_dir("YAPF", "Google"), version("yapf"))
+folder.mkdir(parents=True)
+python = ".".join(map(str, sys.version_info))
+files = [folder / f"{name}-py{python}.pickle" for name in ("Grammar", "PatternGrammar")]
+for file in files:
+    file.write_bytes(b"")
+
+def finish():
+    time.sleep(0.5)
+    for file in files:
+        file.unlink()
+
+if sys.argv[2] == "finishes":
+    threading.Thread(target=finish).start()
+try:
+    print(load_train_config(sys.argv[1]).sp_size)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "printed"),
+    [("finishes", r"2"), ("was killed", r"got a damaged cache of yapf.*; delete")],
+)
+def test_ranks_that_import_mmengine_for_the_first_time_together(
+    base: Path, tmp_path: Path, other: str, printed: str
+) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", READ_BESIDE_A_WRITER, str(write(base, BASE, "run.py")), other]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert re.match(printed, done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
