@@ -4,12 +4,13 @@ data.
 
 from .components import build_component, split_type
 from .findings import explain
+from .inference_config import InferenceConfig
 from .launch import check_launch
 from .load import dump_config, load_either, load_inference_config, load_train_config, sources
 from .model_spec import ModelSpec
 from .options import parse_override
-from .schema import InferenceConfig, TrainConfig
 from .sections import PromptOptions
+from .train_config import TrainConfig
 
 __all__ = [
     "InferenceConfig",

@@ -9,7 +9,8 @@ import torch
 from opensora_sp.parallel import check_sp_size
 
 from .findings import raise_together
-from .schema import InferenceConfig, TrainConfig
+from .inference_config import InferenceConfig
+from .train_config import TrainConfig
 
 
 def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:

@@ -18,9 +18,10 @@ from pydantic import BaseModel, ValidationError
 from .draft import Draft, dotted, leaves
 from .files import read_config
 from .findings import explain, raise_together
+from .inference_config import InferenceConfig
 from .legacy import Run
 from .options import apply_options
-from .schema import InferenceConfig, TrainConfig
+from .train_config import TrainConfig
 from .translate import check_family, translate
 
 Checked = TypeVar("Checked", bound=BaseModel)

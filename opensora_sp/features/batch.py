@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opensora_sp.conditions import size_conditions
 from opensora_sp.config import TrainConfig, build_component
-from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import ClipShape
 from opensora_sp.diffusion import DiffusionProcess, Noised, draw_frame_mask
 from opensora_sp.randomness import generator, normal, uniform

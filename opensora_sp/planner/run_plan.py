@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
-from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, build_component
-from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
 from opensora_sp.diffusion import unguided
 from opensora_sp.models import Text

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from opensora_sp.config import InferenceConfig, build_component
-from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape

@@ -1,5 +1,5 @@
-"""The training run: ``trainer`` has the loop; every other module is one concern of it."""
+"""Training: ``run`` starts and ends a run, ``trainer`` has the loop, the rest is a concern each."""
 
-from .trainer import train
+from .run import train
 
 __all__ = ["train"]

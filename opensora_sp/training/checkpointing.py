@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
@@ -247,3 +247,10 @@ def agree_on(checkpoint: Path | None) -> None:
             f"got different checkpoints on different ranks ({names}, rank by rank); expected the "
             "same; put the run's folder on a disk that all nodes share"
         )
+
+
+def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of frozen parameters and buffers; training casts the model's own to its precision."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    tensors = model.state_dict().items()
+    return {name: tensor.clone() for name, tensor in tensors if name not in trained}

@@ -13,7 +13,7 @@ import psutil
 
 from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config
-from opensora_sp.config.schema import Validation
+from opensora_sp.config.sections import Validation
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
 from opensora_sp.runtime.processes import launchers
 

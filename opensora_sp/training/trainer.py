@@ -1,11 +1,9 @@
-"""The training run, top to bottom: check, launch, build, restore, loop over optimizer steps."""
+"""The trainer: builds and restores the parts of a run, and loops over optimizer steps."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,8 @@ from opensora_sp.checkpoint import (
     load_model,
     newest_checkpoint,
 )
-from opensora_sp.config import TrainConfig, dump_config
-from opensora_sp.console import exit_interrupted
+from opensora_sp.config import TrainConfig
 from opensora_sp.data import MicroBatch, ReplicaBatches, StepBatches, StepLoader
-from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.features.batch import Batch, BatchMaker
 from opensora_sp.features.build import (
@@ -39,90 +35,23 @@ from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.sharded import SharedClips
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel import CommLedger, closing_process_group, drain_process_group
-from opensora_sp.runtime import Watchdog, backend_timeout, leave_process_group, raise_on_all_ranks
+from opensora_sp.parallel import CommLedger
+from opensora_sp.runtime import Watchdog, leave_process_group
 
-from .checkpointing import Checkpoints, TrainingState, choose_checkpoint
+from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
-from .ending import advice_for_long_steps, command_to_resume, conclude, nothing_left
+from .ending import advice_for_long_steps, command_to_resume, conclude
 from .freeze import freeze
 from .meter import Meter
-from .metrics import Reporter, draw_loss, log_to
+from .metrics import Reporter, draw_loss
 from .optimizer import learning_rate, make_optimizer
-from .preflight import check_resume, initial_weights, preflight
+from .preflight import initial_weights
 from .profiling import StepProfiler, Steps
 from .summary import log_setup, session_of, write_summary
 from .sync_check import SyncCheck
 from .validation import Validator
 
 logger = logging.getLogger(__name__)
-
-
-def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = None) -> Path:
-    """Train as the config describes; returns the run's folder.
-
-    Args:
-        cfg: a checked config.
-        resume: None starts a new run, "auto" resumes from the newest checkpoint in ``cfg.outputs``
-            if there is one, a path from that checkpoint.
-        profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
-
-    Raises:
-        ValueError: before any process group or model exists, if files, checkpoint and processes do
-            not fit the config; later, on every rank, if the run cannot continue.
-        SystemExit: with status 1 if another rank has failed; where the run was asked to stop before
-            its end (see ``runtime.watchdog``), with 130 after Ctrl-C, else with
-            ``cfg.stopped_exit_code`` unless that is 0.
-    """
-    traced = None if profile is None else Steps.parse(profile)
-    with raise_on_all_ranks():
-        if cfg.deterministic:
-            use_deterministic_kernels()
-        dataset, checkpoint = preflight(cfg, resume, traced)
-    from opensora_sp.plugin import current_device, launch
-
-    launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
-    run_dir = _open_run_dir(cfg)
-    watch = Watchdog(
-        peer_timeout=cfg.peer_timeout,
-        collective_timeout=cfg.collective_timeout,
-        grace_time=cfg.grace_time,
-    )
-    with closing_process_group(), watch:
-        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
-        if checkpoint is not None and checkpoint != found:
-            check_resume(cfg, checkpoint, dataset)
-        idle = nothing_left(cfg, checkpoint, dataset)
-        if idle is not None:
-            logger.info("%s", idle)
-            return run_dir
-
-        trainer = Trainer(cfg, dataset, checkpoint, current_device())
-        with closing(trainer.checkpoints):
-            finished = trainer.train(run_dir, traced, watch)
-
-        interrupted = not finished and watch.is_interrupted
-        del trainer
-        drain_process_group()
-
-    if interrupted:
-        exit_interrupted(
-            "stopped by Ctrl-C (SIGINT) with a checkpoint, from which --resume auto resumes: "
-            f"{run_dir}"
-        )
-    if not finished and cfg.stopped_exit_code:
-        sys.exit(cfg.stopped_exit_code)
-    return run_dir
-
-
-def _open_run_dir(cfg: TrainConfig) -> Path:
-    """The run's folder, with its log and its resolved config."""
-    run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
-    run_dir.mkdir(parents=True, exist_ok=True)
-    log_to(run_dir, enabled=is_main)
-    if is_main:
-        (run_dir / "config.py").write_text(dump_config(cfg), encoding="utf-8")
-    return run_dir
 
 
 @dataclass(frozen=True)
@@ -445,10 +374,3 @@ class Trainer:
             "skipped_steps": self.skipped,
             **measured,
         }
-
-
-def fixed_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of frozen parameters and buffers; training casts the model's own to its precision."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    tensors = model.state_dict().items()
-    return {name: tensor.clone() for name, tensor in tensors if name not in trained}

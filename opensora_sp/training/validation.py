@@ -23,7 +23,8 @@ from torch import Tensor
 from opensora_sp.checkpoint import checkpoint_name
 from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.config.schema import Common, Validation
+from opensora_sp.config.common import Common
+from opensora_sp.config.sections import Validation
 from opensora_sp.data import MicroBatch, VideoTextDataset
 from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders

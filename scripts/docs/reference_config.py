@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.config.schema import SCHEDULERS
+from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.config.sections import SequenceParallel
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models.registry import CLASSES, PRESETS
@@ -29,7 +29,7 @@ from opensora_sp.resolutions import FRAMES, SIZES
 INTRODUCTION = """\
 # Config reference
 
-Generated from `opensora_sp/config/schema.py`. Unknown keys are errors. The
+Generated from the classes in `opensora_sp/config/`. Unknown keys are errors. The
 [quickstart](../quickstart.md) introduces the common ones.
 """
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

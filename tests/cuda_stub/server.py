@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-PRELOADED = ("opensora_sp.training.trainer", "opensora_sp.sampling.run", "opensora_sp.plugin")
+PRELOADED = ("opensora_sp.training.run", "opensora_sp.sampling.run", "opensora_sp.plugin")
 
 
 def main() -> None:

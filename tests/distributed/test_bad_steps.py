@@ -353,6 +353,7 @@ def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
     """fp16 on a CPU, whose loss scale is doubled after two good steps: in one go, and cut after three."""
     from opensora_sp.plugin import SequenceParallelPlugin, current_device, launch, plugin
     from opensora_sp.training import metrics, trainer
+    from opensora_sp.training.preflight import preflight
 
     plugin._check_arguments = lambda *args: None  # it refuses fp16 on a CPU, where it is of no use
     scale = dict(initial_scale=64, growth_interval=2, hysteresis=1)
@@ -367,7 +368,7 @@ def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
         ("cut", 5, root / "cut" / "step_00000003"),
     ):
         cfg = load_train_config(config, [f"outputs={root / name}", *SMALL, f"max_steps={steps}"])
-        dataset, _ = trainer.preflight(cfg, None if start is None else str(start))
+        dataset, _ = preflight(cfg, None if start is None else str(start))
         (root / name).mkdir(exist_ok=True)
         dist.barrier()
         trainer.Trainer(cfg, dataset, start, current_device()).train(root / name)

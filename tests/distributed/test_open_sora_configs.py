@@ -226,6 +226,7 @@ def train_them(folder: Path) -> dict[str, Any]:
     from opensora_sp.plugin import current_device, launch
     from opensora_sp.training import metrics, trainer
     from opensora_sp.training.metrics import log_to
+    from opensora_sp.training.preflight import preflight
 
     launch(0)
     trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
@@ -246,7 +247,7 @@ def train_them(folder: Path) -> dict[str, Any]:
         cfg = load_train_config(path, dumped if name == "v10_again" else [*dumped, *own])
         if name == "v10" and dist.get_rank() == 0:
             (folder / "v10_dump.py").write_text(dump_config(cfg))
-        dataset, checkpoint = trainer.preflight(cfg, None)
+        dataset, checkpoint = preflight(cfg, None)
         (folder / name).mkdir(exist_ok=True)
         log_to(folder / name, enabled=False)
         training = trainer.Trainer(cfg, dataset, checkpoint, current_device())

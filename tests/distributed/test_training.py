@@ -16,8 +16,8 @@ from opensora_sp.checkpoint import Part, check_model_config, committed_checkpoin
 from opensora_sp.config import load_train_config
 from opensora_sp.training.checkpointing import agree_on, choose_checkpoint, find_checkpoint
 from opensora_sp.training.metrics import read_metrics
+from opensora_sp.training.optimizer import learning_rate
 from opensora_sp.training.preflight import preflight
-from opensora_sp.training.trainer import learning_rate
 
 
 @pytest.fixture(scope="module")

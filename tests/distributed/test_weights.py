@@ -227,7 +227,7 @@ def booster_folders(folder: Path) -> None:
 
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
-    from opensora_sp.training.trainer import fixed_tensors
+    from opensora_sp.training.checkpointing import fixed_tensors
 
     plugin = SequenceParallelPlugin(sp_size=2, stage=2, precision="fp32")
     booster, bare = Booster(plugin=plugin), drawn("STDiT3", **SMALL)

@@ -13,7 +13,7 @@ PRELOADED = (
     "opensora_sp.models",
     "opensora_sp.parallel",
     "opensora_sp.plugin",
-    "opensora_sp.training.trainer",
+    "opensora_sp.training.run",
     "opensora_sp.sampling.run",
 )
 

@@ -48,7 +48,7 @@ def in_worlds(
 
 TRAINING = (
     "opensora_sp.plugin",
-    "opensora_sp.training.trainer",
+    "opensora_sp.training.run",
     "tensorboard",
     "torch.utils.tensorboard",
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opensora_sp.checkpoint import check_model_config, write_model_config
-from opensora_sp.config.schema import check_values
+from opensora_sp.config.components import check_values
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention

@@ -1,0 +1,190 @@
+"""The config keys that training and sampling share.
+
+Unknown keys are errors. All values are checked before a process group or a model exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from opensora_sp.checkpoint import check_conversions
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
+from opensora_sp.models.registry import model_class
+
+from .components import (
+    SCHEDULERS,
+    build_component,
+    check_component,
+    check_keys,
+    check_values,
+    split_type,
+)
+from .findings import raise_together
+from .geometry import check_latents, check_text_length, latent_size
+from .model_spec import ModelSpec
+from .sections import (
+    Frames,
+    SequenceParallel,
+    Strict,
+    frame_size,
+)
+
+
+class Common(Strict):
+    """Keys of both training and sampling.
+
+    The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p"
+    with an ``aspect_ratio`` such as "9:16"). ``num_frames`` is a number or a name such as "2s".
+    Names are those of Open-Sora 1.2. ``allow_pickle`` and ``convert`` concern the initial weights
+    (``load``, ``ckpt``).
+    """
+
+    num_frames: Frames = Field(description="Frames of a clip; 1 for images, or a name such as 2s.")
+    resolution: str | int | None = Field(
+        None,
+        description="HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with "
+        "`aspect_ratio`.",
+    )
+    aspect_ratio: str | None = Field(
+        None, description="HEIGHT:WIDTH such as 9:16, with a named `resolution`."
+    )
+    image_size: tuple[int, int] | None = Field(
+        None, description="(height, width) in pixels, instead of `resolution`."
+    )
+    sp_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each batch; 1 is no sequence parallelism.",
+    )
+    sequence_parallel: SequenceParallel = Field(
+        SequenceParallel(), description="Options of sequence parallelism."
+    )
+    seed: int = Field(42, ge=0, description="Seed of all random draws.")
+    model: dict[str, Any] = Field(
+        description="dict(type=..., ...): model class or preset, and its options."
+    )
+    compile: Literal["blocks"] | None = Field(
+        None,
+        description="'blocks' compiles each block with torch.compile; None is eager mode.",
+    )
+    vae: dict[str, Any] = Field(
+        description="dict(type=..., ...): video autoencoder, and its options."
+    )
+    text_encoder: dict[str, Any] = Field(
+        description="dict(type=..., ...): text encoder, and its options."
+    )
+    scheduler: dict[str, Any] = Field(
+        default_factory=lambda: {"type": "rflow"},
+        description="dict(type=..., ...): diffusion process, and its options.",
+    )
+    allow_pickle: bool = Field(
+        False, description="Also read pickled weights, which can execute code."
+    )
+    convert: tuple[str, ...] = Field(
+        (), description="Conversions of the initial weights, by name; see docs/weights.md."
+    )
+
+    @model_validator(mode="after")
+    def _values_fit(self) -> Common:
+        self._one_frame_size()
+        self._one_latent_size()
+        raise_together(*self._rules())
+        return self
+
+    def _one_frame_size(self) -> None:
+        """Set ``image_size`` from ``resolution`` and ``aspect_ratio``, if the config has these."""
+        if (self.resolution is None) == (self.image_size is None):
+            raise ValueError(
+                f"got resolution {self.resolution!r} and image_size {self.image_size!r}; expected "
+                "exactly one of them; set resolution='512x512' or image_size=(512, 512)"
+            )
+
+        if self.resolution is None and self.aspect_ratio is not None:
+            raise ValueError(
+                f"got aspect_ratio {self.aspect_ratio!r} with image_size {self.image_size}; "
+                "expected it with a named resolution; write resolution='240p' instead of "
+                "image_size, or remove aspect_ratio"
+            )
+
+        if self.resolution is not None:
+            self.image_size = frame_size(self.resolution, self.aspect_ratio)
+            self.resolution = self.aspect_ratio = None
+
+        assert self.image_size is not None
+        if min(self.image_size) < 1:
+            raise ValueError(
+                f"got a frame size of {self.image_size}; expected positive numbers; change it"
+            )
+
+    def _one_latent_size(self) -> None:
+        """Set the model's ``input_size`` from the clips, if it needs one that is not set."""
+        if "input_size" in self.model or self.model_spec.input_size is None:
+            return
+
+        latents = latent_size(self.vae, self.num_frames, *self.size)
+        if latents is not None and min(latents) > 0:
+            sized = {**self.model, "input_size": latents}
+            ModelSpec.parse(sized)  # raises if the model cannot take this size
+            self.model = sized
+
+    def _rules(self) -> Iterator[Callable[[], object]]:
+        """Checks of several values together; each raises ValueError on its own."""
+        yield self._scheduler_fits_model
+        yield lambda: check_text_length(self.text_encoder, self.model_spec.config)
+        for clip in self._clips():
+            yield partial(check_latents, self.vae, *clip)
+
+    def _clips(self) -> list[tuple[int, int, int]]:
+        """Frames, height and width in pixels of all shapes of clips."""
+        return [(self.num_frames, *self.size)]
+
+    def _scheduler_fits_model(self) -> None:
+        model = self.model_spec.config
+        scheduler = build_component(self.scheduler, SCHEDULERS)
+        scheduler.check_channels(model.in_channels, model.out_channels)
+
+    @field_validator("vae")
+    @classmethod
+    def _vae(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_component("vae", value, LATENT_ENCODERS, LatentEncoder)
+
+    @field_validator("text_encoder")
+    @classmethod
+    def _text_encoder(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_component("text_encoder", value, TEXT_ENCODERS, TextEncoder)
+
+    @field_validator("convert")
+    @classmethod
+    def _convert(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return check_conversions(value)
+
+    @field_validator("scheduler")
+    @classmethod
+    def _scheduler(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_component("scheduler", {"type": "rflow", **value}, SCHEDULERS)
+
+    @field_validator("model")
+    @classmethod
+    def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
+        name, options = split_type("model", value)
+        config = model_class(name).Config
+        check_keys("model", options, [field.name for field in dataclasses.fields(config)])
+        checked = {"type": name, **check_values("model", options, config)}
+        ModelSpec.parse(checked)
+        return checked
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """``model``, parsed."""
+        return ModelSpec.parse(self.model)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        assert self.image_size is not None
+        return self.image_size

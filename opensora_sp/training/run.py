@@ -1,0 +1,92 @@
+"""The training run: check, launch, train under a watchdog, and end with the right exit status."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import torch.distributed as dist
+
+from opensora_sp.config import TrainConfig, dump_config
+from opensora_sp.console import exit_interrupted
+from opensora_sp.determinism import use_deterministic_kernels
+from opensora_sp.parallel import closing_process_group, drain_process_group
+from opensora_sp.runtime import Watchdog, backend_timeout, raise_on_all_ranks
+
+from .checkpointing import choose_checkpoint
+from .ending import nothing_left
+from .metrics import log_to
+from .preflight import check_resume, preflight
+from .profiling import Steps
+from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = None) -> Path:
+    """Train as the config describes; returns the run's folder.
+
+    Args:
+        cfg: a checked config.
+        resume: None starts a new run, "auto" resumes from the newest checkpoint in ``cfg.outputs``
+            if there is one, a path from that checkpoint.
+        profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
+
+    Raises:
+        ValueError: before any process group or model exists, if files, checkpoint and processes do
+            not fit the config; later, on every rank, if the run cannot continue.
+        SystemExit: with status 1 if another rank has failed; where the run was asked to stop before
+            its end (see ``runtime.watchdog``), with 130 after Ctrl-C, else with
+            ``cfg.stopped_exit_code`` unless that is 0.
+    """
+    traced = None if profile is None else Steps.parse(profile)
+    with raise_on_all_ranks():
+        if cfg.deterministic:
+            use_deterministic_kernels()
+        dataset, checkpoint = preflight(cfg, resume, traced)
+    from opensora_sp.plugin import current_device, launch
+
+    launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
+    run_dir = _open_run_dir(cfg)
+    watch = Watchdog(
+        peer_timeout=cfg.peer_timeout,
+        collective_timeout=cfg.collective_timeout,
+        grace_time=cfg.grace_time,
+    )
+    with closing_process_group(), watch:
+        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+        if checkpoint is not None and checkpoint != found:
+            check_resume(cfg, checkpoint, dataset)
+        idle = nothing_left(cfg, checkpoint, dataset)
+        if idle is not None:
+            logger.info("%s", idle)
+            return run_dir
+
+        trainer = Trainer(cfg, dataset, checkpoint, current_device())
+        with closing(trainer.checkpoints):
+            finished = trainer.train(run_dir, traced, watch)
+
+        interrupted = not finished and watch.is_interrupted
+        del trainer
+        drain_process_group()
+
+    if interrupted:
+        exit_interrupted(
+            "stopped by Ctrl-C (SIGINT) with a checkpoint, from which --resume auto resumes: "
+            f"{run_dir}"
+        )
+    if not finished and cfg.stopped_exit_code:
+        sys.exit(cfg.stopped_exit_code)
+    return run_dir
+
+
+def _open_run_dir(cfg: TrainConfig) -> Path:
+    """The run's folder, with its log and its resolved config."""
+    run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log_to(run_dir, enabled=is_main)
+    if is_main:
+        (run_dir / "config.py").write_text(dump_config(cfg), encoding="utf-8")
+    return run_dir
