@@ -84,7 +84,10 @@ class StepLoader:
         )
 
     def __iter__(self) -> Iterator[StepBatches]:
-        loaded = iter(self._loader)
+        """Starts the workers at once, not with the first step."""
+        return self._steps(iter(self._loader))
+
+    def _steps(self, loaded: Iterator[LoadedBatch]) -> Iterator[StepBatches]:
         for step in self.batches.steps:
             micro_batches = self.batches.plan.step(step)
             rounds = self.batches.rounds(micro_batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -31,11 +32,7 @@ def launchers() -> list[psutil.Process | None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
 
-    try:
-        ancestors = psutil.Process().parents()
-    except psutil.Error:  # one of them has just exited
-        return []
-
+    ancestors = _ancestors()
     colossalai: list[psutil.Process | None] = [one for one in ancestors if _is_colossalai(one)]
     if len(colossalai) == 1:  # the copy
         colossalai.append(None)
@@ -58,6 +55,17 @@ def machine_id() -> str:
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
     except OSError:
         return os.uname().nodename
+
+
+def _ancestors() -> list[psutil.Process]:
+    """The parent of this process, its parent, and so on, up to one that has exited."""
+    ancestors = []
+    with suppress(psutil.Error):
+        process = psutil.Process().parent()
+        while process is not None:
+            ancestors.append(process)
+            process = process.parent()
+    return ancestors
 
 
 def _is_colossalai(process: psutil.Process) -> bool:

@@ -30,6 +30,10 @@ from .versions import device_kind, versions
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks
 DEFAULT_JOIN_TIMEOUT = 600.0
+
+# Names in the store. Ranks that run other versions of the code read them too: they must not change.
+COUNTER, REPORT, VERDICT = "arrived", "arrival {}", "verdict"
+
 REMINDER_INTERVAL = 30.0  # seconds between two log lines about missing ranks
 ERROR_TIMEOUT = 20.0  # seconds that a rank which cannot start takes at most to report that
 EXIT_TIMEOUT = 5.0  # seconds that a rank waits for all others to read a verdict not to start
@@ -110,6 +114,7 @@ class Rendezvous:
         self.launch, self.timeout = launch, timeout
         self.host = socket.gethostname()
         self.deadline = time.monotonic() + timeout
+        self.next_reminder = time.monotonic() + REMINDER_INTERVAL
         server = _open_store(launch, timeout)
 
         # The store of torchrun outlives the ranks, so each attempt has keys of its own.
@@ -131,8 +136,8 @@ class Rendezvous:
             info = replace(info, versions=facts, settings=settings)
 
         try:
-            number = self.store.add("joined", 1)
-            self.store.set(f"rank {number}", json.dumps(asdict(info)))
+            number = self.store.add(COUNTER, 1)
+            self.store.set(REPORT.format(number), json.dumps(asdict(info)))
             verdict = self._judge() if launch.rank == 0 else self._read_verdict()
             if verdict:
                 self._wait_until_all_know()
@@ -158,22 +163,23 @@ class Rendezvous:
                 verdict = find_conflict(joined)
 
         verdict = verdict or find_differences(joined)
-        self.store.set("verdict", verdict)
+        self.store.set(VERDICT, verdict)
         return verdict
 
     def _next_rank(self, joined: list[RankInfo]) -> RankInfo | None:
         """The next rank that joins; None if no other joins in time."""
-        key = f"rank {len(joined) + 1}"
-        while not self._wait_for(key, min(REMINDER_INTERVAL, self._remaining())):
+        key = REPORT.format(len(joined) + 1)
+        while not self._wait_for(key, min(self.next_reminder, self.deadline) - time.monotonic()):
             if self._remaining() <= 0:
                 return None
             logger.warning("waiting for %s to join", format_ranks(self._absent(joined)))
+            self.next_reminder += REMINDER_INTERVAL
         return RankInfo(**json.loads(self.store.get(key)))
 
     def _read_verdict(self) -> str:
         # Rank 0 has the same deadline, and its verdict names the missing ranks.
-        if self._wait_for("verdict", self._remaining() + 1):
-            return str(self.store.get("verdict").decode())
+        if self._wait_for(VERDICT, self._remaining() + 1):
+            return str(self.store.get(VERDICT).decode())
         return (
             f"got no response from rank 0 at {_address(self.launch)} within {self.timeout:.0f} s; "
             "expected it to start; look at its output on the first host"

@@ -142,11 +142,12 @@ class Trainer:
         profiler, counter = StepProfiler(self.module, run_dir, traced), CommLedger()
         # The launcher, whose command line this is, may have ended when the run stops.
         command = command_to_resume()
+        steps = iter(self.loader)
         began = time.perf_counter()
         self.interval = Interval(began)
         done, stopped = self.start, False
 
-        for step, batches in enumerate(self.loader, self.start):
+        for step, batches in enumerate(steps, self.start):
             with counter, self.meter.timer, profiler.step(step + 1):
                 outcome = self._step(step, batches, watch)
             done = step + 1

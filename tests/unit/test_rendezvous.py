@@ -1,0 +1,89 @@
+"""The rendezvous on a store of this process: ranks of other versions, and reminders."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from opensora_sp.runtime import Launch, processes, rendezvous
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the ranks of this process's first rendezvous see, in a store that lives here."""
+    server = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "_open_store", lambda launch, timeout: server)
+    return dist.PrefixStore("opensora_sp/0/1", server)
+
+
+def rank_0_of(world_size: int) -> Launch:
+    return Launch(
+        rank=0,
+        world_size=world_size,
+        local_rank=0,
+        local_world_size=1,
+        master=("127.0.0.1", 29500),
+        agent_store=False,
+    )
+
+
+def report(store: Any, rank: int, world_size: int, **what: Any) -> None:
+    """As the first release wrote it: the names and fields are read by every later one."""
+    info = dict(rank=rank, world_size=world_size, host="beta", versions={}, settings={}, error=None)
+    number = store.add("arrived", 1)
+    store.set(f"arrival {number}", json.dumps(info | what))
+
+
+def test_a_rank_with_another_version_is_named_at_once(store: Any) -> None:
+    place = rendezvous.Rendezvous(rank_0_of(2), timeout=60)
+    report(store, 1, 2, versions={"opensora_sp": "0.0.1"})
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"got different versions: .*opensora_sp .*0\.0\.1"):
+        place.join({})
+    assert time.monotonic() - began < 30
+    assert b"got different versions" in store.get("verdict")
+
+
+def test_missing_ranks_are_logged_while_others_join_one_by_one(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "REMINDER_INTERVAL", 0.4)
+    others = range(1, 6)
+
+    def join_slowly() -> None:
+        for rank in others:
+            time.sleep(0.3)
+            report(store, rank, 6, error="no GPU" if rank == others[-1] else None)
+
+    thread = threading.Thread(target=join_slowly)
+    place = rendezvous.Rendezvous(rank_0_of(6), timeout=60)
+    thread.start()
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="rank 5 .* no GPU"):
+        place.join({})
+    thread.join()
+
+    reminders = [one for one in caplog.messages if one.startswith("waiting for rank")]
+    assert len(reminders) >= 2, caplog.messages
+
+
+def test_ancestors_up_to_one_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher is watched even where one of its own ancestors exits at that moment."""
+    launcher = psutil.Process().parent()
+    own_parent = psutil.Process.parent
+
+    def parent(process: psutil.Process) -> psutil.Process | None:
+        if process == launcher:
+            raise psutil.NoSuchProcess(process.pid)
+        return own_parent(process)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(psutil.Process, "parent", parent)
+    assert processes.launchers()[0] == launcher
