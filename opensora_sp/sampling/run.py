@@ -60,6 +60,8 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     with closing_process_group(), Watchdog(grace_time=0):
         written = _sample_all(cfg, requests, weights, device)
         drain_process_group()
+    # Only rank 0 logs, and each video is written by another rank in turn.
+    logger.info("done: %d videos in %s", len(requests), cfg.outputs)
     return written
 
 
