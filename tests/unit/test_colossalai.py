@@ -131,6 +131,9 @@ def test_the_checkpoint_interface_has_the_methods_that_ours_has() -> None:
                 name = f"{verb}_{form}_{kind}"
                 assert name in vars(NamedCheckpointIO), name
                 theirs = parameters(getattr(colossalai.LowLevelZeroCheckpointIO, name))
+                if verb == "load":
+                    # Passed by position. Ours are the same function for a file and for an index.
+                    theirs[1] = "checkpoint"
                 ours = parameters(getattr(NamedCheckpointIO, name))
                 named = [p for p in ours if p not in ("args", "kwargs")]
                 assert named == theirs[: len(named)], name
