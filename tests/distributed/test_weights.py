@@ -339,14 +339,14 @@ def test_known_vulnerabilities_of_torch_are_logged_once(
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     monkeypatch.setattr(torch, "__version__", version)
-    reader._warn_of_holes.cache_clear()
+    reader._warn_of_vulnerabilities.cache_clear()
     open_weights(tmp_path / "a.safetensors", allow_pickle=True)
     assert not caplog.records
     for _ in range(2):
         open_weights(tmp_path / "a.pth", allow_pickle=True)
-    assert [name for name in reader.HOLES.values() if name in caplog.text] == named
+    assert [name for name in reader.VULNERABILITIES.values() if name in caplog.text] == named
     assert len(caplog.records) == bool(named)
-    reader._warn_of_holes.cache_clear()
+    reader._warn_of_vulnerabilities.cache_clear()
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
