@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, required=True, metavar="N", help="processes of the run, one per GPU")
     add("--gpus-per-node", type=int, metavar="M", help="to report batches shared across nodes")
     add("--memory-gb", type=float, metavar="G", help="of one GPU, 1e9 bytes, to report excess")
+    add("--gpu", metavar="NAME", help="H100 or H200: predict step time and MFU; sets --memory-gb")
     add("--json", action="store_true", help="all numbers, in bytes, as JSON")
     return parser
 
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
         args.gpus,
         gpus_per_node=args.gpus_per_node,
         memory_gb=args.memory_gb,
+        gpu=args.gpu,
         progress=_with_progress,
     )
     sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
@@ -126,7 +128,7 @@ def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
     switched = f"{changing:,} tokens ({changing / tokens['total']:.1%}) change rank at each switch"
     lines += _entry("moved", sharing.moves or switched)
 
-    lines += _sent(plan, estimate) + _memory(estimate)
+    lines += _sent(plan, estimate) + _memory(estimate) + _time(plan, estimate)
     for advice in estimate.advice:
         lines += _entry("try", advice)
     return lines
@@ -172,6 +174,27 @@ def _memory(estimate: BatchEstimate) -> list[str]:
 
     note += "On top come the VAE, the text encoder, and what the allocator loses."
     return _columns("memory", rows, width=9) + _entry("", note)
+
+
+def _time(plan: Plan, estimate: BatchEstimate) -> list[str]:
+    """Step time on the GPU, and how it divides among kinds of operators."""
+    time = estimate.time
+    if time is None:
+        return []
+    tokens = estimate.tokens["total"] * plan.dp_size * plan.micro_batches
+    speed = (
+        f"{time.seconds:.3g} s a step on {plan.gpu}, {tokens / time.seconds:,.0f} tokens/s, MFU "
+        f"{time.mfu:.0%} (predicted, in eager mode)"
+    )
+    shares = []
+    for kind, work in time.work.items():
+        if work.seconds:
+            shares.append(f"{kind} {work.seconds / time.seconds:.0%}")
+
+    lines = _entry("time", speed) + _entry("", "; ".join(shares))
+    if time.is_launch_bound:
+        lines += _entry("", "bound by the host, which launches operators: take larger batches")
+    return lines
 
 
 def _columns(label: str, rows: Rows, width: int) -> list[str]:
