@@ -15,6 +15,7 @@ from opensora_sp.console import config_arguments
 if TYPE_CHECKING:
     from opensora_sp.planner import BatchEstimate, BatchSpec, Plan
     from opensora_sp.planner.memory import MemoryPeak
+    from opensora_sp.planner.step_time import StepTime
 
 HELP = (
     "estimate how ranks share the batches of a config, what they send, memory, and what to change"
@@ -85,7 +86,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
     """A line for each bucket; sizes are those at 16:9."""
     lines = [
         f"{'batch of frames x size':>24} {'tokens':>10} {'shared by':>18} {'busiest':>8} "
-        f"{'MB sent':>10} {'GB peak':>8}"
+        f"{'MB sent':>10} {'GB peak':>8}{'  s/step   MFU' if plan.gpu else ''}"
     ]
 
     for one in plan.buckets:
@@ -96,7 +97,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
         lines.append(
             f"{batch:>24} {one.tokens['total']:>10,} {one.sharing.strategy:>18} "
             f"{one.sharing.imbalance:>+8.1%} {one.traffic.mean / 1e6:>10,.1f} "
-            f"{peak.total / 1e9:>8.2f}{' too much' if excess else ''}"
+            f"{peak.total / 1e9:>8.2f}{_speed(one.time)}{' too much' if excess else ''}"
         )
 
     return [
@@ -104,6 +105,10 @@ def _bucket_lines(plan: Plan) -> list[str]:
         "busiest: work of the busiest rank over the mean. MB sent: by a rank for a micro-batch.",
         "GB peak: of a rank, without the encoders. A bucket_config with one bucket prints more.",
     ]
+
+
+def _speed(time: StepTime | None) -> str:
+    return "" if time is None else f" {time.seconds:>7.3g} {time.mfu:>5.0%}"
 
 
 def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:

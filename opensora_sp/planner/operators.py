@@ -215,8 +215,12 @@ def _bytes_moved(operator: Any, args: tuple[Any, ...], result: Any) -> float:
     elif operator in OVERWRITES:
         read = read[1:]
 
-    distinct = {(one.untyped_storage()._cdata, one.storage_offset(), one.shape): one for one in read}
+    distinct = {_memory_of(one): one for one in read}
     return float(sum(map(_bytes_of, (*distinct.values(), *written))))
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
 def _bytes_of(tensor: Tensor) -> int:

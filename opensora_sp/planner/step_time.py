@@ -19,7 +19,7 @@ from opensora_sp.parallel.strategies import strategy_for
 
 from .flops import ModelFlops
 from .gpus import Gpu
-from .operators import ELEMENTWISE, OperatorCounter, Work
+from .operators import OperatorCounter, Work
 from .trace import meta_device_module, meta_model, run_step
 from .traffic import traffic
 
