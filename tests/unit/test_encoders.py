@@ -32,7 +32,7 @@ from opensora_sp.encoders import (
 )
 from opensora_sp.encoders.huggingface import clean_caption
 from opensora_sp.models import build_model
-from opensora_sp.sampling.decoding import grouped
+from opensora_sp.sampling.decoding import decoded_pieces
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 
@@ -104,7 +104,7 @@ def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
     other = ImageVAE(str(image_folder), subfolder="vae", micro_batch_size=None, scaling_factor=0.5)
     torch.testing.assert_close(other.encode(video) * other.scale, latents * encoder.scale)
     for one_of, calls in ((encoder, [3, 2]), (other, [5])):  # what sampling decodes at a time
-        pieces = grouped(independent_pieces(one_of, num_frames=5, latent_frames=5), one_of)
+        pieces = decoded_pieces(one_of, 5, 5)
         assert [piece.frames.stop - piece.frames.start for piece in pieces] == calls
 
 
