@@ -150,9 +150,15 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
     )
     latents = (1, 4, 8, 32, 32)
     traced = trace_activations(
-        name, resolve_config(name, **options), latents, options=Options(), ranks=1, dtype=torch.bfloat16,
-        checkpointing=True, training=True,
-    )  # fmt: skip
+        name,
+        resolve_config(name, **options),
+        latents,
+        options=Options(),
+        ranks=1,
+        dtype=torch.bfloat16,
+        checkpointing=True,
+        training=True,
+    )
     model = build_model(name, **options).cuda().bfloat16()
     model.set_grad_checkpoint(True)
     for parameter in model.parameters():

@@ -34,9 +34,16 @@ CAPTIONS = ["red on blue", "", "a b c d e f g", "white"]  # of 5, 0, more than 6
 SHAPE = ClipShape(4, 16, 16)
 STAND_IN = "opensora_sp/encoders/standins.py"
 MODEL = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=WORDS, hidden_size=24, depth=1, num_heads=2,
-    mlp_ratio=2.0, pred_sigma=False,
-)  # fmt: skip
+    type="STDiT3",
+    in_channels=3,
+    caption_channels=8,
+    model_max_length=WORDS,
+    hidden_size=24,
+    depth=1,
+    num_heads=2,
+    mlp_ratio=2.0,
+    pred_sigma=False,
+)
 
 
 class Clips:

@@ -224,9 +224,16 @@ def windows_with_unused_conditions() -> torch.nn.Module:
     """Embedders of conditions that a batch does not have get zeros, one number expanded to the weight's shape."""
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=12, depth=1, num_heads=2, caption_channels=5, model_max_length=6,
-        kernel_size=(2, 2, -1), use_cond=True,
-    )  # fmt: skip
+        "STDiT3",
+        in_channels=2,
+        hidden_size=12,
+        depth=1,
+        num_heads=2,
+        caption_channels=5,
+        model_max_length=6,
+        kernel_size=(2, 2, -1),
+        use_cond=True,
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.double()

@@ -210,17 +210,32 @@ CACHED = ["dataset.type=CachedFeatures", "dataset.path={folder}/cache", "outputs
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["vae.pool=(1, 16, 8)"], r"got vae.pool \[1, 16, 8\] \(there \[1, 16, 16\]\) with the feature cache"),
+        (
+            ["vae.pool=(1, 16, 8)"],
+            r"got vae.pool \[1, 16, 8\] \(there \[1, 16, 16\]\) with the feature cache",
+        ),
         (["text_encoder.max_length=9"], r"got text_encoder.max_length 9 \(there 12\)"),
-        (["dataset.transform=resize_random_crop"], r"'resize_random_crop' \(there 'resize_center_crop'\)"),
+        (
+            ["dataset.transform=resize_random_crop"],
+            r"'resize_random_crop' \(there 'resize_center_crop'\)",
+        ),
         (["dataset.clip_start=random"], r"dataset.clip_start 'random' \(there 'middle'\)"),
         (["dataset.frame_interval=2"], r"dataset.frame_interval 2 \(there 1\)"),
         (["dataset.manifest={folder}/other.jsonl"], r"got dataset.manifest '\w+' \(there '\w+'\)"),
-        (["bucket_config={{'144p': {{4: (1.0, 1)}}}}"], r"got bucket_config and .* lacks \d+ clips of 4x.*which adds"),
-        (["max_steps=60"], r"got bucket_config and max_steps 60, for which the feature cache .* lacks \d+ clips of"),
-        (["dataset.path={folder}"], r"without index.json; expected a finished feature cache; run scripts"),
+        (
+            ["bucket_config={{'144p': {{4: (1.0, 1)}}}}"],
+            r"got bucket_config and .* lacks \d+ clips of 4x.*which adds",
+        ),
+        (
+            ["max_steps=60"],
+            r"got bucket_config and max_steps 60, for which the feature cache .* lacks \d+ clips of",
+        ),
+        (
+            ["dataset.path={folder}"],
+            r"without index.json; expected a finished feature cache; run scripts",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_cache_of_something_else_is_refused_by_name(
     folder: Path, options: list[str], message: str
 ) -> None:

@@ -197,9 +197,12 @@ def test_clips_of_different_sizes_have_the_losses_that_they_have_alone(process) 
     for sample, (frames, height, width) in enumerate(MIXED):
         cut = (slice(sample, sample + 1), slice(None), slice(frames), slice(height), slice(width))
         alone = Noised(
-            x_t=noised.x_t[cut], target=noised.target[cut], x_start=noised.x_start[cut],
-            t=noised.t[cut[0]], x_mask=noised.x_mask[cut[0], cut[2]],
-        )  # fmt: skip
+            x_t=noised.x_t[cut],
+            target=noised.target[cut],
+            x_start=noised.x_start[cut],
+            t=noised.t[cut[0]],
+            x_mask=noised.x_mask[cut[0], cut[2]],
+        )
         torch.testing.assert_close(losses[cut[0]], process.losses(output[cut], alone))
     shard = parallelize(model, SequenceMesh(1))(**inputs, output="shards")
     torch.testing.assert_close(process.losses(shard, replace(noised, video_mask=None)), losses)

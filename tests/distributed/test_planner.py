@@ -466,11 +466,17 @@ def test_windows_are_traced_on_several_ranks() -> None:
     config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
     traced = [
         trace_activations(
-            "STDiT3", config, (1, 2, 5, 10, 10), options=Options(), ranks=ranks, dtype=torch.float32,
-            checkpointing=False, training=True,
+            "STDiT3",
+            config,
+            (1, 2, 5, 10, 10),
+            options=Options(),
+            ranks=ranks,
+            dtype=torch.float32,
+            checkpointing=False,
+            training=True,
         ).at(2)
         for ranks in (1, 4)
-    ]  # fmt: skip
+    ]
     assert 0 < traced[1] < traced[0]
 
 

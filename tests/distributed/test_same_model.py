@@ -16,9 +16,15 @@ from opensora_sp.parallel import CommLedger, SequenceMesh, ShardPlan, paralleliz
 from opensora_sp.parallel.agreement import ModelForm, describe_model
 
 MODEL = dict(
-    in_channels=2, hidden_size=24, depth=2, num_heads=2, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
+    in_channels=2,
+    hidden_size=24,
+    depth=2,
+    num_heads=2,
+    caption_channels=5,
+    model_max_length=6,
+    mlp_ratio=2.0,
     pred_sigma=False,
-)  # fmt: skip
+)
 
 
 def make_model(kind: str = "STDiT3", **options: Any) -> Any:

@@ -154,10 +154,21 @@ def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[1:]) + "\n\n")
     done = run(
-        "scripts/inference.py", trained / "sample.py", "--ckpt", trained, "--prompt", PROMPTS[0],
-        "--prompts", tmp_path / "prompts.txt", "--outputs", tmp_path / "out", "--sp-size", "2",
-        launcher="torchrun", ranks=4,
-    )  # fmt: skip
+        "scripts/inference.py",
+        trained / "sample.py",
+        "--ckpt",
+        trained,
+        "--prompt",
+        PROMPTS[0],
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "--outputs",
+        tmp_path / "out",
+        "--sp-size",
+        "2",
+        launcher="torchrun",
+        ranks=4,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 videos on 4 processes: 2 groups of 2 (sp_size 2), as asked for" in done.stderr
     videos = sorted((tmp_path / "out").glob("*.mp4"))

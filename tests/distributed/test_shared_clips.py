@@ -270,10 +270,16 @@ def shared(
     )
     sent = counter.bytes["data", "forward"]
     return dict(
-        read=dataset.frames, encoded=source.frames, captions=source.captions, sent=sent, needed=int(here[:, 0].sum()),
-        held=int(held.sum()), calls=counter.calls["data", "forward"], pieces=len(source.pieces(shape)),
+        read=dataset.frames,
+        encoded=source.frames,
+        captions=source.captions,
+        sent=sent,
+        needed=int(here[:, 0].sum()),
+        held=int(held.sum()),
+        calls=counter.calls["data", "forward"],
+        pieces=len(source.pieces(shape)),
         agreed=counter.bytes["clips", "forward"],
-    )  # fmt: skip
+    )
 
 
 CASES: list[tuple[str, str, list[int], dict, ClipShape]] = [

@@ -49,10 +49,17 @@ SMALL = dict(
 )
 TABLE = dict(SMALL, input_size=(4, 8, 6), space_scale=0.5)
 FOREIGN = {  # what the public folders say beside the model's settings
-    "_name_or_path": "somewhere", "auto_map": {}, "enable_flash_attn": True, "enable_layernorm_kernel": True,
-    "enable_sequence_parallelism": False, "freeze_y_embedder": True, "input_size": [None, None, None],
-    "only_train_temporal": False, "torch_dtype": "float32", "transformers_version": "4.36.2",
-}  # fmt: skip
+    "_name_or_path": "somewhere",
+    "auto_map": {},
+    "enable_flash_attn": True,
+    "enable_layernorm_kernel": True,
+    "enable_sequence_parallelism": False,
+    "freeze_y_embedder": True,
+    "input_size": [None, None, None],
+    "only_train_temporal": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.36.2",
+}
 State = dict[str, torch.Tensor]
 
 
@@ -70,10 +77,15 @@ def drawn(name: str, seed: int = 0, **options: Any) -> Any:
 def same(ours: State, theirs: State) -> bool:
     """The same names in the same dtype to the last bit."""
     return ours.keys() == theirs.keys() and all(
-        ours[n].dtype == theirs[n].dtype and ours[n].shape == theirs[n].shape
-        and bool((ours[n].contiguous().view(torch.uint8) == theirs[n].contiguous().view(torch.uint8)).all())
+        ours[n].dtype == theirs[n].dtype
+        and ours[n].shape == theirs[n].shape
+        and bool(
+            (
+                ours[n].contiguous().view(torch.uint8) == theirs[n].contiguous().view(torch.uint8)
+            ).all()
+        )
         for n in ours
-    )  # fmt: skip
+    )
 
 
 def inputs(

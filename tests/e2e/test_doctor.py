@@ -23,9 +23,18 @@ from opensora_sp.runtime.doctor.ssh import Remote, read_hostfile
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 LOOKED_AT = {
-    "opensora-sp", "python", "torch", "ColossalAI", "flash-attn", "packages", "torchrun", "memory", "shared memory",
-    "network", "environment",
-}  # fmt: skip
+    "opensora-sp",
+    "python",
+    "torch",
+    "ColossalAI",
+    "flash-attn",
+    "packages",
+    "torchrun",
+    "memory",
+    "shared memory",
+    "network",
+    "environment",
+}
 
 
 def test_a_machine_that_is_well(tmp_path: Path) -> None:

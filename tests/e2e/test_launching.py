@@ -319,9 +319,22 @@ def test_every_sentence_is_explained() -> None:
         (ROOT / f"opensora_sp/runtime/{name}.py").read_text()
         for name in ("environment", "host_checks", "rank_info", "rendezvous")
     ]
-    for word in ("environment, but no", "WORLD_SIZE", "twice", "within", "cannot start", "different", "to listen on",
-                 "no connection", "MASTER_ADDR", "where no interface", "the host name", "no GPU that torch can use",
-                 "where torch sees", "/dev/shm"):  # fmt: skip
+    for word in (
+        "environment, but no",
+        "WORLD_SIZE",
+        "twice",
+        "within",
+        "cannot start",
+        "different",
+        "to listen on",
+        "no connection",
+        "MASTER_ADDR",
+        "where no interface",
+        "the host name",
+        "no GPU that torch can use",
+        "where torch sees",
+        "/dev/shm",
+    ):
         assert word in table and any(word in source for source in sources), word
     for spelled in re.findall(r"OPENSORA_SP_\w+", (ROOT / "docs/multinode.md").read_text()):
         assert spelled == rendezvous.JOIN_TIMEOUT
@@ -357,9 +370,12 @@ def test_the_slurm_script(tmp_path: Path) -> None:
         (tmp_path / tool).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "2"}
     done = subprocess.run(
-        ["bash", script, "a.py", "--cfg-options", "prompt=a red fox"], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **job},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        ["bash", script, "a.py", "--cfg-options", "prompt=a red fox"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **job},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     words = done.stdout.splitlines()
     assert words[:2] == ["--kill-on-bad-exit=1", "torchrun"] and "node7:23456" in words
     assert words[-6:] == [

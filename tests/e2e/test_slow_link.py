@@ -38,9 +38,12 @@ def test_limits_are_kept() -> None:
     reports, limit = [], {"PYTHONPATH": str(ROOT), "BENCHMARK_TIME_LIMIT": "300"}
     for _ in range(ATTEMPTS):
         done = subprocess.run(
-            [sys.executable, "benchmarks/slow_link.py", *SMALL], cwd=ROOT, env={**os.environ, **limit},
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "benchmarks/slow_link.py", *SMALL],
+            cwd=ROOT,
+            env={**os.environ, **limit},
+            capture_output=True,
+            text=True,
+        )
         reports.append(done.stdout + done.stderr)
         if done.returncode == 0:
             break

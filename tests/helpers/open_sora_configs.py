@@ -161,59 +161,126 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         (0, {"fps": 24}, "expected a value of Open-Sora's"),
     ],
     "batch_size": [
-        (10, {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}}, {}),
+        (
+            10,
+            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
+            {},
+        ),
         (10, {"dataset.type": "VideoTextDataset"}, {"batch_size": 10}),
         (None, {}, {}),
     ],
-    "dataset.num_frames": [(16, {}, {"num_frames": 16}), (None, {}, {}),
-        (16, {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}}, {})],
-    "dataset.image_size": [((8, 9), {}, {"image_size": (8, 9)}), ((None, None), {}, {}),
-        ((8, 9), {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}}, {})],
+    "dataset.num_frames": [
+        (16, {}, {"num_frames": 16}),
+        (None, {}, {}),
+        (
+            16,
+            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
+            {},
+        ),
+    ],
+    "dataset.image_size": [
+        ((8, 9), {}, {"image_size": (8, 9)}),
+        ((None, None), {}, {}),
+        (
+            (8, 9),
+            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
+            {},
+        ),
+    ],
     "dataset.data_path": [("a.csv", {}, {"dataset.manifest": "a.csv"}), (None, {}, {})],
-    "dataset.transform_name": [("center", {}, {"dataset.transform": "resize_center_crop"}),
-        ("resize_crop", {}, {"dataset.transform": "resize_center_crop"}), ("flip", {}, "expected one of ['center'")],
+    "dataset.transform_name": [
+        ("center", {}, {"dataset.transform": "resize_center_crop"}),
+        ("resize_crop", {}, {"dataset.transform": "resize_center_crop"}),
+        ("flip", {}, "expected one of ['center'"),
+    ],
     "dataset.dummy_text_feature": [(False, {}, {}), (True, {}, "captions are encoded")],
-    "dataset.type": [("VideoTextDataset", {}, {"dataset.type": "VideoText", "dataset.clip_start": "random"}),
+    "dataset.type": [
+        ("VideoTextDataset", {}, {"dataset.type": "VideoText", "dataset.clip_start": "random"}),
         ("BatchFeatureDataset", {}, "clips are encoded in training"),
-        ("VariableVideoTextDataset", {"dataset.clip_start": "middle"}, {"dataset.clip_start": "middle"})],
+        (
+            "VariableVideoTextDataset",
+            {"dataset.clip_start": "middle"},
+            {"dataset.clip_start": "middle"},
+        ),
+    ],
     "num_bucket_build_workers": [(16, {}, {})],
     "prefetch_factor": [(2, {}, {})],
     "load_text_features": [(False, {}, {}), (True, {}, "captions are encoded")],
-    "mask_ratios": [([0.6, 0.1, 0.1, 0.1, 0.1], {}, {"mask_ratios.quarter_random": 0.1}),
-        ({"mask_head": 0.5, "intepolate": 0.1}, {}, {"mask_ratios": {"quarter_head": 0.5, "intepolate": 0.1}})],
-    "dtype": [("fp16", {"vae.type": "VideoAutoencoderKL"}, {"precision": "fp16", "vae.dtype": "fp16"}),
-        ("fp32", {"vae.type": "Mine"}, {"precision": "fp32", "vae.dtype": None})],
-    "plugin": [("zero2", {}, {"zero_stage": 2, "ema_decay": 0.9999}), 
+    "mask_ratios": [
+        ([0.6, 0.1, 0.1, 0.1, 0.1], {}, {"mask_ratios.quarter_random": 0.1}),
+        (
+            {"mask_head": 0.5, "intepolate": 0.1},
+            {},
+            {"mask_ratios": {"quarter_head": 0.5, "intepolate": 0.1}},
+        ),
+    ],
+    "dtype": [
+        ("fp16", {"vae.type": "VideoAutoencoderKL"}, {"precision": "fp16", "vae.dtype": "fp16"}),
+        ("fp32", {"vae.type": "Mine"}, {"precision": "fp32", "vae.dtype": None}),
+    ],
+    "plugin": [
+        ("zero2", {}, {"zero_stage": 2, "ema_decay": 0.9999}),
         ("zero2-seq", {"ema_decay": 0.9}, {"ema_decay": 0.9}),
-        ("ddp", {}, "expected one of ['zero1', 'zero2', 'zero2-seq']")],
+        ("ddp", {}, "expected one of ['zero1', 'zero2', 'zero2-seq']"),
+    ],
     "reduce_bucket_size_in_m": [(20, {}, {})],
     "record_time": [(True, {}, {}), (False, {}, {})],
-    "model.qk_norm": [(True, {"model.type": "STDiT2-XL/2", "lr": 1.0}, {"model.qk_norm_legacy": True}),
+    "model.qk_norm": [
+        (True, {"model.type": "STDiT2-XL/2", "lr": 1.0}, {"model.qk_norm_legacy": True}),
         (True, {"model.type": "STDiT2-XL/2"}, {"model.qk_norm_legacy": None}),
-        (True, {"model.type": "STDiT2-XL/2", "lr": 1.0, "model.qk_norm_legacy": False},
-            {"model.qk_norm_legacy": False})],
-    "model.enable_flash_attn": [(True, {}, {"model.attention": "auto"}), (False, {}, {"model.attention": "sdpa"})],
-    "model.enable_flashattn": [(True, {}, {"model.attention": "auto"}), (False, {}, {"model.attention": "sdpa"})],
+        (
+            True,
+            {"model.type": "STDiT2-XL/2", "lr": 1.0, "model.qk_norm_legacy": False},
+            {"model.qk_norm_legacy": False},
+        ),
+    ],
+    "model.enable_flash_attn": [
+        (True, {}, {"model.attention": "auto"}),
+        (False, {}, {"model.attention": "sdpa"}),
+    ],
+    "model.enable_flashattn": [
+        (True, {}, {"model.attention": "auto"}),
+        (False, {}, {"model.attention": "sdpa"}),
+    ],
     "model.enable_layernorm_kernel": [(True, {}, {})],
     "model.enable_sequence_parallelism": [(True, {}, {})],
     "model.use_x_mask": [(True, {}, {})],
     "model.no_temporal_pos_emb": [(False, {}, {}), (True, {}, "temporal position embeddings")],
     "model.skip_temporal": [(False, {}, {}), (True, {}, "temporal attention")],
     "model.force_huggingface": [(True, {}, {})],
-    "model.freeze_y_embedder": [(True, {}, {"freeze": ("y_embedder.*",)}), (False, {}, {"freeze": None}),
-        (True, {"fps": 24}, {"freeze": None})],
-    "model.only_train_temporal": [(True, {}, {"freeze": ("*", "!temporal_blocks.*")}), (True, {"fps": 24}, {}),
-        (True, {"freeze": ("x_embedder.*",)}, {"freeze": ("x_embedder.*", "*", "!temporal_blocks.*")})],
-    "model.freeze": [("text", {}, {"freeze": ("y_embedder.*",)}),
+    "model.freeze_y_embedder": [
+        (True, {}, {"freeze": ("y_embedder.*",)}),
+        (False, {}, {"freeze": None}),
+        (True, {"fps": 24}, {"freeze": None}),
+    ],
+    "model.only_train_temporal": [
+        (True, {}, {"freeze": ("*", "!temporal_blocks.*")}),
+        (True, {"fps": 24}, {}),
+        (
+            True,
+            {"freeze": ("x_embedder.*",)},
+            {"freeze": ("x_embedder.*", "*", "!temporal_blocks.*")},
+        ),
+    ],
+    "model.freeze": [
+        ("text", {}, {"freeze": ("y_embedder.*",)}),
         ("not_temporal", {}, {"freeze": ("*", "!*attn_temp.*")}),
-        ("all", {}, "neither of ['text', 'not_temporal']"), ("text", {"fps": 24}, {})],
+        ("all", {}, "neither of ['text', 'not_temporal']"),
+        ("text", {"fps": 24}, {}),
+    ],
     "load": [("run", {"lr": 1.0}, {"load": "run"}), (None, {"lr": 1.0}, {"load": None})],
     "start_from_scratch": [(True, {}, {})],
-    "model.from_pretrained": [("a", {}, {"load": "a"}), ("a", {"load": None}, {"load": "a"}),
+    "model.from_pretrained": [
+        ("a", {}, {"load": "a"}),
+        ("a", {"load": None}, {"load": "a"}),
         ("a", {"load": "b"}, {"load": "b"}),
-        ("a", {"fps": 24}, {"ckpt": "a"}), (None, {}, {"load": None})],
-    "vae.type": [("VideoAutoencoderPipeline", {}, "OpenSoraVAE_V1_2"),
-        ("PatchPoolVAE", {}, {"vae.type": "PatchPoolVAE"})],
+        ("a", {"fps": 24}, {"ckpt": "a"}),
+        (None, {}, {"load": None}),
+    ],
+    "vae.type": [
+        ("VideoAutoencoderPipeline", {}, "OpenSoraVAE_V1_2"),
+        ("PatchPoolVAE", {}, {"vae.type": "PatchPoolVAE"}),
+    ],
     "model.local_files_only": [(True, {}, {})],
     "vae.local_files_only": [(True, {}, {})],
     "text_encoder.local_files_only": [(True, {}, {})],
@@ -222,23 +289,61 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "vae.force_huggingface": [(True, {}, {})],
     "vae.freeze_vae_2d": [(True, {}, {})],
     "vae.cal_loss": [(True, {}, {})],
-    "text_encoder.type": [("clip", {}, "type='t5'"), ("classes", {}, "type='t5'"),
-        ("t5", {}, {"text_encoder.type": "t5"})],
-    "text_encoder.model_max_length": [(200, {}, {"text_encoder.max_length": 200, "model.model_max_length": 200,
-        "text_encoder.clean_captions": True})],
-    "text_encoder.shardformer": [(True, {}, {"text_encoder.dtype": "fp16"}), (False, {}, {"text_encoder.dtype": None})],
-    "scheduler.type": [("iddpm-speed", {}, {"scheduler.type": "iddpm"}), ("dpm-solver", {}, "num_sampling_steps=100")],
+    "text_encoder.type": [
+        ("clip", {}, "type='t5'"),
+        ("classes", {}, "type='t5'"),
+        ("t5", {}, {"text_encoder.type": "t5"}),
+    ],
+    "text_encoder.model_max_length": [
+        (
+            200,
+            {},
+            {
+                "text_encoder.max_length": 200,
+                "model.model_max_length": 200,
+                "text_encoder.clean_captions": True,
+            },
+        )
+    ],
+    "text_encoder.shardformer": [
+        (True, {}, {"text_encoder.dtype": "fp16"}),
+        (False, {}, {"text_encoder.dtype": None}),
+    ],
+    "scheduler.type": [
+        ("iddpm-speed", {}, {"scheduler.type": "iddpm"}),
+        ("dpm-solver", {}, "num_sampling_steps=100"),
+    ],
     "lr": [(1e-4, {}, {"optimizer.lr": 1e-4}), (1e-4, {"optimizer.lr": 1.0}, "got both lr")],
     "adam_eps": [(1e-15, {}, {"optimizer.eps": 1e-15})],
     "weight_decay": [(0.1, {}, {"optimizer.weight_decay": 0.1})],
-    **{key: [(None, {}, {})] for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")},
-    "prompt": [("a fox", {"fps": 24}, {"prompts": ["a fox"]}), (["a"], {"fps": 24}, {"prompts": ["a"]}),
-        (None, {"fps": 24}, {})],
-    "reference_path": [(["x.png", None], {"prompt": ["a", "b"]},
-        {"prompts": [{"prompt": "a", "reference_path": "x.png"}, {"prompt": "b"}], "reference_path": None}),
-        ("x.png", {"prompt": ["a"]}, {"reference_path": "x.png"}), (["x.png"], {"prompt": ["a", "b"]}, "one for each")],
-    "mask_strategy": [(["0", None], {"prompts": ["a", "b"]},
-        {"prompts": [{"prompt": "a", "mask_strategy": "0"}, {"prompt": "b"}]})],
+    **{
+        key: [(None, {}, {})]
+        for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")
+    },
+    "prompt": [
+        ("a fox", {"fps": 24}, {"prompts": ["a fox"]}),
+        (["a"], {"fps": 24}, {"prompts": ["a"]}),
+        (None, {"fps": 24}, {}),
+    ],
+    "reference_path": [
+        (
+            ["x.png", None],
+            {"prompt": ["a", "b"]},
+            {
+                "prompts": [{"prompt": "a", "reference_path": "x.png"}, {"prompt": "b"}],
+                "reference_path": None,
+            },
+        ),
+        ("x.png", {"prompt": ["a"]}, {"reference_path": "x.png"}),
+        (["x.png"], {"prompt": ["a", "b"]}, "one for each"),
+    ],
+    "mask_strategy": [
+        (
+            ["0", None],
+            {"prompts": ["a", "b"]},
+            {"prompts": [{"prompt": "a", "mask_strategy": "0"}, {"prompt": "b"}]},
+        )
+    ],
     "save_dir": [("out", {}, {"outputs": "out"})],
     "num_sample": [(3, {}, {"num_samples": 3})],
     "prompt_as_path": [(True, {}, {"skip_existing": True}), (False, {}, {"skip_existing": None})],
@@ -251,7 +356,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "start_index": [(0, {}, {}), (4, {}, "write only these prompts")],
     "end_index": [(4, {}, "write only these prompts")],
     "prompt_generator": [("", {}, {}), ("x", {}, "write the prompts into prompts")],
-}  # fmt: skip
+}
 # Configs for models that are not here, each with more that would be refused.
 OTHER_MODELS = {
     "DiT": """

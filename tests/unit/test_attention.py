@@ -181,9 +181,19 @@ class StandIn(types.ModuleType):
         return _explicit(q, k, v)
 
     def flash_attn_varlen_func(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1),
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+    ):
         self.check(q, k, v)
         assert q.ndim == 3 and k.shape == v.shape and not causal and not dropout_p
         self.calls.append("varlen")

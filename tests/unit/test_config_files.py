@@ -155,23 +155,50 @@ def test_ranks_that_import_mmengine_for_the_first_time_together(
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("sp_sise = 2", ["unknown key 'sp_sise'; expected a known one; did you mean 'sp_size'? [run.py:2]"]),
-        ("model = dict(\n    hiden_size=4,\n)", ["unknown key 'model.hiden_size'*'hidden_size'? [run.py:3]"]),
+        (
+            "sp_sise = 2",
+            ["unknown key 'sp_sise'; expected a known one; did you mean 'sp_size'? [run.py:2]"],
+        ),
+        (
+            "model = dict(\n    hiden_size=4,\n)",
+            ["unknown key 'model.hiden_size'*'hidden_size'? [run.py:3]"],
+        ),
         ("dataset = dict(manifst='x')", ["unknown key 'dataset.manifst'*'manifest'? [run.py:2]"]),
-        ("model = dict(hidden_size=25)", ["hidden_size 25 and num_heads 3*num_heads: base.py:*hidden_size: run.py:2]"]),
-        (TOO_SMALL, ["got 5 frames of 4x4 pixels*makes latents of (5, 0, 0)*[*image_size: run.py:2*]"]),
-        ("optimizer = 3", ["got optimizer = 3 in the place of an inherited dict (of base.py:*)*[run.py:2]"]),
-        ("mask_ratios = dict(random=2)", ["got mask_ratios['random'] = 2.0; expected a number from 0 to 1*[run.py:2]"]),
-        ("bucket_config = {'240p': {51: (1.0, 0)}}", ["expected a batch size of at least 1*[run.py:2]"]),
+        (
+            "model = dict(hidden_size=25)",
+            ["hidden_size 25 and num_heads 3*num_heads: base.py:*hidden_size: run.py:2]"],
+        ),
+        (
+            TOO_SMALL,
+            ["got 5 frames of 4x4 pixels*makes latents of (5, 0, 0)*[*image_size: run.py:2*]"],
+        ),
+        (
+            "optimizer = 3",
+            ["got optimizer = 3 in the place of an inherited dict (of base.py:*)*[run.py:2]"],
+        ),
+        (
+            "mask_ratios = dict(random=2)",
+            ["got mask_ratios['random'] = 2.0; expected a number from 0 to 1*[run.py:2]"],
+        ),
+        (
+            "bucket_config = {'240p': {51: (1.0, 0)}}",
+            ["expected a batch size of at least 1*[run.py:2]"],
+        ),
         ("epochs = 2", ["got max_steps 6 and epochs 2*[*epochs: run.py:2*]"]),
         ("model = dict(depth=7.5)", ["got model.depth = 7.5*valid integer*[run.py:2]"]),
         ("_base_ = 'run.py'", ["which is based on itself"]),
         ("seed = 1 / 0", ["ZeroDivisionError*[run.py:2]"]),
         (SEVERAL, ["num_heads 5*run.py:2]", "ema_decay = 2*run.py:3]", "'sp_sise'*run.py:4]"]),
-        ("precision = 'fp64'\nepochs = 2", ["got precision 'fp64'*run.py:2]", "epochs 2*run.py:3*]"]),
-        ("text_encoder = dict(max_length=13)\nprecision = 'fp64'", ["13 over model.model_max_length 12", "fp64"]),
+        (
+            "precision = 'fp64'\nepochs = 2",
+            ["got precision 'fp64'*run.py:2]", "epochs 2*run.py:3*]"],
+        ),
+        (
+            "text_encoder = dict(max_length=13)\nprecision = 'fp64'",
+            ["13 over model.model_max_length 12", "fp64"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_reported_together_with_file_and_line(
     base: Path, text: str, messages: list[str]
 ) -> None:

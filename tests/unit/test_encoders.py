@@ -71,9 +71,13 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     vae = AutoencoderKL(
-        block_out_channels=(8, 16), latent_channels=4, norm_num_groups=4, sample_size=16,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-    )  # fmt: skip
+        block_out_channels=(8, 16),
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
     folder = tmp_path_factory.mktemp("vae")
     vae.save_pretrained(folder / "vae")
     return folder
@@ -175,9 +179,16 @@ def t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("t5")
     (folder / "corpus.txt").write_text("a red circle moving right on a blue background\n" * 50)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "corpus.txt"), model_prefix=str(folder / "spiece"), vocab_size=40, hard_vocab_limit=False,
-        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
-    )  # fmt: skip
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
     T5Tokenizer(str(folder / "spiece.model"), extra_ids=0, legacy=True).save_pretrained(
         folder / "model"
     )
@@ -223,8 +234,10 @@ def test_cleaned_captions(t5_folder: Path) -> None:
 
 def test_half_precision(image_folder: Path, video_folder: Path, t5_folder: Path) -> None:
     video = torch.rand(1, 3, 5, 16, 16) * 2 - 1
-    for cls, options in [(ImageVAE, dict(from_pretrained=str(image_folder), subfolder="vae")),
-                         (OpenSoraVAE, dict(from_pretrained=str(video_folder)))]:  # fmt: skip
+    for cls, options in [
+        (ImageVAE, dict(from_pretrained=str(image_folder), subfolder="vae")),
+        (OpenSoraVAE, dict(from_pretrained=str(video_folder))),
+    ]:
         whole, half = cls(**options), cls(**options, dtype="bf16")
         assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
         for ours, theirs in [
@@ -257,13 +270,20 @@ def test_offloaded_weights_are_on_the_device_only_while_they_work(
     device, video = torch.device("meta"), torch.rand(1, 3, 5, 16, 16)
     encoders = [
         (ImageVAE(str(image_folder), subfolder="vae", offload=True), lambda vae: vae.encode(video)),
-        (ImageVAE(str(image_folder), subfolder="vae", offload=True),
-         lambda vae: vae.decode(torch.rand(1, 4, 5, 8, 8), num_frames=5)),
+        (
+            ImageVAE(str(image_folder), subfolder="vae", offload=True),
+            lambda vae: vae.decode(torch.rand(1, 4, 5, 8, 8), num_frames=5),
+        ),
         (OpenSoraVAE(str(video_folder), offload=True), lambda vae: vae.encode(video)),
-        (OpenSoraVAE(str(video_folder), offload=True),
-         lambda vae: vae.decode(torch.rand(1, 4, 2, 2, 2), num_frames=5)),
-        (T5TextEncoder(str(t5_folder), max_length=8, offload=True), lambda t5: t5.encode(["a red circle"])[0]),
-    ]  # fmt: skip
+        (
+            OpenSoraVAE(str(video_folder), offload=True),
+            lambda vae: vae.decode(torch.rand(1, 4, 2, 2, 2), num_frames=5),
+        ),
+        (
+            T5TextEncoder(str(t5_folder), max_length=8, offload=True),
+            lambda t5: t5.encode(["a red circle"])[0],
+        ),
+    ]
     for encoder, work in encoders:
         before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
         assert encoder.to(device) is encoder and not any(
