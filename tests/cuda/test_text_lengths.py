@@ -1,6 +1,7 @@
-"""Text lengths are host integers from the loader on: no step reads them, or dropped captions, back from the device.
+"""Text lengths are host integers from the loader on: no step reads them back from the device.
 
-The device of these tests is "meta", whose numbers nobody can read, or the stub's, which records copies and waits.
+The same holds for dropped captions. The device of these tests is "meta", whose numbers nobody can
+read, or the stub's, which records copies and host syncs.
 """
 
 from __future__ import annotations

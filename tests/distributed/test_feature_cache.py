@@ -1,5 +1,7 @@
-"""The feature cache: made by several ranks and after an interruption, trained from with the same losses, refused by
-name where it does not fit."""
+"""The feature cache: written by several ranks and after an interruption, read in training.
+
+Losses are those of training without it; a cache that does not fit is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: Path) -> None:
-    """In every division of the processes, without any encoder; corrupt samples get the same replacements."""
+    """In every (dp, sp), without any encoder; corrupt samples get the same substitutes."""
     plain = losses(folder / "plain")
     assert len(set(plain)) == STEPS
     for layout in LAYOUTS:
@@ -228,7 +230,7 @@ CACHED = ["dataset.type=CachedFeatures", "dataset.path={folder}/cache", "outputs
         ),
         (
             ["max_steps=60"],
-            r"got bucket_config and max_steps 60, for which the feature cache .* lacks \d+ clips of",
+            r"got bucket_config and max_steps 60, for which the feature cache .* lacks \d+ clips",
         ),
         (
             ["dataset.path={folder}"],
@@ -273,7 +275,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
 
 
 def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
-    """The watchdog's peer_timeout, and whether it reports an error of before anything is encoded to all ranks."""
+    """The watchdog's peer_timeout, and whether an error before any encoding reaches all ranks."""
     from opensora_sp.features import precompute as module
 
     started = []

@@ -80,9 +80,8 @@ def compare() -> list[tuple[str, float, float]]:
 
 def test_gradients_and_bytes() -> None:
     for dtype, error, saved in run_ranks(2, compare)[0]:
-        print(
-            f"{dtype}: largest relative L2 error of a gradient {error:.4f}, {saved:.2f} times fewer bytes"
-        )
+        report = f"{dtype}: largest relative L2 error of a gradient {error:.4f}"
+        print(f"{report}, {saved:.2f} times fewer bytes")
 
 
 @pytest.mark.parametrize(

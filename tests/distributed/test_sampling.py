@@ -1,4 +1,4 @@
-"""Sampling: the same videos on any number of processes, the files it writes, the mistakes it refuses."""
+"""Sampling: the same videos on any number of processes, output files, refused mistakes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Found = dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, int]]
 
 
 def sample_latents(folder: Path) -> Found:
-    """By precision and frames ten steps with guidance 4, twice; and the elements sent between blocks."""
+    """Ten steps with guidance 4, twice, by precision and frames; and elements sent in blocks."""
     mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
     found = {}
     for precision, num_frames in product(TOLERANCES, FRAMES):

@@ -1,4 +1,4 @@
-"""One read and one encode for an SP group: who makes what, who gets what, and that results are those of one process."""
+"""An SP group reads and encodes each clip once: who does what, and one-process results."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_parts_of_a_clip_are_cut_from_the_same_place(tmp_path: Path) -> None:
 
 
 class Drawn:
-    """Clips of noise; ``unreadable(sample)`` says which this rank cannot read. Counts the frames that are read."""
+    """Clips of noise; ``unreadable(sample)`` says which fail on this rank. Counts frames read."""
 
     rows = [Entry(Path(f"{i}.mp4"), f"clip {i} of many") for i in range(9)]
 
@@ -136,7 +136,7 @@ class Drawn:
 
 
 class ChunkVAE(PatchPoolVAE):
-    """Two latent frames of each four, by themselves, as a user may write it; a clip's last chunk may be shorter."""
+    """A user's VAE: chunks of four frames are two latent frames; the last chunk may be shorter."""
 
     chunk = 4
 
@@ -220,7 +220,7 @@ def gradients(
 def shared(
     mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
 ) -> dict[str, Any]:
-    """What this rank did for one micro-batch, after a comparison with one process that does all of it."""
+    """What this rank did for one micro-batch, after a comparison with one process."""
     plan = MicroBatchPlan(
         num_samples=9, batch_size=len(ids), micro_batches_per_step=1, seed=0, shape=shape
     )
@@ -314,7 +314,7 @@ def share_in_worlds() -> list:
 
 @pytest.mark.slow
 def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
-    """Losses and all gradients in float64 are checked inside, against one process that reads and encodes everything."""
+    """Losses and gradients are compared inside, in float64, with one process that does it all."""
     of_ranks = run_ranks(4, share_in_worlds, timeout=300)
     for place, world in enumerate(WORLDS):
         for number, (name, encoder, ids, options, shape) in enumerate(CASES):
@@ -327,7 +327,7 @@ def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
             assert max(one["read"] for one in reported) <= -(-pieces // world) * per_piece, case
             assert sum(one["captions"] for one in reported) == len(ids), case
             assert {one["calls"] for one in reported} == {int(world > 1)}, case
-            # Numbers that travel: latents that a rank needs and has not made, and captions likewise.
+            # Numbers sent: latents that a rank needs and has not made, and captions likewise.
             latents, captions = (
                 sum(one["needed"] for one in reported) * 3,
                 sum(one["held"] for one in reported) * WORDS * 8,

@@ -234,7 +234,7 @@ def test_every_layout_is_read_to_the_last_bit(layout: str, model: STDiT3, tmp_pa
 
 
 def booster_folders(folder: Path) -> None:
-    """What ColossalAI's Booster writes with its own ZeRO plugin, and training that starts from a pickle."""
+    """What ColossalAI's Booster writes with its own ZeRO plugin; training started from a pickle."""
     from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO
 
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
@@ -428,9 +428,9 @@ def test_strict_loading_reports_every_difference(
         "got weights of another model", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
     )
     assert (
-        "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); unexpected controlnet.weight; "
-        in message
-    )
+        "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); "
+        "unexpected controlnet.weight; "
+    ) in message
     assert (
         "of another shape t_block.1.bias [150], not [144]" in message
         and "conversion" not in message

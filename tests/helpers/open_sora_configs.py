@@ -30,7 +30,9 @@ model = dict(
 )
 mask_ratios = [0.6, 0.1, 0.1, 0.1, 0.1]
 vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
-text_encoder = dict(type="t5", from_pretrained="./pretrained/t5", model_max_length=120, shardformer=True)
+text_encoder = dict(
+    type="t5", from_pretrained="./pretrained/t5", model_max_length=120, shardformer=True
+)
 scheduler = dict(type="iddpm", timestep_respacing="")
 
 seed = 42
@@ -69,8 +71,16 @@ model = dict(
     enable_flash_attn=True,
     enable_layernorm_kernel=True,
 )
-vae = dict(type="VideoAutoencoderKL", from_pretrained="sd-vae", micro_batch_size=4, local_files_only=True)
-text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=200, shardformer=True, local_files_only=True)
+vae = dict(
+    type="VideoAutoencoderKL", from_pretrained="sd-vae", micro_batch_size=4, local_files_only=True
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained="t5",
+    model_max_length=200,
+    shardformer=True,
+    local_files_only=True,
+)
 scheduler = dict(type="iddpm-speed", timestep_respacing="")
 seed = 42
 outputs = "outputs"
@@ -85,7 +95,10 @@ grad_clip = 1.0
 """
 V1_2 = """
 dataset = dict(type="VariableVideoTextDataset", transform_name="resize_crop")
-bucket_config = {"144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27)}, "512": {1: (0.1, 141)}}
+bucket_config = {
+    "144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27)},
+    "512": {1: (0.1, 141)},
+}
 grad_checkpoint = True
 num_workers = 8
 num_bucket_build_workers = 16
@@ -100,7 +113,9 @@ model = dict(
     enable_layernorm_kernel=True,
     freeze_y_embedder=True,
 )
-vae = dict(type="OpenSoraVAE_V1_2", from_pretrained="hpcai/vae", micro_frame_size=17, micro_batch_size=4)
+vae = dict(
+    type="OpenSoraVAE_V1_2", from_pretrained="hpcai/vae", micro_frame_size=17, micro_batch_size=4
+)
 text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300, shardformer=True)
 scheduler = dict(type="rflow", use_timestep_transform=True, sample_method="logit-normal")
 mask_ratios = {"random": 0.2, "intepolate": 0.01, "quarter_head": 0.01, "image_head_tail": 0.05}
@@ -142,14 +157,20 @@ model = dict(
     enable_layernorm_kernel=True,
     force_huggingface=True,
 )
-vae = dict(type="OpenSoraVAE_V1_2", from_pretrained="vae", micro_frame_size=17, micro_batch_size=4, cache_dir=None)
+vae = dict(
+    type="OpenSoraVAE_V1_2",
+    from_pretrained="vae",
+    micro_frame_size=17,
+    micro_batch_size=4,
+    cache_dir=None,
+)
 text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300, cache_dir=None)
 scheduler = dict(type="rflow", use_timestep_transform=True, num_sampling_steps=30, cfg_scale=7.0)
 aes = 6.5
 flow = None
 """
-# What each rule makes of a value: the rest of the config, and the values expected here (None: no such key any more).
-# An error is expected where the text says what to write instead.
+# What each rule makes of a value: the value, the rest of the config, and the values expected here
+# (None: no such key any more). An error is expected where the text says what to write instead.
 CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "data_path": [("a.csv", {}, {"dataset.manifest": "a.csv", "dataset.clip_start": "random"})],
     "root": [(None, {}, {}), ("/data", {}, "relative to the manifest")],
@@ -369,7 +390,9 @@ dtype = "bf16"
 plugin = "zero2"
 model = dict(type="DiT-XL/2", no_temporal_pos_emb=True, enable_flashattn=True)
 vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
-text_encoder = dict(type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77)
+text_encoder = dict(
+    type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77
+)
 scheduler = dict(type="iddpm", timestep_respacing="")
 batch_size = 128
 lr = 1e-4
@@ -388,18 +411,32 @@ prompt_path = "./t2i.txt"
 save_dir = "./samples/"
 """,
     "Latte": """
-dataset = dict(type="VideoTextDataset", data_path=None, num_frames=16, frame_interval=3, image_size=(256, 256))
+dataset = dict(
+    type="VideoTextDataset",
+    data_path=None,
+    num_frames=16,
+    frame_interval=3,
+    image_size=(256, 256),
+)
 dtype = "bf16"
 plugin = "zero2"
 model = dict(type="Latte-XL/2", enable_flash_attn=True)
 vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
-text_encoder = dict(type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77)
+text_encoder = dict(
+    type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77
+)
 scheduler = dict(type="iddpm", timestep_respacing="")
 lr = 2e-5
 epochs = 1
 """,
     "autoencoders": """
-dataset = dict(type="VideoTextDataset", data_path=None, num_frames=17, frame_interval=1, image_size=(256, 256))
+dataset = dict(
+    type="VideoTextDataset",
+    data_path=None,
+    num_frames=17,
+    frame_interval=1,
+    image_size=(256, 256),
+)
 dtype = "bf16"
 plugin = "zero2"
 model = dict(type="OpenSoraVAE_V1_2", freeze_vae_2d=True, from_pretrained=None, cal_loss=True)

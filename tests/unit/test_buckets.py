@@ -1,4 +1,4 @@
-"""Buckets: the release's assignment, the report, steps of equal cost, and a sequence that no world changes."""
+"""Buckets: the release's assignment, the report, steps of equal cost, one order for any world."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ CONFIG = """
 vae = dict(type="PatchPoolVAE", pool=(1, 8, 8))
 text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
 model = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12, hidden_size=48, depth=2, num_heads=3
+    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12,
+    hidden_size=48, depth=2, num_heads=3,
 )
 dataset = dict(type="VariableVideoText", manifest="none.csv")
 max_steps = 1
@@ -152,7 +153,7 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, 
 def test_replicas_have_equal_work_at_the_same_time(
     tmp_path: Path, work: Work, per_step: int, replicas: int
 ) -> None:
-    """The slowest replica needs less than 10 % over the mean, in nine rounds of ten and over the epoch."""
+    """The slowest replica is less than 10 % over the mean, in 9 of 10 rounds and over the epoch."""
     plan = made(manifest(tmp_path, 2000), work, per_step=per_step)
     slowest, means = [], []
     for number in range(len(plan.epoch(0).steps)):

@@ -1,4 +1,4 @@
-"""How files and options combine, where each value comes from, and mistakes reported with their file and line."""
+"""How files and options combine, the origin of each value, and mistakes with file and line."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def helper(): pass
 def test_imports_work_wherever_the_environment_lies(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In some virtual environments mmengine takes no module for a builtin one and refuses imports."""
+    """In some virtual environments mmengine takes no module for a builtin one: imports fail."""
     monkeypatch.setattr(mmengine.config.config, "_is_builtin_module", lambda name: False)
     write(base, "import os\n" + BASE, "base.py")
     path = write(
@@ -222,7 +222,8 @@ def test_a_mistake_in_a_base_is_reported_with_the_line_there(base: Path) -> None
 def test_explain_says_where_each_value_comes_from(
     base: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    text = "_base_ = 'base.py'\nmodel = dict(\n    depth=4,\n)\nimage_size = None\nresolution = '32x24'\n"
+    text = "_base_ = 'base.py'\nmodel = dict(\n    depth=4,\n)\n"
+    text += "image_size = None\nresolution = '32x24'\n"
     main(["config", write(base, text), "--explain", "--cfg-options", "optimizer.lr=0.5", "seed=3"])
     reported = dict(line.split("#", 1) for line in capsys.readouterr().out.splitlines())
     reported = {
@@ -396,8 +397,9 @@ def test_every_key_is_described(schema: type) -> None:
 
 
 def test_lines_follow_later_statements(base: Path) -> None:
-    text = "model = dict(depth=1)\nmodel['depth'] = 2\nmodel.update(\n    num_heads=3)\nif True:\n    seed = 4\n"
-    draft = read_config(write(base, text + "vae, text_encoder = {'type': 'a'}, {}\n"))
+    text = "model = dict(depth=1)\nmodel['depth'] = 2\nmodel.update(\n    num_heads=3)\n"
+    text += "if True:\n    seed = 4\nvae, text_encoder = {'type': 'a'}, {}\n"
+    draft = read_config(write(base, text))
     assert draft.values["model"] == {"depth": 2, "num_heads": 3}
     wanted = {("model", "depth"): 2, ("model", "num_heads"): 4, ("seed",): 6, ("vae", "type"): 7}
     assert {key: draft.origin(key) for key in wanted} == {

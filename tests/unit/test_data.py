@@ -159,7 +159,7 @@ def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> 
 
 
 def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path) -> None:
-    """Even one whose order would now be of fewer clips than a batch; other numbers of clips are refused."""
+    """Even one whose order now has fewer clips than a batch; other numbers of clips are refused."""
     manifest = write_toy_set(tmp_path, 6)
     lines = manifest.read_text().splitlines()
     frames = [9, 1, 1, 1, 1, 1]
@@ -218,7 +218,8 @@ def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
     assert stand_ins == {0, 2, 3, 5}
     assert order_state(cfg, plan, 6)["num_samples"] == 4
 
-    # Checkpoints of before clips were left out have the number of all clips: such runs keep their order.
+    # Checkpoints from before clips were skipped have the number of all clips: these runs keep their
+    # order.
     old = make_plan(cfg, make_dataset(cfg), 1, num_samples=6)
     assert old.clips.tolist() == list(range(6)) and order_state(cfg, old, 6)["num_samples"] == 6
     assert make_plan(cfg, make_dataset(cfg), 1, num_samples=4).clips.tolist() == [0, 2, 3, 5]

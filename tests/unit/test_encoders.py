@@ -1,4 +1,4 @@
-"""Encoders: the stand-ins, and the real classes on tiny random models that were saved and loaded."""
+"""Encoders: the stand-ins, and the real classes on tiny random models, saved and loaded."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
 
 @pytest.mark.parametrize("num_frames", [1, 2, 3])
 def test_a_chunk_may_be_longer_than_a_clip(video_folder: Path, num_frames: int) -> None:
-    """Images and short clips are one piece, as large as `plan` says, and come back in their size."""
+    """Images and short clips are one piece, as large as `plan` says, and keep their size."""
     video = torch.rand(1, 3, num_frames, 16, 24) * 2 - 1
     whole = OpenSoraVAE(str(video_folder), micro_frame_size=None)
     chunked = dict(type="OpenSoraVAE_V1_2", from_pretrained=str(video_folder), micro_frame_size=17)
@@ -314,7 +314,8 @@ def test_missing_weights_name_the_local_folder_way(
     ):
         cls(str(tmp_path))
     monkeypatch.setattr(loading, "_hub_answers", lambda: False)
-    there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*the hub cannot be reached"
+    there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*"
+    there += "the hub cannot be reached"
     with pytest.raises(ValueError, match=rf"{there}.* set {key}.from_pretrained to a folder"):
         cls("nobody/nothing")
 
@@ -488,7 +489,7 @@ def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_sampling_with_offloaded_encoders(
     video_folder: Path, t5_folder: Path, tmp_path: Path
 ) -> None:
-    """From a config to a video, with the real classes: 6 frames in chunks of 5 are 3 latent frames."""
+    """From a config to a video, real classes: 6 frames in chunks of 5 are 3 latent frames."""
     config = tmp_path / "config.py"
     config.write_text(
         f"""
@@ -496,11 +497,22 @@ num_frames = 6
 image_size = (32, 24)
 fps = 8
 precision = "fp32"
-vae = dict(type="OpenSoraVAE_V1_2", from_pretrained={str(video_folder)!r}, micro_frame_size=5, offload=True)
-text_encoder = dict(type="t5", from_pretrained={str(t5_folder)!r}, max_length=20, clean_captions=True, offload=True)
+vae = dict(
+    type="OpenSoraVAE_V1_2",
+    from_pretrained={str(video_folder)!r},
+    micro_frame_size=5,
+    offload=True,
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained={str(t5_folder)!r},
+    max_length=20,
+    clean_captions=True,
+    offload=True,
+)
 model = dict(
-    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20, hidden_size=24, depth=1, num_heads=3,
-    pred_sigma=False,
+    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20,
+    hidden_size=24, depth=1, num_heads=3, pred_sigma=False,
 )
 scheduler = dict(type="rflow", num_sampling_steps=2)
 outputs = {str(tmp_path / "samples")!r}

@@ -1,4 +1,4 @@
-"""What is asked for and what is written: prompts with sizes of their own, samples, images, GIFs, going on."""
+"""Requests and output files: prompts with sizes, samples, images, GIFs, resuming."""
 
 from __future__ import annotations
 
