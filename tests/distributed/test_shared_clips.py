@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,28 +56,23 @@ def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
     ]
     for pieces in kinds:
         for places in ([0], [0, 1], [2, 5, 6], list(range(7))):
-            dealt = distribute_pieces(places, pieces, num_ranks)
-            for axis, last in (
-                ("frames", pieces[-1].frames.stop),
-                ("latents", pieces[-1].latents.stop),
-            ):
-                runs = [getattr(portion, axis) for of_rank in dealt for portion in of_rank]
-                found = [
-                    (p.place, i)
-                    for of_rank in dealt
-                    for p in of_rank
-                    for i in range(*getattr(p, axis).indices(99))
-                ]
-                assert found == [(place, i) for place in places for i in range(last)] and all(
-                    r.start < r.stop for r in runs
-                )
+            shares = distribute_pieces(places, pieces, num_ranks)
+            portions = list(chain.from_iterable(shares))
+            for axis in ("frames", "latents"):
+                found, last = [], getattr(pieces[-1], axis).stop
+                for portion in portions:
+                    run = getattr(portion, axis)
+                    assert run.start < run.stop
+                    found += [(portion.place, i) for i in range(run.start, run.stop)]
+                assert found == list(product(places, range(last)))
+
             starts = [piece.frames.start for piece in pieces]
-            counts = [
-                sum(p.frames.start <= s < p.frames.stop for p in own for s in starts)
-                for own in dealt
-            ]
+            counts = []
+            for share in shares:
+                held = [sum(p.frames.start <= s < p.frames.stop for s in starts) for p in share]
+                counts.append(sum(held))
             assert max(counts) - min(counts) <= 1
-            assert sorted(p.place for own in dealt for p in own if p.has_caption) == places
+            assert sorted(p.place for p in portions if p.has_caption) == places
 
 
 def test_a_delivery_hands_everyone_what_it_wants() -> None:
@@ -284,8 +280,7 @@ def shared(
 
 CASES: list[tuple[str, str, list[int], dict, ClipShape]] = [
     ("STDiT3", encoder, ids, {}, SHAPE)
-    for encoder in VAES
-    for ids in ([4], [1, 7], [3, 0, 8, 5, 2])
+    for encoder, ids in product(VAES, ([4], [1, 7], [3, 0, 8, 5, 2]))
 ]
 CASES += [(name, "frames", [2, 6, 1], {}, SHAPE) for name in MODELS if name != "STDiT3"]
 CASES += [
