@@ -1,6 +1,7 @@
-"""Text lengths are host integers from the loader on: no step reads them, or dropped captions, back from the device.
+"""Text lengths are host integers from the loader on: no step reads them back from the device.
 
-The device of these tests is "meta", whose numbers nobody can read, or the stub's, which records copies and waits.
+The same holds for dropped captions. The device of these tests is "meta", whose numbers nobody can
+read, or the stub's, which records copies and host syncs.
 """
 
 from __future__ import annotations
@@ -34,9 +35,16 @@ CAPTIONS = ["red on blue", "", "a b c d e f g", "white"]  # of 5, 0, more than 6
 SHAPE = ClipShape(4, 16, 16)
 STAND_IN = "opensora_sp/encoders/standins.py"
 MODEL = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=WORDS, hidden_size=24, depth=1, num_heads=2,
-    mlp_ratio=2.0, pred_sigma=False,
-)  # fmt: skip
+    type="STDiT3",
+    in_channels=3,
+    caption_channels=8,
+    model_max_length=WORDS,
+    hidden_size=24,
+    depth=1,
+    num_heads=2,
+    mlp_ratio=2.0,
+    pred_sigma=False,
+)
 
 
 class Clips:

@@ -1,9 +1,10 @@
-"""One read and one encode for an SP group: who makes what, who gets what, and that results are those of one process."""
+"""An SP group reads and encodes each clip once: who does what, and one-process results."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,28 +56,23 @@ def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
     ]
     for pieces in kinds:
         for places in ([0], [0, 1], [2, 5, 6], list(range(7))):
-            dealt = distribute_pieces(places, pieces, num_ranks)
-            for axis, last in (
-                ("frames", pieces[-1].frames.stop),
-                ("latents", pieces[-1].latents.stop),
-            ):
-                runs = [getattr(portion, axis) for of_rank in dealt for portion in of_rank]
-                found = [
-                    (p.place, i)
-                    for of_rank in dealt
-                    for p in of_rank
-                    for i in range(*getattr(p, axis).indices(99))
-                ]
-                assert found == [(place, i) for place in places for i in range(last)] and all(
-                    r.start < r.stop for r in runs
-                )
+            shares = distribute_pieces(places, pieces, num_ranks)
+            portions = list(chain.from_iterable(shares))
+            for axis in ("frames", "latents"):
+                found, last = [], getattr(pieces[-1], axis).stop
+                for portion in portions:
+                    run = getattr(portion, axis)
+                    assert run.start < run.stop
+                    found += [(portion.place, i) for i in range(run.start, run.stop)]
+                assert found == list(product(places, range(last)))
+
             starts = [piece.frames.start for piece in pieces]
-            counts = [
-                sum(p.frames.start <= s < p.frames.stop for p in own for s in starts)
-                for own in dealt
-            ]
+            counts = []
+            for share in shares:
+                held = [sum(p.frames.start <= s < p.frames.stop for s in starts) for p in share]
+                counts.append(sum(held))
             assert max(counts) - min(counts) <= 1
-            assert sorted(p.place for own in dealt for p in own if p.has_caption) == places
+            assert sorted(p.place for p in portions if p.has_caption) == places
 
 
 def test_a_delivery_hands_everyone_what_it_wants() -> None:
@@ -115,7 +111,7 @@ def test_parts_of_a_clip_are_cut_from_the_same_place(tmp_path: Path) -> None:
 
 
 class Drawn:
-    """Clips of noise; ``unreadable(sample)`` says which this rank cannot read. Counts the frames that are read."""
+    """Clips of noise; ``unreadable(sample)`` says which fail on this rank. Counts frames read."""
 
     rows = [Entry(Path(f"{i}.mp4"), f"clip {i} of many") for i in range(9)]
 
@@ -136,7 +132,7 @@ class Drawn:
 
 
 class ChunkVAE(PatchPoolVAE):
-    """Two latent frames of each four, by themselves, as a user may write it; a clip's last chunk may be shorter."""
+    """A user's VAE: chunks of four frames are two latent frames; the last chunk may be shorter."""
 
     chunk = 4
 
@@ -220,7 +216,7 @@ def gradients(
 def shared(
     mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
 ) -> dict[str, Any]:
-    """What this rank did for one micro-batch, after a comparison with one process that does all of it."""
+    """What this rank did for one micro-batch, after a comparison with one process."""
     plan = MicroBatchPlan(
         num_samples=9, batch_size=len(ids), micro_batches_per_step=1, seed=0, shape=shape
     )
@@ -270,16 +266,21 @@ def shared(
     )
     sent = counter.bytes["data", "forward"]
     return dict(
-        read=dataset.frames, encoded=source.frames, captions=source.captions, sent=sent, needed=int(here[:, 0].sum()),
-        held=int(held.sum()), calls=counter.calls["data", "forward"], pieces=len(source.pieces(shape)),
+        read=dataset.frames,
+        encoded=source.frames,
+        captions=source.captions,
+        sent=sent,
+        needed=int(here[:, 0].sum()),
+        held=int(held.sum()),
+        calls=counter.calls["data", "forward"],
+        pieces=len(source.pieces(shape)),
         agreed=counter.bytes["clips", "forward"],
-    )  # fmt: skip
+    )
 
 
 CASES: list[tuple[str, str, list[int], dict, ClipShape]] = [
     ("STDiT3", encoder, ids, {}, SHAPE)
-    for encoder in VAES
-    for ids in ([4], [1, 7], [3, 0, 8, 5, 2])
+    for encoder, ids in product(VAES, ([4], [1, 7], [3, 0, 8, 5, 2]))
 ]
 CASES += [(name, "frames", [2, 6, 1], {}, SHAPE) for name in MODELS if name != "STDiT3"]
 CASES += [
@@ -308,7 +309,7 @@ def share_in_worlds() -> list:
 
 @pytest.mark.slow
 def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
-    """Losses and all gradients in float64 are checked inside, against one process that reads and encodes everything."""
+    """Losses and gradients are compared inside, in float64, with one process that does it all."""
     of_ranks = run_ranks(4, share_in_worlds, timeout=300)
     for place, world in enumerate(WORLDS):
         for number, (name, encoder, ids, options, shape) in enumerate(CASES):
@@ -321,7 +322,7 @@ def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
             assert max(one["read"] for one in reported) <= -(-pieces // world) * per_piece, case
             assert sum(one["captions"] for one in reported) == len(ids), case
             assert {one["calls"] for one in reported} == {int(world > 1)}, case
-            # Numbers that travel: latents that a rank needs and has not made, and captions likewise.
+            # Numbers sent: latents that a rank needs and has not made, and captions likewise.
             latents, captions = (
                 sum(one["needed"] for one in reported) * 3,
                 sum(one["held"] for one in reported) * WORDS * 8,
