@@ -106,12 +106,12 @@ class TokenRows:
     def take(self, start: int, stop: int) -> TokenRows:
         return replace(self, start=start, stop=stop)
 
-    def turned(self) -> TokenRows:
+    def transposed(self) -> TokenRows:
         return self.grid.rows("temporal" if self.layout == "spatial" else "spatial")
 
-    def turn(self, x: Tensor) -> tuple[Tensor, TokenRows]:
+    def transpose(self, x: Tensor) -> tuple[Tensor, TokenRows]:
         """All rows ``[R, L, b, c]`` in the other layout."""
-        return x.transpose(0, 1).contiguous(), self.turned()
+        return x.transpose(0, 1).contiguous(), self.transposed()
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Tokens of these rows in the axes of the model -> ``[R, L, b, c]``."""
@@ -366,7 +366,7 @@ def _all_rows(grid: TokenGrid) -> TokenRows:
 
 
 def _turn(x: Tensor, rows: TokenRows) -> tuple[Tensor, TokenRows]:
-    return rows.turn(x)
+    return rows.transpose(x)
 
 
 def _whole(x: Tensor, rows: TokenRows) -> Tensor:

@@ -153,7 +153,7 @@ class SequenceParallel:
         functions: list[tuple[str, Callable[..., Any]]] = [(plan.leave, self.gather)]
         if self.mesh.sp_size > 1:
             functions.append((plan.enter, self.shard))
-            for name in ("switch", "segment", "spatial", "temporal", "rowwise"):
+            for name in ("switch", "segment", "spatial", "temporal", "tokenwise"):
                 patterns = getattr(plan, name)
                 functions += [(pattern, partial(self.at, name)) for pattern in patterns]
             for name in ("spatial", "temporal"):

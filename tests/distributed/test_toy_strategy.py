@@ -58,7 +58,7 @@ class TemporalBranch(OneLayout):
         ]
 
     def temporal(self, local: Any, x: torch.Tensor, rows: Any, *of_rows: Any) -> torch.Tensor:
-        temporal = self.held(rows.turned())
+        temporal = self.held(rows.transposed())
         there = self.plan(rows, SPATIAL, TEMPORAL, x.device)
         back = self.plan(rows, TEMPORAL, SPATIAL, x.device)
 

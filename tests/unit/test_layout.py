@@ -236,5 +236,5 @@ def test_slices_of_all_ranks_are_the_slice_of_the_whole(
     assert torch.equal(unpatchify(rows.slice(z), rows), z)
     everywhere = per_frame[:, None, :, None, None].expand(B, 1, *size)
     assert torch.equal(unpatchify(rows.slice(per_frame), rows), everywhere)
-    turned, other = rows.turn(rows.slice(z))
-    assert torch.equal(turned, other.slice(z)) and other == rows.turned()
+    turned, other = rows.transpose(rows.slice(z))
+    assert torch.equal(turned, other.slice(z)) and other == rows.transposed()
