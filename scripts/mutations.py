@@ -83,8 +83,8 @@ MUTATIONS = [
     Mutation(
         "a loss divided by the padded size",
         "opensora_sp/diffusion/loss.py",
-        "count = counting.flatten(1).sum(1) * (math.prod(size) // counting[0].numel())",
-        "count = torch.full((num_samples,), math.prod(size), device=wholes[0].device)",
+        "count = mask.flatten(1).sum(1) * (math.prod(size) // mask[0].numel())",
+        "count = torch.full((num_samples,), math.prod(size), device=tensors[0].device)",
         ("tests/unit/test_golden_rflow.py", "tests/distributed/test_losses.py"),
     ),
     Mutation(

@@ -48,7 +48,7 @@ class Point(nn.Module):
 
 
 class Shard(Point):
-    """Where tokens enter: which spatial rows are held here."""
+    """Where tokens enter: which spatial rows are local."""
 
     def local(self, grid: PatchGrid) -> Rows:
         return grid.rows(SPATIAL)
@@ -58,21 +58,21 @@ class Switch(Point):
     """Where tokens change layout: spatial rows to temporal rows, or back."""
 
     def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        return rows.turn(x)
+        return rows.transpose(x)
 
 
 class Attend(Point):
     """Where tokens attend to each other: those of a row, a window or a clip.
 
     q, k and v are ``[R, L, H, D]``. ``units`` are the numbers of the rows, windows or clips that
-    the tokens make up, where these are not just those of the rows held (``Rows.groups``). Tokens
+    the tokens make up, where these are not just those of the local rows (``Rows.groups``). Tokens
     outside of their clip get zero.
     """
 
     def local(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None = None
     ) -> Tensor:
-        if rows.attend_alone:
+        if rows.are_sequences:
             return attention(q, k, v, backend=rows.grid.attention)
         return self._attend_in_groups(q, k, v, rows, units)
 
@@ -119,7 +119,7 @@ class Segment(Point):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-class Rowwise(Point):
+class Tokenwise(Point):
     """Where a block ends with work on single tokens, so that chunks of rows can be finished alone.
 
     ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation,

@@ -103,7 +103,7 @@ class PositionEmbedding2D(nn.Module):
         self.width = width
 
     def forward(self, rows: Rows, device: torch.device) -> Tensor:
-        """Of the patches of the rows held, float32 ``[1, S, C]`` or ``[R, 1, C]``.
+        """Of the patches of the local rows, float32 ``[1, S, C]`` or ``[R, 1, C]``.
 
         With a mask each clip lies on a grid of its own size: ``[R, S, C]`` or ``[R, 1, C]``.
         """
@@ -184,7 +184,7 @@ class RotaryEmbedding3D(RotaryEmbedding):
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
         compute = super().rotation
-        return rows.grid.once(key, lambda: compute(rows, in_frame, device))
+        return rows.grid.cached(key, lambda: compute(rows, in_frame, device))
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, L, D/2]``."""
@@ -261,7 +261,7 @@ class CrossAttention(nn.Module):
         lengths: Lengths | Packing,
         *,
         order: Tensor | None = None,
-        keys: Tensor | None = None,
+        keys_values: Tensor | None = None,
         backend: str | Backend = "auto",
     ) -> Tensor:
         """Tokens ``[R, L, C]`` attend to packed text ``[N, C]``.
@@ -270,12 +270,12 @@ class CrossAttention(nn.Module):
             lengths: numbers of tokens and of text tokens that belong together.
             order: int64 ``[R * L]``, the tokens in the order of the texts, where they do not lie
                 in it.
-            keys: keys and values ``[N, 2 * C]`` of the text, if precomputed.
+            keys_values: keys and values ``[N, 2 * C]`` of the text, if precomputed.
             backend: as in ``attention``.
         """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
-        keys = self.kv_linear(text) if keys is None else keys
-        k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
+        kv = self.kv_linear(text) if keys_values is None else keys_values
+        k, v = rearrange(kv, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
             q = take(q, order)
 

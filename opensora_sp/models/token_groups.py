@@ -3,23 +3,23 @@
 Where clips of different sizes share a batch, only the tokens inside of a clip take part.
 
 Tokens of a group lie next to each other, so the lengths of the groups, host integers, describe them
-all. Tokens outside of their clip are left out by an index of the others. So no tensor here is
+all. Tokens outside of their clip are excluded by an index of the others. So no tensor here is
 larger than one number per token.
 
-Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R rows held, L tokens of
-a row.
+Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R local rows, L tokens
+of a row.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .packing import Packing
@@ -46,14 +46,13 @@ def windows_of(height: int, width: int, kernel: tuple[int, int]) -> Windows:
     The same object every time.
     """
     lines, columns = (n if k < 0 else k for n, k in zip((height, width), kernel, strict=True))
-    order: list[int] = []
-    sizes: list[int] = []
-    for top, left in product(range(0, height, lines), range(0, width, columns)):
-        line_numbers = range(top, min(top + lines, height))
-        column_numbers = range(left, min(left + columns, width))
-        order += [y * width + x for y, x in product(line_numbers, column_numbers)]
-        sizes.append(len(line_numbers) * len(column_numbers))
-    return Windows(tuple(order), tuple(sizes))
+
+    def window(patch: int) -> tuple[int, int]:
+        return patch // width // lines, patch % width // columns
+
+    # Sorting is stable, so patches stay line by line within a window.
+    order = sorted(range(height * width), key=window)
+    return Windows(tuple(order), tuple(Counter(map(window, order)).values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,66 +95,46 @@ class Groups:
 
 def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
     """See ``Rows.groups``."""
-    grid, partition = rows.grid, _Units(rows)
-    if grid.mask is None and partition.are_rows:
+    grid, edges = rows.grid, _unit_edges(rows)
+    are_rows = len(edges) == rows.total + 1
+    if grid.mask is None and are_rows:
         return None
-    units = partition.held() if units is None else units
+    if units is None:
+        units = range(*torch.searchsorted(edges, torch.tensor([rows.start, rows.stop])).tolist())
     if grid.mask is None or not units:
-        return Groups([partition.size(unit) for unit in units])
+        return Groups((edges.diff() * rows.length)[list(units)].tolist())
 
     # Which tokens of the units, from the first to the last, are inside of their clip.
     first, last = min(units), max(units) + 1
-    start, stop = partition.first_row(first), partition.first_row(last)
+    start, stop = edges[[first, last]].tolist()
     inside = rows.take(start, stop).inside(torch.device("cpu")).any(-1).flatten()
 
     # How many these are in each of the units.
-    starts = [partition.first_row(unit) - start for unit in range(first, last + 1)]
-    edges = [row * rows.length for row in starts]
-    counts = torch.nn.functional.pad(inside.cumsum(0), (1, 0))[edges].diff().tolist()
-    if partition.are_rows and sum(counts) == len(inside):
+    starts = (edges[first : last + 1] - start) * rows.length
+    counts = F.pad(inside.cumsum(0), (1, 0))[starts].diff()
+    if are_rows and inside.all():
         return None
 
     # The units as they are passed: in another order, perhaps more than once.
     if not isinstance(units, range):
-        tokens = inside.split([stop - start for start, stop in pairwise(edges)])
+        tokens = inside.split(starts.diff().tolist())
         inside = torch.cat([tokens[unit - first] for unit in units])
     index = inside.nonzero().flatten().to(grid.mask.positions.device)
-    lengths = [counts[unit - first] for unit in units]
-    return Groups([length for length in lengths if length], index)
+    lengths = counts[torch.tensor(units) - first]
+    return Groups(lengths[lengths > 0].tolist(), index)
 
 
-class _Units:
-    """The rows, windows or samples that attend together in a layout, numbered sample by sample."""
+def _unit_edges(rows: Rows) -> Tensor:
+    """The first row of each unit of the batch, and the end, int64 ``[units + 1]``.
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-        self.starts: Sequence[int]  # first rows of the units of a sample
-        if rows.grid.full:
-            self.starts = [0]
-        elif rows.layout == "temporal" and rows.grid.windows is not None:
-            self.starts = [0, *accumulate(rows.grid.windows.sizes[:-1])]
-        else:
-            self.starts = range(rows.per_sample)
+    Units are the rows, windows or samples that attend each by itself.
+    """
+    grid, starts = rows.grid, torch.arange(rows.per_sample)  # of the units of a sample
+    if grid.full:
+        starts = starts[:1]
+    elif rows.layout == "temporal" and grid.windows is not None:
+        sizes = torch.tensor(grid.windows.sizes)
+        starts = sizes.cumsum(0) - sizes
 
-    @property
-    def are_rows(self) -> bool:
-        return isinstance(self.starts, range)
-
-    def held(self) -> range:
-        """The units that the rows held make up, whole."""
-        first, last = self._unit_at(self.rows.start), self._unit_at(self.rows.stop)
-        assert self.first_row(first) == self.rows.start, self.rows
-        assert self.first_row(last) == self.rows.stop, self.rows
-        return range(first, last)
-
-    def _unit_at(self, row: int) -> int:
-        sample, number = divmod(row, self.rows.per_sample)
-        return sample * len(self.starts) + bisect_right(self.starts, number) - 1
-
-    def first_row(self, unit: int) -> int:
-        sample, number = divmod(unit, len(self.starts))
-        return sample * self.rows.per_sample + self.starts[number]
-
-    def size(self, unit: int) -> int:
-        """Tokens of a unit."""
-        return (self.first_row(unit + 1) - self.first_row(unit)) * self.rows.length
+    samples = torch.arange(grid.num_samples)[:, None] * rows.per_sample
+    return F.pad((samples + starts).flatten(), (0, 1), value=rows.total)
