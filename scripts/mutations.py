@@ -76,8 +76,8 @@ MUTATIONS = [
     Mutation(
         "temporal rows with spatial positions",
         "opensora_sp/models/layers.py",
-        "return sinusoid(rows.frames(device), self.freqs)",
-        "return sinusoid(rows.patches(device), self.freqs)",
+        "return position_angles(rows.frames(device), self.freqs)",
+        "return position_angles(rows.patches(device), self.freqs)",
         ("tests/unit/test_golden_models.py",),
     ),
     Mutation(

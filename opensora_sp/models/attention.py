@@ -85,11 +85,13 @@ def attention(
             Compiled code passes the latter, since the choice is no part of a graph.
 
     Returns:
-        A tensor shaped like ``q``.
+        A tensor shaped like ``q``, in the dtype of ``v``.
 
     Raises:
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
+    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
+    q, k = q.to(v.dtype), k.to(v.dtype)
     if isinstance(backend, str):
         backend = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     if lengths is None:

@@ -71,7 +71,7 @@ class Condition:
         packing: numbers of local tokens and of text tokens that belong together.
         order: int64 ``[R * L]``, the tokens in the order of ``packing``, if they do not lie in it.
         keys_values: see ``Text``.
-        rotation: by which a rotary embedding turns queries and keys of self-attention.
+        rotation: by which a rotary embedding rotates queries and keys of self-attention.
     """
 
     rows: Rows

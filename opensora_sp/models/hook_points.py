@@ -84,17 +84,17 @@ class Attend(Point):
         if groups is None:
             return attention(q, k, v, backend=backend)
 
-        shape, index = q.shape, groups.index
+        shape, index = v.shape, groups.index
         q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # [N, H, D] each
         if index is not None:
-            outside = torch.zeros_like(q)
+            outside = torch.zeros_like(v)
             q, k, v = (take(z, index) for z in (q, k, v))
 
         if groups.lengths:
             out = attention(q, k, v, lengths=groups.packing, backend=backend)
         else:
             # Without a token here, all three get a gradient, as on ranks that hold tokens.
-            out = q + k + v
+            out = (q + k + v).to(v.dtype)
         return (out if index is None else outside.index_copy(0, index, out)).view(shape)
 
 

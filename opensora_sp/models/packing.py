@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -44,15 +44,13 @@ class Packing:
         tiles = sum(-(-keys // TILE) for queries, keys in samples if queries)
         wanted = -(-processors // max(1, heads * tiles))
 
-        q_sizes: list[int] = []
-        k_sizes: list[int] = []
-        counts: list[tuple[int, int]] = []
-        for queries, keys in samples:
-            sizes = _cut(queries, keys, wanted)
-            q_sizes += sizes
-            k_sizes += [keys] * len(sizes)
-            counts.append((keys, len(sizes)))
-        return Pieces(tuple(q_sizes), tuple(k_sizes), tuple(counts))
+        cut = [_cut(queries, keys, wanted) for queries, keys in samples]
+        counts = [len(sizes) for sizes in cut]
+        return Pieces(
+            queries=tuple(chain.from_iterable(cut)),
+            keys=tuple(chain.from_iterable(map(repeat, self.keys, counts))),
+            samples=tuple(zip(self.keys, counts, strict=True)),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +59,14 @@ class Call:
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    _edges: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _edges: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
 
-    def edges(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def edges(self, device: torch.device) -> tuple[Tensor, ...]:
         """Where queries and where keys of each piece begin, and the end: int32 ``[P + 1]`` each."""
         if device not in self._edges:
             sums = [*accumulate(self.queries, initial=0), *accumulate(self.keys, initial=0)]
-            first, second = to_device(torch.tensor(sums, dtype=torch.int32), device).chunk(2)
-            self._edges[device] = first, second
+            edges = to_device(torch.tensor(sums, dtype=torch.int32), device)
+            self._edges[device] = edges.chunk(2)
         return self._edges[device]
 
 

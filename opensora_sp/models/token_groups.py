@@ -12,10 +12,12 @@ of a row.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,46 +97,46 @@ class Groups:
 
 def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
     """See ``Rows.groups``."""
-    grid, edges = rows.grid, _unit_edges(rows)
-    are_rows = len(edges) == rows.total + 1
+    grid, starts = rows.grid, _unit_starts(rows)
+    are_rows = len(starts) == rows.per_sample
     if grid.mask is None and are_rows:
         return None
-    if units is None:
-        units = range(*torch.searchsorted(edges, torch.tensor([rows.start, rows.stop])).tolist())
+
+    def first_row(unit: int) -> int:
+        sample, number = divmod(unit, len(starts))
+        return sample * rows.per_sample + starts[number]
+
+    def unit_at(row: int) -> int:
+        sample, number = divmod(row, rows.per_sample)
+        return sample * len(starts) + bisect_left(starts, number)
+
+    units = range(unit_at(rows.start), unit_at(rows.stop)) if units is None else units
     if grid.mask is None or not units:
-        return Groups((edges.diff() * rows.length)[list(units)].tolist())
+        return Groups([(first_row(unit + 1) - first_row(unit)) * rows.length for unit in units])
 
     # Which tokens of the units, from the first to the last, are inside of their clip.
     first, last = min(units), max(units) + 1
-    start, stop = edges[[first, last]].tolist()
+    start, stop = first_row(first), first_row(last)
     inside = rows.take(start, stop).inside(torch.device("cpu")).any(-1).flatten()
 
     # How many these are in each of the units.
-    starts = (edges[first : last + 1] - start) * rows.length
-    counts = F.pad(inside.cumsum(0), (1, 0))[starts].diff()
-    if are_rows and inside.all():
+    edges = [(first_row(unit) - start) * rows.length for unit in range(first, last + 1)]
+    counts = F.pad(inside.cumsum(0), (1, 0))[edges].diff().tolist()
+    if are_rows and sum(counts) == len(inside):
         return None
 
     # The units as they are passed: in another order, perhaps more than once.
     if not isinstance(units, range):
-        tokens = inside.split(starts.diff().tolist())
-        inside = torch.cat([tokens[unit - first] for unit in units])
+        inside = torch.cat([inside[edges[i] : edges[i + 1]] for i in (u - first for u in units)])
     index = inside.nonzero().flatten().to(grid.mask.positions.device)
-    lengths = counts[torch.tensor(units) - first]
-    return Groups(lengths[lengths > 0].tolist(), index)
+    lengths = [counts[unit - first] for unit in units]
+    return Groups([length for length in lengths if length], index)
 
 
-def _unit_edges(rows: Rows) -> Tensor:
-    """The first row of each unit of the batch, and the end, int64 ``[units + 1]``.
-
-    Units are the rows, windows or samples that attend each by itself.
-    """
-    grid, starts = rows.grid, torch.arange(rows.per_sample)  # of the units of a sample
-    if grid.full:
-        starts = starts[:1]
-    elif rows.layout == "temporal" and grid.windows is not None:
-        sizes = torch.tensor(grid.windows.sizes)
-        starts = sizes.cumsum(0) - sizes
-
-    samples = torch.arange(grid.num_samples)[:, None] * rows.per_sample
-    return F.pad((samples + starts).flatten(), (0, 1), value=rows.total)
+def _unit_starts(rows: Rows) -> Sequence[int]:
+    """The first row of each unit of a sample: of the rows, windows or samples that attend alone."""
+    if rows.grid.full:
+        return [0]
+    if rows.layout == "temporal" and rows.grid.windows is not None:
+        return [0, *accumulate(rows.grid.windows.sizes[:-1])]
+    return range(rows.per_sample)

@@ -292,7 +292,9 @@ class Rows:
             ValueError: if ``z`` does not have the size of the batch this grid was made for.
         """
         z = self._padded(z)  # [B, c, T * pt, H * ph, W * pw]
-        return torch.cat([self._slice_sample(z[sample], lo, hi) for sample, lo, hi in self.sample_ranges()])
+        return torch.cat(
+            [self._slice_sample(z[sample], lo, hi) for sample, lo, hi in self.sample_ranges()]
+        )
 
     def inside(self, device: torch.device) -> Tensor:
         """The positions of the patches inside of their clip, bool ``[R, L, V]``; False: padding."""
