@@ -7,13 +7,13 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opensora_sp.console import config_arguments
 
 if TYPE_CHECKING:
-    from opensora_sp.planner import BatchEstimate, BatchSpec, Plan
+    from opensora_sp.planner import BatchEstimate, Plan
     from opensora_sp.planner.memory import MemoryPeak
 
 HELP = (
@@ -37,29 +37,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
     from opensora_sp.config import load_either
     from opensora_sp.planner import plan
 
+    # disable=None: no bar where stderr is no terminal.
+    progress = partial(
+        tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
+    )
     cfg, _ = load_either(args.config, args.cfg_options)
     made = plan(
         cfg,
         args.gpus,
         gpus_per_node=args.gpus_per_node,
         memory_gb=args.memory_gb,
-        progress=_with_progress,
+        progress=progress,
     )
     sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
-
-
-def _with_progress(buckets: list[BatchSpec]) -> Iterable[BatchSpec]:
-    """The buckets, with a progress bar on a terminal that is removed at the end."""
-    from tqdm import tqdm
-
-    # disable=None: no bar where stderr is no terminal
-    bar: Iterable[BatchSpec] = tqdm(
-        buckets, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
-    )
-    return bar
 
 
 def table(plan: Plan) -> str:

@@ -75,13 +75,14 @@ class FusedGraph:
         self._boxed_call = True  # of the instance, as wrappers copy it
         *self.nodes, output = module.graph.nodes
         self.outputs: Any = output.args[0]
+        self.results = output.all_input_nodes
         self.reads: dict[Node, set[Node]] = {}  # the buffers that fused nodes are computed from
         self.buffers = self._buffers()
         self.last = self._last_readers()
 
     def _buffers(self) -> set[Node]:
         """The nodes that have memory: inputs, buffers, and views of these."""
-        wanted = {_base(node) for node in self._leave()}
+        wanted = {_base(node) for node in self.results}
         for node in self.nodes:
             if _calls_library(node):
                 wanted |= {_base(one) for one in node.all_input_nodes}
@@ -94,27 +95,26 @@ class FusedGraph:
             if _is_view(node):
                 has_memory = node.all_input_nodes[0] in found
             else:
-                fuses = node.op != "placeholder" and node not in wanted and not _has_buffer(node)
-                has_memory = not fuses or self._repeats(node, read)
+                # Readers of a fused result repeat its reads; inductor limits these.
+                most = READS_OF_REUSED if len(node.users) > 1 else READS
+                has_memory = (
+                    node.op == "placeholder"
+                    or node in wanted
+                    or _calls_library(node)
+                    or _packet(node) in REDUCTIONS
+                    or len(read) > most
+                )
             if has_memory:
                 found.add(node)
             self.reads[node] = read
         return found
-
-    @staticmethod
-    def _repeats(node: Node, read: set[Node]) -> bool:
-        """Whether inductor gives a fused result memory, for its readers would read too much."""
-        return len(read) > (READS_OF_REUSED if len(node.users) > 1 else READS)
-
-    def _leave(self) -> list[Node]:
-        return [one for one in self.outputs if isinstance(one, Node)]
 
     def _last_readers(self) -> dict[Node, int]:
         last: dict[Node, int] = {}
         for step, node in enumerate(self.nodes):
             if node in self.buffers:
                 last |= dict.fromkeys((node, *self.reads[node]), step)
-        return last | dict.fromkeys(self._leave(), len(self.nodes))
+        return last | dict.fromkeys(self.results, len(self.nodes))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         dying: dict[int, list[Node]] = {}
@@ -199,10 +199,6 @@ def _base(node: Node) -> Node:
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
-
-
-def _has_buffer(node: Node) -> bool:
-    return _calls_library(node) or _packet(node) in REDUCTIONS
 
 
 def _calls_library(node: Node) -> bool:

@@ -92,9 +92,9 @@ class Persistent:
     """Bytes of persistent state: weights (with copies of frozen ones), optimizer, EMA weights."""
 
     weights: int
-    master_weights: int
-    moments: int
-    ema: int
+    master_weights: int = 0
+    moments: int = 0
+    ema: int = 0
 
     @classmethod
     def training(cls, sizes: ModelSizes, zero: Zero) -> Persistent:
@@ -109,7 +109,7 @@ class Persistent:
 
     @classmethod
     def sampling(cls, sizes: ModelSizes, element_size: int) -> Persistent:
-        return cls(weights=sizes.total * element_size, master_weights=0, moments=0, ema=0)
+        return cls(weights=sizes.total * element_size)
 
     @property
     def total(self) -> int:

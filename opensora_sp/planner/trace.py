@@ -64,8 +64,8 @@ def trace_activations(
         device: "cuda" counts what torch's allocator would allocate, "cpu" the bytes of tensors.
         compiled: the parts between two switches are compiled by inductor.
     """
-    small = dataclasses.replace(config, depth=DEPTH)
-    model = _model(name, small, dtype)
+    with torch.device("meta"):
+        model = model_class(name)(dataclasses.replace(config, depth=DEPTH)).to(dtype)
     model.set_grad_checkpoint(checkpointing)
     mesh = SequenceMesh.imagined(ranks, ranks - 1)
     parallelize(model, mesh, dataclasses.replace(options, verify=False))
@@ -103,11 +103,6 @@ def _passed(
     for stop in run_step(model, latents, ranks=ranks, training=training, device="meta"):
         inputs = live.live - before if stop == "inputs" else inputs
     return live.peak - before, inputs
-
-
-def _model(name: str, config: Any, dtype: torch.dtype) -> Any:
-    with torch.device("meta"):
-        return model_class(name)(config).to(dtype)
 
 
 def run_step(

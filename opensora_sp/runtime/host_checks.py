@@ -26,6 +26,15 @@ def check_machine(launch: Launch) -> None:
         check_own_address(launch.master)
 
 
+def use_device(local_rank: int) -> tuple[torch.device, str]:
+    """This rank's device, made the current one, and the backend of its process groups."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device, "nccl"
+
+
 def check_devices(launch: Launch | None = None) -> None:
     """Check that torch can use the GPUs of this host.
 

@@ -25,7 +25,6 @@ from opensora_sp.config import InferenceConfig, build_component, check_launch
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import compile_blocks
-from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import (
     SequenceMesh,
     closing_process_group,
@@ -33,6 +32,7 @@ from opensora_sp.parallel import (
     parallelize,
 )
 from opensora_sp.runtime import Watchdog, backend_timeout, join_rendezvous, raise_on_all_ranks
+from opensora_sp.runtime.host_checks import use_device
 
 from .decoding import writer_of
 from .outputs import Output, check_writable, differences, facts_of, fingerprint, media_path
@@ -100,13 +100,8 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
             ``join_rendezvous``.
     """
     store = join_rendezvous(settings)
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
+    device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=backend_timeout())
     del store  # the process group keeps it
     return device
@@ -123,19 +118,14 @@ def build_pipeline(
     with torch.device("meta"):
         model = cfg.model_spec.build()
     check_encoders(model.config, vae, text_encoder)
-    load_weights(model, weights, cfg)
+    found = open_weights(weights, ema=cfg.use_ema, allow_pickle=cfg.allow_pickle)
+    fill(model, fitted(found, model, convert=cfg.convert))
 
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
     if cfg.compile is not None:
         compile_blocks(model)
     parallelize(model, mesh, **dict(cfg.sequence_parallel))
     return Pipeline(cfg, model, vae, text_encoder, device)
-
-
-def load_weights(model: ConditionedModel, place: Path, cfg: InferenceConfig) -> None:
-    """Load the weights of a file or folder into the model; all keys must match."""
-    weights = open_weights(place, ema=cfg.use_ema, allow_pickle=cfg.allow_pickle)
-    fill(model, fitted(weights, model, convert=cfg.convert))
 
 
 def _sample_all(

@@ -92,7 +92,9 @@ class RunRecord:
             "processes": "dp_size {dp_size} x sp_size {sp_size}, {device}".format(**session),
             "began": self.sessions[0]["began"],
             "resumed after step": ", ".join(map(str, self.resumed_at)) or "-",
-            "loss, mean of the last tenth": self._fact("loss", "{:.4f}", _last_mean),
+            "loss, mean of the last tenth": self._fact(
+                "loss", "{:.4f}", lambda losses: running_mean(losses)[-1]
+            ),
             "validation loss, lowest": lowest,
             "step time, median": self._fact("step_time", "{:.3g} s"),
             "tokens per second, median": self._fact("tokens_per_s", "{:.4g}"),
@@ -107,10 +109,6 @@ class RunRecord:
         values = self.column(key)
         measured = values[~np.isnan(values)]
         return form.format(combine(measured)) if len(measured) else "-"
-
-
-def _last_mean(losses: np.ndarray) -> float:
-    return float(running_mean(losses)[-1])
 
 
 def report(folders: Sequence[Path], into: Path) -> tuple[Path, Path]:

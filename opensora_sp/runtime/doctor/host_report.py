@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,9 +86,11 @@ def examine(*, port: int | None = None, master: str | None = None) -> Report:
     if port:
         checks.append(_port(port))
 
-    checks.append(_network())
+    names = [f"{name} {addresses[0]}" for name, addresses in interfaces().items() if addresses]
+    checks.append(_run_check("network", ", ".join(names), check_interfaces))
     if master:
-        checks.append(_own_address(master))
+        check = partial(check_own_address, (master, 22))
+        checks.append(_run_check("own address", "other hosts can reach it", check))
 
     checks += _variables(several_hosts=master is not None)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -207,16 +210,6 @@ def _listener(port: int) -> str:
     except psutil.Error:
         pass
     return ""
-
-
-def _network() -> Check:
-    found = [f"{name} {addresses[0]}" for name, addresses in interfaces().items() if addresses]
-    return _run_check("network", ", ".join(found), check_interfaces)
-
-
-def _own_address(master: str) -> Check:
-    found = "other hosts can reach it"
-    return _run_check("own address", found, lambda: check_own_address((master, 22)))
 
 
 def _variables(*, several_hosts: bool) -> list[Check]:
