@@ -47,14 +47,15 @@ def run(args: argparse.Namespace) -> None:
         tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
     )
     cfg, _ = load_either(args.config, args.cfg_options)
-    made = plan(
+    result = plan(
         cfg,
         args.gpus,
         gpus_per_node=args.gpus_per_node,
         memory_gb=args.memory_gb,
         progress=progress,
     )
-    sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
+    text = json.dumps(result.to_dict(), indent=1) if args.json else table(result)
+    sys.stdout.write(text + "\n")
 
 
 def table(plan: Plan) -> str:
@@ -111,7 +112,7 @@ def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
     lines += _entry("strategy", f"{sharing.strategy}: {sharing.why}")
     for what, sizes in sharing.units.items():
-        lines += _entry("rows", f"{what}: {_held(sizes)}")
+        lines += _entry("rows", f"{what}: {_describe_sizes(sizes)}")
     balance = f"the busiest rank computes {sharing.imbalance:.1%} more than the mean"
     lines += _entry("balance", balance)
     for warning in sharing.idle:
@@ -147,8 +148,8 @@ def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
 
 def _memory(estimate: BatchEstimate) -> list[str]:
-    memory, kept = estimate.memory, estimate.memory.kept
-    states = (kept.weights, kept.master_weights + kept.moments, kept.ema)
+    memory, state = estimate.memory, estimate.memory.kept
+    states = (state.weights, state.master_weights + state.moments, state.ema)
     head = ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at")
     rows: Rows = {"GB on a rank": head}
 
@@ -191,7 +192,7 @@ def _entry(label: str, text: str) -> list[str]:
     )
 
 
-def _held(sizes: list[int]) -> str:
+def _describe_sizes(sizes: list[int]) -> str:
     counted = Counter(sizes)
     if len(counted) == 1:
         return f"{sizes[0]:,} on every rank" if len(sizes) > 1 else f"{sizes[0]:,}"

@@ -70,9 +70,8 @@ def load_pretrained(cls: Any, source: str, key: str, **options: Any) -> Any:
     Raises:
         ValueError: if it cannot be found or loaded, or tensors are missing.
     """
-    is_model = issubclass(cls, nn.Module)
     with explained(cls.__name__, source, key) as local_files_only:
-        if not is_model:
+        if not issubclass(cls, nn.Module):
             return cls.from_pretrained(source, local_files_only=local_files_only, **options)
         model, found = cls.from_pretrained(
             source, local_files_only=local_files_only, output_loading_info=True, **options

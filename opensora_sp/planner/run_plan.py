@@ -137,10 +137,7 @@ def plan(
     _check_numbers(num_gpus, gpus_per_node, memory_gb)
     run, buckets = _Run(cfg, num_gpus, memory_gb, device), buckets_of(cfg)
 
-    spans = None
-    if gpus_per_node is not None:
-        spans = spans_nodes(num_gpus, run.ranks, gpus_per_node)
-
+    spans = None if gpus_per_node is None else spans_nodes(num_gpus, run.ranks, gpus_per_node)
     return Plan(
         purpose="training" if run.training else "sampling",
         model=run.name,
@@ -254,9 +251,9 @@ class _Run:
     def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
         """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
         if not isinstance(self.cfg, TrainConfig):
-            kept = Persistent.sampling(self.sizes, self.dtype.itemsize)
-            peak = sampling_peak(kept, self._traced(latents, ranks, False), self.config.depth)
-            return Memory(kept, peak, None, peak)
+            state = Persistent.sampling(self.sizes, self.dtype.itemsize)
+            peak = sampling_peak(state, self._traced(latents, ranks, False), self.config.depth)
+            return Memory(state, peak, None, peak)
 
         zero = Zero(
             world=self.num_gpus,
@@ -266,14 +263,14 @@ class _Run:
             fused=self.cfg.optimizer.type == "HybridAdam",
             foreach=self.device == "cuda",
         )
-        kept = Persistent.training(self.sizes, zero)
+        state = Persistent.training(self.sizes, zero)
 
         peaks = {}
         for checkpointing in (False, True):
             if not brief or checkpointing == self.checkpointing:
                 activations = self._traced(latents, ranks, checkpointing)
-                peaks[checkpointing] = training_peak(kept, self.sizes, zero, activations)
-        return Memory(kept, peaks.get(False), peaks.get(True), peaks[self.checkpointing])
+                peaks[checkpointing] = training_peak(state, self.sizes, zero, activations)
+        return Memory(state, peaks.get(False), peaks.get(True), peaks[self.checkpointing])
 
     def _traced(self, latents: tuple[int, ...], ranks: int, checkpointing: bool) -> Activations:
         return trace_activations(

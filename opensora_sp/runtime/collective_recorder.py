@@ -185,15 +185,15 @@ class CollectiveRecorder:
 
         tensors, line = _tensor_arguments(arguments), location(sys._getframe())
         with self._lock:
-            own = self._groups.get(name)
-            if own is None:
-                own = self._groups[name] = _Group(tuple(dist.get_process_group_ranks(group)))
+            state = self._groups.get(name)
+            if state is None:
+                state = self._groups[name] = _Group(tuple(dist.get_process_group_ranks(group)))
 
-            own.called += peer is None
-            ranks = own.ranks if peer is None else (dist.get_rank(), peer)
-            call = Collective(operation, tensors, name, own.called, ranks, peer, line)
+            state.called += peer is None
+            ranks = state.ranks if peer is None else (dist.get_rank(), peer)
+            call = Collective(operation, tensors, name, state.called, ranks, peer, line)
             if peer is None:
-                own.newest.append(call)
+                state.newest.append(call)
             self._open.add(call)
         return call
 

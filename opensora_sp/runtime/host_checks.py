@@ -154,12 +154,12 @@ def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:
         family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
-            own = str(probe.getsockname()[0])
+            local = str(probe.getsockname()[0])
     except OSError:
         return "", None
 
-    names = [name for name, addresses in interfaces().items() if own in addresses]
-    return own, names[0] if names and not is_loopback(own) else None
+    names = [name for name, addresses in interfaces().items() if local in addresses]
+    return local, names[0] if names and not is_loopback(local) else None
 
 
 def shared_memory() -> tuple[int, int] | None:

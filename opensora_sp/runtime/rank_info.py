@@ -82,14 +82,13 @@ def _differences(joined: list[RankInfo], kind: str) -> str:
             ranks_of.setdefault(text, []).append(one)
 
         if len(ranks_of) > 1:
-            values = (f"{_shorten(text)} on {_format(ranks)}" for text, ranks in ranks_of.items())
+            values = []
+            for text, infos in ranks_of.items():
+                hosts = sorted({info.host for info in infos[:MAX_RANKS]})
+                ranks = format_ranks([info.rank for info in infos])
+                values.append(f"{_shorten(text)} on {ranks} ({', '.join(hosts)})")
             different.append(f"{name} {', '.join(values)}")
     return "; ".join(different)
-
-
-def _format(infos: list[RankInfo]) -> str:
-    hosts = sorted({one.host for one in infos[:MAX_RANKS]})
-    return f"{format_ranks([one.rank for one in infos])} ({', '.join(hosts)})"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -110,16 +110,16 @@ def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[U
     Of P whole videos each rank decodes the one that it writes, without communication. The units of
     the remaining videos are distributed one by one.
     """
-    whole = num_videos - num_videos % ranks
-    for first in range(0, whole, ranks):
+    num_local = num_videos - num_videos % ranks
+    for first in range(0, num_local, ranks):
         for unit in units:
             yield [replace(unit, video=video) for video in range(first, first + ranks)]
 
-    rest: list[Unit] = []
-    for video in range(whole, num_videos):
-        rest += [replace(unit, video=video) for unit in units]
-    for start in range(0, len(rest), ranks):
-        yield rest[start : start + ranks]
+    distributed: list[Unit] = []
+    for video in range(num_local, num_videos):
+        distributed += [replace(unit, video=video) for unit in units]
+    for start in range(0, len(distributed), ranks):
+        yield distributed[start : start + ranks]
 
 
 def _units(num_parts: int, pieces: Sequence[Piece], shared: int) -> list[Unit]:

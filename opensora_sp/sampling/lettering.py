@@ -31,9 +31,11 @@ def drawable(text: str, otherwise: str) -> str:
     return kept if any(unicodedata.category(c)[0] in "LNS" for c in kept) else otherwise
 
 
-def draw_text(draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str, *, size: int) -> None:
+def draw_text(
+    draw: ImageDraw.ImageDraw, position: tuple[int, int], text: str, *, size: int
+) -> None:
     """Draw text in black on one baseline; ``text`` is a result of ``drawable``."""
-    x, top = place
+    x, top = position
     baseline = top + size
 
     for path, run in runs(text):

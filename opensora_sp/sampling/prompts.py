@@ -72,10 +72,10 @@ def _rows(path: Path) -> list[PromptOptions]:
         return prompts
 
 
-def _checked(row: dict[str, str | None], place: str) -> PromptOptions:
+def _checked(row: dict[str, str | None], origin: str) -> PromptOptions:
     if None in row:
         raise ValueError(
-            f"in {place}: got more cells than columns; expected as many; quote cells that hold "
+            f"in {origin}: got more cells than columns; expected as many; quote cells that hold "
             "commas"
         )
     cells: dict[str, Any] = {
@@ -84,4 +84,4 @@ def _checked(row: dict[str, str | None], place: str) -> PromptOptions:
     try:
         return PromptOptions(**cells)
     except ValidationError as error:
-        raise ValueError(explain(error, PromptOptions, place)) from None
+        raise ValueError(explain(error, PromptOptions, origin)) from None

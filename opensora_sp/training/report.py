@@ -80,12 +80,8 @@ class RunRecord:
         if last["step"] >= session["stop"]:
             state = "finished"
 
-        lowest = "-"
-        if self.validations:
-            best = min(self.validations, key=lambda line: line["loss"])
-            lowest = f"{best['loss']:.4f} at step {best['step']}"
-
-        millions, peak = session["parameters"] / 1e6, session["peak_tflops"] or 0
+        best = min(self.validations, key=lambda line: line["loss"], default=None)
+        millions, peak = session["parameters"] / 1e6, session["peak_tflops"]
         return {
             "steps": f"{last['step']} of {session['stop']}, {state}",
             "model": f"{session['model']}, {millions:.1f} M parameters, {session['precision']}",
@@ -95,10 +91,12 @@ class RunRecord:
             "loss, mean of the last tenth": self._fact(
                 "loss", "{:.4f}", lambda losses: running_mean(losses)[-1]
             ),
-            "validation loss, lowest": lowest,
+            "validation loss, lowest": (
+                f"{best['loss']:.4f} at step {best['step']}" if best else "-"
+            ),
             "step time, median": self._fact("step_time", "{:.3g} s"),
             "tokens per second, median": self._fact("tokens_per_s", "{:.4g}"),
-            "MFU, median": self._fact("mfu", f"{{:.1%}} of {peak:g} TFLOP/s"),
+            "MFU, median": self._fact("mfu", f"{{:.1%}} of {peak} TFLOP/s"),
             "data wait, median": self._fact("data_wait", "{:.1%}"),
             "communication, median": self._fact("communication", "{:.1%}"),
             "peak memory, largest of all ranks": self._fact("peak_memory_gb", "{:.2f} GB", np.max),
