@@ -24,7 +24,7 @@ from opensora_sp.runtime.host_checks import (
     interfaces,
     shared_memory,
 )
-from opensora_sp.runtime.versions import ABSENT, PACKAGE, versions
+from opensora_sp.runtime.versions import ABSENT, PACKAGE, PACKAGES, versions
 
 GB = 1e9
 MIN_MEMORY, MIN_SHARED_MEMORY = 2 * GB, 1 * GB
@@ -32,7 +32,6 @@ MIN_MEMORY, MIN_SHARED_MEMORY = 2 * GB, 1 * GB
 # Variables that are sent to other hosts. No secrets: they are printed.
 FORWARDED = re.compile(r"(NCCL|GLOO|CUDA|OMP|TORCH|OPENSORA_SP)_\w+|(PYTHON|LD_LIBRARY_)?PATH")
 READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}  # in bash
-SHOWN_PACKAGES = ("transformers", "diffusers", "einops", "safetensors", "av")
 Status = Literal["ok", "warn", "FAIL"]
 
 
@@ -113,7 +112,8 @@ def _warn_if(problem: bool, name: str, found: str, advice: str) -> Check:
 def _software(facts: dict[str, str]) -> list[Check]:
     colossalai, flash = facts["colossalai"], facts["flash-attn"]
     without_flash = f"{ABSENT}, and not needed: torch SDPA is used"
-    others = ", ".join(f"{name} {facts[name]}" for name in SHOWN_PACKAGES)
+    others = set(PACKAGES) - {"colossalai", "flash-attn"}
+    packages = ", ".join(f"{name} {facts[name]}" for name in sorted(others))
     python = f"{platform.python_version()} in {sys.prefix}, {platform.platform()}"
     torch_version = f"{facts['torch']}, built for CUDA {facts['CUDA of torch']}{_driver()}"
     install = "pip install colossalai==0.5.0: training needs it"
@@ -126,7 +126,7 @@ def _software(facts: dict[str, str]) -> list[Check]:
         if colossalai == ABSENT
         else Check("ColossalAI", colossalai),
         Check("flash-attn", without_flash if flash == ABSENT else flash),
-        Check("packages", others),
+        Check("packages", packages),
         _torchrun(),
     ]
 
