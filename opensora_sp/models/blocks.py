@@ -11,7 +11,7 @@ A block of STDiT3 is either spatial or temporal. A block of STDiT or STDiT2 has 
 ``spatial`` is the self-attention over a frame, ``temporal`` the one over frames and all the rest.
 
 Legend: B samples, R rows held here, L tokens of a row (S patches or T frames), C hidden width,
-V patch volume, m modulation states of a sample, b samples of n rows (``Rows.spread``).
+V patch volume, m modulation states of a sample, b samples of n rows (``Rows.expand_to_rows``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .conditioning import GATE, Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
-from .hook_points import Rowwise
+from .hook_points import Tokenwise
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
@@ -72,7 +72,7 @@ class ModulatedBlock(nn.Module):
         self.norm2 = LayerNorm(width)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
-        self.rowwise = Rowwise()
+        self.tokenwise = Tokenwise()
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
@@ -86,9 +86,9 @@ class ModulatedBlock(nn.Module):
         )
 
     def feed_forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
-        """The MLP branch: modulate, MLP, gate. ``rowwise`` may run it in chunks of rows."""
+        """The MLP branch: modulate, MLP, gate. ``tokenwise`` may run it in chunks of rows."""
         entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
-        return self.rowwise(self.add_mlp, condition.rows, x, *entries)
+        return self.tokenwise(self.add_mlp, condition.rows, x, *entries)
 
     def add_mlp(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
         """The MLP branch with its entries of the modulation."""
@@ -206,6 +206,6 @@ class FinalLayer(nn.Module):
         # frames after that once more, by timestep 0.
         once = modulate(self.norm_final(x), *condition.per_token(table, ignore_frames=True))
         twice = modulate(self.norm_final(once), *condition.per_token(table))
-        frames = condition.rows.spread(condition.frames)  # [b, 1 or n, 1 or L, 1]
+        frames = condition.rows.expand_to_rows(condition.frames)  # [b, 1 or n, 1 or L, 1]
         chosen = torch.where(frames, _by_sample(twice, frames), _by_sample(once, frames))
         return self.linear(chosen.flatten(0, 1))

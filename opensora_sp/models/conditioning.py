@@ -6,7 +6,7 @@ once for all spatial and once for all temporal blocks.
 Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R rows held
 here, L tokens of a row (S or T), N packed text tokens, m modulation states of a sample (1, or 2
 with conditioning frames), k entries of a modulation (shift, scale and gate of each branch),
-b samples of n rows (``Rows.spread``).
+b samples of n rows (``Rows.expand_to_rows``).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Condition:
         else:
             # For each frame: [B, 1 or T, 1 or T, k, C].
             chosen = torch.where(self.frames[..., None], states[1], states[0])
-        return self.rows.spread(chosen.to(self.dtype)).unbind(-2)
+        return self.rows.expand_to_rows(chosen.to(self.dtype)).unbind(-2)
 
     def entries(
         self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False

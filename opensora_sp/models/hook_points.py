@@ -58,7 +58,7 @@ class Switch(Point):
     """Where tokens change layout: spatial rows to temporal rows, or back."""
 
     def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        return rows.turn(x)
+        return rows.transpose(x)
 
 
 class Attend(Point):
@@ -119,7 +119,7 @@ class Segment(Point):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-class Rowwise(Point):
+class Tokenwise(Point):
     """Where a block ends with work on single tokens, so that chunks of rows can be finished alone.
 
     ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation,

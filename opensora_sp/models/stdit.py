@@ -46,7 +46,7 @@ class STDiT(ConditionedModel):
         gather="gather",
         spatial="blocks.*.attn",
         temporal="blocks.*.attn_temp",
-        rowwise="blocks.*.rowwise",
+        tokenwise="blocks.*.tokenwise",
     )
     pos_embed: Tensor
     pos_embed_temporal: Tensor

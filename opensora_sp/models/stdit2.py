@@ -47,7 +47,7 @@ class STDiT2(ConditionedModel):
         gather="gather",
         spatial="blocks.*.attn",
         temporal="blocks.*.attn_temp",
-        rowwise="blocks.*.rowwise",
+        tokenwise="blocks.*.tokenwise",
     )
 
     def __init__(self, config: STDiT2Config) -> None:

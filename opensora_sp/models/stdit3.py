@@ -51,7 +51,7 @@ class STDiT3(ConditionedModel):
         gather="gather",
         spatial="spatial_blocks.*.attn",
         temporal="temporal_blocks.*.attn",
-        rowwise="*_blocks.*.rowwise",
+        tokenwise="*_blocks.*.tokenwise",
     )
 
     def __init__(self, config: STDiT3Config) -> None:

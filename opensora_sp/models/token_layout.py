@@ -14,10 +14,11 @@ For a sample of T = 2 frames of S = 3 patches, where 12 is patch 2 of frame 1::
     frame 1:  10 11 12      patch 1:  01 11
                             patch 2:  02 12
 
-``PatchGrid`` describes all patches of a batch. ``Rows`` is a contiguous run of its rows in one
+``PatchGrid`` describes all patches of a batch. ``Rows`` is a contiguous range of its rows in one
 layout: those that a tensor holds. The bare model holds all rows; under sequence parallelism each
-rank holds a run. ``Rows.slice`` cuts the patches of these rows out of a latent, ``Rows.turn``
-brings tokens into the other layout, and ``unpatchify`` makes a latent of them again.
+rank holds a range. ``Rows.slice`` cuts the patches of these rows out of a latent,
+``Rows.transpose`` brings tokens into the other layout, and ``unpatchify`` makes a latent of them
+again.
 
 Where temporal attention goes over windows of patches through all frames, temporal rows lie in the
 order of the windows. ``token_groups.py`` has the tokens of the rows that attend to each other.
@@ -140,7 +141,7 @@ class PatchGrid:
 
 @dataclass(frozen=True)
 class Rows:
-    """The run ``[start, stop)`` of a batch's rows in one layout, counted sample by sample."""
+    """The range ``[start, stop)`` of a batch's rows in one layout, counted sample by sample."""
 
     grid: PatchGrid
     layout: str
@@ -168,17 +169,17 @@ class Rows:
         return self.stop - self.start
 
     def take(self, start: int, stop: int) -> Rows:
-        """The run ``[start, stop)`` of the same batch in the same layout."""
+        """The range ``[start, stop)`` of the same batch in the same layout."""
         return replace(self, start=start, stop=stop)
 
-    def turned(self) -> Rows:
+    def transposed(self) -> Rows:
         """All rows of the same batch in the other layout."""
         return self.grid.rows(TEMPORAL if self.layout == SPATIAL else SPATIAL)
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
+    def sample_ranges(self) -> Iterator[tuple[int, int, int]]:
         """``(sample, lo, hi)``: the rows held of each sample, numbered within the sample.
 
-        Yields one empty run if no row is held, so that all callers take the same code path.
+        Yields one empty range if no row is held, so that all callers take the same code path.
         """
         if not self.count:
             yield 0, 0, 0
@@ -193,14 +194,14 @@ class Rows:
         """Tokens held of each of the B samples, or of these frames of them, as host integers."""
         frames = range(self.grid.frames) if frames is None else frames
         tokens = [0] * self.grid.num_samples
-        for sample, lo, hi in self.runs():
+        for sample, lo, hi in self.sample_ranges():
             if self.layout == SPATIAL:
                 tokens[sample] = sum(lo <= frame < hi for frame in frames) * self.length
             else:
                 tokens[sample] = (hi - lo) * len(frames)
         return tokens
 
-    def spread(self, values: Tensor) -> Tensor:
+    def expand_to_rows(self, values: Tensor) -> Tensor:
         """Expand per-sample values ``[B, 1 or per_sample, 1 or L, ...]`` to the rows held.
 
         Returns:
@@ -216,7 +217,7 @@ class Rows:
 
         by_sample, counts = values.unbind(), []
         parts: list[Tensor] = []
-        for sample, lo, hi in self.runs():
+        for sample, lo, hi in self.sample_ranges():
             of_sample = by_sample[sample]
             counts.append(hi - lo)
             parts.append(of_sample if len(of_sample) == 1 else of_sample[lo:hi])
@@ -250,7 +251,7 @@ class Rows:
             return torch.ones((), device=device)
         return scale if self.grid.mask is None else scale[self.samples(device)][:, None]
 
-    def turn(self, x: Tensor) -> tuple[Tensor, Rows]:
+    def transpose(self, x: Tensor) -> tuple[Tensor, Rows]:
         """Tokens ``[R, L, C]`` of whole samples in the other layout, and the rows of these."""
         grid, x = self.grid, x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
         if grid.windows is not None and self.layout == TEMPORAL:
@@ -260,7 +261,7 @@ class Rows:
             x = take(x, grid.window_order(x.device), dim=1)
 
         start, stop = (edge // self.per_sample * self.length for edge in (self.start, self.stop))
-        return x.flatten(0, 1).contiguous(), self.turned().take(start, stop)
+        return x.flatten(0, 1).contiguous(), self.transposed().take(start, stop)
 
     @property
     def attend_alone(self) -> bool:
@@ -298,7 +299,8 @@ class Rows:
             ValueError: if ``z`` does not have the size of the batch this grid was made for.
         """
         z = self._as_latent(z)  # [B, c, frames, height, width]
-        return torch.cat([self._slice_sample(z[sample], lo, hi) for sample, lo, hi in self.runs()])
+        ranges = self.sample_ranges()
+        return torch.cat([self._slice_sample(z[sample], lo, hi) for sample, lo, hi in ranges])
 
     def inside(self, device: torch.device) -> Tensor:
         """The positions of the patches inside of their clip, bool ``[R, L, V]``; False: padding."""

@@ -113,7 +113,7 @@ class Strategy:
         """The rows where tokens enter and where they leave, given all spatial rows; one element if
         both are the same.
         """
-        return rows, rows.turned()
+        return rows, rows.transposed()
 
     def shard(self, local: Local[Rows], grid: Grid) -> Rows:
         return self.held(self.ends(local(grid))[0])
@@ -126,8 +126,8 @@ class Strategy:
     #     rows, and is computed anew where it is left out
     # attend_spatial, attend_temporal(local, q, k, v, rows) -> output, all ``[R, L, H, D]``
     # segment(local, function, rows, *args, recompute, last) -> what the function returns
-    # rowwise(local, function, rows, x, *entries) -> what the function returns
-    switch = spatial = temporal = attend_spatial = attend_temporal = segment = rowwise = _local
+    # tokenwise(local, function, rows, x, *entries) -> what the function returns
+    switch = spatial = temporal = attend_spatial = attend_temporal = segment = tokenwise = _local
 
     # Which rows this rank holds, and its part in an exchange.
 

@@ -52,7 +52,7 @@ class BranchSwitch(OneLayout):
         ]
 
     def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        spatial = self.held(rows.turned())
+        spatial = self.held(rows.transposed())
         received = self._exchange(x, rows, spatial)
         out = local(received.unflatten(0, (spatial.count, spatial.length)), spatial)
         return self._exchange(out, spatial, rows).view(x.shape)

@@ -33,7 +33,7 @@ class OneLayout(Strategy):
         return options.recompute_communication or not cls.keeps_received
 
     def ends(self, rows: Rows) -> tuple[Rows, ...]:
-        return (rows if rows.layout == self.stays else rows.turned(),)
+        return (rows if rows.layout == self.stays else rows.transposed(),)
 
     def switch(
         self, local: Local[tuple[Tensor, Rows]], x: Tensor, rows: Rows

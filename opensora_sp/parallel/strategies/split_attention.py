@@ -68,7 +68,7 @@ class SplitAttention(OneLayout):
 
         # The last axis of the layout is the one that tokens of a row differ in.
         attended = "spatial" if layout.endswith("s") else "temporal"
-        rows = rows if rows.layout == attended else rows.turned()
+        rows = rows if rows.layout == attended else rows.transposed()
 
         qkv = exchange(_stacked(q, k, v), there, self.group, kind="heads")
         qkv = qkv.view(-1, rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]

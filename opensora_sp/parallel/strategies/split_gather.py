@@ -39,8 +39,8 @@ class SplitGather(OneLayout):
         return [AllGather(2 * shape.depth, held, shape.width * element_size)]
 
     def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        everything, frames = rows.take(0, rows.total).turn(self._all(x, rows))  # [B * T, S, C]
-        out, _ = frames.turn(local(everything, frames))
+        everything, frames = rows.take(0, rows.total).transpose(self._all(x, rows))  # [B * T, S, C]
+        out, _ = frames.transpose(local(everything, frames))
         return out[rows.start : rows.stop]
 
     def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:

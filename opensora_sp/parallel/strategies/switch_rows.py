@@ -54,7 +54,7 @@ class SwitchRows(Strategy):
     def switch(
         self, local: Local[tuple[Tensor, Rows]], x: Tensor | InFlightSwitch, rows: Rows
     ) -> tuple[Tensor, Rows]:
-        turned = self.held(rows.turned())
+        turned = self.held(rows.transposed())
         if isinstance(x, InFlightSwitch):
             tokens = x.wait()
         else:
@@ -82,14 +82,14 @@ class SwitchRows(Strategy):
         def started(*args: Any) -> InFlightSwitch:
             self.in_flight = in_flight
             try:
-                x = function(*args)  # its rowwise end has started the switch, if it has one
+                x = function(*args)  # its tokenwise end has started the switch, if it has one
             finally:
                 self.in_flight = None
             return x if isinstance(x, InFlightSwitch) else in_flight.start([x], 1)
 
         return local(started, rows, *args, recompute=recompute, last=last)
 
-    def rowwise(
+    def tokenwise(
         self, local: Local[Tensor], function: Local[Tensor], rows: Rows, x: Tensor, *entries: Tensor
     ) -> Tensor | InFlightSwitch:
         if self.options.overlap_chunks == 1 and not self.options.overlap_backward:
@@ -120,7 +120,7 @@ class SwitchRows(Strategy):
         return max(1, min(self.options.overlap_chunks, worthwhile, fewest))
 
     def _plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
-        return self.plans(rows, self.layout(rows), self.layout(rows.turned()), device)
+        return self.plans(rows, self.layout(rows), self.layout(rows.transposed()), device)
 
 
 def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnitsCosts:
