@@ -30,7 +30,7 @@ def boosted(
     scale: float = 1.0,
     **more,
 ):
-    """A boosted model with two parameter groups, an LR schedule, a frozen and an unused parameter."""
+    """A boosted model: two parameter groups, LR schedule, a frozen and an unused parameter."""
     from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
 
@@ -86,7 +86,7 @@ def loss_sequence(dp: int, sp: int) -> list[float]:
 
 
 def uneven_replicas() -> None:
-    """Replicas of 1 and of 3 samples, of different T and S, twice accumulated, against all of it in one process."""
+    """Replicas of 1 and 3 samples of different T and S, accumulated twice, against one process."""
     from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
 
@@ -144,7 +144,7 @@ def accumulation_without_sending(stage: int) -> None:
 
 
 def clipping(stage: int) -> None:
-    """``clip_grad_by_norm`` after backward is ``max_norm`` of the plugin, and the norm is the one-process norm."""
+    """``clip_grad_by_norm`` after backward equals the plugin's ``max_norm``, by the global norm."""
     alone, batch = make_model(), make_batch(0)
     alone.t_block[1].weight.requires_grad_(False)
     velocity_loss(alone(**batch), -batch["x"]).mean().backward()

@@ -49,10 +49,17 @@ SMALL = dict(
 )
 TABLE = dict(SMALL, input_size=(4, 8, 6), space_scale=0.5)
 FOREIGN = {  # what the public folders say beside the model's settings
-    "_name_or_path": "somewhere", "auto_map": {}, "enable_flash_attn": True, "enable_layernorm_kernel": True,
-    "enable_sequence_parallelism": False, "freeze_y_embedder": True, "input_size": [None, None, None],
-    "only_train_temporal": False, "torch_dtype": "float32", "transformers_version": "4.36.2",
-}  # fmt: skip
+    "_name_or_path": "somewhere",
+    "auto_map": {},
+    "enable_flash_attn": True,
+    "enable_layernorm_kernel": True,
+    "enable_sequence_parallelism": False,
+    "freeze_y_embedder": True,
+    "input_size": [None, None, None],
+    "only_train_temporal": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.36.2",
+}
 State = dict[str, torch.Tensor]
 
 
@@ -70,10 +77,15 @@ def drawn(name: str, seed: int = 0, **options: Any) -> Any:
 def same(ours: State, theirs: State) -> bool:
     """The same names in the same dtype to the last bit."""
     return ours.keys() == theirs.keys() and all(
-        ours[n].dtype == theirs[n].dtype and ours[n].shape == theirs[n].shape
-        and bool((ours[n].contiguous().view(torch.uint8) == theirs[n].contiguous().view(torch.uint8)).all())
+        ours[n].dtype == theirs[n].dtype
+        and ours[n].shape == theirs[n].shape
+        and bool(
+            (
+                ours[n].contiguous().view(torch.uint8) == theirs[n].contiguous().view(torch.uint8)
+            ).all()
+        )
         for n in ours
-    )  # fmt: skip
+    )
 
 
 def inputs(
@@ -247,7 +259,7 @@ def test_every_layout_is_read_to_the_last_bit(layout: str, model: STDiT3, tmp_pa
 
 
 def booster_folders(folder: Path) -> None:
-    """What ColossalAI's Booster writes with its own ZeRO plugin, and training that starts from a pickle."""
+    """What ColossalAI's Booster writes with its own ZeRO plugin; training started from a pickle."""
     from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO
 
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
@@ -441,9 +453,9 @@ def test_strict_loading_reports_every_difference(
         "got weights of another model", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
     )
     assert (
-        "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); unexpected controlnet.weight; "
-        in message
-    )
+        "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); "
+        "unexpected controlnet.weight; "
+    ) in message
     assert (
         "of another shape t_block.1.bias [150], not [144]" in message
         and "conversion" not in message
