@@ -116,12 +116,13 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, 
         sizes = [len(step) for step in steps]
         assert set(sizes[:-1]) <= {4} or sum(size < 4 for size in sizes) == 1
         clips = list(chain.from_iterable(batch.ids for batch in batches))
-        assert sorted(clips) == np.flatnonzero(epoch.found >= 0).tolist()
+        assert sorted(clips) == np.flatnonzero(epoch.entry_of_clip >= 0).tolist()
         for batch in batches:
             assert (
-                batch.epoch == epoch.number and len({int(epoch.found[i]) for i in batch.ids}) == 1
+                batch.epoch == epoch.number
+                and len({int(epoch.entry_of_clip[i]) for i in batch.ids}) == 1
             )
-            entry = plan.buckets.entries[epoch.found[batch.ids[0]]]
+            entry = plan.buckets.entries[epoch.entry_of_clip[batch.ids[0]]]
             assert len(batch.ids) <= entry.batch_size and batch.shape.num_frames == entry.num_frames
             assert all(
                 entry.shape_at(rows[i].height / rows[i].width) == batch.shape for i in batch.ids
@@ -129,7 +130,8 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, 
         numbers += [batch.number for batch in batches]
     assert len(set(numbers)) == len(numbers)
     assert plan.step(len(epochs[0].steps) + 2) == later
-    assert not np.array_equal(epochs[0].found, epochs[1].found)  # keep probabilities draw anew
+    # Keep probabilities draw anew.
+    assert not np.array_equal(epochs[0].entry_of_clip, epochs[1].entry_of_clip)
     batch = plan.step(0)[0]
     replaced = [plan.substitute(batch, batch.ids[0], attempt) for attempt in range(12)]
     assert (
@@ -181,7 +183,7 @@ def test_rounds_are_dealt_forth_and_back() -> None:
 def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> None:
     rows = manifest(tmp_path)
     report = made(rows, work, per_step=4).describe()
-    found = made(rows, work, per_step=4).epoch(0).found
+    found = made(rows, work, per_step=4).epoch(0).entry_of_clip
     flat = {" ".join(line.split()[:-1]): line for line in report}
     assert any(
         line.split()[:4] == ["144p", "x", "8", str((found == 5).sum())] for line in report
