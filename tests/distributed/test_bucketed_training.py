@@ -101,12 +101,14 @@ def test_a_run_tells_its_buckets_its_waiting_and_its_broken_clips(folder: Path) 
         assert broken and broken <= {"3.png", "13.mp4"}
         for path in broken:
             assert log.count(f"{path} (") == 1
+
         lines = read_metrics(folder / name)
         assert all(0 < line["data_wait"] < 1 for line in lines) and lines[-1][
             "replaced_clips"
         ] >= len(broken)
         assert set(summary["files_read"]) == {".mp4", ".png"}
         assert ("data forward" in summary["elements_sent"]) == (WORLDS[name][1] > 1)
+
     assert "some wait while others compute" in (folder / "2x1" / "train.log").read_text()
 
 

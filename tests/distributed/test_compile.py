@@ -65,6 +65,7 @@ def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: 
     plain, counter = small(name), CompileCounterWithBackend(backend)
     compiled = compile_blocks(copy.deepcopy(plain), backend=counter)
     assert list(compiled.state_dict()) == list(plain.state_dict())
+
     bucket, another = (3, 4, 4), (2, 6, 4)
     steps = [  # size, lengths of the texts, recomputed, graphs that may be new
         (bucket, (6, 3), False, GRAPHS[name]),  # whatever the depth
@@ -75,6 +76,7 @@ def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: 
         (another, (1, 1), False, 0),
         (bucket, (3, 3), False, 0),
     ]
+
     for size, texts, recomputed, new in steps:
         before = counter.frame_count
         plain.set_grad_checkpoint(recomputed)
@@ -141,6 +143,7 @@ def test_graphs_end_only_at_packed_attention(config: dict, masked: bool, graphs:
     if masked:
         numbers["video_mask"] = torch.zeros(2, 3, 8, 8, dtype=torch.bool)
         numbers["video_mask"][0, :2, :6] = numbers["video_mask"][1, :, :, :4] = True
+
     torch._dynamo.utils.counters.clear()
     wanted = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
     compile_blocks(model, backend=counter)
@@ -149,6 +152,7 @@ def test_graphs_end_only_at_packed_attention(config: dict, masked: bool, graphs:
         found = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
         found.sum().backward()
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
     breaks = torch._dynamo.utils.counters["graph_break"]
     assert breaks and all(any(name in reason for name in PACKED) for reason in breaks), breaks
     assert counter.frame_count == graphs
@@ -181,6 +185,7 @@ def test_a_compiled_model_can_be_copied_and_refuses_strangers() -> None:
         ValueError, match="got a model of class Linear; expected an STDiT model; call"
     ):
         compile_blocks(torch.nn.Linear(1, 1))
+
     with pytest.raises(
         ValueError, match="got a model of class Around.*pass the model that a wrapper holds"
     ):

@@ -108,10 +108,12 @@ def test_the_script_takes_references_and_a_negative_prompt(
         )
         done = run(*command, "--prompt", prompt, *options, *more, launcher="torchrun", ranks=2)
         assert done.returncode == 0, done.stderr
+
     facts = json.loads((tmp_path / "away/000-a-red-circle.json").read_text())
     assert (
         facts["negative_prompt"] == "blue" and facts["mask_strategy"] == "0" and facts["loop"] == 2
     )
+
     plain, away = (
         read_video(tmp_path / n / "000-a-red-circle.mp4", num_frames=9)[0]
         for n in ("plain", "away")

@@ -33,6 +33,7 @@ def gradients_sent_as(
         patch_size=(1, 1, 1),
     )
     generator = torch.Generator().manual_seed(1)
+
     with torch.no_grad():
         for (
             name,
@@ -42,6 +43,7 @@ def gradients_sent_as(
                 p.copy_(
                     torch.randn(p.shape, generator=generator) * (0.5 if "table" in name else 0.1)
                 )
+
     model.set_grad_checkpoint(checkpoint)
     parallelize(model, SequenceMesh(dist.get_world_size()), placement="branch", comm_dtype=dtype)
     x, target = (torch.randn(1, 4, 6, 8, 9, generator=generator) for _ in range(2))
@@ -53,6 +55,7 @@ def gradients_sent_as(
         if p.requires_grad:
             dist.all_reduce(p.grad)
             found[name] = p.grad / dist.get_world_size()
+
     return found, counter
 
 
@@ -75,6 +78,7 @@ def compare() -> list[tuple[str, float, float]]:
         assert all(
             torch.equal(again[name], g) for name, g in found.items()
         )  # checkpointing rounds the same
+
     return results
 
 

@@ -89,6 +89,7 @@ def test_a_delivery_hands_everyone_what_it_wants() -> None:
             sent = [
                 made[rank][plan.pack].split(plan.send_splits) for rank, plan in enumerate(plans)
             ]
+
             for rank, plan in enumerate(plans):
                 assert [len(of_sender[rank]) for of_sender in sent] == plan.recv_splits
                 arrived = torch.cat([of_sender[rank] for of_sender in sent])
@@ -317,16 +318,19 @@ def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
             case = (world, name, encoder, ids, options)
             total, pieces = len(ids) * shape.num_frames, len(ids) * reported[0]["pieces"]
             per_piece = {"frames": 1, "chunks": ChunkVAE.chunk, "clips": shape.num_frames}[encoder]
+
             assert [one["read"] for one in reported] == [one["encoded"] for one in reported], case
             assert sum(one["read"] for one in reported) == total, case  # every frame once
             assert max(one["read"] for one in reported) <= -(-pieces // world) * per_piece, case
             assert sum(one["captions"] for one in reported) == len(ids), case
             assert {one["calls"] for one in reported} == {int(world > 1)}, case
+
             # Numbers sent: latents that a rank needs and has not made, and captions likewise.
             latents, captions = (
                 sum(one["needed"] for one in reported) * 3,
                 sum(one["held"] for one in reported) * WORDS * 8,
             )
+
             assert {one["agreed"] for one in reported} == {2 * 8 * len(ids) * int(world > 1)}, case
             assert sum(one["sent"] for one in reported) <= 4 * (latents + captions), case
             if (
@@ -399,6 +403,7 @@ def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_pa
         plan.step(0)[0], 3, attempts(plan) - 1
     )  # from (seed, epoch, index) alone
     assert replaced == 2 and "3.mp4" in broken
+
     reported = (tmp_path / "log").read_text().splitlines()
     assert sorted(reported) == [
         f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken

@@ -124,10 +124,12 @@ def test_each_clip_of_a_batch_of_different_sizes_is_treated_as_if_it_were_alone(
     probe = probe.view(output.shape)
     (output * probe).sum().backward()
     outside = ~inputs["video_mask"][:, None]
+
     assert (
         not output.masked_select(outside).any()
         and not inputs["x"].grad.masked_select(outside).any()
     )
+
     own = dict(model.config.__dict__)
     for sample, (frames, height, width) in enumerate(case.clips):
         cut = (

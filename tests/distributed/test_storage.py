@@ -136,12 +136,14 @@ def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
     operations = recorded(tmp_path / "whole")
     kinds = [kind for kind, _ in operations]
     assert {"write", "flush", "rename", "unlink"} <= set(kinds)
+
     commit = next(
         i
         for i, (kind, path) in enumerate(operations)
         if path.name == ".partial-COMMIT" and kind == "rename"
     )
     chosen = points(operations, grid)
+
     assert len(chosen) >= 20
     for number, when in chosen:
         run_dir = tmp_path / f"{number}{when}"
@@ -170,11 +172,13 @@ def test_everything_is_flushed_before_the_rename_and_commit_comes_last(
     partial = tmp_path / "run" / ".partial-step_00000003"
     renamed = operations.index(("rename", partial))
     committed = operations.index(("rename", tmp_path / "run" / "step_00000003" / ".partial-COMMIT"))
+
     assert renamed < committed
     written = {path for kind, path in operations[:renamed] if kind == "write"}
     for path in written | {partial, partial / "model"}:
         last_write = max((i for i, op in enumerate(operations) if op == ("write", path)), default=0)
         assert ("flush", path) in operations[last_write:renamed], path
+
     assert ("flush", tmp_path / "run") in operations[renamed:committed]
     final = tmp_path / "run" / "step_00000003"
     assert {path.relative_to(partial) for path in written} == {
@@ -182,6 +186,7 @@ def test_everything_is_flushed_before_the_rename_and_commit_comes_last(
         for path in final.rglob("*")
         if path.is_file() and path.name != "COMMIT"
     }
+
     removed = [
         path
         for kind, path in operations

@@ -58,6 +58,7 @@ def compare_strategies() -> None:
                 calls for (_, phase), calls in counter.calls.items() if phase == "recompute"
             )
             assert bool(again) == case.checkpoint, (case, options, counter.calls)
+
         for options in (
             dict(placement="branch"),
             dict(placement="branch", recompute_communication=True),
@@ -75,6 +76,7 @@ def compare_strategies() -> None:
                 options,
                 counter.calls,
             )
+
         for options in OVERLAPS:
             counter = assert_one_process_result(case, mesh, **options)
             assert not [key for key in counter.calls if key[1] == "recompute"], counter.calls
@@ -184,6 +186,7 @@ def recompute_runs_while_gradients_travel() -> None:
             name,
             lambda *args, _f=original, _n=name: (events.append(_n), _f(*args))[1],
         )
+
     case = replace(PLAIN[0], checkpoint=True)
     for overlap_backward in (True, False):
         model = make_model(case)

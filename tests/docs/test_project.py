@@ -39,6 +39,7 @@ def test_the_citation_is_valid_and_of_this_version() -> None:
     assert {"cff-version", "message", "title", "authors"} <= citation.keys() and citation[
         "cff-version"
     ] == "1.2.0"
+
     known = {
         "cff-version",
         "message",
@@ -50,6 +51,7 @@ def test_the_citation_is_valid_and_of_this_version() -> None:
         "keywords",
         "abstract",
     }
+
     assert (
         citation.keys() <= known
         and citation["type"] == "software"
@@ -81,6 +83,7 @@ def test_issue_forms_ask_for_what_reproduces() -> None:
             assert len(set(ids)) == len(ids) and all(
                 field["attributes"]["label"] for field in form["body"]
             )
+
     bug = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text())
     required = {
         f["id"]: f["attributes"]["label"]

@@ -103,6 +103,7 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(
     os.kill(
         job.rank(1, attempt=3), signal.SIGCONT
     )  # or torchrun would wait 30 s for it to take its SIGTERM
+
     assert job.process.wait(120) == 0, job.text
     job.until_gone(10)
     text = job.text
@@ -111,6 +112,7 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(
         in text
     )
     assert "rank 1 stops: rank 0" in text  # in a resume and in a save
+
     if hang:
         stuck = next(
             line
@@ -120,11 +122,13 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(
         assert "all_reduce(tensor [3] int32), number" in stuck and "features/batch.py" in stuck
         assert "ranks [0] joined, missing: rank 1, which has called" in stuck
         assert "tests/helpers/faulty.py" in stuck  # where rank 1 stands
+
     assert "rank 0 stops: rank 1 has sent no heartbeat for 5 s (peer_timeout)" in text
     assert text.count("resumed from") >= 3 and "at step 3" in text
     assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
     for checkpoint in committed_checkpoints(job.outputs):
         verify(checkpoint)
+
     run_ranks(2, undisturbed, config, tmp_path / "whole")
     found, wanted = (
         load_file(tmp_path / run / "step_00000006" / "optimizer.safetensors")
@@ -150,6 +154,7 @@ def test_sigterm_to_the_job_leaves_a_checkpoint(
     again.until(f"{step + 2}/1000")
     os.kill(again.rank(1), signal.SIGTERM)
     again.until_gone(30)
+
     assert assert_stopped_well(again, "rank 1: SIGTERM") > step
     assert (
         again.process.returncode == 1

@@ -103,6 +103,7 @@ def test_torchrun_meets_at_a_rendezvous(pair: list[Host], config: Path, tmp_path
         for host in pair
     ]
     reported = [run.communicate(timeout=300)[0] for run in runs]
+
     assert [run.returncode for run in runs] == [0, 0], "\n\n".join(reported)
     run_ranks(2, train_here, config, tmp_path / "one_host", 3)
     assert losses(tmp_path / "run") == losses(tmp_path / "one_host")

@@ -40,6 +40,7 @@ def test_verify_compares_a_config() -> None:
         "--cfg-options",
         *options,
     )
+
     assert done.returncode == 0, done.stderr
     assert (
         "on 2 ranks and on one" in done.stdout
@@ -73,6 +74,7 @@ def test_a_difference_is_reported_with_the_exit_status(
         "opensora_sp.verification.verify_config",
         lambda *_, **__: ((1, 2, 3, 4), SwitchRows, wrong),
     )
+
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "2"])
     reported = capsys.readouterr().out
@@ -81,6 +83,7 @@ def test_a_difference_is_reported_with_the_exit_status(
         and "NOT EQUAL" in reported
         and reported.index("5.0e-01  b") < reported.index("1.0e-12  a")
     )
+
     nan = Verdict(output=float("nan"), gradients={}, all_zero=(), tolerance=1e-8)
     assert not nan.agrees and "NOT EQUAL" in verify.report(nan, shown=None)
 

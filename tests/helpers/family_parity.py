@@ -129,11 +129,13 @@ class Parity:
         if case not in self._wanted:
             output, found, _ = run_step(case, None)
             self._wanted[case] = {"output": output, **found}
+
         output, found, counter = run_step(case, self.mesh, **options)
         wanted = self._wanted[case]
         largest = max(
             gradient.abs().max().item() for name, gradient in wanted.items() if name != "output"
         )
+
         for name, ours in {"output": output, **found}.items():
             scale = wanted[name].abs().max().item()
             difference = (ours - wanted[name]).abs().max().item()
@@ -142,6 +144,7 @@ class Parity:
             )
             self.worst = max(self.worst, difference / max(scale, 1e-3 * largest))
             self.comparisons += 1
+
         return counter
 
     def check_switch(self, case: FamilyCase) -> None:

@@ -88,12 +88,14 @@ def make_inputs(case: WindowCase) -> dict[str, Any]:
             torch.tensor([8.0 * clip[axis] for clip in case.clips], dtype=torch.float64)
             for axis in (1, 2)
         )
+
     if case.cond:
         inputs["cond"], inputs["cond_mask"] = (
             torch.sin(3 * inputs["x"].detach()),
             torch.cos(inputs["x"].detach()),
         )
         inputs.update(mask_index=[0, case.size[1] - 1], y_null=torch.sin(5 * inputs["y"].detach()))
+
     sizes = {name: inputs.pop(name) for name in ("fps", "height", "width")}
     if case.model == "STDiT2":
         inputs.update(sizes, num_frames=16 + samples, ar=sizes["height"] / sizes["width"] + samples)

@@ -52,9 +52,11 @@ def test_clips_go_where_the_release_puts_them(name: str) -> None:
         for res, of in case["bucket_config"].items()
     }
     buckets = Buckets.of(config)
+
     assert [
         [one.resolution, one.num_frames, place] for place, one in enumerate(buckets.entries)
     ] == case["bucket_order"]
+
     rows = case["rows"]
     draws = [
         [np.random.default_rng(row[3] + place).random(2) for place in range(len(buckets.entries))]
@@ -62,6 +64,7 @@ def test_clips_go_where_the_release_puts_them(name: str) -> None:
     ]
     sizes = np.array([row[:3] for row in rows], dtype=float).T
     found = buckets.assign(*sizes, interval=case["frame_interval"], draws=np.array(draws))
+
     for (_, height, width, _, bucket, shape, batch_size), number in zip(rows, found):
         if bucket is None:
             assert number < 0
@@ -109,6 +112,7 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, 
     # A run that resumes in the second epoch asks for nothing else.
     later = again.step(len(epochs[0].steps) + 2)
     numbers = []
+
     for epoch in epochs:
         before = sum(len(one.steps) for one in epochs[: epoch.number])
         steps = [plan.step(before + i) for i in range(len(epoch.steps))]
@@ -127,9 +131,11 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, 
                 entry.shape_at(rows[i].height / rows[i].width) == batch.shape for i in batch.ids
             )
         numbers += [batch.number for batch in batches]
+
     assert len(set(numbers)) == len(numbers)
     assert plan.step(len(epochs[0].steps) + 2) == later
     assert not np.array_equal(epochs[0].found, epochs[1].found)  # keep probabilities draw anew
+
     batch = plan.step(0)[0]
     replaced = [plan.substitute(batch, batch.ids[0], attempt) for attempt in range(12)]
     assert (
@@ -161,6 +167,7 @@ def test_replicas_have_equal_work_at_the_same_time(
             costs = [one.cost for one in turn]
             slowest.append(max(costs))
             means.append(sum(costs) / replicas)
+
     steps = map(plan.step, range(len(plan.epoch(0).steps)))
     everything = [batch.cost for batch in chain.from_iterable(steps)]
     rng = np.random.default_rng(0)
@@ -169,6 +176,7 @@ def test_replicas_have_equal_work_at_the_same_time(
     )
     naive = shuffled.max(axis=1).sum() / shuffled.mean(axis=1).sum()
     ours = sum(slowest) / sum(means)
+
     assert ours < 1.1 < naive, (ours, naive)
     assert np.mean(np.array(slowest) < 1.1 * np.array(means)) > 0.9
 
@@ -183,9 +191,11 @@ def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> 
     report = made(rows, work, per_step=4).describe()
     found = made(rows, work, per_step=4).epoch(0).found
     flat = {" ".join(line.split()[:-1]): line for line in report}
+
     assert any(
         line.split()[:4] == ["144p", "x", "8", str((found == 5).sum())] for line in report
     ), report
+
     counted = Counter(found.tolist())
     for reason, words in [
         (-1, "not in the manifest"),
@@ -198,6 +208,7 @@ def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> 
                 f"dropped {counted[reason]}" in " ".join(line.split()) and words in line
                 for line in report
             ), flat
+
     assert counted[-1] == 1 and counted[-2] and counted[-3]
     assert f"{(found >= 0).sum()} of 401 clips" in report[-1]
     with pytest.raises(

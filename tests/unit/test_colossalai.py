@@ -29,6 +29,7 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
     assert parameters(zero._add_to_bucket) == ["param", "group_id"]
     assert parameters(zero.no_sync) == [] and parameters(zero.get_grad_norm)[0] == "norm_type"
     assert {"get_working_to_master_map", "update_master_params"} <= set(dir(zero))
+
     source = inspect.getsource(zero)
     used = (
         "pg_to_grad_store",
@@ -37,6 +38,7 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
         "_dtype",
         "_overlap_communication",
     )
+
     for name in (f"self.{name}" for name in (*used, "optim.step()", "pg_to_bucket_store")):
         assert name in source, name
     assert (
@@ -107,9 +109,11 @@ def test_the_plugin_is_what_ours_extends() -> None:
     ]
     assert parameters(plugin.add_lora_params_to_optimizer) == ["model", "optimizer"]
     assert parameters(plugin.no_sync) == ["model", "optimizer"]
+
     wanted = ["module", "precision", "overlap_allgather", "cast_inputs", "use_fp8"]
     assert parameters(model.__init__) == wanted
     assert {"_hook_context", "_force_wait_all_gather", "unwrap"} <= set(dir(model))
+
     source = inspect.getsource(plugin.__init__)
     for name in (
         "self.zero_optim_kwargs",
@@ -119,6 +123,7 @@ def test_the_plugin_is_what_ours_extends() -> None:
         "self.verbose",
     ):
         assert name in source, name
+
     assert 'setattr(self.__class__, "__name__"' in source  # when this goes, so can our repair
 
 

@@ -46,6 +46,7 @@ def test_toy_clips_are_deterministic_and_show_what_they_say() -> None:
         assert np.allclose(
             frames[:, 0, 0], COLOURS[clip.background]
         )  # shapes stay inside the frame
+
         seen = [
             np.argwhere((frame == COLOURS[clip.colour]).all(-1)).mean(0)
             for frame in (frames[0], frames[-1])

@@ -79,10 +79,12 @@ def test_short_clips_take_the_nearest_mask() -> None:
         ("quarter_head_tail", 2): "01",  # the beginning stays given, the end is predicted
         ("quarter_head_tail", 3): "010",
     }
+
     for (strategy, frames), wanted in nearest.items():
         assert bits(frame_mask(strategy, frames, Recorded([[1, 1]], [1]))) == wanted
     assert bits(frame_mask("image_head_tail", 2, one)) == "01"
     assert bits(frame_mask("quarter_random", 3, Recorded([[1, 1], [0, 2]], [1, 1]))) == "101"
+
     for strategy in STRATEGIES:
         for frames in range(1, 25):
             for seed in range(20):
@@ -171,6 +173,7 @@ def test_batches_draw_masks_by_name_and_keep_given_frames(scheduler: str) -> Non
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     states = random.getstate(), torch.get_rng_state()
     batch = make_batch(cfg, 3, list(range(20)))
+
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
     swapped = make_batch(cfg, 3, [19, 5])
     x_mask, t = batch.inputs["x_mask"], batch.inputs["timestep"]
@@ -180,9 +183,11 @@ def test_batches_draw_masks_by_name_and_keep_given_frames(scheduler: str) -> Non
     assert not torch.equal(make_batch(cfg, 4, list(range(20))).inputs["x_mask"], x_mask)
     assert x_mask.shape == (20, 7) and torch.equal(x_mask[:, 0:6:2], x_mask[:, 1:6:2])
     assert x_mask.any(1).all() and not x_mask.all() and len(t) == 20
+
     given = ~x_mask[:, None, :, None, None].expand_as(batch.x_t)
     off = (batch.x_t - batch.noised.x_start).abs()
     assert off[given].max() < (1e-6 if "rflow" in scheduler else 0.06) and off[~given].mean() > 0.3
+
     plain = make_batch(load_train_config(DEMO, [f"scheduler={scheduler}"]), 3, [19, 5])
     assert plain.inputs["x_mask"] is None
     assert torch.equal(

@@ -58,10 +58,12 @@ def attended(layout: str, kernel: tuple[int, int] | None, full: bool) -> None:
         for _ in range(3)
     )
     out = Attend()(q, k, v, rows)
+
     assert not out[~inside].any() and out[inside].abs().min() > 0
     (out * torch.randn_like(out)).sum().backward()
     for z in (q, k, v):
         assert torch.isfinite(z.grad).all() and not z.grad[~inside].any() and z.grad[inside].any()
+
     changed = [
         z.detach().masked_fill(~inside[..., None, None], 1e9) for z in (q, k, v)
     ]  # nobody looks there
