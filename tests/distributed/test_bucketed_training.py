@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from mixed_clips import BUCKETS, TRAIN, write_mixed_set
 from ranks import run_ranks
+from runs import losses
 
 from opensora_sp.config import load_train_config
 from opensora_sp.parallel import shutdown_process_group
@@ -62,10 +63,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(folder)]
-
-
 @pytest.mark.slow
 def test_replicas_and_sequence_parallelism_do_not_change_the_losses(folder: Path) -> None:
     """3 micro-batches a step: two replicas take 2 and 1; the one with none left adds nothing."""
@@ -92,7 +89,7 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(folder: Path) -> None:
     assert digests(folder / "cut") == digests(folder / "2x1") and len(digests(folder / "cut")) == 3
 
 
-def test_a_run_tells_its_buckets_its_waiting_and_its_broken_clips(folder: Path) -> None:
+def test_a_run_logs_its_buckets_data_wait_and_corrupt_samples(folder: Path) -> None:
     for name in WORLDS:
         log = (folder / name / "train.log").read_text()
         assert "144p x 3" in log and "256 x 1" in log

@@ -63,7 +63,7 @@ def alone(trained: Path, files: list[Path]) -> list[list[torch.Tensor]]:
     return sample(trained, files)
 
 
-def test_given_frames_stay_and_loops_go_on(alone: list[list[torch.Tensor]]) -> None:
+def test_conditioning_frames_stay_and_loops_continue(alone: list[list[torch.Tensor]]) -> None:
     both_ends, edited, batched, (image, video), (decoded, num_frames) = alone
     first, second = both_ends
     assert torch.equal(first[0, :, 0], image[:, 0]) and torch.equal(first[0, :, -1], video[:, 0])

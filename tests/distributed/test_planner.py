@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -110,10 +111,12 @@ def counted_steps() -> list[dict[str, int]]:
         with CommLedger() as counter:
             shard = model(x, torch.rand(B), torch.randn(B, 1, 4, 5), output="shards")
             rank_loss(velocity_loss(shard, x), global_samples=B, world_size=ranks).backward()
+
         sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
         for (kind, phase), count in counter.bytes.items():
             sent[phase] += count if kind != "check" else 0
         found.append(sent)
+
     return found
 
 
@@ -143,6 +146,7 @@ def test_bytes_are_those_that_the_counter_counts() -> None:
                     rank,
                     phase,
                 )
+
     assert strategies == set(registered_strategies())
 
 
@@ -238,6 +242,7 @@ def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
     for i, (values, options) in enumerate(MEMORY_CASES.values()):
         (tmp_path / f"{i}.py").write_text(MEMORY_CONFIG.format(**values))
         configs.append(load_train_config(tmp_path / f"{i}.py", options))
+
     measured = [max(ranks) for ranks in zip(*run_ranks(2, measured_peaks, configs))]
     lines, wrong = [], []
     for name, cfg, found in zip(MEMORY_CASES, configs, measured):
@@ -251,6 +256,7 @@ def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
         )
         lines.append(line)
         wrong += [line] if abs(peak.total / found - 1) > 0.15 else []
+
     print(*lines, sep="\n")
     assert not wrong, "\n".join(lines)
 
@@ -326,7 +332,7 @@ def test_tokens_that_change_rank_are_those_held_elsewhere_in_the_other_layout() 
     def holder(row: int, rows: int) -> int:
         return next(r for r in range(ranks) if rows * r // ranks <= row < rows * (r + 1) // ranks)
 
-    tokens = [(b, t, s) for b in range(B) for t in range(T) for s in range(S)]
+    tokens = product(range(B), range(T), range(S))
     moved = sum(holder(b * T + t, B * T) != holder(b * S + s, B * S) for b, t, s in tokens)
     assert tokens_changing_rank(BatchShape(B, T, S, 24, 3, 2), ranks) == moved
 
@@ -445,6 +451,7 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
         2,
     )
     (bucket,) = made.buckets
+
     assert bucket.sharing.strategy == "switch"
     a_switch = (
         bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2

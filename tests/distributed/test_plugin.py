@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def users_own_loop() -> list[float]:
     return losses
 
 
-def test_a_users_own_loop_with_the_plain_booster() -> None:
+def test_a_custom_training_loop_with_the_plain_booster() -> None:
     first, second = run_ranks(2, users_own_loop)
     assert first == second  # ranks of one replica see the same batches and outputs
     assert first[-1] < 0.5 * first[0]
@@ -148,9 +149,8 @@ def test_the_mesh_and_data_per_replica() -> None:
         (2, 1, [1, 3], 2, 1, [2, 3]),
     ]
     assert batches[0] == batches[1] and batches[2] == batches[3]
-    assert not {i for batch in batches[0] for i in batch} & {
-        i for batch in batches[2] for i in batch
-    }
+    first, second = set(chain.from_iterable(batches[0])), set(chain.from_iterable(batches[2]))
+    assert not first & second
 
 
 def refusals() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_weights import draw_weights
 from ranks import run_ranks
 from runs import write_toy_set
 from torch import Tensor
@@ -47,7 +48,7 @@ def frames_of(count: int) -> list[Piece]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
+def test_pieces_are_distributed_once_and_evenly(num_ranks: int) -> None:
     chunked = SimpleNamespace(chunk_frames=4, chunk_latent_frames=2)
     kinds = [
         frames_of(1),
@@ -75,7 +76,7 @@ def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
             assert sorted(p.place for p in portions if p.has_caption) == places
 
 
-def test_a_delivery_hands_everyone_what_it_wants() -> None:
+def test_a_delivery_sends_every_rank_what_it_needs() -> None:
     rng = torch.Generator().manual_seed(0)
     for ranks in (1, 2, 3, 5):
         for _ in range(20):
@@ -192,12 +193,7 @@ SHAPE = ClipShape(7, 28, 20)  # latents of 7 x 5, which patches of 2 do not divi
 def make_model(name: str) -> Any:
     kind, options = MODELS[name]
     torch.manual_seed(0)  # for its buffers
-    model = build_model(kind, **MODEL, **options).double()
-    rng = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=rng) * 0.2)
-    return model
+    return draw_weights(build_model(kind, **MODEL, **options).double(), seed=1, std=0.2)
 
 
 def gradients(

@@ -176,7 +176,7 @@ def backward_overlap_is_bitwise() -> None:
         assert torch.equal(overlapped[name], gradient), name
 
 
-def recompute_runs_while_gradients_travel() -> None:
+def recompute_runs_while_gradients_are_in_flight() -> None:
     """Between sending a gradient off and waiting for it, the block before is computed again."""
     events: list[str] = []
     for name in ("send_gradient", "receive_gradient"):
@@ -218,4 +218,4 @@ def in_turn(*functions) -> None:
 
 
 def test_backward_overlap() -> None:
-    run_ranks(2, in_turn, backward_overlap_is_bitwise, recompute_runs_while_gradients_travel)
+    run_ranks(2, in_turn, backward_overlap_is_bitwise, recompute_runs_while_gradients_are_in_flight)

@@ -83,7 +83,7 @@ def undisturbed(config: Path, outputs: Path) -> None:
     "hang",
     [pytest.param(False, id="deaths"), pytest.param(True, id="deaths and a hang", marks=grid)],
 )
-def test_a_run_goes_on_whatever_its_ranks_die_of(
+def test_a_run_resumes_whatever_its_ranks_die_of(
     config: Path, tmp_path: Path, jobs: list[Job], hang: bool
 ) -> None:
     """One job with several faults, after each of which torchrun starts the ranks again."""

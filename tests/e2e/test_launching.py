@@ -269,7 +269,7 @@ CASES = (
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_all_ranks_start_or_all_say_the_same() -> None:
+def test_all_ranks_start_or_all_raise_the_same_error() -> None:
     ports = {case: free_port() for case in CASES}
     reported = run_ranks(3, start_in_all_cases, ports)
     host = socket.gethostname()
@@ -357,7 +357,7 @@ def test_every_sentence_is_explained() -> None:
         assert spelled == rendezvous.JOIN_TIMEOUT
 
 
-def test_torchrun_says_itself_that_a_port_is_in_use() -> None:
+def test_torchrun_reports_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

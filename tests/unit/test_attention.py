@@ -488,7 +488,7 @@ def test_sdpa_is_not_taken_where_it_would_build_matrices(
     assert (found is None) == (obstacle is None) and (obstacle or "") in (found or "")
 
 
-def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_not_used_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, taken in (
         (None, False),
         (90100, False),

@@ -105,7 +105,9 @@ def made(
     )
 
 
-def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, work: Work) -> None:
+def test_every_kept_clip_comes_once_in_an_epoch_and_steps_continue(
+    tmp_path: Path, work: Work
+) -> None:
     rows = manifest(tmp_path)
     plan, again = made(rows, work, per_step=4), made(rows, work, per_step=4)
     epochs = [plan.epoch(number) for number in range(2)]
@@ -181,12 +183,12 @@ def test_replicas_have_equal_work_at_the_same_time(
     assert np.mean(np.array(slowest) < 1.1 * np.array(means)) > 0.9
 
 
-def test_rounds_are_dealt_forth_and_back() -> None:
+def test_rounds_are_distributed_in_snake_order() -> None:
     assert snake_order([1.0, 9.0, 4.0, 8.0, 5.0], 2) == [[1, 2, 0], [3, 4, None]]
     assert snake_order([1.0], 3) == [[0], [None], [None]] and snake_order([2.0, 2.0], 1) == [[0, 1]]
 
 
-def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> None:
+def test_the_report_names_dropped_clips_and_the_reason(tmp_path: Path, work: Work) -> None:
     rows = manifest(tmp_path)
     report = made(rows, work, per_step=4).describe()
     found = made(rows, work, per_step=4).epoch(0).found

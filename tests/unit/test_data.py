@@ -160,7 +160,7 @@ def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> 
         assert sorted(micro_batches) == plan.step(number)
 
 
-def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_from_before_short_clips_were_skipped_can_be_resumed(tmp_path: Path) -> None:
     """Even one whose order now has fewer clips than a batch; other numbers of clips are refused."""
     manifest = write_toy_set(tmp_path, 6)
     lines = manifest.read_text().splitlines()
@@ -190,7 +190,7 @@ def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path
         check_resume(cfg, checkpoint, make_dataset(cfg))
 
 
-def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
+def test_clips_too_short_by_the_manifest_are_skipped(tmp_path: Path) -> None:
     """With their frame interval; those of which the manifest says nothing stay."""
     manifest = write_toy_set(tmp_path, 6)
     frames = [9, 8, "", 30, 1, 10]

@@ -166,7 +166,7 @@ def make_batch(cfg, micro_batch: int, ids: list[int]):
 @pytest.mark.parametrize(
     "scheduler", ["{'type': 'rflow'}", "{'type': 'iddpm', 'learn_sigma': False}"]
 )
-def test_batches_draw_masks_by_name_and_keep_given_frames(scheduler: str) -> None:
+def test_batches_draw_masks_by_name_and_keep_conditioning_frames(scheduler: str) -> None:
     """Draws depend on (seed, micro-batch, sample) alone; masks fill patches of 2 of 7 frames."""
     options = ["mask_ratios={'image_head': 0.4, 'random': 0.5}", f"scheduler={scheduler}"]
     cfg = load_train_config(DEMO, options)

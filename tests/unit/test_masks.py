@@ -164,7 +164,7 @@ def test_a_frame_may_be_named_twice() -> None:
     assert torch.equal(model(**image, mask_index=[0, 0]), model(**image, mask_index=[0]))
 
 
-def test_the_text_of_given_frames_may_be_encoded_as_well() -> None:
+def test_the_text_of_conditioning_frames_may_be_encoded_as_well() -> None:
     model, inputs = conditioned()
     wanted = model(**inputs, mask_index=[1])
     encoded = {name: model.encode_text(inputs[name]) for name in ("y", "y_null")}

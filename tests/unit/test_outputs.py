@@ -120,7 +120,7 @@ def test_batches_hold_one_shape_and_leave_no_group_without_work(asked: Inference
         assert len({request.shape for request in batch}) == 1
 
 
-def test_skip_existing_goes_on_where_a_run_stopped(
+def test_skip_existing_continues_where_a_run_stopped(
     asked: InferenceConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", logger="opensora_sp")
