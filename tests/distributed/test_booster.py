@@ -270,9 +270,11 @@ def refusals(root: Path) -> None:
         os.link(index.parent / name, harmed / name)
     (harmed / files[0]).unlink()
     (harmed / files[0]).write_bytes((index.parent / files[1]).read_bytes())  # a swapped shard
-    (harmed / index.name).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"got a damaged checkpoint: .*{files[0]}"):
-        booster.load_model(model, str(harmed))
+    for name in (index.name, "model.safetensors.index.fp16.json"):
+        (harmed / name).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"got a damaged checkpoint: .*{files[0]}"):
+            booster.load_model(model, str(harmed))
+        (harmed / name).unlink()
 
     content["weight_map"]["final_layer.linear.weight"] = "../schedule.json"
     (harmed / index.name).write_text(json.dumps(content))

@@ -209,9 +209,9 @@ def test_what_is_kept_is_what_the_encoders_make(folder: Path) -> None:
             if not isinstance(kept, CachedClip):
                 assert clip in (3, 13) and kept.path == read.path
                 continue
-            made, (y, mask) = source.latents([read])[0], source.texts([read])
+            made, text = source.latents([read])[0], source.text_features([read])[0]
             assert torch.equal(kept.latents, made) and kept.fps == read.fps
-            assert torch.equal(kept.text, y[0, 0, : int(mask.sum())])
+            assert torch.equal(kept.text, text)
             part = cache[Sample(clip, 0, shape, (1, 2))]
             assert part.text is None and torch.equal(part.latents, made[:, 1:2])
             compared += 1

@@ -239,12 +239,12 @@ class CutClips(VideoTextDataset):
 
 def record_crops(into: dict[int, dict]) -> None:
     """Note where the clips of each micro-batch that this rank has read were cut from."""
-    from opensora_sp.features.sharded import SharedClips
+    from opensora_sp.features.sharded import ShardedEncoder
     from opensora_sp.training import preflight
 
     make, take = (
         getattr(function, "original", function)
-        for function in (preflight.make_dataset, SharedClips.take)
+        for function in (preflight.make_dataset, ShardedEncoder.encode)
     )
 
     def recorded_make(cfg: Any) -> CutClips:
@@ -260,7 +260,7 @@ def record_crops(into: dict[int, dict]) -> None:
         return take(self, micro_batch, items)
 
     recorded_make.original, recorded_take.original = make, take
-    preflight.make_dataset, SharedClips.take = recorded_make, recorded_take
+    preflight.make_dataset, ShardedEncoder.encode = recorded_make, recorded_take
 
 
 def sample_log(

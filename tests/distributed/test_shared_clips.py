@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from itertools import chain, product
 from pathlib import Path
@@ -33,7 +34,7 @@ from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE, Piece, independ
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.exchange import distribute_pieces
-from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
@@ -166,9 +167,9 @@ class Counting(Encoders):
         self.frames += sum(item.video.shape[1] for item in items)
         return super().latents(items)
 
-    def texts(self, items: Sequence[Clip]) -> tuple[Tensor, Tensor]:
+    def text_features(self, items: Sequence[Clip]) -> list[Tensor]:
         self.captions += len(items)
-        return super().texts(items)
+        return super().text_features(items)
 
 
 MODEL = dict(
@@ -229,8 +230,8 @@ def shared(
     def features_of(mesh: Any, model: Any) -> tuple[Any, Counting, Drawn]:
         dataset, source = Drawn(), Counting(encoder)
         broken = CorruptSamples(dataset.rows, mesh, 1.0)
-        clips = SharedClips(mesh, model, dataset, plan, source, broken, CPU)
-        used, features = clips.take(
+        clips = ShardedEncoder(mesh, model, dataset, plan, source, broken, CPU)
+        used, features = clips.encode(
             micro_batch, [dataset[sample] for sample in clips.samples(micro_batch)]
         )
         assert used == ids and broken.read == len(ids)
@@ -344,14 +345,16 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     )
     batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
 
-    def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> SharedClips:
+    def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> ShardedEncoder:
         broken = CorruptSamples(dataset.rows, mesh, max_bad_fraction)
-        return SharedClips(mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole)
+        return ShardedEncoder(
+            mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole
+        )
 
     clips = clips_of(Drawn(lambda sample: rank == 1 and sample.clip % 2 == 1), 0.25)
     for _ in range(2):  # the same clips are broken in the next epoch too
         with CommLedger() as counter:
-            ids, features = clips.take(
+            ids, features = clips.encode(
                 batch, [clips.dataset[sample] for sample in clips.samples(batch)]
             )
         replaced = clips.corrupt.report(CPU)
@@ -366,10 +369,10 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     with pytest.raises(
         ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"
     ):
-        hopeless.take(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
+        hopeless.encode(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
     verified = clips_of(Drawn(), 1.0, whole=True)  # all of the first batch, for the bare model
     read = [verified.dataset[sample] for sample in verified.samples(batch)]
-    assert [verified.take(batch, read)[1].latents.isnan().any().item() for _ in range(2)] == [
+    assert [verified.encode(batch, read)[1].latents.isnan().any().item() for _ in range(2)] == [
         False,
         True,
     ]
@@ -404,3 +407,44 @@ def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_pa
     assert sorted(reported) == [
         f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken
     ]
+
+
+class Miscounting(HashedBagOfWords):
+    """Counts two tokens too few in the caption of one clip."""
+
+    def num_tokens(self, text: str) -> int:
+        return super().num_tokens(text) - 2 * (text == "clip 3 of many")
+
+
+def miscount(sp_size: int) -> tuple[bool, str]:
+    """Whether this rank has encoded the caption, and what the report raises."""
+    mesh = SequenceMesh(sp_size)
+    model = parallelize(make_model("STDiT3"), mesh)
+    plan = MicroBatchPlan(
+        num_samples=9, batch_size=2, micro_batches_per_step=2, seed=0, shape=SHAPE
+    )
+    ids = (1, 3) if mesh.dp_rank + 1 == mesh.dp_size else (0, 2)
+    batch = plan.step(0)[0]._replace(ids=ids)
+    dataset, source = Drawn(), Counting("frames")
+    source.text_encoder = Miscounting(8, WORDS)
+    corrupt = CorruptSamples(dataset.rows, mesh, 1.0)
+    encoder = ShardedEncoder(mesh, model, dataset, plan, source, corrupt, CPU)
+
+    corrupt.report(CPU)
+    own = encoder.samples(batch)
+    encoder.encode(batch, [dataset[sample] for sample in own])
+    with pytest.raises(ValueError) as error:
+        corrupt.report(CPU)
+    return 3 in [sample.clip for sample in own], str(error.value)
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_a_text_encoder_that_miscounts_is_refused_by_all_ranks(sp_size: int) -> None:
+    """Though only the rank that encodes the caption can know, and the other one must not wait."""
+    ranks = run_ranks(2, miscount, sp_size)
+    assert [has_encoded for has_encoded, _ in ranks] == [False, True]
+    assert ranks[0][1] == ranks[1][1]
+    assert re.match(
+        "got features of 6 tokens for the caption 'clip 3 of many', of which num_tokens counts 5 ",
+        ranks[0][1],
+    )

@@ -21,7 +21,7 @@ from opensora_sp.data import Clip, scale
 from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.training.metrics import read_metrics
@@ -251,7 +251,7 @@ def read_what_is_too_short(config: Path) -> None:
         heldout,
     )
     validator.corrupt = CorruptSamples(heldout.rows, mesh, max_bad_fraction=1.0)
-    validator.clips = SharedClips(
+    validator.encoder = ShardedEncoder(
         mesh, None, heldout, None, make_encoders(cfg, cpu), validator.corrupt, cpu
     )
 

@@ -129,6 +129,29 @@ def hf_shards(model: STDiT3, folder: Path) -> dict[str, Any]:
     return dict(path=folder / "hf")
 
 
+def variant(model: STDiT3, folder: Path) -> dict[str, Any]:
+    """Shards and index as save_pretrained(variant="fp16") of transformers and diffusers names them."""
+    path = hf_shards(model, folder)["path"]
+    for shard in path.glob("model-*.safetensors"):
+        shard.rename(path / shard.name.replace("model-", "model.fp16-"))
+    index = path / "model.safetensors.index.json"
+    content = index.read_text().replace('"model-', '"model.fp16-')
+    (path / "model.safetensors.index.fp16.json").write_text(content)
+    index.unlink()
+    assert len(weight_files(path)) > 3
+    return dict(path=path)
+
+
+def pickled_variant(model: STDiT3, folder: Path) -> dict[str, Any]:
+    names = {}
+    for number, (name, tensor) in enumerate(model.state_dict().items()):
+        names[name] = f"pytorch_model.fp16-{number:05d}.bin"
+        torch.save({name: tensor.clone()}, folder / names[name])
+    (folder / "pytorch_model.bin.index.fp16.json").write_text(json.dumps({"weight_map": names}))
+    write_model_config(folder, "STDiT3", model.config)
+    return dict(path=folder, allow_pickle=True)
+
+
 def diffusers_folder(model: STDiT3, folder: Path) -> dict[str, Any]:
     path = hf_folder(model, folder)["path"]
     (path / "model.safetensors").rename(path / "diffusion_pytorch_model.safetensors")
@@ -198,6 +221,8 @@ LAYOUTS = {
     "Hugging Face folder": hf_folder,
     "Hugging Face shards": hf_shards,
     "diffusers folder": diffusers_folder,
+    "shards of a variant": variant,
+    "pickled shards of a variant": pickled_variant,
     "safetensors file": one_safetensors,
     "pth": pickled("weights.pth"),
     "pickle before torch 1.6": pickled("legacy.pt"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opensora_sp.checkpoint import check_model_config, write_model_config
-from opensora_sp.config.components import check_values
+from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention
@@ -244,7 +244,7 @@ def test_flash_attn_is_called_as_documented(
 def test_many_packed_samples_go_in_several_calls(
     flash: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_ROWS", 2)
+    monkeypatch.setattr(packing, "MAX_ROWS", 2)
     assert_equal_to_definition(([3, 1, 0, 0, 2], [2, 2, 1, 1, 3]), "flash", torch.float16, 1e-2)
     assert flash.calls == ["varlen", "varlen"]  # the two in the middle have no query
 
@@ -529,7 +529,7 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
 
 
 def test_configs_know_the_backend() -> None:
-    assert check_values("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
+    assert check_options("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
 
 
 def test_chunks_of_the_definition_add_gradients_of_keys_in_fp32(

@@ -32,7 +32,7 @@ from opensora_sp.encoders import (
 from opensora_sp.encoders.huggingface import clean_caption
 from opensora_sp.models import build_model
 from opensora_sp.sampling import parse, sample
-from opensora_sp.sampling.decoding import grouped
+from opensora_sp.sampling.decoding import decoded_pieces
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 
@@ -112,7 +112,7 @@ def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
     torch.testing.assert_close(other.encode(video) * other.scale, latents * encoder.scale)
 
     for one_of, calls in ((encoder, [3, 2]), (other, [5])):  # what sampling decodes at a time
-        pieces = grouped(independent_pieces(one_of, num_frames=5, latent_frames=5), one_of)
+        pieces = decoded_pieces(one_of, 5, 5)
         assert [piece.frames.stop - piece.frames.start for piece in pieces] == calls
 
 
@@ -352,7 +352,7 @@ def test_incomplete_and_damaged_weights_are_refused(
     name = next(name for name in state if name.endswith("weight") and "norm" not in name)
     save_file({k: v for k, v in state.items() if k != name}, file, metadata={"format": "pt"})
 
-    with pytest.raises(ValueError, match=f"missing.*{name}|{name} is one"):
+    with pytest.raises(ValueError, match=f"(?i)missing.*{name}|{name} is one"):
         cls(str(folder))
     save_file({**state, name: state[name][..., :1].contiguous()}, file, metadata={"format": "pt"})
     with pytest.raises(
@@ -374,7 +374,7 @@ def test_released_layout_is_strict_and_takes_older_names(
     folder = shutil.copytree(video_folder, tmp_path / "copy")
     state = load_file(folder / "model.safetensors")
     save_file({**state, "spatial_vae.module.more": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="1 differences: unexpected spatial_vae.module.more"):
+    with pytest.raises(ValueError, match="Unexpected key.*spatial_vae.module.more"):
         OpenSoraVAE(str(folder))
 
     older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}

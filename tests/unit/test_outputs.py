@@ -384,12 +384,12 @@ def test_the_fingerprint_of_a_checkpoint_is_read_and_not_worked_out(
 def test_what_goes_wrong_in_a_file_leaves_nothing_and_is_what_is_reported(
     asked: InferenceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: outputs.Gif, frames: np.ndarray | None = None) -> None:
+    def full(self: outputs.Images, frames: np.ndarray | None = None) -> None:
         self.path.touch()
         raise OSError("no space left" if frames is not None else "cannot be closed")
 
-    monkeypatch.setattr(outputs.Gif, "add", full)
-    monkeypatch.setattr(outputs.Gif, "close", full)
+    monkeypatch.setattr(outputs.Images, "add", full)
+    monkeypatch.setattr(outputs.Images, "close", full)
     with pytest.raises(OSError, match="no space left"):
         sample(
             asked.model_copy(
