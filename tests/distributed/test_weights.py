@@ -130,7 +130,7 @@ def hf_shards(model: STDiT3, folder: Path) -> dict[str, Any]:
 
 
 def variant(model: STDiT3, folder: Path) -> dict[str, Any]:
-    """Shards and index as save_pretrained(variant="fp16") of transformers and diffusers names them."""
+    """Shards and index as transformers and diffusers write them with variant="fp16"."""
     path = hf_shards(model, folder)["path"]
     for shard in path.glob("model-*.safetensors"):
         shard.rename(path / shard.name.replace("model-", "model.fp16-"))
