@@ -199,9 +199,8 @@ def test_time_in_communication_is_that_of_the_stream() -> None:
         whole = time.perf_counter()
         torch.cuda.synchronize()
         whole = time.perf_counter() - whole
-        assert timer.take() == pytest.approx(
-            whole / 2, rel=0.3
-        )  # one of the two was the host's, beside the stream
+        # One of the two was the host's, beside the stream.
+        assert timer.take() == pytest.approx(whole / 2, rel=0.3)
         assert timer.take() == 0.0
 
 

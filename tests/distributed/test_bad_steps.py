@@ -187,9 +187,8 @@ def test_a_step_without_finite_numbers_is_skipped_on_all_ranks(outcomes: Outcome
         assert outcomes.of(f"stage {stage}") == ["finished", "finished"]
         run_dir = outcomes.root / f"stage {stage}"
         seen = {step: digests(run_dir, step) for step in range(1, 6)}
-        assert (
-            seen[2] == seen[1] and seen[4] == seen[3]
-        )  # fp32 master weights, EMA weights, moments
+        # These are fp32 master weights, EMA weights and moments.
+        assert seen[2] == seen[1] and seen[4] == seen[3]
         assert all(a != b for a, b in zip(seen[2], seen[3])) and all(
             a != b for a, b in zip(seen[4], seen[5])
         )

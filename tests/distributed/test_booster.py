@@ -93,9 +93,8 @@ def uneven_replicas() -> None:
 
     plugin = SequenceParallelPlugin(sp_size=2, stage=2, precision="fp32")
     bare, wanted = make_model(), make_model()
-    momentum = torch.optim.SGD(
-        bare.parameters(), lr=1.0, momentum=0.9
-    )  # whose first buffer is the gradient
+    # Its first momentum buffer is the gradient.
+    momentum = torch.optim.SGD(bare.parameters(), lr=1.0, momentum=0.9)
     model, optimizer, *_ = Booster(plugin=plugin).boost(bare, momentum)
     generator = torch.Generator().manual_seed(5)
     total = 2 * (1 + 3)

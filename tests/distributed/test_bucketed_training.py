@@ -82,9 +82,8 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(folder: Path) -> None:
     """From between two steps of micro-batches of other buckets, to the last bit."""
     log = (folder / "1x1" / "train.log").read_text()
     found = re.search(r"epoch 0: \d+ of 24 clips in (\d+) steps of up to 3 micro-batches", log)
-    assert (
-        found and 2 < int(found[1]) < STEPS
-    )  # step 2 is inside the epoch, and the run continues into the next
+    # Step 2 is inside the epoch, and the run continues into the next.
+    assert found and 2 < int(found[1]) < STEPS
     assert losses(folder / "cut") == losses(folder / "2x1")[2:]
     assert digests(folder / "cut") == digests(folder / "2x1") and len(digests(folder / "cut")) == 3
 

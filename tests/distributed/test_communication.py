@@ -12,14 +12,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from communication import DEPTH, HEADS, Case, count, moved_tokens, predicted_bytes
 
 pytestmark = pytest.mark.core
-ONE = Case(
-    1, 16, 256, width=8
-)  # elements are proportional to the width, so a narrow model shows those of a wide one
+# Elements are proportional to the width, so a narrow model shows those of a wide one.
+ONE = Case(1, 16, 256, width=8)
 WIDE = 288 // ONE.width
+# MB: ours at most; v1.2, VideoSys.
 PEERS = {
     2: (17, 61.6, 89.9, 23.6, 33.0),
     4: (13, 50.0, 71.2, 21.2, 28.3),
-}  # MB: ours at most; v1.2, VideoSys
+}
 ULYSSES, GATHER, BRANCH = (
     dict(strategy="ulysses"),
     dict(strategy="split_gather"),

@@ -117,9 +117,8 @@ def test_nothing_breaks_the_graph_of_self_attention_and_mlp() -> None:
     torch.testing.assert_close(found, block(x, condition, None))
 
 
-V13 = dict(
-    kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True
-)  # windows, positions of frame, line and column
+# Windows, positions of frame, line and column.
+V13 = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True)
 PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
 
 
@@ -128,9 +127,8 @@ PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
     ("config", "masked", "graphs"),
     [
         pytest.param({}, False, 4 + 4, id="plain"),
-        pytest.param(
-            V13, False, 4 + 7, id="windows, 3D rotary positions"
-        ),  # a self-attention in windows is packed
+        # A self-attention in windows is packed.
+        pytest.param(V13, False, 4 + 7, id="windows, 3D rotary positions"),
         pytest.param({}, True, 7 + 7, id="video mask"),
         pytest.param(V13, True, 7 + 7, id="video mask, windows, 3D rotary positions"),
     ],
@@ -217,9 +215,8 @@ def compiled_in_parallel() -> None:
         assert_one_process_result(case, mesh, **options)
         compiled = counter.frame_count
         assert compiled > before, (case, options)
-        assert_one_process_result(
-            replace(case, mask=True), mesh, **options
-        )  # other lengths of the texts
+        # The texts have other lengths.
+        assert_one_process_result(replace(case, mask=True), mesh, **options)
         assert counter.frame_count == compiled, (case, options)
 
 

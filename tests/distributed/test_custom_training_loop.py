@@ -77,10 +77,11 @@ def loop_of_the_page() -> None:
 
 
 def all_of_it() -> None:
+    # From here on an import of these is an error.
     sys.modules |= {
         "colossalai": None,
         "opensora_sp.plugin": None,
-    }  # to import them is an error from here on
+    }
     cases = [
         (2, (2, True, True)),
         (4, (2, True, False)),

@@ -60,9 +60,8 @@ def refused_everywhere() -> list[str]:
     model, rank = parallelize(make_model(case), mesh), mesh.sp_rank
     model(**make_inputs(case))  # all ranks have seen this shape
     reported = []
-    other = make_inputs(
-        Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9))
-    )  # for rank 0 not even a new one
+    # Rank 0 has seen this shape.
+    other = make_inputs(Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9)))
     mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
     longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
     listed = {**make_inputs(case), "fps": [torch.ones(1 + rank)]}  # tensors in containers count
@@ -290,9 +289,8 @@ def test_errors_and_counts_on_ranks() -> None:
     assert ": gradient mode is on on rank 0, off on rank 1" in reported[8]
 
     tokens, positions = zip(*(result[3] for result in results), strict=True)
-    assert (
-        sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
-    )  # each once: 2 frames of 4 x 5 patches
+    # Each once: 2 frames of 4 x 5 patches.
+    assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
 
     own, over_ranks = results[0][1]
     for table in (own, over_ranks):

@@ -73,9 +73,8 @@ def test_conditioning_frames_stay_and_loops_continue(alone: list[list[torch.Tens
     )
     kept, free = ((z[0, :, 1:3] - video[:, :2]).norm() for z in (edited[0], first))
     assert 0 < kept < free  # edited: neither kept nor lost
-    torch.testing.assert_close(
-        batched[0][:1], first, rtol=0, atol=1e-9
-    )  # a neighbour changes nothing
+    # A neighbour changes nothing.
+    torch.testing.assert_close(batched[0][:1], first, rtol=0, atol=1e-9)
     assert decoded.shape == (5 + 5 - 2, 28, 24, 3) and num_frames == 8
 
 

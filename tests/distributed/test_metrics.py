@@ -63,9 +63,8 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
 def test_flops_are_those_that_torch_counts(name: str, more: dict) -> None:
     with torch.device("meta"):
         flops = ModelFlops.of(build_model(name, **TINY, **more))
-    model = build_model(
-        name, **TINY, **more, attention="reference"
-    )  # whose matrix products torch sees
+    # torch sees the matrix products of this backend.
+    model = build_model(name, **TINY, **more, attention="reference")
     with FlopCounterMode(display=False) as forward:
         output = model(**inputs_of(model))
     with FlopCounterMode(display=False) as backward:
@@ -128,9 +127,8 @@ def test_measures_are_of_all_ranks() -> None:
             assert first["mfu"] == pytest.approx(replicas * work / (0.5e12 * 2 * 4.0))
             assert first["data_wait"] == pytest.approx(0.4 / 4.0) and first["communication"] == 0.0
             assert 0.05 < first["peak_memory_gb"] < 50 and first["eta"] == 20.0
-            assert (
-                second["mfu"] == 0.0 and second["eta"] == 14.0
-            )  # by the median of 1 s and 2 s a step
+            # By the median of 1 s and 2 s a step.
+            assert second["mfu"] == 0.0 and second["eta"] == 14.0
 
 
 OPTIONS = [{}, dict(overlap_chunks=2, overlap_backward=True), dict(strategy="ulysses")]
@@ -144,9 +142,8 @@ def a_step(options: dict, timer: CommTimer | None) -> tuple[dict, dict]:
     model.set_grad_checkpoint(True)
     parallelize(model, SequenceMesh(2), **options)
     inputs = inputs_of(model)
-    inputs = {
-        k: torch.cat([v, v[:1]]) for k, v in inputs.items()
-    }  # three clips, which two ranks cannot share whole
+    # Three clips, which two ranks cannot share whole.
+    inputs = {k: torch.cat([v, v[:1]]) for k, v in inputs.items()}
 
     with CommLedger() as counter:
         if timer is None:

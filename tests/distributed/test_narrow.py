@@ -12,10 +12,11 @@ from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.low_precision import from_bytes, to_bytes
 
 pytestmark = pytest.mark.core
+# Largest relative L2 error of a gradient, bytes saved.
 BOUNDS = {
     "bf16": (0.01, 2.0),
     "fp8": (0.10, 3.5),
-}  # largest relative L2 error of a gradient, bytes saved
+}
 
 
 def gradients_sent_as(
@@ -75,9 +76,8 @@ def compare() -> list[tuple[str, float, float]]:
         assert sent[0] >= saved * sent[1], (dtype, sent)
         results.append((dtype, errors[worst], sent[0] / sent[1]))
         again, _ = gradients_sent_as(dtype, checkpoint=False)
-        assert all(
-            torch.equal(again[name], g) for name, g in found.items()
-        )  # checkpointing rounds the same
+        # Checkpointing rounds the same.
+        assert all(torch.equal(again[name], g) for name, g in found.items())
 
     return results
 

@@ -34,9 +34,8 @@ from opensora_sp.planner.traffic import tokens_changing_rank, traffic
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
-ONE_SHAPE = [
-    path for path in SHIPPED if "buckets" not in path.stem
-]  # a shape takes seconds; test_buckets.py plans some
+# A shape takes seconds; test_buckets.py plans some.
+ONE_SHAPE = [path for path in SHIPPED if "buckets" not in path.stem]
 
 pytestmark = pytest.mark.core
 
@@ -74,13 +73,14 @@ STEPS = [
     ((2, 4, 6), dict(strategy="ulysses"), 2, torch.float32, False),
     ((1, 5, 6), dict(strategy="split_gather"), 4, torch.float32, True),
     ((1, 64, 8), dict(overlap_chunks=3, overlap_backward=True), 4, torch.float32, True),
+    # 5 x 5 patches: windows of 4, 2 and 1.
     (
         (1, 5, 10),
         dict(model=WINDOWS),
         4,
         torch.float32,
         True,
-    ),  # 5 x 5 patches: windows of 4, 2 and 1
+    ),
     ((1, 5, 6), dict(model=WINDOWS, placement="branch"), 2, torch.float32, False),
     ((1, 5, 6), dict(model=WINDOWS, strategy="ulysses"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=WINDOWS, strategy="split_gather"), 4, torch.float32, False),
@@ -434,9 +434,8 @@ def test_bad_input_is_refused_in_a_sentence(
     assert message in refused(capsys, small, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("model", "sent"), [("STDiT", 7), ("STDiT2", 7)]
-)  # 4 blocks: 2 * 4 - 1 switches
+# 4 blocks: 2 * 4 - 1 switches.
+@pytest.mark.parametrize(("model", "sent"), [("STDiT", 7), ("STDiT2", 7)])
 def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: int) -> None:
     cfg = load_train_config(small)
     latents = dict(input_size=(5, 4, 4), patch_size=(1, 2, 2)) if model == "STDiT" else {}
@@ -453,9 +452,8 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
     (bucket,) = made.buckets
 
     assert bucket.sharing.strategy == "switch"
-    a_switch = (
-        bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
-    )  # bytes of a rank
+    # Bytes of a rank.
+    a_switch = bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
     assert bucket.traffic.mean == pytest.approx(2 * sent * a_switch)
     assert 0 < bucket.memory.checkpointed.activations <= bucket.memory.plain.activations
 

@@ -70,9 +70,8 @@ def users_own_loop() -> list[float]:
 
     torch.manual_seed(0)
     data = TensorDataset(*(make_batch(0)[name] for name in ("x", "timestep", "y")))
-    together = dict(
-        overlap_chunks=2, overlap_backward=True, verify=True
-    )  # the first batch with and without the peer
+    # The first batch with and without the peer.
+    together = dict(overlap_chunks=2, overlap_backward=True, verify=True)
     plugin = SequenceParallelPlugin(
         sp_size=2, stage=2, precision="bf16", max_norm=1.0, sequence_parallel=together
     )
@@ -200,13 +199,11 @@ def refusals() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             booster.boost(model, refused)
-    _, optimizer, *_ = booster.boost(
-        model, torch.optim.AdamW(groups[::-1])
-    )  # nothing was left on the model
+    # Nothing was left on the model.
+    _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(groups[::-1]))
     assert len(optimizer.shards.master_weights) == 2
-    plain = torch.nn.Linear(
-        2, 2
-    )  # without sharding points and without sequence parallelism: plain ZeRO
+    # Without sharding points and without sequence parallelism: plain ZeRO.
+    plain = torch.nn.Linear(2, 2)
     Booster(plugin=SequenceParallelPlugin(precision="fp32")).boost(
         plain, torch.optim.AdamW(plain.parameters())
     )

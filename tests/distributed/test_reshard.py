@@ -159,9 +159,8 @@ def test_every_layout_reads_what_any_other_wrote(tmp_path: Path, grid: bool) -> 
     counts = run_ranks(8, write_and_read_all, tmp_path, grid, timeout=3000 if grid else 900)
     assert len(LAYOUTS) == 20 and counts[0] == (400 if grid else 40)
     wanted = load_file(tmp_path / "dp1sp1/step_00000002/optimizer.safetensors")
-    for place, layout in enumerate(
-        LAYOUTS
-    ):  # and what was written is the one-process state, in its right places
+    # What was written is the one-process state.
+    for place, layout in enumerate(LAYOUTS):
         if place % 3 != 2:
             found = load_file(tmp_path / name_of(layout) / "step_00000002/optimizer.safetensors")
             assert found.keys() == wanted.keys()

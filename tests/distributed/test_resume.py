@@ -287,9 +287,8 @@ def sample_log(
         batch = recorded(self, micro_batch, ids, *args)
         rows.append((micro_batch, drawn[micro_batch], crops[micro_batch]))
         step, place = divmod(micro_batch, MICRO_BATCHES)
-        if (
-            step == until and place >= MICRO_BATCHES - layout[0]
-        ):  # this rank's last one: in the midst of accumulation
+        # The last one of this rank: gradients are being accumulated.
+        if step == until and place >= MICRO_BATCHES - layout[0]:
             raise CutError
         return batch
 

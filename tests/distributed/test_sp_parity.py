@@ -190,9 +190,8 @@ def test_what_cannot_be_parallelized_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"call unwrap\(model.0.0\)"):
         unwrap(around)
     assert model(**make_inputs(PLAIN[0]), output="shards").layout.total == 20
-    assert torch.is_tensor(
-        model.forward(**make_inputs(PLAIN[0]))
-    )  # which passes by the hook that takes "output"
+    # This bypasses the hook that takes "output".
+    assert torch.is_tensor(model.forward(**make_inputs(PLAIN[0])))
 
     with pytest.raises(
         ValueError,

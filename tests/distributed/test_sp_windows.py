@@ -21,17 +21,15 @@ from opensora_sp.parallel.cost_model import CostModel, FewUnitsCosts
 pytestmark = pytest.mark.core
 EVERYTHING = dict(mask=True, x_mask=True, drop_caption=True, drop_path=True)
 WINDOWS = [
-    WindowCase(
-        (1, 5, 7, 9), kernel=(2, 3), checkpoint=True
-    ),  # 4 x 5 patches: 4 windows of 6, 4, 6 and 4
+    # 4 x 5 patches: 4 windows of 6, 4, 6 and 4.
+    WindowCase((1, 5, 7, 9), kernel=(2, 3), checkpoint=True),
     WindowCase((2, 3, 9, 6), kernel=(2, 2), mask=True),
     WindowCase((1, 1, 9, 7), kernel=(3, 2), checkpoint=True),  # an image
     WindowCase((3, 4, 5, 10), kernel=(2, 2), output="full", **EVERYTHING),
     WindowCase((2, 5, 8, 8), kernel=(2, -1), cond=True, checkpoint=True, **EVERYTHING),
     WindowCase((1, 9, 5, 5), kernel=(8, 8), checkpoint=True),  # one window: fewer than ranks
-    WindowCase(
-        (1, 2, 6, 8), kernel=(2, 2), heads=4, cond=True, checkpoint=True
-    ),  # few frames and few windows
+    # Few frames and few windows.
+    WindowCase((1, 2, 6, 8), kernel=(2, 2), heads=4, cond=True, checkpoint=True),
 ]
 FULL = [
     WindowCase((1, 5, 5, 4), full=True, checkpoint=True, heads=3),
@@ -47,9 +45,8 @@ MASKED = [
     WindowCase((3, 5, 8, 6), clips=MIXED, full=True, mask=True),
     WindowCase((1, 7, 9, 8), clips=SMALL, checkpoint=True),  # most ranks hold nothing of the clip
     WindowCase((1, 2, 8, 8), clips=SMALL, heads=4, checkpoint=True),  # frames x heads
-    WindowCase(
-        (1, 6, 8, 8), clips=SMALL, heads=4, kernel=(8, 8), checkpoint=True
-    ),  # windows x heads
+    # Windows x heads.
+    WindowCase((1, 6, 8, 8), clips=SMALL, heads=4, kernel=(8, 8), checkpoint=True),
 ]
 CASES = [*WINDOWS, *FULL, *MASKED]
 VARIED = [WINDOWS[0], WINDOWS[3], WINDOWS[4], FULL[1], MASKED[0], MASKED[3], MASKED[4]]

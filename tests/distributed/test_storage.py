@@ -327,9 +327,8 @@ def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
     from opensora_sp.checkpoint.tensor_file import file_order
 
     for name in file_order(file.specs):
-        flat = torch.cat(
-            [wanted[name].flatten(), torch.ones(3).to(wanted[name].dtype)]
-        )  # and padding
+        # The sizes include padding.
+        flat = torch.cat([wanted[name].flatten(), torch.ones(3).to(wanted[name].dtype)])
         file.append(name, flat.split(4))
     file.close()
     found = load_file(tmp_path / "a")
@@ -390,9 +389,8 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
             saver.wait()
         except ValueError as error:
             errors.append(str(error))
-            assert rank or not list(
-                run_dir.glob(".partial-*")
-            )  # nothing is left of it to fill the disk
+            # Nothing is left of it to fill the disk.
+            assert rank or not list(run_dir.glob(".partial-*"))
     saver.save(job(4))  # and then there is room again
     dist.barrier()
     for step, more in ((1, 0), (2, 0), (4, 1)):
@@ -406,9 +404,8 @@ def test_parts_of_two_ranks_become_whole_tensors(tmp_path: Path) -> None:
     of_ranks = run_ranks(2, saves_of_two_ranks, tmp_path, timeout=60)
     shard_bytes, all_shards = 500 * 4, 8 * 500 * 4
     for errors, taken, copies in of_ranks:
-        assert len(errors) == 2 and all(
-            "No space left on device" in text for text in errors
-        )  # on every rank
+        # The same on every rank.
+        assert len(errors) == 2 and all("No space left on device" in text for text in errors)
         assert taken <= shard_bytes  # one part of one tensor at a time
         assert all_shards <= copies <= all_shards + shard_bytes  # a copy of this rank's own parts
     assert [path.name for path in committed_checkpoints(tmp_path)] == [

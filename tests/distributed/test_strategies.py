@@ -161,9 +161,8 @@ def test_heads_are_split_where_that_is_cheaper() -> None:
     assert not applies(1, 3, 64, 16, 4)  # so narrow that communication costs more than the work
     assert not applies(1, 4, 1024, 1152, 16)  # a frame for every rank
     assert not applies(4, 1, 1024, 1152, 16)  # a sample for every rank
-    assert (
-        balanced_sizes(1 * 1 * 2, 4).count(0) == 2
-    )  # two heads of one frame leave two ranks without attention
+    # Two heads of one frame leave two ranks without attention.
+    assert balanced_sizes(1 * 1 * 2, 4).count(0) == 2
 
 
 def backward_overlap_is_bitwise() -> None:

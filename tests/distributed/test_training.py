@@ -154,18 +154,18 @@ def test_resume_in_bf16_keeps_the_fp32_weights(config: Path, whole: Path, tmp_pa
     assert losses(cut) == losses(straight)[3:]
     assert_same_weights(cut, straight)
     ours, theirs = weights(cut / "step_00000006"), weights(whole / "step_00000006")
+    # Not trained, and not rounded either.
     for name in (
         "model/model:y_embedder.y_embedding",
         "ema/model:rope.freqs",
-    ):  # not trained, and not rounded either
+    ):
         assert torch.equal(ours[name], theirs[name])
 
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("ranks", "sp_size"), [(3, 3), (3, 1)]
-)  # 2 micro-batches a step: one of 3 replicas waits
+# 2 micro-batches a step: one of 3 replicas waits.
+@pytest.mark.parametrize(("ranks", "sp_size"), [(3, 3), (3, 1)])
 def test_resume_with_another_number_of_processes(
     config: Path, whole: Path, tmp_path: Path, ranks: int, sp_size: int
 ) -> None:

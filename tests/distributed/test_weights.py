@@ -429,10 +429,11 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(model: STDiT3, tmp_pat
         (folder / "model.safetensors.index.json").write_text(
             content if content == "{" else json.dumps(content)
         )
+        # Sampling asks for the files first, for their digests.
         for look in (
             open_weights,
             weight_files,
-        ):  # sampling asks for the files first, for their digests
+        ):
             refused(message, look, folder)
 
 
@@ -692,9 +693,8 @@ def test_what_is_written_reads_back_bitwise(
     read = STDiT2.from_pretrained(tmp_path / "out")
     assert same(read.state_dict(), model.state_dict()) and read.config == model.config
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert (
-        len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
-    )  # as readable as any file written here
+    # As readable as any file written here.
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_rounding_to_infinity_is_refused(tmp_path: Path) -> None:

@@ -58,9 +58,8 @@ def test_the_citation_is_valid_and_of_this_version() -> None:
         and citation["license"] == "Apache-2.0"
     )
     assert citation["version"] == opensora_sp.__version__
-    assert all(
-        set(author) == {"name"} for author in citation["authors"]
-    )  # an entity, as the schema calls it
+    # An entity, as the schema calls it.
+    assert all(set(author) == {"name"} for author in citation["authors"])
 
 
 def test_the_change_log_names_known_kinds_of_change() -> None:

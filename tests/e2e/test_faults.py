@@ -100,9 +100,8 @@ def test_a_run_resumes_whatever_its_ranks_die_of(
     jobs.append(job)
     job.until("has sent no heartbeat", 240)
     job.until(f"Sending process {job.rank(1, attempt=3)} closing signal SIGTERM")
-    os.kill(
-        job.rank(1, attempt=3), signal.SIGCONT
-    )  # or torchrun would wait 30 s for it to take its SIGTERM
+    # Else torchrun would wait 30 s for it to handle SIGTERM.
+    os.kill(job.rank(1, attempt=3), signal.SIGCONT)
 
     assert job.process.wait(120) == 0, job.text
     job.until_gone(10)
@@ -147,9 +146,8 @@ def test_sigterm_to_the_job_leaves_a_checkpoint(
     job.process.terminate()
     job.until_gone(30)
     step = assert_stopped_well(job, "SIGTERM")
-    again = Job(
-        tmp_path, config, *FOR_LONG, "stopped_exit_code=143", pause=0.3
-    )  # continues, and one rank is reported
+    # The run continues, and one rank is reported.
+    again = Job(tmp_path, config, *FOR_LONG, "stopped_exit_code=143", pause=0.3)
     jobs.append(again)
     again.until(f"{step + 2}/1000")
     os.kill(again.rank(1), signal.SIGTERM)
@@ -173,7 +171,6 @@ def test_ranks_whose_launcher_has_gone_stop_with_a_checkpoint(
     jobs.append(job)
     job.until("2/1000")
     job.process.send_signal(number)
-    job.until_gone(
-        30, but="colossalai"
-    )  # a copy of which waits for ever to be reported to end, by nobody
+    # One of its copies waits for a signal that nobody sends.
+    job.until_gone(30, but="colossalai")
     assert_stopped_well(job, f"the launcher (process {job.process.pid}) has exited")

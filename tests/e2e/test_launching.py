@@ -134,10 +134,11 @@ def test_a_gpu_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch)
     ):
         check_machine(launch())
 
+    # This rank runs alone.
     with (
         pytest.raises(ValueError, match="got CUDA_VISIBLE_DEVICES=0,1"),
         raise_on_all_ranks(),
-    ):  # alone
+    ):
         raise AssertionError("not before the check")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

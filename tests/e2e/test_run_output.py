@@ -170,9 +170,8 @@ def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
 def test_the_marker_of_an_earlier_run_does_not_silence_this_one(torchruns: Path) -> None:
     marker = torchruns.parent.parent / "first_to_fail"
     os.symlink(str(2**22 + 1), marker)  # no process has such a number
-    assert not write_error_file(
-        "got a"
-    )  # set while this process ran: of a rank that has left already
+    # Set while this process ran: of a rank that has left already.
+    assert not write_error_file("got a")
     os.utime(marker, (0, 0), follow_symlinks=False)
     assert write_error_file("got a") and os.readlink(marker) == str(os.getpid())
 

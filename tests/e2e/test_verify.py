@@ -53,9 +53,8 @@ def test_verify_compares_a_config() -> None:
 def test_what_is_made_small() -> None:
     cfg = load_train_config(DEMO, ["num_frames=14", "batch_size=7", "image_size=(64, 80)"])
     assert small_shape(cfg, 2, 10**6) == (3, 7, 16, 20)
-    assert (
-        small_shape(cfg, 7, 10**6)[0] == 7 and small_shape(cfg, 3, 10**6)[0] == 2
-    )  # whole samples stay whole
+    # Whole samples stay whole.
+    assert small_shape(cfg, 7, 10**6)[0] == 7 and small_shape(cfg, 3, 10**6)[0] == 2
     image = load_train_config(DEMO, ["num_frames=1", "batch_size=5"])
     for ranks, batch in [(2, 3), (5, 5), (8, 5)]:  # two on eight would split heads, five switch
         small = small_shape(image, ranks, 64)

@@ -71,9 +71,8 @@ def by_definition(
 
     out = []
     for one_q, one_k, one_v in samples:
-        heads = [
-            ((one_q[:, h] @ one_k[:, h].T) / WIDTH**0.5).exp() for h in range(HEADS)
-        ]  # scores of drawn numbers are small
+        # Scores of drawn numbers are small.
+        heads = [((one_q[:, h] @ one_k[:, h].T) / WIDTH**0.5).exp() for h in range(HEADS)]
         heads = [(w / w.sum(1, keepdim=True)) @ one_v[:, h] for h, w in enumerate(heads)]
         out.append(torch.stack(heads, dim=1))
 
@@ -133,12 +132,13 @@ def test_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda q, k, v: seen.append(len(q) * q.shape[1] * k.shape[1]) or softmax(q, k, v),
     )
 
+    # Less than a row of scores, some queries, some rows, all.
     for bound in (
         7,
         40,
         100,
         MAX_SCORES,
-    ):  # less than a row of scores, some queries, some rows, all
+    ):
         monkeypatch.setattr(module, "MAX_SCORES", bound)
         assert_equal_to_definition((4, 5, 6), "reference")
         assert max(seen) * HEADS <= max(bound, HEADS * 6) and (len(seen) == 1) == (
@@ -412,12 +412,10 @@ def test_edges_are_laid_out_once_for_all_blocks(
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     model(x, torch.tensor([10.0, 900.0]), y, mask).sum().backward()
 
-    assert flash.calls.count("varlen") == 2 * 3 * (
-        2 + 1
-    )  # cross-attention of 2 blocks and windows of one, 3 pairs
-    assert (
-        len(made) == 2 * 3
-    )  # edges of queries and of keys: of the text in either layout, of the windows
+    # Cross-attention of 2 blocks and windows of one, 3 pairs.
+    assert flash.calls.count("varlen") == 2 * 3 * (2 + 1)
+    # Offsets of queries and of keys: for the text in either layout, and for windows.
+    assert len(made) == 2 * 3
 
 
 def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
@@ -523,9 +521,8 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
 
     assert asked == ["reference"] * (2 + cross)
     write_model_config(tmp_path, name, model.config)
-    check_model_config(
-        tmp_path, name, build_model(name, **options, attention="sdpa").config
-    )  # no property of weights
+    # It is no property of the weights.
+    check_model_config(tmp_path, name, build_model(name, **options, attention="sdpa").config)
 
 
 def test_configs_know_the_backend() -> None:

@@ -41,9 +41,8 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
 
     for name in (f"self.{name}" for name in (*used, "optim.step()", "pg_to_bucket_store")):
         assert name in source, name
-    assert (
-        "flat_grads /= bucket_store.world_size" in source
-    )  # the average that the collectives are made for
+    # The average that the collectives are made for.
+    assert "flat_grads /= bucket_store.world_size" in source
     assert (
         'self.optim.param_groups[group_id]["params"] = self._master_param_groups_of_current_rank'
         in source
@@ -57,11 +56,12 @@ def test_a_step_can_be_left_before_anything_changes() -> None:
         step.index("self.optim.step()"),
     )
     assert step.index("self._compute_grad_norm(") < left_at < changes_at
+    # step_if_finite does this instead.
     assert (
         step.index('["params"] = real_master_params')
         < left_at
         < step.rindex('["params"] = self._master_param_groups_of_current_rank')
-    )  # which step_if_finite does in its place
+    )
 
 
 def test_the_loss_scale_is_where_it_is_saved_from() -> None:
@@ -69,9 +69,8 @@ def test_the_loss_scale_is_where_it_is_saved_from() -> None:
     from colossalai.amp.naive_amp.mixed_precision_mixin import FP16MixedPrecisionMixin
 
     source = inspect.getsource(DynamicGradScaler)
-    assert "_growth_step" not in inspect.getsource(
-        DynamicGradScaler.state_dict
-    )  # when it is, ours can go
+    # When this is fixed, our replacement can go.
+    assert "_growth_step" not in inspect.getsource(DynamicGradScaler.state_dict)
     for name in ("self._scale", "self._growth_step", "self._hysteresis_step"):
         assert name in source, name
     assert isinstance(FP16MixedPrecisionMixin.loss_scale, property)

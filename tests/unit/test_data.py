@@ -43,9 +43,8 @@ def test_toy_clips_are_deterministic_and_show_what_they_say() -> None:
         frames = clip.draw(5, 48)
         assert frames.shape == (5, 48, 48, 3) and np.array_equal(frames, clip.draw(5, 48))
         assert clip.colour != clip.background
-        assert np.allclose(
-            frames[:, 0, 0], COLOURS[clip.background]
-        )  # shapes stay inside the frame
+        # Shapes stay inside the frame.
+        assert np.allclose(frames[:, 0, 0], COLOURS[clip.background])
 
         seen = [
             np.argwhere((frame == COLOURS[clip.colour]).all(-1)).mean(0)
@@ -199,9 +198,8 @@ def test_clips_too_short_by_the_manifest_are_skipped(tmp_path: Path) -> None:
         "\n".join([f"{lines[0]},num_frames", *(f"{a},{b}" for a, b in zip(lines[1:], frames))])
     )
     (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
-    cfg = load_train_config(
-        tmp_path / "config.py", ["dataset.frame_interval=2", "batch_size=2"]
-    )  # 9 frames
+    # 9 frames.
+    cfg = load_train_config(tmp_path / "config.py", ["dataset.frame_interval=2", "batch_size=2"])
 
     plan = make_plan(cfg, make_dataset(cfg), 1)
     assert plan.too_short == (1, 4) and plan.describe()[0].startswith(

@@ -224,9 +224,8 @@ def test_t5(t5_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) == 1 and "is truncated to text_encoder.max_length = 12" in said[0]
 
     alone = encoder.encode(["a"])
-    torch.testing.assert_close(
-        alone[0][0, 0, : alone[1].sum()], y[0, 0, : mask[0].sum()]
-    )  # padding changes nothing
+    # Padding changes nothing.
+    torch.testing.assert_close(alone[0][0, 0, : alone[1].sum()], y[0, 0, : mask[0].sum()])
 
 
 def test_cleaned_captions(t5_folder: Path) -> None:

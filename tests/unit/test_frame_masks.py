@@ -59,9 +59,8 @@ def test_masks_of_every_strategy_for_the_recorded_draws() -> None:
             frames,
         )
         compared += 1
-    assert (
-        compared + short == len(REFERENCE["rows"]) and short == 9
-    )  # 4 quarters of 2 and 3 frames, head and tail of 2
+    # 4 quarters of 2 and 3 frames, head and tail of 2.
+    assert compared + short == len(REFERENCE["rows"]) and short == 9
 
 
 def test_one_uniform_draw_picks_the_strategy_in_the_order_given() -> None:
@@ -190,6 +189,5 @@ def test_batches_draw_masks_by_name_and_keep_conditioning_frames(scheduler: str)
 
     plain = make_batch(load_train_config(DEMO, [f"scheduler={scheduler}"]), 3, [19, 5])
     assert plain.inputs["x_mask"] is None
-    assert torch.equal(
-        plain.x_t[~given[[19, 5]]], swapped.x_t[~given[[19, 5]]]
-    )  # the other draws are as without
+    # The other draws are those without it.
+    assert torch.equal(plain.x_t[~given[[19, 5]]], swapped.x_t[~given[[19, 5]]])

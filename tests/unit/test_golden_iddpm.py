@@ -226,9 +226,8 @@ def test_cosine_schedule_fixed_variance_and_a_given_t(schedule: str, variance: s
     )
     x[0, 0, 0, 0, :2] = torch.tensor([-1.0, 1.0])  # grey levels that reach to infinity
     output = torch.randn(4, channels, 2, 2, 3, generator=numbers, dtype=torch.float64)
-    output[0, 0] = (
-        noise[0, 0] + 0.3 * output[0, 0]
-    )  # near enough for a probability that is not cut off
+    # Near enough for a probability that is not cut off.
+    output[0, 0] = noise[0, 0] + 0.3 * output[0, 0]
 
     for kl in (False, True):
         options = dict(

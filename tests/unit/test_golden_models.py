@@ -234,9 +234,8 @@ def test_embedders() -> None:
         if case["case"].startswith("torch"):
             base = case["base_size"]
             size = (1, case["h"], case["w"])
-            assert round((size[1] * size[2]) ** 0.5) == (
-                base or case["h"]
-            )  # as the models choose it
+            # The base size that models choose.
+            assert round((size[1] * size[2]) ** 0.5) == (base or case["h"])
             scale = torch.tensor(case["scale"])
             grid = PatchGrid(num_samples=1, latent_size=size, patch_size=(1, 1, 1), scale=scale)
             close(

@@ -133,9 +133,8 @@ def test_training_loss_and_its_gradient() -> None:
         x_t = flow.noisy_input(x, noise, t, mask)
 
         close(x_t, one["network_x"])
-        output = toy_network(
-            x_t, t, one["input/y"].flatten(1).mean(1), None
-        )  # this network was not reported the mask
+        # This network does not get the mask.
+        output = toy_network(x_t, t, one["input/y"].flatten(1).mean(1), None)
         loss = velocity_loss(output, flow.target(x, noise), mask)
         assert torch.equal(loss, flow.losses(output, Noised.of(flow, x, noise, t, mask)))
 
@@ -177,9 +176,8 @@ def test_training_timesteps() -> None:
                 1000 / (1 + math.exp(-loc - scale * NormalDist().inv_cdf(quantile))), rel=1e-4
             )
 
-    geometry = geometry_of(
-        [512, 512, 4], 7
-    )  # the transform follows: a clip of 4 latent frames moves to the noise
+    # The transform follows: a clip of 4 latent frames moves to the noise.
+    geometry = geometry_of([512, 512, 4], 7)
     moved = RectifiedFlow(sample_method="logit-normal", use_timestep_transform=True).timesteps_from(
         u, geometry
     )

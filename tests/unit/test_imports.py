@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "opensora_sp"
+# What each may import beside the standard library.
 BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch"},
-}  # beside the standard library
+}
 WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them
 
 

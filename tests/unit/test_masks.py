@@ -39,9 +39,8 @@ def test_a_mask_of_1_24_60_80_is_planned_in_parts(sp_size: int, layout: str) -> 
     whole_peak, whole_kept = mask_bytes(positions, 1, 0, layout)
     tokens = 24 * 30 * 40
     parts = [mask_bytes(positions, sp_size, rank, layout) for rank in range(sp_size)]
-    assert (
-        sum(kept for _, kept in parts) == whole_kept == 22 * 26 * 37 * 8
-    )  # one number per token, on one rank each
+    # One number per token, on one rank each.
+    assert sum(kept for _, kept in parts) == whole_kept == 22 * 26 * 37 * 8
     assert max(peak for peak, _ in parts) <= 1.1 * whole_peak / sp_size
     assert whole_peak <= 40 * tokens  # and nothing larger on the way
 
@@ -64,9 +63,8 @@ def attended(layout: str, kernel: tuple[int, int] | None, full: bool) -> None:
     for z in (q, k, v):
         assert torch.isfinite(z.grad).all() and not z.grad[~inside].any() and z.grad[inside].any()
 
-    changed = [
-        z.detach().masked_fill(~inside[..., None, None], 1e9) for z in (q, k, v)
-    ]  # nobody looks there
+    # Nobody looks there.
+    changed = [z.detach().masked_fill(~inside[..., None, None], 1e9) for z in (q, k, v)]
     assert torch.equal(Attend()(*changed, rows), out)
 
 

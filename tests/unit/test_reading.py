@@ -61,6 +61,7 @@ FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
         "-b:v",
         "0",
     ),
+    # Packets that show nothing.
     "vp8.webm": (
         "-c:v",
         "libvpx",
@@ -72,7 +73,7 @@ FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
         "1",
         "-lag-in-frames",
         "16",
-    ),  # packets that show nothing
+    ),
     "stream.mp4": ("-c", "copy", "-f", "mpegts"),  # named so by many a downloader
     "pictures.mov": ("-c:v", "mjpeg", "-q:v", "2", "-pix_fmt", "yuvj420p"),
     "moving.gif": (),
@@ -397,9 +398,8 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "half.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.png").write_text("no image")
-    (tmp_path / "unknown.mp4").write_bytes(
-        whole.replace(b"avc1", b"none")
-    )  # no decoder has this name
+    # No decoder has this name.
+    (tmp_path / "unknown.mp4").write_bytes(whole.replace(b"avc1", b"none"))
     ffmpeg("-f", "lavfi", "-i", "sine=duration=0.1", tmp_path / "sound.mp4")
     names = [
         "good.mp4",
