@@ -175,7 +175,7 @@ def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: dict[str
             f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) for "
         )
         assert re.search(
-            r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*test_watch.py:\d+ \(stuck\)",
+            r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*test_watchdog.py:\d+ \(stuck\)",
             lines[0],
         )
         absent = (

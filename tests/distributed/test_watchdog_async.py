@@ -196,4 +196,4 @@ def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
     assert seconds < 100e-6, f"{1e6 * seconds:.1f} microseconds"
     assert newest.number == 2001 and newest.returned
     assert "all_reduce(tensor [4] float32), number 2001 of process group" in str(newest)
-    assert "tests/distributed/test_watch_async.py" in newest.location
+    assert "tests/distributed/test_watchdog_async.py" in newest.location
