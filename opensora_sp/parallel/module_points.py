@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .collectives import around_exchanges, exchange_modes
 from .shard_plan import find_modules
-from .typed import Local, after_backward, is_backward_running
+from .typed import Context, Local, after_backward, is_backward_running
 
 if TYPE_CHECKING:
     from .parallelize import SequenceParallel
@@ -178,7 +178,7 @@ class _Pass:
     entry_rows: TokenRows | None = None
     stream_rows: TokenRows | None = None
     module_rows: dict[nn.Module, TokenRows] = field(default_factory=dict)
-    kept: dict[nn.Module, AbstractContextManager[Any]] = field(default_factory=dict)
+    kept: dict[nn.Module, Context] = field(default_factory=dict)
 
 
 class ModulePoints:
@@ -331,7 +331,7 @@ class ModulePoints:
         now.module_rows[module] = now.stream_rows
         return now.stream_rows
 
-    def _keep(self, module: nn.Module, rows: TokenRows) -> AbstractContextManager[Any] | None:
+    def _keep(self, module: nn.Module, rows: TokenRows) -> Context | None:
         """A context that keeps what the module receives from other ranks, if it is recomputed."""
         options = self.engine.options
         resends = options.recompute_communication or self.engine.strategy(rows.grid).resends(
