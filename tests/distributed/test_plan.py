@@ -91,9 +91,13 @@ class Stream(Branches):
 
 
 PLAN = ShardPlan(
-    enter="enter", spatial=("spatial.*",), temporal=("temporal.*",), leave="head",
-    placement="branch", arguments={"mask": "b t s"},
-)  # fmt: skip
+    enter="enter",
+    spatial=("spatial.*",),
+    temporal=("temporal.*",),
+    leave="head",
+    placement="branch",
+    arguments={"mask": "b t s"},
+)
 STREAM_PLAN = replace(PLAN, enter="spatial.0", placement="stream")
 KEPT = [{}, dict(recompute_communication=True), dict(strategy="split_gather")]
 SIZES = [(1, 5, 7), (2, 3, 4), (1, 1, 5), (2, 4, 1)]  # with ranks without a frame, or a patch
