@@ -202,8 +202,8 @@ class ModulePoints:
         listed = [(ModulePoint(m), partial(self._attend, m)) for m in self.layouts]
         return [
             *listed,
-            (ModulePoint(self.enter), self._enter),
-            (ModulePoint(self.leave), self._leave),
+            (ModulePoint(self.enter), self._shard),
+            (ModulePoint(self.leave), self._gather),
             (ModulePoint(self.model), self._forward),
         ]
 
@@ -240,7 +240,7 @@ class ModulePoints:
             )
         return output
 
-    def _enter(self, call: ModuleCall) -> Any:
+    def _shard(self, call: ModuleCall) -> Any:
         """Shard the tokens, and the arguments of ``enter``."""
         if not is_backward_running():
             rows = self.engine.shard(lambda grid: grid.rows("spatial"), self._grid(call))
@@ -281,7 +281,7 @@ class ModulePoints:
         # What is kept stays as it was received, also if modules work in place.
         return rows.to_rows(call.run_on(rows.from_rows(x, copy=is_kept)))
 
-    def _leave(self, call: ModuleCall) -> Tensor:
+    def _gather(self, call: ModuleCall) -> Tensor:
         """Gather the output of ``leave``."""
         output, now = call.run(), self._pass
         if is_backward_running() or not isinstance(output, Tensor):
