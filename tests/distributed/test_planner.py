@@ -466,7 +466,7 @@ def test_the_command_needs_no_colossalai(small: str) -> None:
 
 def test_windows_are_traced_on_several_ranks() -> None:
     """Plans of their exchanges are real, though the model is traced on fake tensors."""
-    layout._cached_plan.cache_clear()
+    layout.plan_exchange.cache_clear()
     config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
     traced = [
         trace_activations(
