@@ -471,7 +471,7 @@ def test_the_command_needs_no_colossalai(small: str) -> None:
 
 def test_windows_are_traced_on_several_ranks() -> None:
     """Plans of their exchanges are real, though the model is traced on fake tensors."""
-    layout._cached_plan.cache_clear()
+    layout.plan_exchange.cache_clear()
     config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
     traced = [
         trace_activations(
@@ -492,6 +492,6 @@ def test_windows_are_traced_on_several_ranks() -> None:
 @pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])
 def test_only_guidance_doubles_a_batch_of_samples(cfg_scale: float, times: int) -> None:
     cfg = load_inference_config(CONFIGS / "demo/sample.py", [f"scheduler.cfg_scale={cfg_scale}"])
-    run = _Run(cfg, 1, None, "cpu")
+    run = _Run(cfg, 1, None, "cpu", None)
     (bucket,) = buckets_of(cfg)
     assert run.latents(bucket)[0] == times * cfg.batch_size

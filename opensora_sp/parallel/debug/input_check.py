@@ -28,6 +28,7 @@ from ..agreement import (
 )
 from ..mesh import SequenceMesh
 from ..strategies import registered_strategies
+from ..typed import Args, Kwargs
 from .comm_counter import record
 from .comm_timing import communicating
 
@@ -67,7 +68,7 @@ class InputCheck:
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
         self._form: ModelForm | None = None
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self.mesh.is_imagined:
             return
         self._form = self._form or ModelForm(model)
@@ -81,7 +82,7 @@ class InputCheck:
         if not agree:
             self._refuse(model, own)
 
-    def _entries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entries:
+    def _entries(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Entries:
         """What decides which bytes are sent: options, strategies, plan, modes, and the form of the
         inputs.
 
