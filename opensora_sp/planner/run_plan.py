@@ -152,10 +152,7 @@ def plan(
         memory_gb = GPUS[gpu].memory / 1e9
     run, buckets = _Run(cfg, num_gpus, memory_gb, device, gpu), buckets_of(cfg)
 
-    spans = None
-    if gpus_per_node is not None:
-        spans = spans_nodes(num_gpus, run.ranks, gpus_per_node)
-
+    spans = None if gpus_per_node is None else spans_nodes(num_gpus, run.ranks, gpus_per_node)
     return Plan(
         purpose="training" if run.training else "sampling",
         model=run.name,
@@ -274,9 +271,9 @@ class _Run:
     def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
         """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
         if not isinstance(self.cfg, TrainConfig):
-            kept = Persistent.sampling(self.sizes, self.dtype.itemsize)
-            peak = sampling_peak(kept, self._traced(latents, ranks, False), self.config.depth)
-            return Memory(kept, peak, None, peak)
+            state = Persistent.sampling(self.sizes, self.dtype.itemsize)
+            peak = sampling_peak(state, self._traced(latents, ranks, False), self.config.depth)
+            return Memory(state, peak, None, peak)
 
         zero = Zero(
             world=self.num_gpus,
@@ -286,14 +283,14 @@ class _Run:
             fused=self.cfg.optimizer.type == "HybridAdam",
             foreach=self.device == "cuda",
         )
-        kept = Persistent.training(self.sizes, zero)
+        state = Persistent.training(self.sizes, zero)
 
         peaks = {}
         for checkpointing in (False, True):
             if not brief or checkpointing == self.checkpointing:
                 activations = self._traced(latents, ranks, checkpointing)
-                peaks[checkpointing] = training_peak(kept, self.sizes, zero, activations)
-        return Memory(kept, peaks.get(False), peaks.get(True), peaks[self.checkpointing])
+                peaks[checkpointing] = training_peak(state, self.sizes, zero, activations)
+        return Memory(state, peaks.get(False), peaks.get(True), peaks[self.checkpointing])
 
     def time(self, latents: tuple[int, ...]) -> StepTime | None:
         """Predicted for a training step in 16 bits, if a GPU was named."""
