@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .shard_index import ShardIndex
+from .shard_index import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-# Names that Hugging Face and ColossalAI write, in the order of the search: safetensors first.
+# Names that Hugging Face and ColossalAI write.
 _KNOWN_SAFETENSORS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -23,9 +23,19 @@ _KNOWN_PICKLES = (
     "diffusion_pytorch_model.bin",
     "diffusion_pytorch_model.bin.index.json",
 )
-# Where none of these is there: the only file that fits a pattern.
-_ANY_SAFETENSORS = ("*.safetensors.index.json", "*.safetensors")
-_ANY_PICKLE = ("*.index.json", "*.pt", "*.pth", "*.bin")
+# In the order of the search: safetensors first; indexes of variants as in INDEX_NAME.
+_WEIGHTS = (
+    *_KNOWN_SAFETENSORS,
+    "*.safetensors.index.json",
+    "*.safetensors.index.*.json",
+    "*.safetensors",
+    *_KNOWN_PICKLES,
+    "*.index.json",
+    "*.index.*.json",
+    "*.pt",
+    "*.pth",
+    "*.bin",
+)
 _EMA_WEIGHTS = ("ema.safetensors", "ema", "ema.pt")
 
 
@@ -76,7 +86,7 @@ def find_weights(path: str | Path, *, ema: bool = False) -> Path:
         return place
     _check_folder(place, str(path))
 
-    if _first(place, _KNOWN_SAFETENSORS + _KNOWN_PICKLES) is not None:
+    if any((place / name).is_file() for name in _KNOWN_SAFETENSORS + _KNOWN_PICKLES):
         return place
 
     checkpoint = newest_checkpoint(place)
@@ -118,13 +128,21 @@ def weight_file(place: Path) -> Path:
     if place.is_file():
         return place
 
-    for names, patterns in (
-        (_KNOWN_SAFETENSORS, _ANY_SAFETENSORS),
-        (_KNOWN_PICKLES, _ANY_PICKLE),
-    ):
-        file = _first(place, names) or _only(place, patterns)
-        if file is not None:
-            return file
+    for pattern in _WEIGHTS:
+        found = sorted(
+            path
+            for path in place.glob(pattern)
+            if not path.name.startswith(("optim", "pytorch_optim"))
+        )
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found[:6])
+            more = ", ..." if len(found) > 6 else ""
+            raise ValueError(
+                f"got {place}, which holds {len(found)} files of weights ({names}{more}) and no "
+                "index of them; expected one; pass the path of the file"
+            )
+        if found:
+            return found[0]
 
     raise ValueError(
         f"got checkpoint {str(place)!r}, which holds no weights; expected a file of weights, a "
@@ -136,37 +154,12 @@ def weight_file(place: Path) -> Path:
 def weight_files(place: Path) -> list[Path]:
     """All files of the weights at a path: one, or an index and its shards."""
     first = weight_file(place)
-    if not first.name.endswith(".index.json"):
+    if not is_index(first):
         return [first]
 
     index = ShardIndex.read(first)
     index.check_complete()
     return [first, *index.files]
-
-
-def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _only(folder: Path, patterns: tuple[str, ...]) -> Path | None:
-    """The one file that fits the first pattern with any; several are refused."""
-    for pattern in patterns:
-        found = sorted(
-            path
-            for path in folder.glob(pattern)
-            if not path.name.startswith(("optim", "pytorch_optim"))
-        )
-        if len(found) > 1:
-            names = ", ".join(path.name for path in found[:6])
-            more = ", ..." if len(found) > 6 else ""
-            raise ValueError(
-                f"got {folder}, which holds {len(found)} files of weights ({names}{more}) and no "
-                "index of them; expected one; pass the path of the file"
-            )
-        if found:
-            return found[0]
-
-    return None
 
 
 def _ema_weights(checkpoint: Path) -> Path:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .paths import find_weights, weight_file
-from .shard_index import ShardIndex
+from .shard_index import ShardIndex, is_index
 from .tensor_file import is_safetensors
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     """
     place = find_weights(path, ema=ema)
     file = weight_file(place)
-    if file.name.endswith(".index.json"):
+    if is_index(file):
         weights = _open_shards(file, ema=ema, allow_pickle=allow_pickle)
     else:
         weights = _open_file(file, ema=ema, allow_pickle=allow_pickle)

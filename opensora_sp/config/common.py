@@ -5,7 +5,6 @@ Unknown keys are errors. All values are checked before a process group or a mode
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
@@ -20,8 +19,7 @@ from .components import (
     SCHEDULERS,
     build_component,
     check_component,
-    check_keys,
-    check_values,
+    check_options,
     split_type,
 )
 from .findings import raise_together
@@ -44,50 +42,47 @@ class Common(Strict):
     (``load``, ``ckpt``).
     """
 
-    num_frames: Frames = Field(description="Frames of a clip; 1 for images, or a name such as 2s.")
-    resolution: str | int | None = Field(
-        None,
-        description="HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with "
-        "`aspect_ratio`.",
-    )
-    aspect_ratio: str | None = Field(
-        None, description="HEIGHT:WIDTH such as 9:16, with a named `resolution`."
-    )
-    image_size: tuple[int, int] | None = Field(
-        None, description="(height, width) in pixels, instead of `resolution`."
-    )
-    sp_size: int = Field(
-        1,
-        ge=1,
-        description="Ranks that share each batch; 1 is no sequence parallelism.",
-    )
-    sequence_parallel: SequenceParallel = Field(
-        SequenceParallel(), description="Options of sequence parallelism."
-    )
-    seed: int = Field(42, ge=0, description="Seed of all random draws.")
-    model: dict[str, Any] = Field(
-        description="dict(type=..., ...): model class or preset, and its options."
-    )
-    compile: Literal["blocks"] | None = Field(
-        None,
-        description="'blocks' compiles each block with torch.compile; None is eager mode.",
-    )
-    vae: dict[str, Any] = Field(
-        description="dict(type=..., ...): video autoencoder, and its options."
-    )
-    text_encoder: dict[str, Any] = Field(
-        description="dict(type=..., ...): text encoder, and its options."
-    )
-    scheduler: dict[str, Any] = Field(
-        default_factory=lambda: {"type": "rflow"},
-        description="dict(type=..., ...): diffusion process, and its options.",
-    )
-    allow_pickle: bool = Field(
-        False, description="Also read pickled weights, which can execute code."
-    )
-    convert: tuple[str, ...] = Field(
-        (), description="Conversions of the initial weights, by name; see docs/weights.md."
-    )
+    num_frames: Frames
+    """Frames of a clip; 1 for images, or a name such as 2s."""
+
+    resolution: str | int | None = None
+    """HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with `aspect_ratio`."""
+
+    aspect_ratio: str | None = None
+    """HEIGHT:WIDTH such as 9:16, with a named `resolution`."""
+
+    image_size: tuple[int, int] | None = None
+    """(height, width) in pixels, instead of `resolution`."""
+
+    sp_size: int = Field(1, ge=1)
+    """Ranks that share each batch; 1 is no sequence parallelism."""
+
+    sequence_parallel: SequenceParallel = SequenceParallel()
+    """Options of sequence parallelism."""
+
+    seed: int = Field(42, ge=0)
+    """Seed of all random draws."""
+
+    model: dict[str, Any]
+    """dict(type=..., ...): model class or preset, and its options."""
+
+    compile: Literal["blocks"] | None = None
+    """'blocks' compiles each block with torch.compile; None is eager mode."""
+
+    vae: dict[str, Any]
+    """dict(type=..., ...): video autoencoder, and its options."""
+
+    text_encoder: dict[str, Any]
+    """dict(type=..., ...): text encoder, and its options."""
+
+    scheduler: dict[str, Any] = {"type": "rflow"}
+    """dict(type=..., ...): diffusion process, and its options."""
+
+    allow_pickle: bool = False
+    """Also read pickled weights, which can execute code."""
+
+    convert: tuple[str, ...] = ()
+    """Conversions of the initial weights, by name; see docs/weights.md."""
 
     @model_validator(mode="after")
     def _values_fit(self) -> Common:
@@ -172,9 +167,7 @@ class Common(Strict):
     @classmethod
     def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
         name, options = split_type("model", value)
-        config = model_class(name).Config
-        check_keys("model", options, [field.name for field in dataclasses.fields(config)])
-        checked = {"type": name, **check_values("model", options, config)}
+        checked = {"type": name, **check_options("model", options, model_class(name).Config)}
         ModelSpec.parse(checked)
         return checked
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+
+from opensora_sp.components import nearest
 
 from .draft import Draft, Key, dotted
 
@@ -67,8 +68,7 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
 
     if finding["type"] == "extra_forbidden":
         known = _known_keys(schema, finding["loc"][:-1])
-        close = difflib.get_close_matches(str(finding["loc"][-1]), known, n=1, cutoff=0.5)
-        advice = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
+        advice = nearest(finding["loc"][-1], known, otherwise=f"known keys are {', '.join(known)}")
         return [f"got the unknown key {key!r}; expected a known one; {advice}"]
 
     if finding["type"] == "missing":

@@ -9,7 +9,6 @@ probabilities, the second is that of using this number of frames at all.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from opensora_sp.components import nearest
 from opensora_sp.resolutions import SIZES, closest_aspect, num_pixels
 
 from .dataset import ClipShape
@@ -73,11 +73,9 @@ class Buckets:
             )
         unknown = [name for name in config if name not in SIZES]
         if unknown:
-            close = difflib.get_close_matches(str(unknown[0]), SIZES, n=1)
-            advice = f"did you mean {close[0]!r}?" if close else "take one of these"
             raise ValueError(
                 f"got the resolution {unknown[0]!r} in bucket_config; expected one of "
-                f"{list(SIZES)}; {advice}"
+                f"{list(SIZES)}; {nearest(unknown[0], SIZES)}"
             )
 
         entries = []

@@ -7,13 +7,14 @@ interpolate videos. Random numbers come from the caller's generator, never from 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from opensora_sp.components import nearest
 
 STRATEGIES = (
     *("identity", "random", "interpolate"),
@@ -43,11 +44,9 @@ def strategy_named(name: str) -> str:
     plain = str(name).removeprefix(PREFIX)
     plain = ALIASES.get(plain, plain)
     if plain not in STRATEGIES:
-        close = difflib.get_close_matches(plain, STRATEGIES, n=1)
-        advice = f"did you mean {close[0]!r}?" if close else "take one of these"
         raise ValueError(
             f"got the mask strategy {name!r} in mask_ratios; expected one of {list(STRATEGIES)}; "
-            f"{advice}"
+            f"{nearest(plain, STRATEGIES)}"
         )
     return plain
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from opensora_sp.dtypes import DTYPES
 
-from .base import check_latent_frames
+from .base import check_latent_frames, chunks
 from .loading import Dtype, FrozenEncoder, load_pretrained, saved_config
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,7 @@ class FrameAutoencoder(nn.Module):
         return rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=latents.shape[0])
 
     def _micro_batches(self, frames: Tensor) -> list[slice]:
-        size = self.micro_batch_size or len(frames)
-        return [slice(start, start + size) for start in range(0, len(frames), size)]
+        return chunks(len(frames), self.micro_batch_size or len(frames))
 
 
 class ImageVAE(FrozenEncoder):

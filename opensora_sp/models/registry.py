@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
+
+from opensora_sp.components import nearest
 
 from .base import ConditionedModel
 from .stdit import STDiT
@@ -36,7 +37,7 @@ def model_class(name: str) -> type[ConditionedModel]:
     known = {**CLASSES, **{preset: cls for preset, (cls, _) in PRESETS.items()}}
     if name not in known:
         raise ValueError(
-            f"got model {name!r}; expected one of {list(known)}; {_nearest(name, list(known))}"
+            f"got model {name!r}; expected one of {list(known)}; {nearest(name, known)}"
         )
     return known[name]
 
@@ -48,12 +49,7 @@ def resolve_config(name: str, **config: Any) -> Any:
     for key in config:
         if key not in keys:
             raise ValueError(
-                f"got {key!r} for model {name}; expected one of {keys}; {_nearest(key, keys)}"
+                f"got {key!r} for model {name}; expected one of {keys}; {nearest(key, keys)}"
             )
     preset = PRESETS[name][1] if name in PRESETS else {}
     return cls.Config(**{**preset, **config})
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else "take one of these"

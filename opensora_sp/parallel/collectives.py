@@ -1,13 +1,14 @@
 """The collectives of sequence parallelism, each with its exact adjoint as backward.
 
 All are ``all_to_all_single`` with split sizes that every rank knows beforehand. Ranks without rows
-call them too. ``exchange`` is a registered operator, so that ``torch.compile`` takes it into its
-graph as it is.
+call them too. ``exchange`` is a registered operator, by which selective checkpointing and the
+planner know it.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -55,7 +56,7 @@ def all_to_all(
 
 _SCHEMA = (
     "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, "
-    "bool reverse) -> Tensor"
+    "bool backward) -> Tensor"
 )
 
 
@@ -67,58 +68,49 @@ def _exchange_now(
     recv: list[int],
     group: str,
     kind: str,
-    reverse: bool,
+    backward: bool,
 ) -> Tensor:
-    """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in place.
-
-    In reverse each step is undone, the last one first: what was read by index is written by index.
+    """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in
+    place.
     """
     # Operators take no group objects.
     process_group = dist.distributed_c10d._resolve_process_group(group)
-    if reverse:
-        send, recv, pack, place = recv, send, place, pack
-    arrived, _ = all_to_all(
-        tokens.index_select(0, pack), send, recv, process_group, kind=kind, backward=reverse
-    )
-    return torch.empty_like(arrived).index_copy_(0, place, arrived)
-
-
-def _exchange_fake(
-    tokens: Tensor,
-    pack: Tensor,
-    place: Tensor,
-    send: list[int],
-    recv: list[int],
-    group: str,
-    kind: str,
-    reverse: bool,
-) -> Tensor:
-    return tokens.new_empty((pack if reverse else place).shape[0], *tokens.shape[1:])
+    packed = tokens.index_select(0, pack)
+    received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
+    return torch.empty_like(received).index_copy_(0, place, received)
 
 
 _exchange = torch.library.custom_op(
     "opensora_sp::exchange", _exchange_now, mutates_args=(), schema=_SCHEMA
 )
-_exchange.register_fake(_exchange_fake)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, ctx.reverse = inputs
+_exchange.register_fake(
+    lambda tokens, pack, place, *_: tokens.new_empty(len(place), *tokens.shape[1:])
+)
+
+
+def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, pack, place, *ctx.others = inputs
     ctx.save_for_backward(pack, place)
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
     pack, place = ctx.saved_tensors
-    back = _exchange(
-        grad.contiguous(), pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, not ctx.reverse
-    )
+    send, recv, group, kind, backward = ctx.others
+    back = _exchange(grad.contiguous(), place, pack, recv, send, group, kind, not backward)
     return back, *[None] * 7
 
 
-_exchange.register_autograd(_exchange_back, setup_context=_remember)
+_exchange.register_autograd(_exchange_back, setup_context=_save_plan)
+
+# A dispatch mode that is entered around each exchange.
+NO_MODE: AbstractContextManager[Any] = nullcontext()
+_mode = ContextVar("mode", default=NO_MODE)
 
 
+@uncompiled  # communication runs between compiled graphs
 def exchange(
     tokens: Tensor,
     plan: ExchangePlan,
@@ -132,10 +124,12 @@ def exchange(
 
     ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
     """
-    splits = plan.send_splits, plan.recv_splits
-    exchanged: Tensor = _exchange(
-        tokens, plan.pack, plan.place, *splits, group.group_name, kind, reverse
-    )
+    there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
+    back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
+    with _mode.get():
+        exchanged: Tensor = _exchange(
+            tokens, *(back if reverse else there), group.group_name, kind, reverse
+        )
     return exchanged
 
 
@@ -144,19 +138,20 @@ def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
     The first keeps what exchanges return, so that the second sends nothing again.
     """
-    keeping, using = create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
-    return keeping, _Once(using)
+    modes = create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
+    keeping, reusing = map(_AroundExchanges, modes)
+    return keeping, reusing
 
 
-class _Once:
-    """A context of recomputation, which uses up what was kept and so can be entered once.
+class _AroundExchanges(AbstractContextManager[None]):
+    """While it is entered, which is once, exchanges run under a dispatch mode; nothing else does.
 
     Raises:
-        ValueError: when it is entered again.
+        ValueError: when it is entered again, after what was kept has been used up.
     """
 
-    def __init__(self, context: AbstractContextManager[Any]) -> None:
-        self.context, self.is_used = context, False
+    def __init__(self, mode: AbstractContextManager[Any]) -> None:
+        self.mode, self.is_used = mode, False
 
     def __enter__(self) -> None:
         if self.is_used:
@@ -167,10 +162,10 @@ class _Once:
                 "model again"
             )
         self.is_used = True
-        self.context.__enter__()
+        self.outer = _mode.set(self.mode)
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.context.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        _mode.reset(self.outer)
 
 
 class _GatherRows(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Ordinary modules as hook points, for models that were not written with any.
 
 Such a model keeps its tokens in one tensor with an axis of frames and one of patches. A rank holds
-a contiguous run of the frames of every sample where modules attend over patches, and a run of the
+a contiguous range of the frames of every sample where modules attend over patches, and of the
 patches where they attend over frames. ``ModulePoints`` translates the calls of the modules that a
 ``ShardPlan`` lists into the calls that hook points make, so that the same engine and strategies
 serve both. The model is not edited: the ``forward`` of these modules is replaced on the instance,
@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from .collectives import keep_exchanged
 from .shard_plan import find_modules
-from .typed import is_backward_running
+from .typed import after_backward, is_backward_running
 
 if TYPE_CHECKING:
     from .parallelize import SequenceParallel
 
-# Along which rows of a layout are counted.
-AXES = {"spatial": "t", "temporal": "s"}
+# The axis that counts the rows of a layout.
+ROW_AXIS = {"spatial": "t", "temporal": "s"}
 
 
 class ModulePoint:
@@ -79,7 +79,7 @@ class TokenGrid:
         return {"b": self.b, "t": self.frames, "s": self.patches_per_frame}
 
     def rows(self, layout: str) -> TokenRows:
-        return TokenRows(self, layout, 0, self.sizes[AXES[layout]])
+        return TokenRows(self, layout, 0, self.sizes[ROW_AXIS[layout]])
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TokenRows:
 
     @property
     def total(self) -> int:
-        return self.grid.sizes[AXES[self.layout]]
+        return self.grid.sizes[ROW_AXIS[self.layout]]
 
     @property
     def length(self) -> int:
@@ -120,24 +120,26 @@ class TokenRows:
             x = x.unflatten(1, held if is_spatial else held[::-1])
         return x.permute(1, 2, 0, 3) if is_spatial else x.permute(2, 1, 0, 3)
 
-    def from_rows(self, x: Tensor) -> Tensor:
+    def from_rows(self, x: Tensor, *, copy: bool = False) -> Tensor:
         """``[R, L, b, c]`` -> tokens in the axes of the model, contiguous."""
         x = x.permute(2, 0, 1, 3) if self.layout == "spatial" else x.permute(2, 1, 0, 3)
-        return (x.flatten(1, 2) if self.grid.axes == "b (t s) c" else x).contiguous()
+        x = x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
+        return x.flatten(1, 2) if self.grid.axes == "b (t s) c" else x
 
 
 @dataclass
 class _Pass:
     """One forward pass.
 
-    ``entered`` are the rows in which its tokens entered, ``rows`` those of the residual stream
-    (None once it has left), ``came_in`` those in which each module got its tokens. ``kept`` has
-    what modules received from other ranks, for recomputation.
+    ``entry_rows`` are those in which its tokens entered, ``stream_rows`` those of the residual
+    stream (None once it has left), ``module_rows`` those in which each module got its tokens.
+    ``kept`` has the contexts in which modules are recomputed, with what they received from other
+    ranks.
     """
 
-    entered: TokenRows | None = None
-    rows: TokenRows | None = None
-    came_in: dict[nn.Module, TokenRows] = field(default_factory=dict)
+    entry_rows: TokenRows | None = None
+    stream_rows: TokenRows | None = None
+    module_rows: dict[nn.Module, TokenRows] = field(default_factory=dict)
     kept: dict[nn.Module, AbstractContextManager[Any]] = field(default_factory=dict)
 
 
@@ -219,8 +221,8 @@ class ModulePoints:
 
     def _forward(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the model and check that its tokens were gathered."""
-        output, now = local(*args, **kwargs), self._pass
-        if now.rows is not None:
+        output = local(*args, **kwargs)
+        if self._pass.stream_rows is not None:
             raise ValueError(
                 f"got a forward that did not call {self.plan.leave!r}; expected its call, where "
                 "the ranks' outputs are gathered; correct leave in the ShardPlan"
@@ -231,10 +233,9 @@ class ModulePoints:
         """Shard the tokens, and the arguments of ``enter``."""
         call = _Call(local, args, kwargs)
         if not is_backward_running():
-            grid = self._grid(call)
-            held = self.engine.shard(_all_rows, grid)
-            self._pass = _Pass(entered=held, rows=held)
-        rows = self._pass.entered
+            rows = self.engine.shard(lambda grid: grid.rows("spatial"), self._grid(call))
+            self._pass = _Pass(rows, rows)
+        rows = self._pass.entry_rows
         assert rows is not None
 
         # What also attends cuts its arguments by itself.
@@ -251,23 +252,26 @@ class ModulePoints:
         call, now = _Call(local, args, kwargs), self._pass
         if is_backward_running():
             self._recomputed.add(module)
-            rows, kept = now.came_in[module], now.kept.pop(module, nullcontext())
+            rows, kept = now.module_rows[module], now.kept.pop(module, None)
         else:
-            rows, kept = self._came_in(module), self._keeping(module)
+            rows = self._note_call(module)
+            kept = self._keep(module, rows)
 
-        with kept:
+        run = partial(self._run, call, is_kept=kept is not None)
+        with kept or nullcontext():
             x = rows.to_rows(call.tokens)  # [R, L, b, c]
             if rows.layout != self.layouts[module]:
-                x, rows = self.engine.at("switch", _turn, x, rows)
-            x = self.engine.at(self.layouts[module], partial(self._run, call), x, rows)
+                x, rows = self.engine.at("switch", _transpose, x, rows)
+            x = self.engine.at(self.layouts[module], run, x, rows)
 
         if not is_backward_running():
-            now.rows = rows
-        return call.returned(rows.from_rows(x))
+            now.stream_rows = rows
+        return call.returned(rows.from_rows(x, copy=kept is not None))
 
-    def _run(self, call: _Call, x: Tensor, rows: TokenRows) -> Tensor:
+    def _run(self, call: _Call, x: Tensor, rows: TokenRows, *, is_kept: bool) -> Tensor:
         self._cut_arguments(call, rows)
-        return rows.to_rows(call.run(rows.from_rows(x)))
+        # What is kept stays as it was received, also if modules work in place.
+        return rows.to_rows(call.run(rows.from_rows(x, copy=is_kept)))
 
     def _leave(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Gather the output of ``leave``."""
@@ -278,7 +282,7 @@ class ModulePoints:
                 f"got {self.plan.leave!r}, which {problem}; expected a module behind all that is "
                 "checkpointed, which returns the tokens; name another one as leave"
             )
-        missing = [self._name(m) for m in self.layouts if m not in now.came_in]
+        missing = [self._name(m) for m in self.layouts if m not in now.module_rows]
         if missing:
             raise ValueError(
                 f"got a forward that bypassed {len(missing)} modules of its ShardPlan "
@@ -286,9 +290,9 @@ class ModulePoints:
                 "that were looked up before parallelize"
             )
 
-        assert now.rows is not None
-        rows, now.rows = now.rows, None
-        whole = self.engine.gather(_whole, rows.to_rows(output), rows)
+        rows, now.stream_rows = now.stream_rows, None
+        assert rows is not None
+        whole = self.engine.gather(_from_rows, rows.to_rows(output), rows)
         assert isinstance(whole, Tensor)
         if whole.requires_grad:
             whole.register_hook(partial(self._resume, now))
@@ -296,28 +300,37 @@ class ModulePoints:
 
     def _resume(self, earlier: _Pass, grad: Tensor) -> None:
         self._pass = earlier
+        after_backward(partial(self._drop_kept, earlier))
 
-    def _came_in(self, module: nn.Module) -> TokenRows:
+    def _drop_kept(self, ended: _Pass) -> None:
+        """What was kept for modules that this backward pass has not recomputed."""
+        self._recomputed -= ended.kept.keys()
+        ended.kept.clear()
+
+    def _note_call(self, module: nn.Module) -> TokenRows:
         """Note a module's first call in a forward; the rows of the stream."""
         now = self._pass
-        if module in now.came_in:
+        if module in now.module_rows:
             raise ValueError(
                 f"got {self._name(module)!r} twice in one forward; expected each module of a "
                 "ShardPlan once; list the modules around it"
             )
-        if now.rows is None:
+        if now.stream_rows is None:
             raise ValueError(
                 f"got a call of {self._name(module)!r} outside of enter {self.plan.enter!r} and "
                 f"leave {self.plan.leave!r}; expected it between the two; correct the ShardPlan"
             )
-        now.came_in[module] = now.rows
-        return now.rows
+        now.module_rows[module] = now.stream_rows
+        return now.stream_rows
 
-    def _keeping(self, module: nn.Module) -> AbstractContextManager[Any]:
+    def _keep(self, module: nn.Module, rows: TokenRows) -> AbstractContextManager[Any] | None:
         """A context that keeps what the module receives from other ranks, if it is recomputed."""
-        keeps = not self.engine.options.recompute_communication and torch.is_grad_enabled()
-        if module not in self._recomputed or not keeps:
-            return nullcontext()
+        options = self.engine.options
+        resends = options.recompute_communication or self.engine.strategy(rows.grid).resends(
+            options
+        )
+        if resends or module not in self._recomputed or not torch.is_grad_enabled():
+            return None
         keeping, self._pass.kept[module] = keep_exchanged()
         return keeping
 
@@ -340,7 +353,7 @@ class ModulePoints:
     def _cut_arguments(self, call: _Call, rows: TokenRows) -> None:
         """Cut the arguments that the plan gives axes for to these rows."""
         for name, axes in self.plan.arguments.items():
-            if AXES[rows.layout] in axes.split() and call.arguments.get(name) is not None:
+            if ROW_AXIS[rows.layout] in axes.split() and call.arguments.get(name) is not None:
                 call.arguments[name] = self._cut(name, call.arguments[name], axes.split(), rows)
 
     def _cut(self, name: str, value: Any, axes: list[str], rows: TokenRows) -> Any:
@@ -354,20 +367,16 @@ class ModulePoints:
                 f"sizes {[sizes.get(axis, 'any') for axis in axes]}; correct arguments in the "
                 "ShardPlan"
             )
-        return value.narrow(axes.index(AXES[rows.layout]), rows.start, rows.count)
+        return value.narrow(axes.index(ROW_AXIS[rows.layout]), rows.start, rows.count)
 
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {one: name for name, one in self.model.named_modules()}
         return names[module]
 
 
-def _all_rows(grid: TokenGrid) -> TokenRows:
-    return grid.rows("spatial")
-
-
-def _turn(x: Tensor, rows: TokenRows) -> tuple[Tensor, TokenRows]:
+def _transpose(x: Tensor, rows: TokenRows) -> tuple[Tensor, TokenRows]:
     return rows.transpose(x)
 
 
-def _whole(x: Tensor, rows: TokenRows) -> Tensor:
+def _from_rows(x: Tensor, rows: TokenRows) -> Tensor:
     return rows.from_rows(x)

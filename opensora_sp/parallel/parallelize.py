@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
+from .batch_shape import BatchShape
 from .collectives import gather_rows
 from .debug.input_check import InputCheck
 from .debug.parity import ATTRIBUTE, verify_first_step
@@ -26,7 +27,7 @@ from .module_points import ModulePoints
 from .options import Options, takes_options
 from .protocols import Grid, LatentRows, Rows
 from .shard_plan import ShardPlan, find_modules, plan_of
-from .strategies import Local, SplitAttention, Strategy, SwitchRows, choose_strategy
+from .strategies import Local, SplitAttention, Strategy, SwitchRows, strategy_for
 from .typed import Arguments
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -112,7 +113,7 @@ class SequenceParallel:
 
     def ends(self, grid: Grid) -> list[list[LatentRows]]:
         """For each rank of the group its rows where tokens enter and where they leave."""
-        strategy = self._strategy(grid)
+        strategy = self.strategy(grid)
         of_ranks: list[list[Any]] = [[] for _ in range(self.mesh.sp_size)]
         for rows in strategy.ends(grid.rows("spatial")):
             for held, run in zip(of_ranks, strategy.runs(rows), strict=True):
@@ -121,7 +122,7 @@ class SequenceParallel:
 
     def shard(self, local: Local[Held], grid: Grid) -> Held:
         """The rows that this rank holds where tokens enter."""
-        return cast(Held, self._strategy(grid).shard(local, grid))
+        return cast(Held, self.strategy(grid).shard(local, grid))
 
     def at(self, point: str, local: Local[Any], *args: Any, **options: Any) -> Any:
         """Run the batch's strategy at a hook point. The arguments include the rows held there."""
@@ -131,7 +132,7 @@ class SequenceParallel:
                 f"got tokens {tuple(args[0].shape)} as {_described(rows)}; expected "
                 f"[{rows.count}, {rows.length}, ..]; pass each point the rows of its tokens"
             )
-        return getattr(self._strategy(rows.grid), point)(local, *args, **options)
+        return getattr(self.strategy(rows.grid), point)(local, *args, **options)
 
     def gather(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor | Shard:
         """The whole output, or this rank's rows of it if the caller asked for shards."""
@@ -142,7 +143,7 @@ class SequenceParallel:
 
         if self.mesh.sp_size > 1:
             assert self.mesh.sp_group is not None
-            sizes = [stop - start for start, stop in self._strategy(rows.grid).runs(rows)]
+            sizes = [stop - start for start, stop in self.strategy(rows.grid).runs(rows)]
             x = gather_rows(x, sizes, self.mesh.sp_group)
             rows = rows.take(0, rows.total)
         return local(x, rows)
@@ -186,14 +187,15 @@ class SequenceParallel:
             )
         return args, kwargs
 
-    def _strategy(self, grid: Any) -> Strategy:
+    def strategy(self, grid: Any) -> Strategy:
         """The strategy for batches of this shape."""
         key = (grid.num_samples, *grid.shape, grid.full)
         if key not in self._strategies:
             width, heads = 1, 1
             if self.plan.names_hook_points:
                 width, heads = self.model.config.hidden_size, self.model.config.num_heads
-            chosen = choose_strategy(self.options, grid, width, heads, self.mesh.sp_size)
+            shape = BatchShape.of_grid(grid, width, heads)
+            chosen = strategy_for(shape, self.options, self.mesh.sp_size)
             if issubclass(chosen, SplitAttention) and not self.plan.names_hook_points:
                 # Ordinary modules hide their heads.
                 chosen = SwitchRows

@@ -25,3 +25,8 @@ def once_differentiable(backward: Decorated) -> Decorated:
 def is_backward_running() -> bool:
     """Whether autograd is running: a forward is then a recomputation of checkpointing."""
     return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

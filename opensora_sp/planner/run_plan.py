@@ -15,7 +15,7 @@ from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.strategies import strategy_for, strategy_options
+from opensora_sp.parallel.strategies import applicable_strategy, strategy_for, strategy_options
 
 from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
@@ -220,9 +220,10 @@ class _Run:
         compared: dict[str, Traffic] = {}
         advice: list[str] = []
         if not brief:
-            compared = {
-                name: self.traffic(shape, Options(strategy=name)) for name in strategy_options()
-            }
+            for name in strategy_options():
+                options = Options(strategy=name)
+                if applicable_strategy(shape, options, self.ranks):
+                    compared[name] = self.traffic(shape, options)
             advice = self._better_balance(bucket, sharing) + self._less_memory(latents, memory)
 
         return BatchEstimate(

@@ -34,7 +34,7 @@ from opensora_sp.checkpoint import (
     open_weights,
 )
 from opensora_sp.checkpoint.folder import to_json
-from opensora_sp.checkpoint.shard_index import ShardIndex
+from opensora_sp.checkpoint.shard_index import ShardIndex, is_index
 from opensora_sp.checkpoint.tensor_file import is_safetensors
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
@@ -175,7 +175,7 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
 
     def _load_optimizer(self, optimizer: SequenceZeroOptimizer, source: Path) -> None:
         self.wait()
-        if not _is_index(source) and not is_safetensors(source):
+        if not is_index(source) and not is_safetensors(source):
             raise ValueError(
                 f"got optimizer state {source}, which is no safetensors file; expected what this "
                 "plugin's save_optimizer wrote: ColossalAI's own files name no parameters; save "
@@ -345,13 +345,9 @@ def _index(stem: str, files: dict[str, dict[str, Part]], metadata: dict[str, Any
     return ShardIndex(path, weight_map, {**metadata, "total_size": total_size})
 
 
-def _is_index(source: Path) -> bool:
-    return source.name.endswith(".index.json")
-
-
 def _open(source: Path, *, allow_pickle: bool = False) -> Weights:
     """Open a file, or an index whose SHA-256 rank 0 has compared with its shards. Collective."""
-    if _is_index(source):
+    if is_index(source):
         index = ShardIndex.read(source)
         with on_rank_0("checking a checkpoint") as is_rank_0:
             if is_rank_0:

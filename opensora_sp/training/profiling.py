@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -97,65 +98,39 @@ class StepProfiler:
 @contextmanager
 def named_regions(model: ConditionedModel) -> Iterator[None]:
     """Inside, parts of a model's forward pass and collectives have names for the profiler."""
-    with ExitStack() as stack:
+    with ExitStack() as hooks:
         for name, module in model.named_children():
             if module is model.switch:
-                stack.callback(_Region("switch", module).remove)
+                _name_calls("switch", module, hooks)
             elif name == "final_layer":
-                stack.callback(_Region("final", module).remove)
+                _name_calls("final", module, hooks)
             elif EMBEDDERS.fullmatch(name):
-                stack.callback(_Region("embed", module).remove)
+                _name_calls("embed", module, hooks)
 
-        parts = _Parts()
-        stack.callback(model.register_forward_pre_hook(parts.begin).remove)
-        stack.callback(model.segment.register_forward_pre_hook(parts.name_next).remove)
-        stack.enter_context(listening(_exchange))
+        # The parts between two switches alternate.
+        parts = cycle(("spatial", "temporal"))
+
+        def name_part(segment: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            function, *others = args
+            return record_function(next(parts))(function), *others
+
+        hooks.callback(model.segment.register_forward_pre_hook(name_part).remove)
+        hooks.enter_context(listening(_exchange))
         yield
 
 
-class _Region:
-    """A profiler region around the calls of a module."""
+def _name_calls(name: str, module: nn.Module, hooks: ExitStack) -> None:
+    """Make a profiler region of each call of a module, until ``hooks`` are closed."""
+    region = ExitStack()
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self._open = name, ExitStack()
-        self._handles = [
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
-        ]
+    def enter(*_: Any) -> None:
+        region.enter_context(record_function(name))
 
-    def _enter(self, *_: Any) -> None:
-        self._open.enter_context(record_function(self.name))
+    def leave(*_: Any) -> None:
+        region.close()
 
-    def _leave(self, *_: Any) -> None:
-        self._open.close()
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-class _Parts:
-    """Names the parts between two switches, which alternate: spatial, temporal, spatial, ..."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def begin(self, *_: Any) -> None:
-        self._count = 0
-
-    def name_next(self, segment: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        function, *others = args
-        name = ("spatial", "temporal")[self._count % 2]
-        self._count += 1
-        return _named(name, function), *others
-
-
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with record_function(name):
-            return function(*args)
-
-    return run
+    hooks.callback(module.register_forward_pre_hook(enter).remove)
+    hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
 
 
 def _exchange(kind: str, backward: bool, device: torch.device) -> AbstractContextManager[Any]:

@@ -29,7 +29,7 @@ from opensora_sp.data import MicroBatch, VideoTextDataset
 from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import Features, SharedClips
+from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Encoders
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.sampling.pipeline import Pipeline
@@ -105,7 +105,7 @@ class Validator:
         )
         if self.heldout is not None:
             self.corrupt = CorruptSamples(self.heldout.rows, trainer.mesh, max_bad_fraction=1.0)
-            self.clips = SharedClips(
+            self.encoder = ShardedEncoder(
                 trainer.mesh,
                 trainer.module,
                 self.heldout,
@@ -182,14 +182,14 @@ class Validator:
     def _readable(self, chosen: Sequence[int]) -> tuple[list[int], Features]:
         """Those of some clips that can be read, and their features. Collective in the group."""
         assert self.heldout is not None and self.heldout.shape is not None
-        ids, shape, source = list(chosen), self.heldout.shape, self.clips.source
+        ids, shape, source = list(chosen), self.heldout.shape, self.encoder.source
         while True:
             features = Features.filled(float("nan"), len(ids), shape, source, self.trainer.device)
             if not ids:
                 return ids, features
             batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
-            items = [self.heldout[sample] for sample in self.clips.samples(batch)]
-            corrupt = self.clips.share(features, ids, range(len(ids)), items)
+            items = [self.heldout[sample] for sample in self.encoder.samples(batch)]
+            corrupt = self.encoder.encode_readable(features, ids, range(len(ids)), items)
             if not corrupt:
                 return ids, features
             ids = [index for place, index in enumerate(ids) if place not in corrupt]

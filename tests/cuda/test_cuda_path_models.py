@@ -1,4 +1,4 @@
-"""Every model, forward and backward, on CUDA's code path: what is launched, and where the host waits.
+"""Every model, forward and backward, on CUDA's code path: kernels launched, and host syncs.
 
 The bounds are what was measured. A change may lower them, and says why where it raises one.
 """

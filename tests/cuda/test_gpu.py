@@ -35,7 +35,7 @@ def test_golden_output_on_cuda(name: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "flash", "sdpa", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_backends_agree(dtype: torch.dtype, backend: str) -> None:
-    """Rows and packed tokens, forward and backward, against float64; lengths that have been trouble elsewhere."""
+    """Rows and packed tokens, forward and backward, against float64; lengths known to fail."""
     if backend == "flash" and (
         importlib.util.find_spec("flash_attn") is None or dtype == torch.float32
     ):
@@ -76,7 +76,7 @@ def test_attention_backends_agree(dtype: torch.dtype, backend: str) -> None:
     ids=str,
 )
 def test_captions_in_pieces(lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
-    """torch's kernels for packed tokens, and keys that several pieces share, forward and backward."""
+    """torch's kernels for packed tokens, keys shared by several pieces, forward and backward."""
     tolerance = 4e-2 if dtype == torch.bfloat16 else 1e-4
     tokens = sum(lengths[0]), sum(lengths[1]), sum(lengths[1])
     exact = [
@@ -143,16 +143,22 @@ def test_rounding_to_8_bits(narrow: torch.dtype, error: float) -> None:
 
 @pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
 def test_memory_is_predicted_on_cuda(name: str) -> None:
-    """Activations traced on fake tensors against the allocator's peak, one process, bf16, with checkpointing."""
+    """Traced activations against the allocator's peak: one process, bf16, with checkpointing."""
     size = dict(input_size=(8, 32, 32)) if name == "STDiT" else {}
     options = dict(
         hidden_size=576, depth=4, num_heads=8, caption_channels=64, model_max_length=20, **size
     )
     latents = (1, 4, 8, 32, 32)
     traced = trace_activations(
-        name, resolve_config(name, **options), latents, options=Options(), ranks=1, dtype=torch.bfloat16,
-        checkpointing=True, training=True,
-    )  # fmt: skip
+        name,
+        resolve_config(name, **options),
+        latents,
+        options=Options(),
+        ranks=1,
+        dtype=torch.bfloat16,
+        checkpointing=True,
+        training=True,
+    )
     model = build_model(name, **options).cuda().bfloat16()
     model.set_grad_checkpoint(True)
     for parameter in model.parameters():

@@ -1,5 +1,7 @@
-"""What a training does without ending at once: steps without finite numbers, full disks, wishes to stop; and ranks that
-no longer hold the same numbers. In processes of this test; tests/e2e/test_faults.py has those that are killed."""
+"""What a training continues after: steps without finite numbers, full disks, requests to stop.
+
+Also ranks that no longer hold the same numbers. tests/e2e/test_faults.py has ranks that are killed.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def stopped(config: Path, root: Path, code: int) -> str:
 
 
 def diverging(config: Path, root: Path) -> str:
-    """Rank 1 changes one bit of one parameter after step 3; the check is after every second step."""
+    """Rank 1 flips one bit of one parameter after step 3; the check follows every second step."""
     from opensora_sp.plugin import SequenceZeroOptimizer
 
     plain, steps = SequenceZeroOptimizer.step_if_finite, [0]
@@ -325,9 +327,7 @@ def all_synchronous() -> list[dict[str, str]]:
     return [synchronous(dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
-def test_the_check_compares_parameters_everywhere_and_batches_within_groups_and_across_replicas() -> (
-    None
-):
+def test_parameters_are_compared_everywhere_and_batches_in_groups_and_across_replicas() -> None:
     for of_rank in run_ranks(4, all_synchronous):
         for found in of_rank:
             assert set(found) == {"parameter", "peer", "replica"}
@@ -350,7 +350,7 @@ def state_of(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
-    """fp16 on a CPU, whose loss scale is doubled after two good steps: in one go, and cut after three."""
+    """fp16 on a CPU: the loss scale doubles after two good steps. Uncut, and cut after three."""
     from opensora_sp.plugin import SequenceParallelPlugin, current_device, launch, plugin
     from opensora_sp.training import metrics, trainer
     from opensora_sp.training.preflight import preflight

@@ -30,7 +30,7 @@ def boosted(
     scale: float = 1.0,
     **more,
 ):
-    """A boosted model with two parameter groups, an LR schedule, a frozen and an unused parameter."""
+    """A boosted model: two parameter groups, LR schedule, a frozen and an unused parameter."""
     from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
 
@@ -86,7 +86,7 @@ def loss_sequence(dp: int, sp: int) -> list[float]:
 
 
 def uneven_replicas() -> None:
-    """Replicas of 1 and of 3 samples, of different T and S, twice accumulated, against all of it in one process."""
+    """Replicas of 1 and 3 samples of different T and S, accumulated twice, against one process."""
     from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
 
@@ -144,7 +144,7 @@ def accumulation_without_sending(stage: int) -> None:
 
 
 def clipping(stage: int) -> None:
-    """``clip_grad_by_norm`` after backward is ``max_norm`` of the plugin, and the norm is the one-process norm."""
+    """``clip_grad_by_norm`` after backward equals the plugin's ``max_norm``, by the global norm."""
     alone, batch = make_model(), make_batch(0)
     alone.t_block[1].weight.requires_grad_(False)
     velocity_loss(alone(**batch), -batch["x"]).mean().backward()
@@ -259,9 +259,11 @@ def refusals(root: Path) -> None:
         os.link(index.parent / name, harmed / name)
     (harmed / files[0]).unlink()
     (harmed / files[0]).write_bytes((index.parent / files[1]).read_bytes())  # a swapped shard
-    (harmed / index.name).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"got a damaged checkpoint: .*{files[0]}"):
-        booster.load_model(model, str(harmed))
+    for name in (index.name, "model.safetensors.index.fp16.json"):
+        (harmed / name).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"got a damaged checkpoint: .*{files[0]}"):
+            booster.load_model(model, str(harmed))
+        (harmed / name).unlink()
     content["weight_map"]["final_layer.linear.weight"] = "../schedule.json"
     (harmed / index.name).write_text(json.dumps(content))
     with pytest.raises(ValueError, match="expected files of its own folder"):

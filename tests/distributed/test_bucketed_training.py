@@ -1,4 +1,4 @@
-"""Training on mixed buckets: any division of the processes, a resume in the middle of an epoch, corrupt samples."""
+"""Training on mixed buckets: any (dp, sp), resume in the middle of an epoch, corrupt samples."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_replicas_and_sequence_parallelism_do_not_change_the_losses(folder: Path) -> None:
-    """3 micro-batches a step: two replicas take 2 and 1, and the one with none left adds nothing."""
+    """3 micro-batches a step: two replicas take 2 and 1; the one with none left adds nothing."""
     alone = losses(folder / "1x1")
     assert len(alone) == STEPS and len(set(alone)) == STEPS
     for name in WORLDS:

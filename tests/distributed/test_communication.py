@@ -1,4 +1,4 @@
-"""What a training step sends, to the element, against the figures it is to show (``benchmarks/communication.py``)."""
+"""What a training step sends, to the element, against ``benchmarks/communication.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``compile="blocks"``: the numbers of the plain model, and no graph more than there are kinds of blocks and shapes."""
+"""``compile="blocks"``: the numbers of the plain model; one graph per kind of block and shape."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from opensora_sp.parallel.cost_model import CostModel
 
 pytestmark = pytest.mark.core
 DEPTH = 3
-# A part of a block is two graphs around its attention to text and two within that, which projects and comes back; a
-# spatial part of STDiT and STDiT2 holds no attention to text.
+# A part of a block is two graphs around its attention to text, and two within the attention, for
+# the projections before and after. A spatial part of STDiT and STDiT2 has no attention to text.
 GRAPHS = {"STDiT3": 4 + 4, "STDiT2": 1 + 4}
 
 

@@ -1,4 +1,4 @@
-"""The loops of the page: DistributedDataParallel and a bare loop, without ColossalAI; and the Booster's."""
+"""The page's custom training loops: DistributedDataParallel and a bare loop; and the Booster's."""
 
 from __future__ import annotations
 
@@ -93,9 +93,10 @@ def write_booster_loop(folder: Path, steps: int) -> Path:
     """The page's program with a small model, in fp32."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     (program,) = [block for block in blocks if "Booster" in block]
-    small = "in_channels=2, hidden_size=24, depth=2, num_heads=2, caption_channels=5, model_max_length=6"
+    small = "in_channels=2, hidden_size=24, depth=2, num_heads=2, mlp_ratio=2.0, "
+    small += "caption_channels=5, model_max_length=6"
     for old, new in [
-        ('build_model("STDiT3-XL/2")', f'build_model("STDiT3", mlp_ratio=2.0, {small})'),
+        ('build_model("STDiT3-XL/2")', f'build_model("STDiT3", {small})'),
         ("STEPS, SAVE_EVERY, BATCH = 1000, 100, 8", f"STEPS, SAVE_EVERY, BATCH = {steps}, 2, 4"),
         ("LATENTS, TEXT = (4, 16, 32, 32), (300, 4096)", "LATENTS, TEXT = (2, 5, 6, 8), (6, 5)"),
         ('Path("checkpoints")', f"Path({str(folder / 'checkpoints')!r})"),

@@ -1,4 +1,4 @@
-"""The engine from its user's side: its overhead without other ranks, what it counts, and what it refuses."""
+"""The engine from its user's side: overhead without other ranks, counts, and refusals."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def mixed_layouts() -> None:
 
 
 def held_after_backward() -> None:
-    """Overlap holds nothing that plain switches do not, once a backward pass is over; and chunks are not too small."""
+    """After a backward pass overlap holds no more than plain switches; chunks are not too small."""
     mesh, case = SequenceMesh(dist.get_world_size()), Case((1, 8, 16, 32), checkpoint=True)
     live, calls = {}, {}
     for options in ({}, dict(overlap_backward=True), dict(overlap_chunks=4, overlap_backward=True)):
@@ -151,7 +151,7 @@ def held_after_backward() -> None:
 
 
 def second_derivatives() -> None:
-    """The reverse of an exchange is differentiated as such; what cannot be differentiated twice says so."""
+    """The reverse of an exchange can be differentiated; what cannot be twice raises an error."""
     plan = plan_exchange(
         {"b": 1, "t": 3, "s": 4},
         SPATIAL_ROWS,
@@ -175,7 +175,7 @@ def second_derivatives() -> None:
 
 
 def edges() -> tuple[int, int]:
-    """Tokens embedded here, and of how many patches positions were computed; a switch is three operators."""
+    """Tokens embedded here, patches whose positions were computed; a switch is three operators."""
     mesh = SequenceMesh(dist.get_world_size())
     case, seen = Case((1, 2, 7, 9), heads=4), []
     model = parallelize(make_model(case), mesh, placement="branch")  # temporal rows from the start
@@ -210,7 +210,7 @@ def edges() -> tuple[int, int]:
 
 
 def verified() -> None:
-    """``verify`` takes whatever the model takes: gradients that autograd expands, and text encoded under any mode."""
+    """``verify`` takes all that the model takes: expanded gradients, text encoded in any mode."""
     mesh, inputs = SequenceMesh(dist.get_world_size()), make_inputs(PLAIN[0])
     for model in (windows_with_unused_conditions(), make_model(PLAIN[0])):
         parallelize(model, mesh, verify=True)(**inputs).sum().backward()
@@ -221,12 +221,19 @@ def verified() -> None:
 
 
 def windows_with_unused_conditions() -> torch.nn.Module:
-    """Embedders of conditions that a batch does not have get zeros, one number expanded to the weight's shape."""
+    """Embedders of conditions that a batch lacks get zeros: one number, expanded to the weight."""
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=12, depth=1, num_heads=2, caption_channels=5, model_max_length=6,
-        kernel_size=(2, 2, -1), use_cond=True,
-    )  # fmt: skip
+        "STDiT3",
+        in_channels=2,
+        hidden_size=12,
+        depth=1,
+        num_heads=2,
+        caption_channels=5,
+        model_max_length=6,
+        kernel_size=(2, 2, -1),
+        use_cond=True,
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.double()

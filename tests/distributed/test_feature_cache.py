@@ -1,5 +1,7 @@
-"""The feature cache: made by several ranks and after an interruption, trained from with the same losses, refused by
-name where it does not fit."""
+"""The feature cache: written by several ranks and after an interruption, read in training.
+
+Losses are those of training without it; a cache that does not fit is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: Path) -> None:
-    """In every division of the processes, without any encoder; corrupt samples get the same replacements."""
+    """In every (dp, sp), without any encoder; corrupt samples get the same substitutes."""
     plain = losses(folder / "plain")
     assert len(set(plain)) == STEPS
     for layout in LAYOUTS:
@@ -195,9 +197,9 @@ def test_what_is_kept_is_what_the_encoders_make(folder: Path) -> None:
             if not isinstance(kept, CachedClip):
                 assert clip in (3, 13) and kept.path == read.path
                 continue
-            made, (y, mask) = source.latents([read])[0], source.texts([read])
+            made, text = source.latents([read])[0], source.text_features([read])[0]
             assert torch.equal(kept.latents, made) and kept.fps == read.fps
-            assert torch.equal(kept.text, y[0, 0, : int(mask.sum())])
+            assert torch.equal(kept.text, text)
             part = cache[Sample(clip, 0, shape, (1, 2))]
             assert part.text is None and torch.equal(part.latents, made[:, 1:2])
             compared += 1
@@ -210,17 +212,32 @@ CACHED = ["dataset.type=CachedFeatures", "dataset.path={folder}/cache", "outputs
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["vae.pool=(1, 16, 8)"], r"got vae.pool \[1, 16, 8\] \(there \[1, 16, 16\]\) with the feature cache"),
+        (
+            ["vae.pool=(1, 16, 8)"],
+            r"got vae.pool \[1, 16, 8\] \(there \[1, 16, 16\]\) with the feature cache",
+        ),
         (["text_encoder.max_length=9"], r"got text_encoder.max_length 9 \(there 12\)"),
-        (["dataset.transform=resize_random_crop"], r"'resize_random_crop' \(there 'resize_center_crop'\)"),
+        (
+            ["dataset.transform=resize_random_crop"],
+            r"'resize_random_crop' \(there 'resize_center_crop'\)",
+        ),
         (["dataset.clip_start=random"], r"dataset.clip_start 'random' \(there 'middle'\)"),
         (["dataset.frame_interval=2"], r"dataset.frame_interval 2 \(there 1\)"),
         (["dataset.manifest={folder}/other.jsonl"], r"got dataset.manifest '\w+' \(there '\w+'\)"),
-        (["bucket_config={{'144p': {{4: (1.0, 1)}}}}"], r"got bucket_config and .* lacks \d+ clips of 4x.*which adds"),
-        (["max_steps=60"], r"got bucket_config and max_steps 60, for which the feature cache .* lacks \d+ clips of"),
-        (["dataset.path={folder}"], r"without index.json; expected a finished feature cache; run scripts"),
+        (
+            ["bucket_config={{'144p': {{4: (1.0, 1)}}}}"],
+            r"got bucket_config and .* lacks \d+ clips of 4x.*which adds",
+        ),
+        (
+            ["max_steps=60"],
+            r"got bucket_config and max_steps 60, for which the feature cache .* lacks \d+ clips",
+        ),
+        (
+            ["dataset.path={folder}"],
+            r"without index.json; expected a finished feature cache; run scripts",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_cache_of_something_else_is_refused_by_name(
     folder: Path, options: list[str], message: str
 ) -> None:
@@ -258,7 +275,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
 
 
 def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
-    """The watchdog's peer_timeout, and whether it reports an error of before anything is encoded to all ranks."""
+    """The watchdog's peer_timeout, and whether an error before any encoding reaches all ranks."""
     from opensora_sp.features import precompute as module
 
     started = []

@@ -1,4 +1,4 @@
-"""Sampling with frames given: image to video, both ends, loops; on several processes, and what is refused."""
+"""Sampling with conditioning frames: image to video, both ends, loops; on several ranks; errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def sample(folder: Path, files: list[Path]) -> list[list[torch.Tensor]]:
-    """Latents of all loops, for both ends given, for edited frames, and for two prompts of which one has nothing."""
+    """Latents of all loops: both ends conditioned, edited frames, one of two prompts without."""
     mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
     options = [
         "precision=fp64",

@@ -1,5 +1,6 @@
-"""Losses on shards: on 1, 2 and 3 ranks every loss and every gradient is the one-process one, in float64; then training
-and sampling with IDDPM and frame masks as users start them.
+"""Losses on shards: on 1, 2 and 3 ranks losses and gradients are those of one process, in float64.
+
+Then training and sampling with IDDPM and frame masks as users start them.
 
 The elementwise terms themselves are compared with the reference values in the golden tests.
 """
@@ -37,7 +38,8 @@ PROCESSES = [
     IDDPM(rescale_learned_sigmas=True, predict_xstart=True, timestep_respacing="100"),
     IDDPM(learn_sigma=False, sigma_small=True, use_kl=True, noise_schedule="squaredcos_cap_v2"),
 ]
-CASES = [  # sizes that the patch does not divide, rows that the ranks do not divide, ranks without rows
+# Sizes that the patch does not divide, rows that the ranks do not divide, ranks without rows.
+CASES = [
     Case((2, 5, 7, 9), x_mask=True),
     Case((3, 5, 5, 7), patch=(2, 2, 2), x_mask=True, mask=True),
     Case((3, 3, 6, 5)),
@@ -65,7 +67,10 @@ Step = tuple[torch.Tensor, dict[str, torch.Tensor], int]
 
 
 def step(case: Case, process, mesh: SequenceMesh | None) -> Step:
-    """Each sample's loss, gradients averaged over the ranks, and the rows held here; without a mesh, in one process."""
+    """Each sample's loss, gradients averaged over the ranks, and the rows of this rank.
+
+    Without a mesh: in one process.
+    """
     model, inputs = make_model(case), make_inputs(case)
     noised = noised_batch(case, process, inputs)
     inputs |= dict(x=noised.x_t, timestep=process.network_time(noised.t))
@@ -95,7 +100,7 @@ def one_process() -> list[Step]:
 
 
 def compare_on_ranks(one_process: list[Step]) -> tuple[float, list[int]]:
-    """The largest difference of a gradient against the largest one, and the rows held, pair by pair."""
+    """For each pair: the largest relative difference of a gradient, and the rows of this rank."""
     mesh = SequenceMesh(sp_size=dist.get_world_size())
     worst, held = 0.0, []
     for (case, process), (wanted, wanted_gradients, _) in zip(PAIRS, one_process, strict=True):
@@ -197,9 +202,12 @@ def test_clips_of_different_sizes_have_the_losses_that_they_have_alone(process) 
     for sample, (frames, height, width) in enumerate(MIXED):
         cut = (slice(sample, sample + 1), slice(None), slice(frames), slice(height), slice(width))
         alone = Noised(
-            x_t=noised.x_t[cut], target=noised.target[cut], x_start=noised.x_start[cut],
-            t=noised.t[cut[0]], x_mask=noised.x_mask[cut[0], cut[2]],
-        )  # fmt: skip
+            x_t=noised.x_t[cut],
+            target=noised.target[cut],
+            x_start=noised.x_start[cut],
+            t=noised.t[cut[0]],
+            x_mask=noised.x_mask[cut[0], cut[2]],
+        )
         torch.testing.assert_close(losses[cut[0]], process.losses(output[cut], alone))
     shard = parallelize(model, SequenceMesh(1))(**inputs, output="shards")
     torch.testing.assert_close(process.losses(shard, replace(noised, video_mask=None)), losses)

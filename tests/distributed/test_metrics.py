@@ -246,7 +246,7 @@ def train_and_resume(config: Path, outputs: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps, and four more after a resumption, two of which are traced; beside it a run that ended after a step."""
+    """Two steps, and four more after a resume, two of them traced; and a run of one step."""
     folder = tmp_path_factory.mktemp("metrics")
     manifest = write_toy_set(folder / "set", 8)
     (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
@@ -300,8 +300,9 @@ def test_a_line_says_what_is_known() -> None:
     values |= dict(data_wait=0.004, communication=0.081, eta=90_061.0)
     line = log_line(20, 1000, values | {"mfu": 0.412}, 989.0)
     assert line == (
-        "step 20/1000 | loss 0.2500 | grad norm 1.5 | lr 1.00e-04 | 0.5 s/step | 1.234e+04 tokens/s | "
-        "MFU 41.2% of 989 TFLOP/s | 71.23 GB | waiting: data 0.4%, communication 8.1% | ETA 1 day, 1:01:01"
+        "step 20/1000 | loss 0.2500 | grad norm 1.5 | lr 1.00e-04 | 0.5 s/step | "
+        "1.234e+04 tokens/s | MFU 41.2% of 989 TFLOP/s | 71.23 GB | "
+        "waiting: data 0.4%, communication 8.1% | ETA 1 day, 1:01:01"
     )
     assert "MFU" not in log_line(20, 1000, values, None)
 
@@ -325,7 +326,7 @@ def regions(path: Path) -> Counter[str]:
 
 
 def test_traces_name_the_parts_of_a_step(trained: Path) -> None:
-    """Two steps of two micro-batches, two pairs of blocks, recomputed; every rank writes its own."""
+    """Two steps of two micro-batches, two pairs of blocks, recomputed; each rank writes a trace."""
     assert len(list((trained / "profile").iterdir())) == 2
     for rank in range(2):
         found = regions(trained / f"profile/steps_3-4.rank{rank}.json.gz")

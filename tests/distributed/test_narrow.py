@@ -23,9 +23,15 @@ def gradients_sent_as(
 ) -> tuple[dict[str, torch.Tensor], CommLedger]:
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", hidden_size=96, depth=3, num_heads=4, mlp_ratio=2.0, caption_channels=8, model_max_length=6,
+        "STDiT3",
+        hidden_size=96,
+        depth=3,
+        num_heads=4,
+        mlp_ratio=2.0,
+        caption_channels=8,
+        model_max_length=6,
         patch_size=(1, 1, 1),
-    )  # fmt: skip
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for (
@@ -74,9 +80,8 @@ def compare() -> list[tuple[str, float, float]]:
 
 def test_gradients_and_bytes() -> None:
     for dtype, error, saved in run_ranks(2, compare)[0]:
-        print(
-            f"{dtype}: largest relative L2 error of a gradient {error:.4f}, {saved:.2f} times fewer bytes"
-        )
+        report = f"{dtype}: largest relative L2 error of a gradient {error:.4f}"
+        print(f"{report}, {saved:.2f} times fewer bytes")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Configs written for Open-Sora 1.0, 1.1 and 1.2: they load, train, sample, and say what they become."""
+"""Configs written for Open-Sora 1.0, 1.1 and 1.2 load, train and sample; what their keys become."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def test_buckets_without_a_probability_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_readmes_say_of_configs_that_load(tmp_path: Path) -> None:
-    """One of three stage configs names its clips, the others load once the manifest is set; both READMEs say so."""
+    """One of three stage configs names its clips, the others load once the manifest is set.
+
+    Both READMEs say so.
+    """
     write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2)
     load_train_config(tmp_path / "v10.py")
     for name in ("v11", "v12"):
@@ -176,7 +179,7 @@ def test_what_becomes_of_each_key(old: str, value: Any, rest: dict, expected: di
 
 
 def test_keys_that_are_kept_are_known(tmp_path: Path) -> None:
-    """``KEPT`` and the rules cover every key of the configs above, and every kept key is one of ours."""
+    """``KEPT`` and the rules cover every key of the configs above; kept keys are keys of ours."""
     from opensora_sp.config import InferenceConfig, TrainConfig
     from opensora_sp.config.files import read_config
 
@@ -197,7 +200,7 @@ def test_each_mapping_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureF
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "lr = 1 is optimizer.lr = 1 here" in line]) == 1
     assert any(
-        line.startswith(f"{tmp_path / 'v12.py'}:5: num_bucket_build_workers has no effect")
+        line.startswith(f"{tmp_path / 'v12.py'}:8: num_bucket_build_workers has no effect")
         for line in lines
     )
     assert len(lines) == len(set(lines))
@@ -222,7 +225,7 @@ def test_the_docs_have_the_table() -> None:
 
 
 def train_them(folder: Path) -> dict[str, Any]:
-    """Two steps with each config, sharing every clip; of the first also from its dump, and what stayed as it was."""
+    """Two steps with each config, with every clip shared; with the first also from its dump."""
     from opensora_sp.plugin import current_device, launch
     from opensora_sp.training import metrics, trainer
     from opensora_sp.training.metrics import log_to

@@ -1,4 +1,4 @@
-"""The Booster plugin: a training step on any (dp, sp) is the one-process step; data, arguments, a user's custom training loop."""
+"""The Booster plugin: a step on any (dp, sp) is the one-process step; data, arguments, loops."""
 
 from __future__ import annotations
 

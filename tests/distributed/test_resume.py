@@ -1,8 +1,8 @@
-"""A run that was cut and resumes in a fresh process is the run that was not cut: every step, to the last bit.
+"""A run that was cut and resumed in a fresh process equals the uncut run, to the last bit.
 
-In CI 16 cuts; ``make test-resume`` does 384. Every step writes a checkpoint, whose manifest has the SHA-256
-of fp32 master weights, EMA weights and optimizer state, and whose ``state.json`` the learning rate and the data
-position.
+In CI 16 cuts; ``make test-resume`` does 384. Every step writes a checkpoint. Its manifest has the
+SHA-256 of fp32 master weights, EMA weights and optimizer state, its ``state.json`` the learning
+rate and the data position.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from opensora_sp.training.metrics import read_metrics
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 MICRO_BATCHES, CLIPS = 2, 8  # of two clips: two steps an epoch
-# Learning rate and decay of the average change with every one of the first steps, and epochs end at even ones.
+# Learning rate and EMA decay change with each of the first steps, and epochs end at even ones.
 SAMPLE, GRID = [1, 2], list(range(1, 49))
 STEPS_AFTER = 20
 
@@ -85,7 +85,7 @@ def run_on(
     cut: int,
     left_out: str | None,
 ) -> dict:
-    """Resume from the checkpoint of step ``cut``; the part of the state that is ``left_out`` stays as it was built."""
+    """Resume from the checkpoint of step ``cut``; the state ``left_out`` stays as it was built."""
     from opensora_sp.training.checkpointing import TrainingState
 
     drawn: dict[int, tuple] = {}
@@ -243,12 +243,12 @@ class CutClips(VideoTextDataset):
 
 def record_crops(into: dict[int, dict]) -> None:
     """Note where the clips of each micro-batch that this rank has read were cut from."""
-    from opensora_sp.features.sharded import SharedClips
+    from opensora_sp.features.sharded import ShardedEncoder
     from opensora_sp.training import preflight
 
     make, take = (
         getattr(function, "original", function)
-        for function in (preflight.make_dataset, SharedClips.take)
+        for function in (preflight.make_dataset, ShardedEncoder.encode)
     )
 
     def recorded_make(cfg: Any) -> CutClips:
@@ -264,7 +264,7 @@ def record_crops(into: dict[int, dict]) -> None:
         return take(self, micro_batch, items)
 
     recorded_make.original, recorded_take.original = make, take
-    preflight.make_dataset, SharedClips.take = recorded_make, recorded_take
+    preflight.make_dataset, ShardedEncoder.encode = recorded_make, recorded_take
 
 
 def sample_log(
@@ -336,7 +336,7 @@ def all_sample_logs(config: Path, root: Path, sample_logs: SampleLogs) -> list:
 @pytest.mark.slow
 @sample_or_grid
 def test_the_sample_log_of_two_epochs(config: Path, tmp_path: Path, grid: bool) -> None:
-    """No duplicate, no omission, peers equal, replicas different, whatever interrupts and whoever reads."""
+    """No duplicate, no omission, peers equal, replicas different, whoever interrupts and reads."""
     chosen = SAMPLE_LOGS if grid else EACH_ONCE
     of_ranks = run_ranks(4, all_sample_logs, config, tmp_path, chosen, timeout=900)
     reference = {m: drawn for attempt in of_ranks[0][0] for m, drawn, _ in attempt}

@@ -1,4 +1,4 @@
-"""Sampling: the same videos on any number of processes, the files it writes, the mistakes it refuses."""
+"""Sampling: the same videos on any number of processes, output files, refused mistakes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Found = dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, int]]
 
 
 def sample_latents(folder: Path) -> Found:
-    """By precision and frames ten steps with guidance 4, twice; and the elements sent between blocks."""
+    """Ten steps with guidance 4, twice, by precision and frames; and elements sent in blocks."""
     mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
     found = {}
     for precision, num_frames in product(TOLERANCES, FRAMES):
@@ -100,8 +100,9 @@ def test_guidance_of_one_prompt_on_2_processes_moves_no_token(
     on: Callable[[int], list[Found]],
 ) -> None:
     """Guidance doubles the batch: two ranks take a half each. Three have to exchange tokens."""
-    assert all(sent == 0 for of_rank in on(2) for _, _, sent in of_rank.values())
-    assert all(sent > 0 for of_rank in on(3) for _, _, sent in of_rank.values())
+    for ranks, has_to_send in ((2, False), (3, True)):
+        for of_rank in on(ranks):
+            assert all(bool(sent) == has_to_send for _, _, sent in of_rank.values())
 
 
 def test_weights_that_are_not_those_of_the_manifest_are_refused(
@@ -154,10 +155,21 @@ def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[1:]) + "\n\n")
     done = run(
-        "scripts/inference.py", trained / "sample.py", "--ckpt", trained, "--prompt", PROMPTS[0],
-        "--prompts", tmp_path / "prompts.txt", "--outputs", tmp_path / "out", "--sp-size", "2",
-        launcher="torchrun", ranks=4,
-    )  # fmt: skip
+        "scripts/inference.py",
+        trained / "sample.py",
+        "--ckpt",
+        trained,
+        "--prompt",
+        PROMPTS[0],
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "--outputs",
+        tmp_path / "out",
+        "--sp-size",
+        "2",
+        launcher="torchrun",
+        ranks=4,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 videos on 4 processes: 2 groups of 2 (sp_size 2), as asked for" in done.stderr
     videos = sorted((tmp_path / "out").glob("*.mp4"))

@@ -1,4 +1,4 @@
-"""``backward(retain_graph=True)``, then ``backward()`` once more, under sequence parallelism with checkpointing."""
+"""``backward(retain_graph=True)`` and a second ``backward()``, with SP and checkpointing."""
 
 from __future__ import annotations
 

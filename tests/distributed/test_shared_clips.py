@@ -1,9 +1,11 @@
-"""One read and one encode for an SP group: who makes what, who gets what, and that results are those of one process."""
+"""An SP group reads and encodes each clip once: who does what, and one-process results."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +33,7 @@ from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE, Piece, independ
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.exchange import distribute_pieces
-from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
@@ -55,28 +57,23 @@ def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
     ]
     for pieces in kinds:
         for places in ([0], [0, 1], [2, 5, 6], list(range(7))):
-            dealt = distribute_pieces(places, pieces, num_ranks)
-            for axis, last in (
-                ("frames", pieces[-1].frames.stop),
-                ("latents", pieces[-1].latents.stop),
-            ):
-                runs = [getattr(portion, axis) for of_rank in dealt for portion in of_rank]
-                found = [
-                    (p.place, i)
-                    for of_rank in dealt
-                    for p in of_rank
-                    for i in range(*getattr(p, axis).indices(99))
-                ]
-                assert found == [(place, i) for place in places for i in range(last)] and all(
-                    r.start < r.stop for r in runs
-                )
+            shares = distribute_pieces(places, pieces, num_ranks)
+            portions = list(chain.from_iterable(shares))
+            for axis in ("frames", "latents"):
+                found, last = [], getattr(pieces[-1], axis).stop
+                for portion in portions:
+                    run = getattr(portion, axis)
+                    assert run.start < run.stop
+                    found += [(portion.place, i) for i in range(run.start, run.stop)]
+                assert found == list(product(places, range(last)))
+
             starts = [piece.frames.start for piece in pieces]
-            counts = [
-                sum(p.frames.start <= s < p.frames.stop for p in own for s in starts)
-                for own in dealt
-            ]
+            counts = []
+            for share in shares:
+                held = [sum(p.frames.start <= s < p.frames.stop for s in starts) for p in share]
+                counts.append(sum(held))
             assert max(counts) - min(counts) <= 1
-            assert sorted(p.place for own in dealt for p in own if p.has_caption) == places
+            assert sorted(p.place for p in portions if p.has_caption) == places
 
 
 def test_a_delivery_hands_everyone_what_it_wants() -> None:
@@ -115,7 +112,7 @@ def test_parts_of_a_clip_are_cut_from_the_same_place(tmp_path: Path) -> None:
 
 
 class Drawn:
-    """Clips of noise; ``unreadable(sample)`` says which this rank cannot read. Counts the frames that are read."""
+    """Clips of noise; ``unreadable(sample)`` says which fail on this rank. Counts frames read."""
 
     rows = [Entry(Path(f"{i}.mp4"), f"clip {i} of many") for i in range(9)]
 
@@ -136,7 +133,7 @@ class Drawn:
 
 
 class ChunkVAE(PatchPoolVAE):
-    """Two latent frames of each four, by themselves, as a user may write it; a clip's last chunk may be shorter."""
+    """A user's VAE: chunks of four frames are two latent frames; the last chunk may be shorter."""
 
     chunk = 4
 
@@ -168,9 +165,9 @@ class Counting(Encoders):
         self.frames += sum(item.video.shape[1] for item in items)
         return super().latents(items)
 
-    def texts(self, items: Sequence[Clip]) -> tuple[Tensor, Tensor]:
+    def text_features(self, items: Sequence[Clip]) -> list[Tensor]:
         self.captions += len(items)
-        return super().texts(items)
+        return super().text_features(items)
 
 
 MODEL = dict(
@@ -220,7 +217,7 @@ def gradients(
 def shared(
     mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
 ) -> dict[str, Any]:
-    """What this rank did for one micro-batch, after a comparison with one process that does all of it."""
+    """What this rank did for one micro-batch, after a comparison with one process."""
     plan = MicroBatchPlan(
         num_samples=9, batch_size=len(ids), micro_batches_per_step=1, seed=0, shape=shape
     )
@@ -236,8 +233,8 @@ def shared(
     def features_of(mesh: Any, model: Any) -> tuple[Any, Counting, Drawn]:
         dataset, source = Drawn(), Counting(encoder)
         broken = CorruptSamples(dataset.rows, mesh, 1.0)
-        clips = SharedClips(mesh, model, dataset, plan, source, broken, CPU)
-        used, features = clips.take(
+        clips = ShardedEncoder(mesh, model, dataset, plan, source, broken, CPU)
+        used, features = clips.encode(
             micro_batch, [dataset[sample] for sample in clips.samples(micro_batch)]
         )
         assert used == ids and broken.read == len(ids)
@@ -270,16 +267,21 @@ def shared(
     )
     sent = counter.bytes["data", "forward"]
     return dict(
-        read=dataset.frames, encoded=source.frames, captions=source.captions, sent=sent, needed=int(here[:, 0].sum()),
-        held=int(held.sum()), calls=counter.calls["data", "forward"], pieces=len(source.pieces(shape)),
+        read=dataset.frames,
+        encoded=source.frames,
+        captions=source.captions,
+        sent=sent,
+        needed=int(here[:, 0].sum()),
+        held=int(held.sum()),
+        calls=counter.calls["data", "forward"],
+        pieces=len(source.pieces(shape)),
         agreed=counter.bytes["clips", "forward"],
-    )  # fmt: skip
+    )
 
 
 CASES: list[tuple[str, str, list[int], dict, ClipShape]] = [
     ("STDiT3", encoder, ids, {}, SHAPE)
-    for encoder in VAES
-    for ids in ([4], [1, 7], [3, 0, 8, 5, 2])
+    for encoder, ids in product(VAES, ([4], [1, 7], [3, 0, 8, 5, 2]))
 ]
 CASES += [(name, "frames", [2, 6, 1], {}, SHAPE) for name in MODELS if name != "STDiT3"]
 CASES += [
@@ -308,7 +310,7 @@ def share_in_worlds() -> list:
 
 @pytest.mark.slow
 def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
-    """Losses and all gradients in float64 are checked inside, against one process that reads and encodes everything."""
+    """Losses and gradients are compared inside, in float64, with one process that does it all."""
     of_ranks = run_ranks(4, share_in_worlds, timeout=300)
     for place, world in enumerate(WORLDS):
         for number, (name, encoder, ids, options, shape) in enumerate(CASES):
@@ -321,7 +323,7 @@ def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
             assert max(one["read"] for one in reported) <= -(-pieces // world) * per_piece, case
             assert sum(one["captions"] for one in reported) == len(ids), case
             assert {one["calls"] for one in reported} == {int(world > 1)}, case
-            # Numbers that travel: latents that a rank needs and has not made, and captions likewise.
+            # Numbers sent: latents that a rank needs and has not made, and captions likewise.
             latents, captions = (
                 sum(one["needed"] for one in reported) * 3,
                 sum(one["held"] for one in reported) * WORDS * 8,
@@ -343,14 +345,16 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     )
     batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
 
-    def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> SharedClips:
+    def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> ShardedEncoder:
         broken = CorruptSamples(dataset.rows, mesh, max_bad_fraction)
-        return SharedClips(mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole)
+        return ShardedEncoder(
+            mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole
+        )
 
     clips = clips_of(Drawn(lambda sample: rank == 1 and sample.clip % 2 == 1), 0.25)
     for _ in range(2):  # the same clips are broken in the next epoch too
         with CommLedger() as counter:
-            ids, features = clips.take(
+            ids, features = clips.encode(
                 batch, [clips.dataset[sample] for sample in clips.samples(batch)]
             )
         replaced = clips.corrupt.report(CPU)
@@ -365,10 +369,10 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     with pytest.raises(
         ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"
     ):
-        hopeless.take(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
+        hopeless.encode(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
     verified = clips_of(Drawn(), 1.0, whole=True)  # all of the first batch, for the bare model
     read = [verified.dataset[sample] for sample in verified.samples(batch)]
-    assert [verified.take(batch, read)[1].latents.isnan().any().item() for _ in range(2)] == [
+    assert [verified.encode(batch, read)[1].latents.isnan().any().item() for _ in range(2)] == [
         False,
         True,
     ]
@@ -402,3 +406,44 @@ def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_pa
     assert sorted(reported) == [
         f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken
     ]
+
+
+class Miscounting(HashedBagOfWords):
+    """Counts two tokens too few in the caption of one clip."""
+
+    def num_tokens(self, text: str) -> int:
+        return super().num_tokens(text) - 2 * (text == "clip 3 of many")
+
+
+def miscount(sp_size: int) -> tuple[bool, str]:
+    """Whether this rank has encoded the caption, and what the report raises."""
+    mesh = SequenceMesh(sp_size)
+    model = parallelize(make_model("STDiT3"), mesh)
+    plan = MicroBatchPlan(
+        num_samples=9, batch_size=2, micro_batches_per_step=2, seed=0, shape=SHAPE
+    )
+    ids = (1, 3) if mesh.dp_rank + 1 == mesh.dp_size else (0, 2)
+    batch = plan.step(0)[0]._replace(ids=ids)
+    dataset, source = Drawn(), Counting("frames")
+    source.text_encoder = Miscounting(8, WORDS)
+    corrupt = CorruptSamples(dataset.rows, mesh, 1.0)
+    encoder = ShardedEncoder(mesh, model, dataset, plan, source, corrupt, CPU)
+
+    corrupt.report(CPU)
+    own = encoder.samples(batch)
+    encoder.encode(batch, [dataset[sample] for sample in own])
+    with pytest.raises(ValueError) as error:
+        corrupt.report(CPU)
+    return 3 in [sample.clip for sample in own], str(error.value)
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_a_text_encoder_that_miscounts_is_refused_by_all_ranks(sp_size: int) -> None:
+    """Though only the rank that encodes the caption can know, and the other one must not wait."""
+    ranks = run_ranks(2, miscount, sp_size)
+    assert [has_encoded for has_encoded, _ in ranks] == [False, True]
+    assert ranks[0][1] == ranks[1][1]
+    assert re.match(
+        "got features of 6 tokens for the caption 'clip 3 of many', of which num_tokens counts 5 ",
+        ranks[0][1],
+    )

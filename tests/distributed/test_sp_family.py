@@ -1,4 +1,4 @@
-"""STDiT and STDiT2 under sequence parallelism: the one-process result in float64, and what is sent for it.
+"""STDiT and STDiT2 with sequence parallelism: the one-process result in float64, elements sent.
 
 A block of these models has two parts with a switch between, so N blocks make 2N - 1 switches.
 """

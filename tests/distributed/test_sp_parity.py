@@ -1,7 +1,8 @@
-"""Sequence parallelism gives the one-process result: output, input gradients and every parameter gradient, in float64.
+"""Sequence parallelism gives the one-process result in float64.
 
-All parameters are drawn at random first (zero-initialised gates hide errors), and gradients are compared after
-averaging over the ranks, as ZeRO and DDP average them.
+Output, input gradients and every parameter gradient are compared. All parameters are drawn at
+random first, because zero initialization hides errors. Gradients are averaged over the ranks, as
+ZeRO and DDP average them.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def test_output_and_every_gradient_equal_one_process(num_ranks: int) -> None:
 
 
 def gradients_of_rank_losses() -> None:
-    """Losses that differ from rank to rank: the mean gradient is that of their mean, not of one of them times P."""
+    """Losses that differ by rank: the mean gradient is that of their mean, not of P times one."""
     mesh = SequenceMesh(sp_size=dist.get_world_size())
     case = Case((1, 5, 7, 9), output="full")
     weights = [
@@ -118,7 +119,7 @@ def test_training_after_sampling_and_the_groups() -> None:
 
 
 def compiled_switch() -> None:
-    """The switch lies inside one compiled graph, forward and backward, with the results of the plain one."""
+    """The switch is part of one compiled graph, forward and backward, with equal results."""
     axes, cpu = {"b": 1, "t": 5, "s": 6}, torch.device("cpu")
     plan = plan_exchange(
         axes, SPATIAL_ROWS, TEMPORAL_ROWS, dist.get_world_size(), dist.get_rank(), cpu

@@ -1,5 +1,7 @@
-"""Windows (Open-Sora 1.3), attention over whole clips, and clips of different sizes in one batch, under sequence
-parallelism: the one-process result in float64, for output, input gradients and every parameter gradient."""
+"""Windows (Open-Sora 1.3), full attention, and clips of several sizes in one batch, with SP.
+
+The result is that of one process in float64: output, input gradients, every parameter gradient.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ def test_output_and_every_gradient_equal_one_process(sp_sizes: list[int]) -> Non
 def test_each_clip_of_a_batch_of_different_sizes_is_treated_as_if_it_were_alone(
     case: WindowCase,
 ) -> None:
-    """The output inside of a clip and the gradient of its latents are the clip's own; outside all is exactly zero."""
+    """Outputs inside of a clip and gradients of its latents are the clip's own; outside, zero."""
     model, inputs = case.build(), case.inputs()
     model.set_grad_checkpoint(False)
     probe = torch.sin(

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or not at all, wherever the process is killed; checked before they are read."""
+"""Checkpoint folders: whole or absent, wherever the process is killed; verified before reads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recorder(FileSystem):
 
 
 class Killer(FileSystem):
-    """Sends SIGKILL to its own process before, within (half a write is done) or after the n-th operation."""
+    """Sends SIGKILL to its process before, halfway through (a write) or after operation n."""
 
     def __init__(self, number: int, when: str) -> None:
         self.left, self.when = number, when
@@ -280,7 +280,7 @@ def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_were_moved_and_linked_stay_where_they_are(tmp_path: Path) -> None:
-    """Whoever makes room on a disk leaves links behind; a save that passes over them neither fails nor follows."""
+    """Making room on a disk leaves links behind; a save neither fails at them nor follows them."""
 
     def save(step: int) -> None:
         folder = CheckpointFolder(

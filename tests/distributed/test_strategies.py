@@ -1,4 +1,4 @@
-"""Every parallel strategy gives the one-process result in float64, and sends what it is known to send.
+"""Every parallel strategy gives the one-process result in float64, and sends what is documented.
 
 Elements are counted in ``u = (P-1)/P * B*T*S*C/P`` a rank; see docs/communication.md.
 """
@@ -104,7 +104,7 @@ def test_strategies_equal_one_process(num_ranks: int) -> None:
 
 
 def assert_same_order_of_gradients(case: Case, mesh: SequenceMesh, cost_model: CostModel) -> None:
-    """ZeRO and DDP put gradients together as they come, so they have to come alike on ranks that hold nothing."""
+    """ZeRO and DDP reduce gradients as they come: ranks without rows make them in that order."""
     model, came = parallelize(make_model(case), mesh, cost_model=cost_model), []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -117,7 +117,7 @@ def assert_same_order_of_gradients(case: Case, mesh: SequenceMesh, cost_model: C
 
 
 def compare_few_rows() -> None:
-    """Images and short clips on many ranks, by heads, with heads that do not divide or are fewer than the ranks."""
+    """Images and short clips on many ranks, by heads: few heads, and heads that do not divide."""
     mesh = SequenceMesh(sp_size=dist.get_world_size())
     sizes = {4: [(1, 1, 6, 10)], 8: [(1, 5, 4, 6)]}[mesh.sp_size]
     for size in sizes:

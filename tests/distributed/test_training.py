@@ -1,4 +1,4 @@
-"""Training runs as users start them: resume, another number of processes, corrupt samples, errors before the work."""
+"""Training as users start it: resume, other numbers of processes, corrupt samples, early errors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) 
 def test_nothing_is_left_to_do_at_the_end_of_a_run(
     config: Path, whole: Path, tmp_path: Path, max_steps: int
 ) -> None:
-    """At ``max_steps`` and past it: one sentence, status 0, no worker started, and nothing but config.py written."""
+    """At ``max_steps`` and past it: one sentence, status 0, no worker, no file but config.py."""
     outputs = tmp_path / "run"
     shutil.copytree(whole, outputs)
     untouched = (
@@ -133,12 +133,8 @@ def test_nothing_is_left_to_do_at_the_end_of_a_run(
     )
     before = {name: (outputs / name).read_bytes() for name in untouched}
     log = train(config, outputs, f"max_steps={max_steps}", "num_workers=2", "--resume", "auto")
-    assert (
-        log.count(
-            f"step_00000006 is of step 6, and the run ends after step {max_steps}; to train longer, raise"
-        )
-        == 1
-    )
+    sentence = f"step_00000006 is of step 6, and the run ends after step {max_steps}; "
+    assert log.count(sentence + "to train longer, raise") == 1
     assert "Traceback" not in log and "done:" not in log
     assert {name: (outputs / name).read_bytes() for name in untouched} == before
 
@@ -186,7 +182,10 @@ def test_user_errors_stop_every_rank_with_a_sentence(config: Path, tmp_path: Pat
         ranks=2,
     )
     assert done.returncode != 0
-    sentence = "got sp_size 3 with 2 processes; expected an sp_size that divides the number of processes, one of [1, 2]"
+    sentence = (
+        "got sp_size 3 with 2 processes; "
+        "expected an sp_size that divides the number of processes, one of [1, 2]"
+    )
     assert sentence in done.stderr and 'scripts/train.py", line' not in done.stderr
 
 

@@ -20,7 +20,7 @@ from opensora_sp.data import Clip, scale
 from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.training.metrics import read_metrics
@@ -38,7 +38,7 @@ CHECKED = [
 
 
 def train_all(folder: Path, ways: dict[str, list[str]]) -> dict[str, list[float]]:
-    """Train once for each way; the held-out losses of the last weights, worked out here without shards."""
+    """Train once for each way; the held-out losses of the last weights, computed without shards."""
     from opensora_sp.plugin import current_device, launch
 
     launch(0)
@@ -109,7 +109,10 @@ def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
 
 
 def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
-    """One rank is asked to stop when the first step has agreed to continue; whether it ends early, and validations."""
+    """One rank is asked to stop after the first step has agreed to continue.
+
+    Returns whether it ends early, and its validations.
+    """
     from opensora_sp.plugin import current_device, launch
 
     launch(0)
@@ -218,7 +221,7 @@ def heldout_losses_by_batch_size(config: Path, folder: Path) -> list[list[float]
 
 
 def test_heldout_losses_do_not_depend_on_batch_size_and_ranks(tmp_path: Path) -> None:
-    """Each rank encodes the captions of its own clips, of which every batch size gives it others."""
+    """Each rank encodes the captions of its own clips, which depend on the batch size."""
     held = write_toy_set(tmp_path / "held", 9, broken=(1,))
     config = TRAIN.format(manifest=str(write_toy_set(tmp_path / "set", 7)))
     config += f"validation = dict(every=1, manifest={str(held)!r}, bins=3)\n"
@@ -246,7 +249,7 @@ def read_what_is_too_short(config: Path) -> None:
         heldout,
     )
     validator.corrupt = CorruptSamples(heldout.rows, mesh, max_bad_fraction=1.0)
-    validator.clips = SharedClips(
+    validator.encoder = ShardedEncoder(
         mesh, None, heldout, None, make_encoders(cfg, cpu), validator.corrupt, cpu
     )
     with pytest.raises(
@@ -256,7 +259,7 @@ def read_what_is_too_short(config: Path) -> None:
 
 
 def test_held_out_clips_that_cannot_be_used_are_reported_with_the_reason(tmp_path: Path) -> None:
-    """They are as long as their videos; the largest bucket may be longer, which the paths have nothing to do with."""
+    """They are as long as their videos; the largest bucket, unrelated to the paths, may be more."""
     (tmp_path / "train.py").write_text(
         TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n"
     )

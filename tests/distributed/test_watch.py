@@ -71,7 +71,7 @@ def far_away() -> tuple[str, list[str]]:
 
 
 def busy_and_late() -> list[str]:
-    """Python that computes for longer than ``peer_timeout``, and ranks that leave at other times."""
+    """Python that computes for longer than ``peer_timeout``, and ranks that leave one by one."""
     lines = captured_lines()
     with Watchdog(peer_timeout=5.0) as one:
         deadline = time.monotonic() + 7
@@ -84,7 +84,7 @@ def busy_and_late() -> list[str]:
 
 
 def interrupted() -> tuple[list[int], list[str], str]:
-    """Rank 1 gets SIGINT twice at once, as from a terminal and a launcher; then, on time, a second one."""
+    """Rank 1 gets SIGINT twice at once, as from terminal and launcher; and later a second one."""
     lines, codes = captured_lines(), []
     os._exit, leave = codes.append, os._exit
     with Watchdog() as one:

@@ -64,7 +64,7 @@ def exchange(hold: Any) -> None:
 
 
 def watched(step: Any) -> None:
-    """One step whose collectives are asynchronous; ``hold`` returns when this rank's watchdog would end it."""
+    """One step with asynchronous collectives; ``hold`` returns when the watchdog would act."""
     codes: list[int] = []
 
     def hold() -> None:

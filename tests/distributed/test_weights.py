@@ -49,10 +49,17 @@ SMALL = dict(
 )
 TABLE = dict(SMALL, input_size=(4, 8, 6), space_scale=0.5)
 FOREIGN = {  # what the public folders say beside the model's settings
-    "_name_or_path": "somewhere", "auto_map": {}, "enable_flash_attn": True, "enable_layernorm_kernel": True,
-    "enable_sequence_parallelism": False, "freeze_y_embedder": True, "input_size": [None, None, None],
-    "only_train_temporal": False, "torch_dtype": "float32", "transformers_version": "4.36.2",
-}  # fmt: skip
+    "_name_or_path": "somewhere",
+    "auto_map": {},
+    "enable_flash_attn": True,
+    "enable_layernorm_kernel": True,
+    "enable_sequence_parallelism": False,
+    "freeze_y_embedder": True,
+    "input_size": [None, None, None],
+    "only_train_temporal": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.36.2",
+}
 State = dict[str, torch.Tensor]
 
 
@@ -70,10 +77,15 @@ def drawn(name: str, seed: int = 0, **options: Any) -> Any:
 def same(ours: State, theirs: State) -> bool:
     """The same names in the same dtype to the last bit."""
     return ours.keys() == theirs.keys() and all(
-        ours[n].dtype == theirs[n].dtype and ours[n].shape == theirs[n].shape
-        and bool((ours[n].contiguous().view(torch.uint8) == theirs[n].contiguous().view(torch.uint8)).all())
+        ours[n].dtype == theirs[n].dtype
+        and ours[n].shape == theirs[n].shape
+        and bool(
+            (
+                ours[n].contiguous().view(torch.uint8) == theirs[n].contiguous().view(torch.uint8)
+            ).all()
+        )
         for n in ours
-    )  # fmt: skip
+    )
 
 
 def inputs(
@@ -119,6 +131,29 @@ def hf_shards(model: STDiT3, folder: Path) -> dict[str, Any]:
     assert len(list((folder / "hf").glob("model-0*.safetensors"))) > 2
     assert (folder / "hf/model.safetensors.index.json").is_file()
     return dict(path=folder / "hf")
+
+
+def variant(model: STDiT3, folder: Path) -> dict[str, Any]:
+    """Shards and index as transformers' and diffusers' save_pretrained(variant="fp16") name them."""
+    path = hf_shards(model, folder)["path"]
+    for shard in path.glob("model-*.safetensors"):
+        shard.rename(path / shard.name.replace("model-", "model.fp16-"))
+    index = path / "model.safetensors.index.json"
+    content = index.read_text().replace('"model-', '"model.fp16-')
+    (path / "model.safetensors.index.fp16.json").write_text(content)
+    index.unlink()
+    assert len(weight_files(path)) > 3
+    return dict(path=path)
+
+
+def pickled_variant(model: STDiT3, folder: Path) -> dict[str, Any]:
+    names = {}
+    for number, (name, tensor) in enumerate(model.state_dict().items()):
+        names[name] = f"pytorch_model.fp16-{number:05d}.bin"
+        torch.save({name: tensor.clone()}, folder / names[name])
+    (folder / "pytorch_model.bin.index.fp16.json").write_text(json.dumps({"weight_map": names}))
+    write_model_config(folder, "STDiT3", model.config)
+    return dict(path=folder, allow_pickle=True)
 
 
 def diffusers_folder(model: STDiT3, folder: Path) -> dict[str, Any]:
@@ -190,6 +225,8 @@ LAYOUTS = {
     "Hugging Face folder": hf_folder,
     "Hugging Face shards": hf_shards,
     "diffusers folder": diffusers_folder,
+    "shards of a variant": variant,
+    "pickled shards of a variant": pickled_variant,
     "safetensors file": one_safetensors,
     "pth": pickled("weights.pth"),
     "pickle before torch 1.6": pickled("legacy.pt"),
@@ -222,7 +259,7 @@ def test_every_layout_is_read_to_the_last_bit(layout: str, model: STDiT3, tmp_pa
 
 
 def booster_folders(folder: Path) -> None:
-    """What ColossalAI's Booster writes with its own ZeRO plugin, and training that starts from a pickle."""
+    """What ColossalAI's Booster writes with its own ZeRO plugin; training started from a pickle."""
     from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO
 
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
@@ -416,9 +453,9 @@ def test_strict_loading_reports_every_difference(
         "got weights of another model", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
     )
     assert (
-        "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); unexpected controlnet.weight; "
-        in message
-    )
+        "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); "
+        "unexpected controlnet.weight; "
+    ) in message
     assert (
         "of another shape t_block.1.bias [150], not [144]" in message
         and "conversion" not in message

@@ -1,4 +1,4 @@
-"""The documentation's commands: all are parsed, those of blocks marked so are run; see ``pages.py`` for the marks.
+"""The documentation's commands: all are parsed, marked blocks are run (marks: ``pages.py``).
 
 The light ones run in CI, all of them in ``make test-docs``.
 """
@@ -27,12 +27,19 @@ from opensora_sp.models import build_model
 from opensora_sp.sampling.run import preflight
 from opensora_sp.training.preflight import preflight as preflight_training
 
-ENTRY = f"#!{sys.executable}\nfrom opensora_sp.cli import main\n\nif __name__ == '__main__':\n    main()\n"
+ENTRY = f"""#!{sys.executable}
+from opensora_sp.cli import main
+
+if __name__ == "__main__":
+    main()
+"""
 
 
 def lay_out(folder: Path, *, trained: bool) -> None:
-    """A folder like the project's with what the pages take for given: clips, prompts, captions; and where nothing is
-    trained, a toy set and a checkpoint of the demo's model, drawn at random."""
+    """A folder like the project's with what the pages presuppose: clips, prompts, captions.
+
+    Where nothing is ``trained``, also a toy set and a random checkpoint of the demo's model.
+    """
     for name in ("configs", "scripts", "benchmarks", "Makefile"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
@@ -144,7 +151,7 @@ def test_every_command_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_runs_of_runnable_blocks_would_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run checks before it builds a model, for every training and sampling that make test-docs starts."""
+    """What a run checks before it builds a model, for all trainings and samplings of test-docs."""
     lay_out(tmp_path, trained=False)
     monkeypatch.chdir(tmp_path)
     commands = [words for block in SHELL if block.runs for words in block.commands]

@@ -1,5 +1,7 @@
-"""What documentation says about the code: generated pages leave nothing out, quoted messages and drawings are current,
-and the README says the same in both languages."""
+"""What documentation says about the code: generated pages are complete, quotations are current.
+
+The README says the same in both languages.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +182,7 @@ def test_readme_says_the_same_in_both_languages() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    """As GitHub shows them; pages of the site alone are made when it is built, which looks at these links as well."""
+    """As GitHub shows them. Pages that are made with the site are checked when it is built."""
     made = {"reference/config.md", "reference/cli.md", "reference/api.md", "reference/errors.md"}
     text = re.sub(
         r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
@@ -194,7 +196,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def test_benchmarks_are_the_figures_of_the_pages_they_come_from() -> None:
-    """Every figure with decimals on the page is one of the pages that it summarizes, or that rounded."""
+    """Every figure with decimals on the page is one of the pages that it summarizes, or rounded."""
     sources = [
         (DOCS / f"{name}.md").read_text()
         for name in ("communication", "architecture", "sampling", "data", "planner")

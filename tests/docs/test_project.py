@@ -1,4 +1,4 @@
-"""What stands beside the code: tools in one version everywhere, citation, change log, issue forms."""
+"""What stands beside the code: versions of tools, citation, change log, issue forms."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_contributing_names_files_that_exist() -> None:
 
 
 def test_ci_repeats_the_numerical_tests_with_other_kernels() -> None:
-    """All golden tests among them: what rounds in another order there shows before a user's processor shows it."""
+    """All golden tests among them: other rounding shows here before a user's processor shows it."""
     assert "make test-default-cpu" in (ROOT / ".ci/run").read_text().splitlines()
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
     assert "ATEN_CPU_CAPABILITY=default $(PYTEST) $(UNIT:%=tests/unit/test_%.py)" in makefile

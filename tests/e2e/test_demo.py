@@ -62,7 +62,7 @@ def test_a_predictor_that_knows_the_clips_passes_and_a_linear_one_fails(latents:
 
 
 def test_the_linear_predictor_is_the_least_squares_one() -> None:
-    """On Gaussian data its error is that of the closed form, and no other linear map does better."""
+    """On Gaussian data its error is that of the closed form; no other linear map does better."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([2.0, 1.0, 0.5, 0.1])
     data = torch.randn(20_000, 4, generator=generator) * scales + 1

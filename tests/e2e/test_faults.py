@@ -1,7 +1,7 @@
-"""Runs that lose a rank, a launcher, or their numbers: how they end, what they say, and that nothing is left behind.
+"""Runs that lose a rank, a launcher, or their numbers: how they end, and what they leave behind.
 
-Each is a small training as users start it, in which ``faulty.py`` plants the fault. ``make test-faults``
-does with both launchers and with either rank what CI does once.
+Each is a small training as users start it, in which ``faulty.py`` plants the fault. ``make
+test-faults`` covers both launchers and either rank; CI runs each fault once.
 """
 
 from __future__ import annotations

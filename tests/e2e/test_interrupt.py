@@ -22,7 +22,10 @@ def ctrl_c(job: Job) -> None:
 
 
 def assert_interrupted(job: Job, launcher: str) -> int:
-    """A checkpoint of the last step, one line with the command to resume, no traceback of ours; returns the step."""
+    """A checkpoint of the last step, one line with the command to resume, no traceback of ours.
+
+    Returns the step.
+    """
     step = assert_stopped_well(job, "SIGINT")
     (line,) = [line for line in job.text.splitlines() if "resume with: " in line]
     command = line.partition("resume with: ")[2]

@@ -1,4 +1,4 @@
-"""Training across two hosts, as users start it: the result of one host, what is left when a rank dies, going on."""
+"""Training across two hosts, as users start it: one-host results, a rank that dies, resume."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_what_one_host_lacks_is_reported_by_the_ranks_of_all(
     done = alpha.run(*colossalai_run(pair, config, tmp_path / "run", "num_workers=2"))
     beta.mount("-o", "remount,size=256m", "/dev/shm")
     assert done.returncode == 1
-    lacking = "got 0.1 MB free of 0.1 MB in /dev/shm on beta; expected at least 0.1 MB for 1 ranks x 2 workers "
+    lacking = "got 0.1 MB free of 0.1 MB in /dev/shm on beta; "
+    lacking += "expected at least 0.1 MB for 1 ranks x 2 workers "
     assert f"error (rank 1): {lacking}" in done.stderr, done.stderr
     assert f"error (rank 0): rank 1 (beta) cannot start: {lacking}" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""What a run prints: each message once for all ranks, its last lines, user errors, no carriage returns."""
+"""What a run prints: each message once for all ranks, its last lines, errors, no "\\r"."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def manifest_of(folder: Path, *, frames: list[int], broken: tuple[int, ...] = ()
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Three steps on two ranks, with clips that are too short, none with a caption; the run's folder and its output."""
+    """Three steps on two ranks, with clips that are too short, none with a caption.
+
+    Returns the run's folder and its output.
+    """
     folder = tmp_path_factory.mktemp("set")
     manifest = manifest_of(folder / "train", frames=[6, 6, 6, 4, 6, 6, 6, 1])
     heldout = write_toy_set(folder / "heldout", 2)
@@ -74,9 +77,9 @@ def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
     (heldout,) = [line for line in lines if line.startswith("step 3/3 | held-out loss ")]
     loss = next(line for line in lines if line.startswith("step 3/3 | loss ")).split(" | ")[1]
     finished, checkpoint, sample = lines[-3:]
+    heldout = heldout.partition(" | ")[2]
     assert re.fullmatch(
-        rf"finished: 3 of 3 steps \| 0:\d\d:\d\d \| last {loss} \| {heldout.partition(' | ')[2]} \(step 3\)",
-        finished,
+        rf"finished: 3 of 3 steps \| 0:\d\d:\d\d \| last {loss} \| {heldout} \(step 3\)", finished
     )
     assert checkpoint == f"checkpoint: {run_dir / 'step_00000003'}"
 

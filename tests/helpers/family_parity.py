@@ -51,10 +51,18 @@ def make_model(case: FamilyCase) -> torch.nn.Module:
         else dict(qk_norm=True)
     )
     model = build_model(
-        case.model, in_channels=2, hidden_size=4 * case.heads, depth=BLOCKS, num_heads=case.heads,
-        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
-        drop_path=0.3, **own,
-    ).double()  # fmt: skip
+        case.model,
+        in_channels=2,
+        hidden_size=4 * case.heads,
+        depth=BLOCKS,
+        num_heads=case.heads,
+        patch_size=case.patch,
+        caption_channels=5,
+        model_max_length=6,
+        mlp_ratio=2.0,
+        drop_path=0.3,
+        **own,
+    ).double()
     return drawn(model, case)
 
 

@@ -48,10 +48,18 @@ FULL = replace(Case((1, 1, 1, 1)), mask=True, x_mask=True, drop_caption=True, dr
 def make_model(case: Case) -> torch.nn.Module:
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=4 * case.heads, depth=DEPTH, num_heads=case.heads,
-        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
-        drop_path=0.3, input_sq_size=16,
-    ).double()  # fmt: skip
+        "STDiT3",
+        in_channels=2,
+        hidden_size=4 * case.heads,
+        depth=DEPTH,
+        num_heads=case.heads,
+        patch_size=case.patch,
+        caption_channels=5,
+        model_max_length=6,
+        mlp_ratio=2.0,
+        drop_path=0.3,
+        input_sq_size=16,
+    ).double()
     return drawn(model, case)
 
 

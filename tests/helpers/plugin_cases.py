@@ -12,9 +12,16 @@ GLOBAL_BATCH, STEPS = 6, 2
 
 def make_model() -> torch.nn.Module:
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=24, depth=2, num_heads=3, caption_channels=5,
-        model_max_length=6, mlp_ratio=2.0, pred_sigma=False,
-    )  # fmt: skip
+        "STDiT3",
+        in_channels=2,
+        hidden_size=24,
+        depth=2,
+        num_heads=3,
+        caption_channels=5,
+        model_max_length=6,
+        mlp_ratio=2.0,
+        pred_sigma=False,
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -93,16 +93,15 @@ def features_of(source: Any, clips: list[Any]) -> Any:
     from opensora_sp.data import ClipShape
     from opensora_sp.features.sharded import Features
 
-    latents, fps = torch.stack(source.latents(clips)), torch.tensor([clip.fps for clip in clips])
-    y, mask = source.texts(clips)
-    return Features(
-        ClipShape(*clips[0].video.shape[1:]),
-        latents.movedim(1, -1),
-        y,
-        mask,
-        fps,
-        mask.sum(1).tolist(),
-    )
+    shape, device = ClipShape(*clips[0].video.shape[1:]), source.device
+    features = Features.filled(0.0, len(clips), shape, source, device)
+    features.positions.copy_(torch.stack(source.latents(clips)).movedim(1, -1))
+    for place, text in enumerate(source.text_features(clips)):
+        features.y[place, 0, : len(text)] = text
+        features.mask[place, : len(text)] = 1
+        features.text_lengths[place] = len(text)
+        features.fps[place] = clips[place].fps
+    return features
 
 
 def run(

@@ -56,10 +56,18 @@ MIXED: Sizes = ((3, 5, 6), (5, 8, 3), (1, 2, 2))  # the batch has room for the l
 def make_model(case: WindowCase) -> torch.nn.Module:
     torch.manual_seed(0)
     model = build_model(
-        case.model, in_channels=2, hidden_size=12 * case.heads, depth=BLOCKS, num_heads=case.heads,
-        patch_size=case.patch, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
-        drop_path=0.3, **case.options(),
-    ).double()  # fmt: skip
+        case.model,
+        in_channels=2,
+        hidden_size=12 * case.heads,
+        depth=BLOCKS,
+        num_heads=case.heads,
+        patch_size=case.patch,
+        caption_channels=5,
+        model_max_length=6,
+        mlp_ratio=2.0,
+        drop_path=0.3,
+        **case.options(),
+    ).double()
     return drawn(model, case)
 
 

@@ -1,4 +1,4 @@
-"""All attention backends that a machine has agree, forward and backward; those it has not, by stand-ins."""
+"""All attention backends of a machine agree, forward and backward; stand-ins for those it lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opensora_sp.checkpoint import check_model_config, write_model_config
-from opensora_sp.config.components import check_values
+from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention
@@ -181,9 +181,19 @@ class StandIn(types.ModuleType):
         return _explicit(q, k, v)
 
     def flash_attn_varlen_func(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1),
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+    ):
         self.check(q, k, v)
         assert q.ndim == 3 and k.shape == v.shape and not causal and not dropout_p
         self.calls.append("varlen")
@@ -235,9 +245,10 @@ def test_many_packed_samples_go_in_several_calls(
 
 
 class OnCpu:
-    """torch's operators for packed tokens, which have kernels on CUDA only, computed by the reference on CPU.
+    """torch's operators for packed tokens, which only CUDA has, computed by the reference on CPU.
 
-    ``calls`` counts them, forward and backward. The derivative that leads from one to the other is autograd's own.
+    ``calls`` counts them, forward and backward. The derivative that leads from one to the other is
+    autograd's own.
     """
 
     def __init__(self) -> None:
@@ -336,7 +347,7 @@ def test_torchs_own_kernels_take_unequal_samples_in_one_call(
 
 
 def test_gradients_of_repeated_keys_are_rounded_once() -> None:
-    """Sums over the pieces of a sample are those in fp32, rounded; adding piece by piece is off by much more."""
+    """Sums over the pieces of a sample are fp32 sums, rounded; adding pieces is much worse."""
     pieces = packing.Pieces((4,) * 300 + (5,), (3,) * 300 + (2,), ((3, 300), (2, 1), (4, 0)))
     z = torch.zeros(9, HEADS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.rand(902, HEADS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -352,7 +363,7 @@ PUBLIC = [(16, 256), (64, 1024), (15, 1590), (30, 3600)]  # frames, patches of a
 
 @pytest.mark.parametrize(("frames", "patches"), PUBLIC)
 def test_public_shapes_fill_an_h100(frames: int, patches: int) -> None:
-    """One caption of 300 tokens, 16 heads, 132 multiprocessors: blocks of the backward pass, on every rank."""
+    """One caption of 300 tokens, 16 heads, 132 multiprocessors: blocks of the backward kernel."""
     for ranks in (1, 8):
         for rows, length in ((frames, patches), (patches, frames)):
             for held in {
@@ -508,7 +519,7 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
 
 
 def test_configs_know_the_backend() -> None:
-    assert check_values("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
+    assert check_options("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
 
 
 def test_chunks_of_the_definition_add_gradients_of_keys_in_fp32(

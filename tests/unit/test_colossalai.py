@@ -1,4 +1,4 @@
-"""What the plugin uses of ColossalAI 0.5.0 beside its documented interface: a move upstream shows here, by name."""
+"""What the plugin uses of ColossalAI 0.5.0 beside its documented interface, by name."""
 
 from __future__ import annotations
 

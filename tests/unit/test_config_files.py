@@ -1,4 +1,4 @@
-"""How files and options combine, where each value comes from, and mistakes reported with their file and line."""
+"""How files and options combine, the origin of each value, and mistakes with file and line."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def helper(): pass
 def test_imports_work_wherever_the_environment_lies(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In some virtual environments mmengine takes no module for a builtin one and refuses imports."""
+    """In some virtual environments mmengine takes no module for a builtin one: imports fail."""
     monkeypatch.setattr(mmengine.config.config, "_is_builtin_module", lambda name: False)
     write(base, "import os\n" + BASE, "base.py")
     path = write(
@@ -155,23 +155,50 @@ def test_ranks_that_import_mmengine_for_the_first_time_together(
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("sp_sise = 2", ["unknown key 'sp_sise'; expected a known one; did you mean 'sp_size'? [run.py:2]"]),
-        ("model = dict(\n    hiden_size=4,\n)", ["unknown key 'model.hiden_size'*'hidden_size'? [run.py:3]"]),
+        (
+            "sp_sise = 2",
+            ["unknown key 'sp_sise'; expected a known one; did you mean 'sp_size'? [run.py:2]"],
+        ),
+        (
+            "model = dict(\n    hiden_size=4,\n)",
+            ["unknown key 'model.hiden_size'*'hidden_size'? [run.py:3]"],
+        ),
         ("dataset = dict(manifst='x')", ["unknown key 'dataset.manifst'*'manifest'? [run.py:2]"]),
-        ("model = dict(hidden_size=25)", ["hidden_size 25 and num_heads 3*num_heads: base.py:*hidden_size: run.py:2]"]),
-        (TOO_SMALL, ["got 5 frames of 4x4 pixels*makes latents of (5, 0, 0)*[*image_size: run.py:2*]"]),
-        ("optimizer = 3", ["got optimizer = 3 in the place of an inherited dict (of base.py:*)*[run.py:2]"]),
-        ("mask_ratios = dict(random=2)", ["got mask_ratios['random'] = 2.0; expected a number from 0 to 1*[run.py:2]"]),
-        ("bucket_config = {'240p': {51: (1.0, 0)}}", ["expected a batch size of at least 1*[run.py:2]"]),
+        (
+            "model = dict(hidden_size=25)",
+            ["hidden_size 25 and num_heads 3*num_heads: base.py:*hidden_size: run.py:2]"],
+        ),
+        (
+            TOO_SMALL,
+            ["got 5 frames of 4x4 pixels*makes latents of (5, 0, 0)*[*image_size: run.py:2*]"],
+        ),
+        (
+            "optimizer = 3",
+            ["got optimizer = 3 in the place of an inherited dict (of base.py:*)*[run.py:2]"],
+        ),
+        (
+            "mask_ratios = dict(random=2)",
+            ["got mask_ratios['random'] = 2.0; expected a number from 0 to 1*[run.py:2]"],
+        ),
+        (
+            "bucket_config = {'240p': {51: (1.0, 0)}}",
+            ["expected a batch size of at least 1*[run.py:2]"],
+        ),
         ("epochs = 2", ["got max_steps 6 and epochs 2*[*epochs: run.py:2*]"]),
         ("model = dict(depth=7.5)", ["got model.depth = 7.5*valid integer*[run.py:2]"]),
         ("_base_ = 'run.py'", ["which is based on itself"]),
         ("seed = 1 / 0", ["ZeroDivisionError*[run.py:2]"]),
         (SEVERAL, ["num_heads 5*run.py:2]", "ema_decay = 2*run.py:3]", "'sp_sise'*run.py:4]"]),
-        ("precision = 'fp64'\nepochs = 2", ["got precision 'fp64'*run.py:2]", "epochs 2*run.py:3*]"]),
-        ("text_encoder = dict(max_length=13)\nprecision = 'fp64'", ["13 over model.model_max_length 12", "fp64"]),
+        (
+            "precision = 'fp64'\nepochs = 2",
+            ["got precision 'fp64'*run.py:2]", "epochs 2*run.py:3*]"],
+        ),
+        (
+            "text_encoder = dict(max_length=13)\nprecision = 'fp64'",
+            ["13 over model.model_max_length 12", "fp64"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_reported_together_with_file_and_line(
     base: Path, text: str, messages: list[str]
 ) -> None:
@@ -195,7 +222,8 @@ def test_a_mistake_in_a_base_is_reported_with_the_line_there(base: Path) -> None
 def test_explain_says_where_each_value_comes_from(
     base: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    text = "_base_ = 'base.py'\nmodel = dict(\n    depth=4,\n)\nimage_size = None\nresolution = '32x24'\n"
+    text = "_base_ = 'base.py'\nmodel = dict(\n    depth=4,\n)\n"
+    text += "image_size = None\nresolution = '32x24'\n"
     main(["config", write(base, text), "--explain", "--cfg-options", "optimizer.lr=0.5", "seed=3"])
     reported = dict(line.split("#", 1) for line in capsys.readouterr().out.splitlines())
     reported = {
@@ -369,8 +397,9 @@ def test_every_key_is_described(schema: type) -> None:
 
 
 def test_lines_follow_later_statements(base: Path) -> None:
-    text = "model = dict(depth=1)\nmodel['depth'] = 2\nmodel.update(\n    num_heads=3)\nif True:\n    seed = 4\n"
-    draft = read_config(write(base, text + "vae, text_encoder = {'type': 'a'}, {}\n"))
+    text = "model = dict(depth=1)\nmodel['depth'] = 2\nmodel.update(\n    num_heads=3)\n"
+    text += "if True:\n    seed = 4\nvae, text_encoder = {'type': 'a'}, {}\n"
+    draft = read_config(write(base, text))
     assert draft.values["model"] == {"depth": 2, "num_heads": 3}
     wanted = {("model", "depth"): 2, ("model", "num_heads"): 4, ("seed",): 6, ("vae", "type"): 7}
     assert {key: draft.origin(key) for key in wanted} == {

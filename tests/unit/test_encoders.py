@@ -1,4 +1,4 @@
-"""Encoders: the stand-ins, and the real classes on tiny random models that were saved and loaded."""
+"""Encoders: the stand-ins, and the real classes on tiny random models, saved and loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from opensora_sp.encoders import (
 )
 from opensora_sp.encoders.huggingface import clean_caption
 from opensora_sp.models import build_model
-from opensora_sp.sampling.decoding import grouped
+from opensora_sp.sampling.decoding import decoded_pieces
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 
@@ -71,9 +71,13 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     vae = AutoencoderKL(
-        block_out_channels=(8, 16), latent_channels=4, norm_num_groups=4, sample_size=16,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-    )  # fmt: skip
+        block_out_channels=(8, 16),
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
     folder = tmp_path_factory.mktemp("vae")
     vae.save_pretrained(folder / "vae")
     return folder
@@ -104,13 +108,13 @@ def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
     other = ImageVAE(str(image_folder), subfolder="vae", micro_batch_size=None, scaling_factor=0.5)
     torch.testing.assert_close(other.encode(video) * other.scale, latents * encoder.scale)
     for one_of, calls in ((encoder, [3, 2]), (other, [5])):  # what sampling decodes at a time
-        pieces = grouped(independent_pieces(one_of, num_frames=5, latent_frames=5), one_of)
+        pieces = decoded_pieces(one_of, 5, 5)
         assert [piece.frames.stop - piece.frames.start for piece in pieces] == calls
 
 
 @pytest.mark.parametrize("num_frames", [1, 2, 3])
 def test_a_chunk_may_be_longer_than_a_clip(video_folder: Path, num_frames: int) -> None:
-    """Images and short clips are one piece, as large as `plan` says, and come back in their size."""
+    """Images and short clips are one piece, as large as `plan` says, and keep their size."""
     video = torch.rand(1, 3, num_frames, 16, 24) * 2 - 1
     whole = OpenSoraVAE(str(video_folder), micro_frame_size=None)
     chunked = dict(type="OpenSoraVAE_V1_2", from_pretrained=str(video_folder), micro_frame_size=17)
@@ -175,9 +179,16 @@ def t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("t5")
     (folder / "corpus.txt").write_text("a red circle moving right on a blue background\n" * 50)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "corpus.txt"), model_prefix=str(folder / "spiece"), vocab_size=40, hard_vocab_limit=False,
-        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
-    )  # fmt: skip
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
     T5Tokenizer(str(folder / "spiece.model"), extra_ids=0, legacy=True).save_pretrained(
         folder / "model"
     )
@@ -223,8 +234,10 @@ def test_cleaned_captions(t5_folder: Path) -> None:
 
 def test_half_precision(image_folder: Path, video_folder: Path, t5_folder: Path) -> None:
     video = torch.rand(1, 3, 5, 16, 16) * 2 - 1
-    for cls, options in [(ImageVAE, dict(from_pretrained=str(image_folder), subfolder="vae")),
-                         (OpenSoraVAE, dict(from_pretrained=str(video_folder)))]:  # fmt: skip
+    for cls, options in [
+        (ImageVAE, dict(from_pretrained=str(image_folder), subfolder="vae")),
+        (OpenSoraVAE, dict(from_pretrained=str(video_folder))),
+    ]:
         whole, half = cls(**options), cls(**options, dtype="bf16")
         assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
         for ours, theirs in [
@@ -257,13 +270,20 @@ def test_offloaded_weights_are_on_the_device_only_while_they_work(
     device, video = torch.device("meta"), torch.rand(1, 3, 5, 16, 16)
     encoders = [
         (ImageVAE(str(image_folder), subfolder="vae", offload=True), lambda vae: vae.encode(video)),
-        (ImageVAE(str(image_folder), subfolder="vae", offload=True),
-         lambda vae: vae.decode(torch.rand(1, 4, 5, 8, 8), num_frames=5)),
+        (
+            ImageVAE(str(image_folder), subfolder="vae", offload=True),
+            lambda vae: vae.decode(torch.rand(1, 4, 5, 8, 8), num_frames=5),
+        ),
         (OpenSoraVAE(str(video_folder), offload=True), lambda vae: vae.encode(video)),
-        (OpenSoraVAE(str(video_folder), offload=True),
-         lambda vae: vae.decode(torch.rand(1, 4, 2, 2, 2), num_frames=5)),
-        (T5TextEncoder(str(t5_folder), max_length=8, offload=True), lambda t5: t5.encode(["a red circle"])[0]),
-    ]  # fmt: skip
+        (
+            OpenSoraVAE(str(video_folder), offload=True),
+            lambda vae: vae.decode(torch.rand(1, 4, 2, 2, 2), num_frames=5),
+        ),
+        (
+            T5TextEncoder(str(t5_folder), max_length=8, offload=True),
+            lambda t5: t5.encode(["a red circle"])[0],
+        ),
+    ]
     for encoder, work in encoders:
         before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
         assert encoder.to(device) is encoder and not any(
@@ -294,7 +314,8 @@ def test_missing_weights_name_the_local_folder_way(
     ):
         cls(str(tmp_path))
     monkeypatch.setattr(loading, "_hub_answers", lambda: False)
-    there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*the hub cannot be reached"
+    there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*"
+    there += "the hub cannot be reached"
     with pytest.raises(ValueError, match=rf"{there}.* set {key}.from_pretrained to a folder"):
         cls("nobody/nothing")
 
@@ -468,7 +489,7 @@ def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_sampling_with_offloaded_encoders(
     video_folder: Path, t5_folder: Path, tmp_path: Path
 ) -> None:
-    """From a config to a video, with the real classes: 6 frames in chunks of 5 are 3 latent frames."""
+    """From a config to a video, real classes: 6 frames in chunks of 5 are 3 latent frames."""
     config = tmp_path / "config.py"
     config.write_text(
         f"""
@@ -476,11 +497,22 @@ num_frames = 6
 image_size = (32, 24)
 fps = 8
 precision = "fp32"
-vae = dict(type="OpenSoraVAE_V1_2", from_pretrained={str(video_folder)!r}, micro_frame_size=5, offload=True)
-text_encoder = dict(type="t5", from_pretrained={str(t5_folder)!r}, max_length=20, clean_captions=True, offload=True)
+vae = dict(
+    type="OpenSoraVAE_V1_2",
+    from_pretrained={str(video_folder)!r},
+    micro_frame_size=5,
+    offload=True,
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained={str(t5_folder)!r},
+    max_length=20,
+    clean_captions=True,
+    offload=True,
+)
 model = dict(
-    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20, hidden_size=24, depth=1, num_heads=3,
-    pred_sigma=False,
+    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20,
+    hidden_size=24, depth=1, num_heads=3, pred_sigma=False,
 )
 scheduler = dict(type="rflow", num_sampling_steps=2)
 outputs = {str(tmp_path / "samples")!r}

@@ -1,4 +1,4 @@
-"""Frame masks of training: the reference's masks for its draws, short clips, names, ratios, how batches draw them."""
+"""Frame masks of training: the reference's masks, short clips, names, ratios, draws of batches."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def make_batch(cfg, micro_batch: int, ids: list[int]):
     "scheduler", ["{'type': 'rflow'}", "{'type': 'iddpm', 'learn_sigma': False}"]
 )
 def test_batches_draw_masks_by_name_and_keep_given_frames(scheduler: str) -> None:
-    """What is drawn depends on (seed, micro-batch, sample) alone; masks fill whole patches of 2 of the 7 frames."""
+    """Draws depend on (seed, micro-batch, sample) alone; masks fill patches of 2 of 7 frames."""
     options = ["mask_ratios={'image_head': 0.4, 'random': 0.5}", f"scheduler={scheduler}"]
     cfg = load_train_config(DEMO, options)
     random.seed(0), np.random.seed(0), torch.manual_seed(0)

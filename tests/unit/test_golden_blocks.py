@@ -1,4 +1,4 @@
-"""Every case of the reference values of blocks is there, and what test_golden_models.py does not look at."""
+"""Every case of the reference values of blocks, and what test_golden_models.py does not check."""
 
 from __future__ import annotations
 

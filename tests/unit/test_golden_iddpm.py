@@ -1,7 +1,7 @@
-"""IDDPM against the reference values of the public releases 1.0 (float64 tables) and 1.2 (float32 tables).
+"""IDDPM against the reference values of the releases 1.0 (float64 tables) and 1.2 (float32 tables).
 
-What fails in a release (cosine schedule, fixed variance, a given t) is checked against the formulas of the papers,
-written out here a second time, in float64.
+What fails in a release (cosine schedule, fixed variance, a given t) is checked against the formulas
+of the papers, written out here a second time, in float64.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ def written_out_losses(
     *,
     variance: str,
 ) -> tuple[float, float]:
-    """mse and variational term (nats, mean over elements) of one sample, number by number after Ho et al., 2020."""
+    """mse and variational term of one sample, number by number after Ho et al., 2020.
+
+    Both are means over elements, the latter in nats.
+    """
     kept = [math.prod(1 - b for b in betas[: i + 1]) for i in range(len(betas))]
     before = kept[t - 1] if t else 1.0
     smallest = [
@@ -173,7 +176,8 @@ def written_out_losses(
 
         def posterior(start: float) -> float:
             of_start = math.sqrt(before) * betas[t] / (1 - kept[t]) * start
-            return of_start + math.sqrt(1 - betas[t]) * (1 - before) / (1 - kept[t]) * x_t  # noqa: B023
+            from_noisy = math.sqrt(1 - betas[t]) * (1 - before) / (1 - kept[t]) * x_t  # noqa: B023
+            return of_start + from_noisy
 
         log_variance = {
             "learned": (s + 1) / 2 * math.log(betas[t]) + (1 - s) / 2 * math.log(smallest[t]),
@@ -200,7 +204,7 @@ def written_out_losses(
 @pytest.mark.parametrize("variance", ["learned", "small", "large"])
 @pytest.mark.parametrize("schedule", ["linear", "squaredcos_cap_v2"])
 def test_cosine_schedule_fixed_variance_and_a_given_t(schedule: str, variance: str) -> None:
-    """The options that releases fail on, and those they have, against the formulas; and t is what the caller says."""
+    """Options that fail in releases, and those that work, against the formulas; the caller's t."""
     numbers = torch.Generator().manual_seed(0)
     steps = 40
     betas = [float(b) for b in named_betas(schedule, steps)]
@@ -238,7 +242,7 @@ def test_cosine_schedule_fixed_variance_and_a_given_t(schedule: str, variance: s
 
 @pytest.mark.parametrize("table_dtype", ["float64", "float32"])
 def test_sampling_recovers_gaussian_data(table_dtype: str) -> None:
-    """With the exact network for N(0.5, 0.3^2) data, each way of sampling returns that distribution."""
+    """With the exact network for N(0.5, 0.3^2) data, each sampler returns that distribution."""
     mean, deviation = 0.5, 0.3
     z = torch.randn(4000, 1, 1, 1, 1, generator=torch.Generator().manual_seed(1))
     ways = [

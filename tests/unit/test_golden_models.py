@@ -263,7 +263,7 @@ def test_forward_draws_no_random_numbers_and_works_without_optional_inputs(name:
 
 @pytest.mark.parametrize("name", ["STDiT", "STDiT2"])
 def test_drop_path_takes_the_branches_of_one_part_away(name: str) -> None:
-    """Entry 2i belongs to the spatial attention of block i, 2i + 1 to its temporal attention and MLP."""
+    """Entry 2i is for spatial attention of block i, 2i + 1 for its temporal attention and MLP."""
     model = build_model(name, **SMALL, **OWN_OPTIONS[name], drop_path=0.5).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

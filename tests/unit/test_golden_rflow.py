@@ -88,9 +88,7 @@ def test_timestep_transform() -> None:
     close(transform(tensors["first_is_image/t"], first), tensors["first_is_image/output"])
 
 
-def test_the_transform_by_latent_frames_agrees_where_the_legacy_count_is_right_and_works_below_17_frames() -> (
-    None
-):
+def test_the_transform_by_latent_frames_works_below_17_frames_and_else_agrees() -> None:
     t = torch.tensor([0.1, 0.5, 0.9])
 
     def transform(legacy: bool, frames: float) -> torch.Tensor:
@@ -154,7 +152,7 @@ def test_a_sample_without_a_frame_that_counts_gives_zero() -> None:
 
 
 def test_training_timesteps() -> None:
-    """Uniform, whole, and logit-normal: the logit of t / N at a quantile is loc + scale x the normal quantile."""
+    """Uniform, discrete, logit-normal: logit(t / N) at a quantile is loc + scale x the normal's."""
     u = torch.tensor([0.0, 0.02, 0.25, 0.5, 0.9, 0.999, 1.0])
     close(RectifiedFlow().timesteps_from(u), u * 1000)
     assert RectifiedFlow(use_discrete_timesteps=True).timesteps_from(u).tolist() == [

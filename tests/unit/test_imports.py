@@ -92,13 +92,19 @@ def test_checkpoints_are_read_and_written_without_the_models(package: str) -> No
 
 
 def test_models_reach_the_disk_only_when_asked_to() -> None:
-    code = "import sys, opensora_sp.models; assert not {'safetensors', 'opensora_sp.checkpoint'} & set(sys.modules)"
+    code = (
+        "import sys, opensora_sp.models\n"
+        "assert not {'safetensors', 'opensora_sp.checkpoint'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("module", ["opensora_sp", "opensora_sp.training", "opensora_sp.sampling"])
 def test_importing_prints_nothing_and_leaves_colossalai_alone(module: str) -> None:
-    code = f"import sys, {module}; assert not {{'colossalai', 'diffusers', 'transformers'}} & set(sys.modules)"
+    code = (
+        f"import sys, {module}\n"
+        "assert not {'colossalai', 'diffusers', 'transformers'} & set(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -129,14 +135,15 @@ def test_importing_the_plugin_is_quiet_about_absent_extras_only() -> None:
 @pytest.mark.serial
 def test_importing_the_package_costs_nothing() -> None:
     code = (
-        "import time; start = time.perf_counter(); import sys, opensora_sp; assert time.perf_counter() - start < 3\n"
+        "import time; start = time.perf_counter()\n"
+        "import sys, opensora_sp; assert time.perf_counter() - start < 3\n"
         "assert not {'torch', 'numpy', 'pydantic', 'mmengine'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_the_plugin_starts_no_processes() -> None:
-    """Where torch has Triton, an import of bitsandbytes, which ColossalAI makes, would start a pool of compilers."""
+    """With Triton, an import of bitsandbytes, which ColossalAI makes, would start compilers."""
     code = (
         "import opensora_sp.plugin, os, psutil; assert psutil.Process().children() == []\n"
         "assert 'TORCH_WARM_POOL' not in os.environ"
@@ -150,7 +157,7 @@ def test_importing_the_plugin_starts_no_processes() -> None:
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
-    """Foreign pickles are read on request alone; tests/distributed/test_weights.py and tests/distributed/test_booster.py hold that."""
+    """Foreign pickles are read on request alone (test_weights.py and test_booster.py)."""
     may_load = Path("checkpoint/reader.py")
     for path in files():
         for node in ast.walk(ast.parse(path.read_text())):

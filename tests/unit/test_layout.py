@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise, product
 from math import prod
 
 import pytest
@@ -136,21 +136,14 @@ def test_windows_get_every_token_once_whole_and_balanced(
     assert sorted(windows.order) == list(range(S)) and sum(windows.sizes) == S
     sizes = {"b": B, "t": T, "s": S} | ({"h": H} if "h" in units else {})
     left = left + (" h" if "h" in units else "")
-    starts = [0, *accumulate(windows.sizes)]
-    places = [
-        (w, place - starts[w])
-        for w in range(len(windows.sizes))
-        for place in range(starts[w], starts[w + 1])
-    ]
-    where = {s: dict(s=s, w=w, p=p) for s, (w, p) in zip(windows.order, places, strict=True)}
+    places = []
+    for w, count in enumerate(windows.sizes):
+        places += [dict(w=w, p=p) for p in range(count)]
+    where = {s: dict(s=s) | place for s, place in zip(windows.order, places, strict=True)}
     entries = [
         dict(b=b, t=t, h=h, **where[s])
-        for b in range(B)
-        for t in range(T)
-        for s in range(S)
-        for h in range(H)
+        for b, t, s, h in product(range(B), range(T), range(S), range(H if "h" in sizes else 1))
     ]
-    entries = [entry for entry in entries if "h" in sizes or entry["h"] == 0]
 
     def ordered(layout: str) -> list[dict]:
         return sorted(
@@ -167,8 +160,8 @@ def test_windows_get_every_token_once_whole_and_balanced(
     ]
     numbers = unit_runs(sizes, units, P, windows)
     for (first, last), mine in zip(numbers, held(units), strict=True):
-        assert [entry for unit in by_unit[first:last] for entry in unit] == mine
-    assert [n for first, last in numbers for n in range(first, last)] == list(range(len(by_unit)))
+        assert list(chain.from_iterable(by_unit[first:last])) == mine
+    assert list(chain.from_iterable(range(*run) for run in numbers)) == list(range(len(by_unit)))
     largest = max(map(len, by_unit))
     assert all(abs(len(mine) - len(entries) / P) <= largest for mine in held(units))
 
@@ -181,7 +174,7 @@ def test_windows_get_every_token_once_whole_and_balanced(
         sent.append([[mine[i] for i in plan.pack[start:stop]] for start, stop in pairwise(edges)])
     for rank, plan in enumerate(plans):
         assert plan.recv_splits == [plans[q].send_splits[rank] for q in range(P)]
-        arrived = [entry for q in range(P) for entry in sent[q][rank]]
+        arrived = list(chain.from_iterable(of_sender[rank] for of_sender in sent))
         assert [arrived[i] for i in plan.place.argsort()] == held(units)[rank]
     if B % P == 0 and "h" not in sizes:
         assert all(plan.sent_elsewhere(rank) == 0 for rank, plan in enumerate(plans))

@@ -23,7 +23,7 @@ FOX = "狐"
 
 @pytest.fixture
 def fonts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As installed: matplotlib's DejaVu Sans, and a font with one Chinese character, a filled square."""
+    """matplotlib's DejaVu Sans, as installed, and a font with one Chinese character, a square."""
     lettering.font_files.cache_clear()
     dejavu = lettering.font_files()[0]
     path = tmp_path / "one.ttf"

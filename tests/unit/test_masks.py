@@ -1,4 +1,4 @@
-"""Masks of clips that do not fill their batch: what they cost, what they leave out, and what is refused."""
+"""Masks of clips that do not fill their batch: their overhead, what they exclude, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mask_bytes(positions: torch.Tensor, ranks: int, rank: int, layout: str) -> t
 @pytest.mark.parametrize("layout", [SPATIAL, TEMPORAL])
 @pytest.mark.parametrize("sp_size", [2, 4, 8])
 def test_a_mask_of_1_24_60_80_is_planned_in_parts(sp_size: int, layout: str) -> None:
-    """Elsewhere its ``sp_size`` copies, and a matrix of all tokens with all, were the end of the run."""
+    """Elsewhere ``sp_size`` copies, and a matrix of all tokens with all, ended such runs."""
     positions = torch.zeros(1, 24, 60, 80, dtype=torch.bool)
     positions[:, :22, :52, :74] = True
     whole_peak, whole_kept = mask_bytes(positions, 1, 0, layout)
@@ -153,7 +153,7 @@ def conditioned() -> tuple[torch.nn.Module, dict]:
 
 
 def test_a_frame_may_be_named_twice() -> None:
-    """As the first and the last of a single one are: the frames after it attend to the text all the same."""
+    """As the first and last frame of an image are; the other frames attend to the same text."""
     model, inputs = conditioned()
     once = model(**inputs, mask_index=[1])
     assert torch.equal(model(**inputs, mask_index=[1, 1]), once)

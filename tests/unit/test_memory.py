@@ -40,9 +40,17 @@ def largest(name: str, T: int, side: int, masks: bool) -> tuple[LargestTensor, i
     width, text = 12, 40
     options = OPTIONS[name] | (dict(input_size=(T, side, side)) if name == "STDiT" else {})
     model = build_model(
-        name if name.startswith("STDiT") else "STDiT3", in_channels=2, hidden_size=width, depth=1, num_heads=2,
-        mlp_ratio=1.0, caption_channels=4, model_max_length=text, patch_size=(1, 1, 1), **options,
-    )  # fmt: skip
+        name if name.startswith("STDiT") else "STDiT3",
+        in_channels=2,
+        hidden_size=width,
+        depth=1,
+        num_heads=2,
+        mlp_ratio=1.0,
+        caption_channels=4,
+        model_max_length=text,
+        patch_size=(1, 1, 1),
+        **options,
+    )
     inputs = dict(
         x=torch.randn(2, 2, T, side, side),
         timestep=torch.tensor([1.0, 2.0]),

@@ -1,10 +1,11 @@
-"""What is asked for and what is written: prompts with sizes of their own, samples, images, GIFs, going on."""
+"""Requests and output files: prompts with sizes, samples, images, GIFs, resuming."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -65,13 +66,10 @@ def facts(cfg: InferenceConfig, name: str) -> dict:
 def test_each_prompt_has_its_size_seed_and_samples(asked: InferenceConfig, trained: Path) -> None:
     folder = Path(asked.outputs)
     names = ["000-a-red-circle", "001-white-bright", "002-a-blue-square"]
-    media = {
-        f"{name}{s}.{'png' if '001' in name else 'gif'}" for name in names for s in ("", "-s1")
-    }
-    sheets = {f"{name}{s}.png" for name in names for s in ("", "-s1")}
-    assert {path.name for path in folder.iterdir()} == media | sheets | {
-        f"{Path(s).stem}.json" for s in sheets
-    }
+    stems = [name + suffix for name, suffix in product(names, ("", "-s1"))]
+    media = {f"{stem}.{'png' if '001' in stem else 'gif'}" for stem in stems}
+    sheets, records = {f"{stem}.png" for stem in stems}, {f"{stem}.json" for stem in stems}
+    assert {path.name for path in folder.iterdir()} == media | sheets | records
     assert read_frames(folder / "000-a-red-circle.gif").shape == (5, 28, 24, 3)
     assert np.asarray(Image.open(folder / "001-white-bright.png")).shape == (28, 24, 3)
     assert read_frames(folder / "002-a-blue-square-s1.gif").shape == (3, 32, 16, 3)
@@ -107,7 +105,7 @@ def test_a_seed_of_its_own_gives_the_same_video_wherever_the_prompt_stands(
             assert torch.equal(noise[r.prompt.text], r.noise(shape, "sample", loop=0)) == (
                 r.seed == 7
             )
-    different = [r.noise(shape, "sample", loop=loop) for r in before[:2] for loop in (0, 1)]
+    different = [r.noise(shape, "sample", loop=loop) for r, loop in product(before[:2], (0, 1))]
     assert len({one.sum().item() for one in different}) == 4
 
 
@@ -237,9 +235,9 @@ def test_replicas_and_sequence_parallelism_are_mixed_by_estimate(
     requests = requests_of(cfg, prompts)
     groups = choose_groups(cfg, requests, world)
     assert groups.sp_size == chosen and len(groups.batches) == world // chosen
-    assert sorted(r.index for of_group in groups.batches for b in of_group for r in b) == list(
-        range(len(prompts))
-    )
+    batches = chain.from_iterable(groups.batches)
+    places = [request.index for request in chain.from_iterable(batches)]
+    assert sorted(places) == list(range(len(prompts)))
     count = world // chosen
     assert (
         f"{count} group{'s' * (count > 1)} of {chosen} (sp_size {chosen}), by estimate; sp_size"
@@ -374,12 +372,12 @@ def test_the_fingerprint_of_a_checkpoint_is_read_and_not_worked_out(
 def test_what_goes_wrong_in_a_file_leaves_nothing_and_is_what_is_reported(
     asked: InferenceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: outputs.Gif, frames: np.ndarray | None = None) -> None:
+    def full(self: outputs.Images, frames: np.ndarray | None = None) -> None:
         self.path.touch()
         raise OSError("no space left" if frames is not None else "cannot be closed")
 
-    monkeypatch.setattr(outputs.Gif, "add", full)
-    monkeypatch.setattr(outputs.Gif, "close", full)
+    monkeypatch.setattr(outputs.Images, "add", full)
+    monkeypatch.setattr(outputs.Images, "close", full)
     with pytest.raises(OSError, match="no space left"):
         sample(
             asked.model_copy(

@@ -39,7 +39,8 @@ from opensora_sp.data import (
 
 NUM_FRAMES = 60
 LENGTH = (NUM_FRAMES - 0.5) * 1001 / 30000
-NOISY = f"testsrc2=size=64x48:rate=30000/1001:duration={LENGTH},noise=alls=60:allf=t"  # no two frames are alike
+# No two frames are alike.
+NOISY = f"testsrc2=size=64x48:rate=30000/1001:duration={LENGTH},noise=alls=60:allf=t"
 SOURCE = ("-f", "lavfi", "-i", NOISY)
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", "4", "-pix_fmt", "yuv420p")
 FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
@@ -335,7 +336,8 @@ def test_manifests_may_leave_numbers_out(tmp_path: Path) -> None:
         'text,path,fps,height\n"one, two",sub/a.mp4,,48\nb,/b.mp4,29.97,\n'
     )
     (tmp_path / "a.jsonl").write_text(
-        '{"path": "sub/a.mp4", "text": "one, two", "height": 48}\n{"text": "b", "path": "/b.mp4", "fps": 29.97}\n'
+        '{"path": "sub/a.mp4", "text": "one, two", "height": 48}\n'
+        '{"text": "b", "path": "/b.mp4", "fps": 29.97}\n'
     )
     for manifest in (Manifest(tmp_path / "a.csv"), Manifest(tmp_path / "a.jsonl")):
         assert list(manifest) == [

@@ -27,6 +27,7 @@ from opensora_sp.parallel.agreement import (
     refuse_models,
 )
 from opensora_sp.parallel.mesh import SequenceMesh
+from opensora_sp.parallel.strategies import registered_strategies, strategy_options
 
 from .comm_counter import record
 from .comm_timing import communicating
@@ -43,6 +44,11 @@ class Kind:
 
 KINDS = (
     Kind("options", "the same options of parallelize", "pass them alike on every rank"),
+    Kind(
+        "strategies",
+        "the same strategies, registered in the same order",
+        "call register_strategy alike on every rank",
+    ),
     Kind("plan", "the same ShardPlan", "register the same plan on every rank"),
     Kind(
         "modes",
@@ -87,11 +93,16 @@ class InputCheck:
             self._refuse(model, own)
 
     def _entries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entries:
-        """What decides which bytes are sent: options, plan, modes, and the form of the inputs.
+        """What decides which bytes are sent: options, strategies, plan, modes, and the form of the
+        inputs.
 
         Of inputs, also inside of containers, these are shapes, dtypes and plain values.
         """
         entries = dict(self._fixed)
+        for option in strategy_options():
+            # They may be registered at any time.
+            labels = [one.label for one in registered_strategies() if one.option == option]
+            entries[f"strategies of option {option!r}"] = ", ".join(map(repr, labels))
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
         if hasattr(model, "grad_checkpoint"):

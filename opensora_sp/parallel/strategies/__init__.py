@@ -10,7 +10,7 @@ from .branch_switch import BranchSwitch
 from .exchanges import AllGather, AllToAll, Exchange
 from .one_layout import OneLayout
 from .registry import (
-    choose_strategy,
+    applicable_strategy,
     register_strategy,
     registered_strategies,
     strategy_for,
@@ -45,7 +45,7 @@ __all__ = [
     "SwitchRows",
     "Ulysses",
     "WholeSamples",
-    "choose_strategy",
+    "applicable_strategy",
     "register_strategy",
     "registered_strategies",
     "strategy_for",
