@@ -122,7 +122,8 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
         for parameter in model.parameters():
             if parameter.requires_grad and not parameter.any():
                 parameter.normal_(std=0.02)
-    model.set_grad_checkpoint(cfg.grad_checkpoint)
+    # "auto" may recompute as much.
+    model.set_grad_checkpoint(True if cfg.grad_checkpoint == "auto" else cfg.grad_checkpoint)
     return model
 
 
