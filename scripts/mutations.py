@@ -76,15 +76,15 @@ MUTATIONS = [
     Mutation(
         "temporal rows with spatial positions",
         "opensora_sp/models/layers.py",
-        "return sinusoid(rows.frames(device), self.freqs)",
-        "return sinusoid(rows.patches(device), self.freqs)",
+        "return position_angles(rows.frames(device), self.freqs)",
+        "return position_angles(rows.patches(device), self.freqs)",
         ("tests/unit/test_golden_models.py",),
     ),
     Mutation(
         "a loss divided by the padded size",
         "opensora_sp/diffusion/loss.py",
-        "count = counting.flatten(1).sum(1) * (math.prod(size) // counting[0].numel())",
-        "count = torch.full((num_samples,), math.prod(size), device=wholes[0].device)",
+        "count = mask.flatten(1).sum(1) * (math.prod(size) // mask[0].numel())",
+        "count = torch.full((num_samples,), math.prod(size), device=tensors[0].device)",
         ("tests/unit/test_golden_rflow.py", "tests/distributed/test_losses.py"),
     ),
     Mutation(

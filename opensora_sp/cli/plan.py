@@ -7,13 +7,13 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opensora_sp.console import config_arguments
 
 if TYPE_CHECKING:
-    from opensora_sp.planner import BatchEstimate, BatchSpec, Plan
+    from opensora_sp.planner import BatchEstimate, Plan
     from opensora_sp.planner.memory import MemoryPeak
     from opensora_sp.planner.step_time import StepTime
 
@@ -39,30 +39,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
     from opensora_sp.config import load_either
     from opensora_sp.planner import plan
 
+    # disable=None: no bar where stderr is no terminal.
+    progress = partial(
+        tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
+    )
     cfg, _ = load_either(args.config, args.cfg_options)
-    made = plan(
+    result = plan(
         cfg,
         args.gpus,
         gpus_per_node=args.gpus_per_node,
         memory_gb=args.memory_gb,
         gpu=args.gpu,
-        progress=_with_progress,
+        progress=progress,
     )
-    sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
-
-
-def _with_progress(buckets: list[BatchSpec]) -> Iterable[BatchSpec]:
-    """The buckets, with a progress bar on a terminal that is removed at the end."""
-    from tqdm import tqdm
-
-    # disable=None: no bar where stderr is no terminal
-    bar: Iterable[BatchSpec] = tqdm(
-        buckets, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
-    )
-    return bar
+    text = json.dumps(result.to_dict(), indent=1) if args.json else table(result)
+    sys.stdout.write(text + "\n")
 
 
 def table(plan: Plan) -> str:
@@ -123,7 +119,7 @@ def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
     lines += _entry("strategy", f"{sharing.strategy}: {sharing.why}")
     for what, sizes in sharing.units.items():
-        lines += _entry("rows", f"{what}: {_held(sizes)}")
+        lines += _entry("rows", f"{what}: {_describe_sizes(sizes)}")
     balance = f"the busiest rank computes {sharing.imbalance:.1%} more than the mean"
     lines += _entry("balance", balance)
     for warning in sharing.idle:
@@ -161,8 +157,8 @@ def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
 def _memory(estimate: BatchEstimate) -> list[str]:
     from opensora_sp.planner.checkpointing import describe
 
-    memory, kept = estimate.memory, estimate.memory.kept
-    states = (kept.weights, kept.master_weights + kept.moments, kept.ema)
+    memory, state = estimate.memory, estimate.memory.kept
+    states = (state.weights, state.master_weights + state.moments, state.ema)
     head = ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at")
     rows: Rows = {"GB on a rank": head}
 
@@ -228,7 +224,7 @@ def _entry(label: str, text: str) -> list[str]:
     )
 
 
-def _held(sizes: list[int]) -> str:
+def _describe_sizes(sizes: list[int]) -> str:
     counted = Counter(sizes)
     if len(counted) == 1:
         return f"{sizes[0]:,} on every rank" if len(sizes) > 1 else f"{sizes[0]:,}"

@@ -26,7 +26,7 @@ from opensora_sp.encoders import Piece
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.debug.comm_counter import record
 from opensora_sp.parallel.debug.comm_timing import communicating
-from opensora_sp.parallel.layout import ExchangePlan, balanced_run
+from opensora_sp.parallel.layout import ExchangePlan, balanced_range
 
 
 class Portion(NamedTuple):
@@ -49,7 +49,7 @@ def distribute_pieces(
     per_clip = len(pieces)
     portions: list[list[Portion]] = []
     for rank in range(num_ranks):
-        start, stop = balanced_run(len(places) * per_clip, num_ranks, rank)
+        start, stop = balanced_range(len(places) * per_clip, num_ranks, rank)
         own = []
         for number, place in enumerate(places):
             first = max(start - number * per_clip, 0)

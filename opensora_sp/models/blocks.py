@@ -10,7 +10,7 @@ timestep modulates the first and the last (adaLN-single of PixArt-alpha, Chen et
 A block of STDiT3 is either spatial or temporal. A block of STDiT or STDiT2 has two parts:
 ``spatial`` is the self-attention over a frame, ``temporal`` the one over frames and all the rest.
 
-Legend: B samples, R rows held here, L tokens of a row (S patches or T frames), C hidden width,
+Legend: B samples, R local rows here, L tokens of a row (S patches or T frames), C hidden width,
 V patch volume, m modulation states of a sample, b samples of n rows (``Rows.expand_to_rows``).
 """
 
@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .conditioning import GATE, Condition
+from .conditioning import Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
 from .hook_points import Tokenwise
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
@@ -30,6 +30,7 @@ from .recompute import EVERYTHING
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
 ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
+GATE = 2  # of the attention
 
 # Without weights of its own: the modulation scales and shifts.
 LayerNorm = partial(nn.LayerNorm, eps=1e-6, elementwise_affine=False)
@@ -78,19 +79,26 @@ class ModulatedBlock(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.tokenwise = Tokenwise()
 
+    def attend_row(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
+        """Self-attention within a row: modulate, attend, gate."""
+        table = self.scale_shift_table[:MLP]
+        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
+        modulated = modulate(self.norm1(x), shift, scale)
+        return add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
+
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
-        """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
-        return self.cross_attn(
+        """Cross-attention of tokens to the text of their own sample, which is not modulated."""
+        return x + self.cross_attn(
             x,
             condition.text,
-            condition.lengths,
+            condition.packing,
             order=condition.order,
-            keys=condition.keys.get(self.cross_attn),
+            keys_values=condition.keys_values.get(self.cross_attn),
             backend=condition.rows.grid.attention,
         )
 
     def feed_forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
-        """The MLP branch: modulate, MLP, gate. ``tokenwise`` may run it in chunks of rows."""
+        """The MLP: modulate, project, gate. ``tokenwise`` may run it in chunks of rows."""
         entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
         return self.tokenwise(self.add_mlp, condition.rows, x, *entries)
 
@@ -109,33 +117,19 @@ class STDiT3Block(ModulatedBlock):
 
     def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
-        table = self.scale_shift_table[:MLP]
-        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
-        modulated = modulate(self.norm1(x), shift, scale)
-        x = add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
-
-        x = x + self.attend_text(x, condition)
-
+        x = self.attend_row(x, condition, branch_scale)
+        x = self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
-class SpatialTemporalBlock(ModulatedBlock):
-    """A block of STDiT or STDiT2, in two parts. Its subclasses have the temporal one."""
-
-    def spatial(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
-        """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
-        table = self.scale_shift_table[:MLP]
-        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
-        modulated = modulate(self.norm1(x), shift, scale)
-        return add_gated(x, gate, self.attn(modulated, condition.rows))
-
-
-class STDiTBlock(SpatialTemporalBlock):
+class STDiTBlock(ModulatedBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
     The temporal attention has no norm. Its gate is that of the spatial one, on all frames as the
     timestep of the sample sets it.
     """
+
+    spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__(config)
@@ -157,16 +151,17 @@ class STDiTBlock(SpatialTemporalBlock):
         with_positions = x if positions is None else x + positions
         x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows))
 
-        x = x + self.attend_text(x, condition)
-
+        x = self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
-class STDiT2Block(SpatialTemporalBlock):
+class STDiT2Block(ModulatedBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
     The temporal attention has a norm and entries of its own.
     """
+
+    spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
         super().__init__(config, qk_norm=config.qk_norm)
@@ -184,8 +179,7 @@ class STDiT2Block(SpatialTemporalBlock):
         modulated = modulate(self.norm_temp(x), shift, scale)
         x = add_gated(x, gate, self.attn_temp(modulated, condition.rows, condition.rotation))
 
-        x = x + self.attend_text(x, condition)
-
+        x = self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from typing import Any
-
-from opensora_sp.components import nearest
 
 from .base import ConditionedModel
 from .stdit import STDiT
@@ -13,7 +12,7 @@ from .stdit2 import STDiT2
 from .stdit3 import STDiT3
 
 XL = dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
-CLASSES: dict[str, type[ConditionedModel]] = {"STDiT": STDiT, "STDiT2": STDiT2, "STDiT3": STDiT3}
+CLASSES: dict[str, type[ConditionedModel]] = {cls.__name__: cls for cls in (STDiT, STDiT2, STDiT3)}
 PRESETS: dict[str, tuple[type[ConditionedModel], dict[str, Any]]] = {
     "STDiT-XL/2": (STDiT, XL),
     "STDiT2-XL/2": (STDiT2, XL),
@@ -37,7 +36,7 @@ def model_class(name: str) -> type[ConditionedModel]:
     known = {**CLASSES, **{preset: cls for preset, (cls, _) in PRESETS.items()}}
     if name not in known:
         raise ValueError(
-            f"got model {name!r}; expected one of {list(known)}; {nearest(name, known)}"
+            f"got model {name!r}; expected one of {list(known)}; {_nearest(name, list(known))}"
         )
     return known[name]
 
@@ -49,7 +48,12 @@ def resolve_config(name: str, **config: Any) -> Any:
     for key in config:
         if key not in keys:
             raise ValueError(
-                f"got {key!r} for model {name}; expected one of {keys}; {nearest(key, keys)}"
+                f"got {key!r} for model {name}; expected one of {keys}; {_nearest(key, keys)}"
             )
     preset = PRESETS[name][1] if name in PRESETS else {}
     return cls.Config(**{**preset, **config})
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else "take one of these"

@@ -1,14 +1,15 @@
 """The collectives of sequence parallelism, each with its exact adjoint as backward.
 
 All are ``all_to_all_single`` with split sizes that every rank knows beforehand. Ranks without rows
-call them too. ``exchange`` is a registered operator, by which selective checkpointing and the
-planner know it.
+call them too. ``exchange`` is a registered operator, so that ``torch.compile`` takes it into its
+graph as it is.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -105,12 +106,10 @@ def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _exchange.register_autograd(_exchange_back, setup_context=_save_plan)
 
-# A dispatch mode that is entered around each exchange.
-NO_MODE: AbstractContextManager[Any] = nullcontext()
-_mode = ContextVar("mode", default=NO_MODE)
+# Of ``around_exchanges``; the innermost one is the last.
+_modes: list[AbstractContextManager[Any]] = []
 
 
-@uncompiled  # communication runs between compiled graphs
 def exchange(
     tokens: Tensor,
     plan: ExchangePlan,
@@ -126,32 +125,53 @@ def exchange(
     """
     there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
     back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
-    with _mode.get():
-        exchanged: Tensor = _exchange(
-            tokens, *(back if reverse else there), group.group_name, kind, reverse
-        )
+    run = _exchange_in_mode if _modes else _exchange
+    exchanged: Tensor = run(tokens, *(back if reverse else there), group.group_name, kind, reverse)
     return exchanged
 
 
-def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of forward and of recomputation, for ``torch.utils.checkpoint``.
+@uncompiled  # modes do not reach into compiled graphs
+def _exchange_in_mode(*args: Any) -> Any:
+    with _modes[-1]:
+        return _exchange(*args)
 
-    The first keeps what exchanges return, so that the second sends nothing again.
+
+def exchange_modes() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Dispatch modes of forward and of recomputation, for exchanges.
+
+    Under the first, what they return is kept; under the second, they return that and send nothing.
     """
-    modes = create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
-    keeping, reusing = map(_AroundExchanges, modes)
+    keeping, reusing = create_selective_checkpoint_contexts(
+        [torch.ops.opensora_sp.exchange.default]
+    )
     return keeping, reusing
 
 
-class _AroundExchanges(AbstractContextManager[None]):
-    """While it is entered, which is once, exchanges run under a dispatch mode; nothing else does.
+@contextmanager
+def around_exchanges(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter a dispatch mode around each exchange; nothing else runs under it."""
+    _modes.append(mode)
+    try:
+        yield
+    finally:
+        _modes.pop()
+
+
+def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """``exchange_modes`` for ``torch.utils.checkpoint``, the second of which is entered once."""
+    keeping, reusing = exchange_modes()
+    return keeping, _Once(reusing)
+
+
+class _Once(AbstractContextManager[None]):
+    """A context of recomputation, which uses up what was kept and so can be entered once.
 
     Raises:
-        ValueError: when it is entered again, after what was kept has been used up.
+        ValueError: when it is entered again.
     """
 
-    def __init__(self, mode: AbstractContextManager[Any]) -> None:
-        self.mode, self.is_used = mode, False
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self.context, self.is_used = context, False
 
     def __enter__(self) -> None:
         if self.is_used:
@@ -162,32 +182,28 @@ class _AroundExchanges(AbstractContextManager[None]):
                 "model again"
             )
         self.is_used = True
-        self.outer = _mode.set(self.mode)
+        self.context.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        _mode.reset(self.outer)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.context.__exit__(*error)
 
 
 class _GatherRows(torch.autograd.Function):
     """Forward gathers all rows on every rank; backward sums each row's gradients on its owner."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup, kind: str
-    ) -> Tensor:
-        ctx.sizes, ctx.group, ctx.kind, ctx.rows = sizes, group, kind, len(x)
-        num_ranks = len(sizes)
-        copies = x.repeat(num_ranks, *[1] * (x.ndim - 1))
-        return all_to_all(copies, [len(x)] * num_ranks, sizes, group, kind=kind, backward=False)[0]
+    def forward(ctx: Any, x: Tensor, sizes: list[int], send: Callable[..., Any]) -> Tensor:
+        ctx.send, ctx.splits = send, ([len(x)] * len(sizes), sizes)
+        copies = x.repeat(len(sizes), *[1] * (x.ndim - 1))
+        rows: Tensor = send(copies, *ctx.splits, backward=False)[0]
+        return rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        num_ranks = len(ctx.sizes)
-        parts, _ = all_to_all(
-            grad, ctx.sizes, [ctx.rows] * num_ranks, ctx.group, kind=ctx.kind, backward=True
-        )
-        return parts.unflatten(0, (num_ranks, ctx.rows)).sum(0), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        own, sizes = ctx.splits
+        parts, _ = ctx.send(grad, sizes, own, backward=True)
+        return parts.unflatten(0, (len(own), own[0])).sum(0), None, None
 
 
 @uncompiled  # as an autograd function it would be traced, and what is sent with it
@@ -199,5 +215,5 @@ def gather_rows(
     A loss computed on the result by every rank counts once per rank; averaged over the group that
     is the loss itself.
     """
-    rows: Tensor = _GatherRows.apply(x, sizes, group, kind)
+    rows: Tensor = _GatherRows.apply(x, sizes, partial(all_to_all, group=group, kind=kind))
     return rows

@@ -23,17 +23,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from .collectives import keep_exchanged
+from .collectives import around_exchanges, exchange_modes
 from .shard_plan import find_modules
-from .typed import after_backward, is_backward_running
+from .typed import Local, after_backward, is_backward_running
 
 if TYPE_CHECKING:
     from .parallelize import SequenceParallel
 
-# The axis that counts the rows of a layout.
+# The axis that counts the rows of a layout, and the one within a row.
 ROW_AXIS = {"spatial": "t", "temporal": "s"}
+TOKEN_AXIS = {"spatial": "s", "temporal": "t"}
 
 
 class ModulePoint:
@@ -43,19 +45,53 @@ class ModulePoint:
         self.module = module
         self._own: dict[str, Any] = {}
 
-    def attach(self, function: Callable[..., Any]) -> None:
-        """Run ``function(local, *args, **kwargs)``, where ``local`` is the module's ``forward``."""
+    def attach(self, function: Callable[[ModuleCall], Any]) -> None:
+        """Let ``function`` compute each call of the module."""
         instance, local = vars(self.module), self.module.forward
         self._own = {"forward": instance["forward"]} if "forward" in instance else {}
 
-        attached: Any = partial(function, local)
-        attached.__signature__ = inspect.signature(local)
+        signature = inspect.signature(local)
+        attached: Any = lambda *args, **kwargs: function(  # noqa: E731
+            ModuleCall(local, signature.bind(*args, **kwargs))
+        )
+        attached.__signature__ = signature
         instance["forward"] = attached
 
     def detach(self) -> None:
         """Restore ``forward``. Points of one module are detached last to first."""
         del vars(self.module)["forward"]
         vars(self.module).update(self._own)
+
+
+class ModuleCall:
+    """A call of a module: its arguments by name, of which the first are the tokens."""
+
+    def __init__(self, local: Local, bound: inspect.BoundArguments) -> None:
+        self._local, self._bound = local, bound
+        self.arguments = bound.arguments
+        self._first = next(iter(bound.arguments), "")
+        self._others: tuple[Any, ...] | None = None
+
+    @property
+    def tokens(self) -> Any:
+        return self.arguments[self._first]
+
+    def run(self) -> Any:
+        """What the module returns."""
+        return self._local(*self._bound.args, **self._bound.kwargs)
+
+    def run_on(self, tokens: Tensor) -> Any:
+        """The output for these tokens; other entries of a tuple are kept for ``returned``."""
+        self.arguments[self._first] = tokens
+        out = self.run()
+        if isinstance(out, tuple):
+            out, *others = out
+            self._others = tuple(others)
+        return out
+
+    def returned(self, tokens: Tensor) -> Any:
+        """What the caller gets, with these tokens as output."""
+        return tokens if self._others is None else (tokens, *self._others)
 
 
 @dataclass(frozen=True)
@@ -115,16 +151,18 @@ class TokenRows:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Tokens of these rows in the axes of the model -> ``[R, L, b, c]``."""
-        is_spatial, held = self.layout == "spatial", (self.count, self.length)
-        if self.grid.axes == "b (t s) c":
-            x = x.unflatten(1, held if is_spatial else held[::-1])
-        return x.permute(1, 2, 0, 3) if is_spatial else x.permute(2, 1, 0, 3)
+        held = {ROW_AXIS[self.layout]: self.count, TOKEN_AXIS[self.layout]: self.length}
+        return rearrange(x, f"{self.grid.axes} -> {self._pattern}", **held)
 
     def from_rows(self, x: Tensor, *, copy: bool = False) -> Tensor:
         """``[R, L, b, c]`` -> tokens in the axes of the model, contiguous."""
-        x = x.permute(2, 0, 1, 3) if self.layout == "spatial" else x.permute(2, 1, 0, 3)
+        x = rearrange(x, f"{self._pattern} -> b t s c")
         x = x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
-        return x.flatten(1, 2) if self.grid.axes == "b (t s) c" else x
+        return rearrange(x, f"b t s c -> {self.grid.axes}")
+
+    @property
+    def _pattern(self) -> str:
+        return f"{ROW_AXIS[self.layout]} {TOKEN_AXIS[self.layout]} b c"
 
 
 @dataclass
@@ -143,34 +181,6 @@ class _Pass:
     kept: dict[nn.Module, AbstractContextManager[Any]] = field(default_factory=dict)
 
 
-class _Call:
-    """A call of a module: its arguments by name, of which the first are the tokens."""
-
-    def __init__(self, local: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self.local, self._bound = local, inspect.signature(local).bind(*args, **kwargs)
-        self.arguments: dict[str, Any] = self._bound.arguments
-        self._first = next(iter(self.arguments))
-        self._others: tuple[Any, ...] | None = None
-
-    @property
-    def tokens(self) -> Tensor:
-        tokens: Tensor = self.arguments[self._first]
-        return tokens
-
-    def run(self, tokens: Tensor) -> Any:
-        """The output tokens; the other entries of a tuple are kept for ``returned``."""
-        self.arguments[self._first] = tokens
-        out = self.local(*self._bound.args, **self._bound.kwargs)
-        if isinstance(out, tuple):
-            out, *others = out
-            self._others = tuple(others)
-        return out
-
-    def returned(self, tokens: Tensor) -> Any:
-        """What the caller gets, with these tokens as output."""
-        return tokens if self._others is None else (tokens, *self._others)
-
-
 class ModulePoints:
     """The hook points of a model whose plan lists ordinary modules.
 
@@ -187,7 +197,7 @@ class ModulePoints:
         # Modules under gradient checkpointing, which only the first backward pass shows.
         self._recomputed: set[nn.Module] = set()
 
-    def attachments(self) -> list[tuple[ModulePoint, Callable[..., Any]]]:
+    def attachments(self) -> list[tuple[ModulePoint, Callable[[ModuleCall], Any]]]:
         """Each point with the function to attach, the innermost function of a module first."""
         listed = [(ModulePoint(m), partial(self._attend, m)) for m in self.layouts]
         return [
@@ -211,17 +221,18 @@ class ModulePoints:
         return layouts
 
     def _only(self, pattern: str) -> nn.Module:
-        found: list[nn.Module] = find_modules(self.model, pattern)
+        found = find_modules(self.model, pattern)
         if len(found) > 1:
             raise ValueError(
                 f"got {pattern!r} in a ShardPlan, which matches {len(found)} modules; expected "
                 "one; write its whole name"
             )
-        return found[0]
+        module: nn.Module = found[0]
+        return module
 
-    def _forward(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, call: ModuleCall) -> Any:
         """Run the model and check that its tokens were gathered."""
-        output = local(*args, **kwargs)
+        output = call.run()
         if self._pass.stream_rows is not None:
             raise ValueError(
                 f"got a forward that did not call {self.plan.leave!r}; expected its call, where "
@@ -229,9 +240,8 @@ class ModulePoints:
             )
         return output
 
-    def _enter(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _enter(self, call: ModuleCall) -> Any:
         """Shard the tokens, and the arguments of ``enter``."""
-        call = _Call(local, args, kwargs)
         if not is_backward_running():
             rows = self.engine.shard(lambda grid: grid.rows("spatial"), self._grid(call))
             self._pass = _Pass(rows, rows)
@@ -243,13 +253,11 @@ class ModulePoints:
             self._cut_arguments(call, rows)
         everything = rows.take(0, rows.total)
         x = everything.to_rows(call.tokens)[rows.start : rows.stop]  # [R, L, b, c]
-        return call.returned(call.run(rows.from_rows(x)))
+        return call.returned(call.run_on(rows.from_rows(x)))
 
-    def _attend(
-        self, module: nn.Module, local: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _attend(self, module: nn.Module, call: ModuleCall) -> Any:
         """Call a listed module with tokens in the layout that it attends in."""
-        call, now = _Call(local, args, kwargs), self._pass
+        now = self._pass
         if is_backward_running():
             self._recomputed.add(module)
             rows, kept = now.module_rows[module], now.kept.pop(module, None)
@@ -261,21 +269,21 @@ class ModulePoints:
         with kept or nullcontext():
             x = rows.to_rows(call.tokens)  # [R, L, b, c]
             if rows.layout != self.layouts[module]:
-                x, rows = self.engine.at("switch", _transpose, x, rows)
+                x, rows = self.engine.at("switch", lambda x, rows: rows.transpose(x), x, rows)
             x = self.engine.at(self.layouts[module], run, x, rows)
 
         if not is_backward_running():
             now.stream_rows = rows
         return call.returned(rows.from_rows(x, copy=kept is not None))
 
-    def _run(self, call: _Call, x: Tensor, rows: TokenRows, *, is_kept: bool) -> Tensor:
+    def _run(self, call: ModuleCall, x: Tensor, rows: TokenRows, *, is_kept: bool) -> Tensor:
         self._cut_arguments(call, rows)
         # What is kept stays as it was received, also if modules work in place.
-        return rows.to_rows(call.run(rows.from_rows(x, copy=is_kept)))
+        return rows.to_rows(call.run_on(rows.from_rows(x, copy=is_kept)))
 
-    def _leave(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    def _leave(self, call: ModuleCall) -> Tensor:
         """Gather the output of ``leave``."""
-        output, now = local(*args, **kwargs), self._pass
+        output, now = call.run(), self._pass
         if is_backward_running() or not isinstance(output, Tensor):
             problem = "is recomputed" if is_backward_running() else "returns no tensor"
             raise ValueError(
@@ -292,8 +300,8 @@ class ModulePoints:
 
         rows, now.stream_rows = now.stream_rows, None
         assert rows is not None
-        whole = self.engine.gather(_from_rows, rows.to_rows(output), rows)
-        assert isinstance(whole, Tensor)
+        x = rows.to_rows(output)
+        whole: Tensor = self.engine.gather(lambda x, rows: rows.from_rows(x), x, rows)
         if whole.requires_grad:
             whole.register_hook(partial(self._resume, now))
         return whole
@@ -331,10 +339,10 @@ class ModulePoints:
         )
         if resends or module not in self._recomputed or not torch.is_grad_enabled():
             return None
-        keeping, self._pass.kept[module] = keep_exchanged()
+        keeping, self._pass.kept[module] = map(around_exchanges, exchange_modes())
         return keeping
 
-    def _grid(self, call: _Call) -> TokenGrid:
+    def _grid(self, call: ModuleCall) -> TokenGrid:
         x, axes = call.tokens, self.plan.tokens
         frames = x.shape[1] if axes == "b t s c" else self._frames(call.arguments)
         return TokenGrid(x.shape[0], frames, x.shape[1:-1].numel() // frames, axes)
@@ -350,7 +358,7 @@ class ModulePoints:
         frames: int = arguments[names[0]]
         return frames
 
-    def _cut_arguments(self, call: _Call, rows: TokenRows) -> None:
+    def _cut_arguments(self, call: ModuleCall, rows: TokenRows) -> None:
         """Cut the arguments that the plan gives axes for to these rows."""
         for name, axes in self.plan.arguments.items():
             if ROW_AXIS[rows.layout] in axes.split() and call.arguments.get(name) is not None:
@@ -372,11 +380,3 @@ class ModulePoints:
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {one: name for name, one in self.model.named_modules()}
         return names[module]
-
-
-def _transpose(x: Tensor, rows: TokenRows) -> tuple[Tensor, TokenRows]:
-    return rows.transpose(x)
-
-
-def _from_rows(x: Tensor, rows: TokenRows) -> Tensor:
-    return rows.from_rows(x)

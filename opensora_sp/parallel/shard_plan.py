@@ -161,16 +161,9 @@ def plan_of(model: nn.Module) -> ShardPlan:
             f"names its {sorted(POINTS)} points, or a plan; call register_plan({name}, "
             "ShardPlan(...)), see docs/custom_model.md"
         )
-    return ShardPlan(
-        tokens=ROWS,
-        enter=named["shard"],
-        leave=named["gather"],
-        spatial=(named["spatial"],),
-        temporal=(named["temporal"],),
-        switch=(named["switch"],),
-        segment=(named["segment"],),
-        tokenwise=(named["tokenwise"],),
-    )
+    points: dict[str, Any] = {name: (pattern,) for name, pattern in named.items()}
+    (enter,), (leave,) = points.pop("shard"), points.pop("gather")
+    return ShardPlan(tokens=ROWS, enter=enter, leave=leave, **points)
 
 
 def find_modules(model: nn.Module, pattern: str) -> list[Any]:

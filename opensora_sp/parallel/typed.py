@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch.autograd import function as autograd_function
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Local: TypeAlias = Callable[..., Any]  # what a hook point does on one rank
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

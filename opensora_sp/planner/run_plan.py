@@ -161,10 +161,7 @@ def plan(
         memory_gb = GPUS[gpu].memory / 1e9
     run, buckets = _Run(cfg, num_gpus, memory_gb, device, gpu), buckets_of(cfg)
 
-    spans = None
-    if gpus_per_node is not None:
-        spans = spans_nodes(num_gpus, run.ranks, gpus_per_node)
-
+    spans = None if gpus_per_node is None else spans_nodes(num_gpus, run.ranks, gpus_per_node)
     return Plan(
         purpose="training" if run.training else "sampling",
         model=run.name,
@@ -304,9 +301,9 @@ class _Run:
         """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
         traced = cache(partial(self._traced, latents, ranks))
         if not isinstance(self.cfg, TrainConfig):
-            kept = Persistent.sampling(self.sizes, self.dtype.itemsize)
-            peak = sampling_peak(kept, traced(EVERYTHING), self.config.depth)
-            return Memory(kept, peak, None, peak, [EVERYTHING])
+            state = Persistent.sampling(self.sizes, self.dtype.itemsize)
+            peak = sampling_peak(state, traced(EVERYTHING), self.config.depth)
+            return Memory(state, peak, None, peak, [EVERYTHING])
 
         zero = Zero(
             world=self.num_gpus,
@@ -316,16 +313,16 @@ class _Run:
             fused=self.cfg.optimizer.type == "HybridAdam",
             foreach=self.device == "cuda",
         )
-        kept = Persistent.training(self.sizes, zero)
+        state = Persistent.training(self.sizes, zero)
 
         @cache
         def peak_at(*levels: int) -> MemoryPeak:
-            return training_peak(kept, self.sizes, zero, mixed(traced, levels))
+            return training_peak(state, self.sizes, zero, mixed(traced, levels))
 
         levels = self._levels(lambda levels: peak_at(*levels).needed)
         plain = None if brief else peak_at(EVERYTHING)
         checkpointed = None if brief else peak_at(0)
-        return Memory(kept, plain, checkpointed, peak_at(*levels), levels)
+        return Memory(state, plain, checkpointed, peak_at(*levels), levels)
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
         """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -61,12 +62,7 @@ def decode(
     """
     count, _, latent_frames = parts[0].shape[:3]
     pieces = decoded_pieces(vae, num_frames, latent_frames)
-    shared = frames_of(vae, overlap, num_frames, size) if len(parts) > 1 else 0
-
-    units: list[Unit] = []
-    for part in range(len(parts)):
-        units += _units(part, pieces, shared if part else 0)
-
+    units = _units(len(parts), pieces, frames_of(vae, overlap, num_frames, size))
     for turn in turns(units, count, mesh.sp_size):
         frames = None
         if mesh.sp_rank < len(turn):
@@ -114,23 +110,26 @@ def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[U
     Of P whole videos each rank decodes the one that it writes, without communication. The units of
     the remaining videos are distributed one by one.
     """
-    whole = num_videos - num_videos % ranks
-    for first in range(0, whole, ranks):
+    num_local = num_videos - num_videos % ranks
+    for first in range(0, num_local, ranks):
         for unit in units:
             yield [replace(unit, video=video) for video in range(first, first + ranks)]
 
-    rest: list[Unit] = []
-    for video in range(whole, num_videos):
-        rest += [replace(unit, video=video) for unit in units]
-    for start in range(0, len(rest), ranks):
-        yield rest[start : start + ranks]
+    distributed: list[Unit] = []
+    for video in range(num_local, num_videos):
+        distributed += [replace(unit, video=video) for unit in units]
+    for start in range(0, len(distributed), ranks):
+        yield distributed[start : start + ranks]
 
 
-def _units(part: int, pieces: Sequence[Piece], shared: int) -> Iterator[Unit]:
-    for piece in pieces:
-        skipped = max(0, shared - piece.frames.start)
-        if skipped < piece.frames.stop - piece.frames.start:
-            yield Unit(0, part, piece, skipped)
+def _units(num_parts: int, pieces: Sequence[Piece], shared: int) -> list[Unit]:
+    """The units of one video; each part repeats ``shared`` frames of the one before."""
+    units = []
+    for part, piece in product(range(num_parts), pieces):
+        unit = Unit(0, part, piece, skipped=max(0, shared - piece.frames.start) if part else 0)
+        if unit.num_frames > 0:
+            units.append(unit)
+    return units
 
 
 @torch.no_grad()

@@ -145,13 +145,13 @@ class Output:
 
 def check_writable(folder: Path) -> None:
     """Raise ValueError if files cannot be written in a folder, which need not exist yet."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not (place.is_dir() and os.access(place, os.W_OK)):
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         raise ValueError(
-            f"got outputs {str(folder)!r}, but {place} is no folder that can be written; expected "
-            "one; pass another --outputs"
+            f"got outputs {str(folder)!r}, but {existing} is no folder that can be written; "
+            "expected one; pass another --outputs"
         )
 
 

@@ -14,12 +14,11 @@ import numpy as np
 from PIL import Image
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.console import is_shown_on_all_ranks
+from opensora_sp.console import LOGGER, add_log_handler
 from opensora_sp.data import read_frames
 
 from .wandb_run import WandbRun
 
-LOGGER = logging.getLogger("opensora_sp")
 # Fraction of the run that the running mean in loss.png covers.
 WINDOW = 0.1
 
@@ -207,17 +206,10 @@ def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str)
 
 def log_to(run_dir: Path, *, enabled: bool) -> None:
     """Log to ``train.log`` and the terminal; other ranks show only what concerns them alone."""
-    LOGGER.setLevel(logging.INFO if enabled else logging.WARNING)
     LOGGER.propagate = False
-    for handler in list(LOGGER.handlers):
-        LOGGER.removeHandler(handler)
-
+    LOGGER.handlers.clear()
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if enabled:
         handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
-    form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     for handler in handlers:
-        handler.setFormatter(form)
-        if not enabled:
-            handler.addFilter(is_shown_on_all_ranks)
-        LOGGER.addHandler(handler)
+        add_log_handler(handler, "%(asctime)s %(levelname)s %(message)s", is_main=enabled)

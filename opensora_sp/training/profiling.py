@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel.debug.comm_timing import listening
@@ -72,27 +72,23 @@ class StepProfiler:
     """
 
     def __init__(self, model: ConditionedModel, run_dir: Path, steps: Steps | None) -> None:
-        self.model, self.run_dir, self.wanted = model, run_dir, steps
-        self._entered = ExitStack()
+        self.model, self.run_dir, self.steps = model, run_dir, steps
+        self._contexts = ExitStack()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around each step of the run."""
-        if self.wanted is not None and number == self.wanted.first:
-            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            activities = [ProfilerActivity.CPU, *cuda]
-            self._entered.enter_context(named_regions(self.model))
-            self._profile = self._entered.enter_context(profile(activities=activities))
+        if self.steps is not None and number == self.steps.first:
+            self._contexts.enter_context(named_regions(self.model))
+            self._profile = self._contexts.enter_context(profile())
         yield
-        if self.wanted is not None and number == self.wanted.last:
-            self._entered.close()
-            self._export(self.wanted)
-
-    def _export(self, steps: Steps) -> None:
-        path = self.run_dir / "profile" / f"steps_{steps}.rank{dist.get_rank()}.json.gz"
-        path.parent.mkdir(exist_ok=True)
-        self._profile.export_chrome_trace(str(path))
-        logger.info("profile of steps %s: %s; open it with https://ui.perfetto.dev", steps, path)
+        if self.steps is not None and number == self.steps.last:
+            self._contexts.close()
+            path = self.run_dir / "profile" / f"steps_{self.steps}.rank{dist.get_rank()}.json.gz"
+            path.parent.mkdir(exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+            hint = "open it with https://ui.perfetto.dev"
+            logger.info("profile of steps %s: %s; %s", self.steps, path, hint)
 
 
 @contextmanager

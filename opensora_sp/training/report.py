@@ -9,17 +9,25 @@ from __future__ import annotations
 import base64
 import html
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .metrics import format_time, plot_loss, read_lines, running_mean
+from .metrics import format_time, plot_loss, read_lines
 
-# The curves of the fourth plot, and their line styles.
-SHARES = {"data_wait": "-", "communication": "--", "mfu": ":"}
+# Plots beside that of the loss: metrics by the label of their axis, and line styles of these.
+PLOTS = {
+    "tokens / s": ("tokens_per_s",),
+    "peak memory, GB": ("peak_memory_gb",),
+    "share of time (MFU: of peak)": ("data_wait", "communication", "mfu"),
+}
+STYLES = ("-", "--", ":")
+# Rows of the table, under the names that they have in the run's files.
+SESSION = ("model", "parameters", "precision", "dp_size", "sp_size", "device", "peak_tflops")
+MEDIANS = ("loss", "step_time", "tokens_per_s", "mfu", "data_wait", "communication")
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; }}
@@ -73,44 +81,27 @@ class RunRecord:
         return sorted({session["step"] for session in self.sessions[1:]})
 
     def facts(self) -> dict[str, str]:
-        """The run's column in the table, by row."""
+        """The run's column in the table, by row: the newest session, and its metrics."""
         last, session = self.lines[-1], self.sessions[-1]
         silent = time.time() - (self.folder / "metrics.jsonl").stat().st_mtime
         state = f"last logged {format_time(silent)} ago"
         if last["step"] >= session["stop"]:
             state = "finished"
 
-        lowest = "-"
-        if self.validations:
-            best = min(self.validations, key=lambda line: line["loss"])
-            lowest = f"{best['loss']:.4f} at step {best['step']}"
+        facts = {"steps": f"{last['step']} of {session['stop']}, {state}"}
+        for key in SESSION:
+            facts[key] = str(session[key])
+        facts["resumed after step"] = ", ".join(map(str, self.resumed_at)) or "-"
 
-        millions, peak = session["parameters"] / 1e6, session["peak_tflops"] or 0
-        return {
-            "steps": f"{last['step']} of {session['stop']}, {state}",
-            "model": f"{session['model']}, {millions:.1f} M parameters, {session['precision']}",
-            "processes": "dp_size {dp_size} x sp_size {sp_size}, {device}".format(**session),
-            "began": self.sessions[0]["began"],
-            "resumed after step": ", ".join(map(str, self.resumed_at)) or "-",
-            "loss, mean of the last tenth": self._fact("loss", "{:.4f}", _last_mean),
-            "validation loss, lowest": lowest,
-            "step time, median": self._fact("step_time", "{:.3g} s"),
-            "tokens per second, median": self._fact("tokens_per_s", "{:.4g}"),
-            "MFU, median": self._fact("mfu", f"{{:.1%}} of {peak:g} TFLOP/s"),
-            "data wait, median": self._fact("data_wait", "{:.1%}"),
-            "communication, median": self._fact("communication", "{:.1%}"),
-            "peak memory, largest of all ranks": self._fact("peak_memory_gb", "{:.2f} GB", np.max),
-        }
-
-    def _fact(self, key: str, form: str, combine: Callable[..., Any] = np.median) -> str:
-        """One number of a column, as text."""
-        values = self.column(key)
-        measured = values[~np.isnan(values)]
-        return form.format(combine(measured)) if len(measured) else "-"
-
-
-def _last_mean(losses: np.ndarray) -> float:
-    return float(running_mean(losses)[-1])
+        best = min(self.validations, key=lambda line: line["loss"], default=None)
+        lowest = f"{best['loss']:.4f} at step {best['step']}" if best else "-"
+        facts["lowest validation loss"] = lowest
+        facts["peak_memory_gb"] = f"{last['peak_memory_gb']:.2f}"
+        for key in MEDIANS:
+            values = self.column(key)
+            measured = values[~np.isnan(values)]
+            facts[f"{key}, median"] = f"{np.median(measured):.4g}" if len(measured) else "-"
+        return facts
 
 
 def report(folders: Sequence[Path], into: Path) -> tuple[Path, Path]:
@@ -128,33 +119,32 @@ def report(folders: Sequence[Path], into: Path) -> tuple[Path, Path]:
 
 
 def draw(runs: Sequence[RunRecord], png: Path) -> None:
-    """Four plots: loss, throughput, memory, shares of time."""
+    """Four plots: loss, throughput, memory, shares of time; a color for each run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.4), dpi=100, layout="constrained")
-    (loss, speed), (memory, shares) = figure.subplots(2, 2)
+    loss, *others = figure.subplots(2, 2).flat
     for number, run in enumerate(runs):
-        color, steps = f"C{number}", run.column("step")
+        color = f"C{number}"
         plot_loss(loss, run.lines, color=color, label=str(run.folder))
         for line in run.validations:
             loss.plot(line["step"], line["loss"], "o", color=color, markersize=4)
-        speed.plot(steps, run.column("tokens_per_s"), color=color)
-        memory.plot(steps, run.column("peak_memory_gb"), color=color)
-        for key, style in SHARES.items():
-            # The legend names the lines of the first run.
-            label = None if number else key
-            shares.plot(steps, 100 * run.column(key), style, color=color, label=label)
 
+        for axes, metrics in zip(others, PLOTS.values(), strict=True):
+            for metric, style in zip(metrics, STYLES):
+                # The legend names the curves of the first run.
+                label = None if number else metric
+                values = run.column(metric)
+                axes.plot(run.column("step"), values, style, color=color, label=label)
         for axes in figure.axes:
             for step in run.resumed_at:
                 axes.axvline(step, color=color, alpha=0.4, linestyle="dashdot")
 
-    shares.legend()
-    units = {speed: "tokens / s", memory: "peak memory, GB", shares: "% of time (MFU: of peak)"}
-    for axes, unit in units.items():
+    for axes, unit in zip(others, PLOTS, strict=True):
         axes.set(xlabel="optimizer step", ylabel=unit)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+        axes.legend()
     figure.savefig(png)
 
 

@@ -80,11 +80,11 @@ def sampling_config(cfg: TrainConfig, validation: Validation) -> InferenceConfig
     del common["sp_size"]
 
     names = ("prompts", "negative_prompt", "num_samples", "fps", "batch_size", "format", "use_ema")
-    own = {name: getattr(validation, name) for name in names}
+    sampling = {name: getattr(validation, name) for name in names}
     for name in ("num_sampling_steps", "cfg_scale"):
         if (value := getattr(validation, name)) is not None:
             common["scheduler"] = common["scheduler"] | {name: value}
-    return InferenceConfig(**common, **own, precision=cfg.precision)
+    return InferenceConfig(**common, **sampling, precision=cfg.precision)
 
 
 class Validator:
@@ -162,9 +162,9 @@ class Validator:
         mesh, size, bins = self.trainer.mesh, self.validation.batch_size, self.validation.bins
         # The losses of each bin, and the number of clips.
         sums = torch.zeros(bins + 1, device=self.trainer.device)
-        own = range(mesh.dp_rank, len(dataset), mesh.dp_size)
-        for start in range(0, len(own), size):
-            ids, features = self._readable(own[start : start + size])
+        assigned = range(mesh.dp_rank, len(dataset), mesh.dp_size)
+        for start in range(0, len(assigned), size):
+            ids, features = self._readable(assigned[start : start + size])
             if ids:
                 sums[:bins] += self._losses(ids, features, bins)
                 sums[bins] += len(ids) / mesh.sp_size
@@ -192,7 +192,7 @@ class Validator:
             corrupt = self.encoder.encode_readable(features, ids, range(len(ids)), items)
             if not corrupt:
                 return ids, features
-            ids = [index for place, index in enumerate(ids) if place not in corrupt]
+            ids = [index for position, index in enumerate(ids) if position not in corrupt]
 
     def _losses(self, ids: list[int], features: Features, bins: int) -> Tensor:
         """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""

@@ -134,3 +134,25 @@ def test_blocks_copy_nothing_to_the_device() -> None:
     edges = [copy for copy in copies[3] if "transfer.py" in copy.where]
     assert len(edges) == 2  # one of either layout
     assert not any(copy.blocking for copy in edges)
+
+
+def on_autocast() -> None:
+    """Packed self-attention in fp32 weights, and text that was encoded outside of autocast."""
+    model = build_model("STDiT3", **SMALL, **V13).cuda()
+    x, timestep = torch.zeros(2, 4, 5, 8, 8, device="cuda"), torch.zeros(2, device="cuda")
+    features = torch.zeros(2, 1, 6, 8, device="cuda")
+    for y in (features, model.encode_text(features)):
+        phase("features" if y is features else "encoded")
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x, timestep, y).square().mean()
+        loss.backward()
+    phase("end")
+
+
+def test_autocast_reaches_packed_attention() -> None:
+    """Norms leave queries and keys in fp32 and values in bf16, which no kernel takes."""
+    recording = run_on_stub(on_autocast)
+    features, encoded = (recording.in_phase(name).kernels() for name in ("features", "encoded"))
+    assert features["pytorch_flash::flash_fwd_kernel"] == 2 * 4  # self- and cross-attention
+    assert sum("fmha_cutlassF" in name for name in features) == 0
+    assert encoded["pytorch_flash::flash_fwd_kernel"] >= 4

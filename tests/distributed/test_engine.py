@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, collectives, parallelize, unwrap
-from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
+from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
 
@@ -153,7 +153,7 @@ def held_after_backward() -> None:
 def second_derivatives() -> None:
     """The reverse of an exchange can be differentiated; what cannot be twice raises an error."""
     plan = plan_exchange(
-        {"b": 1, "t": 3, "s": 4},
+        BatchAxes(1, 3, 4),
         SPATIAL_ROWS,
         TEMPORAL_ROWS,
         2,
@@ -184,18 +184,15 @@ def edges() -> tuple[int, int]:
     with torch.no_grad():
         model(**make_inputs(case), output="shards")
     plan = plan_exchange(
-        {"b": 1, "t": 5, "s": 6}, SPATIAL_ROWS, TEMPORAL_ROWS, mesh.sp_size, mesh.sp_rank, "cpu"
+        BatchAxes(1, 5, 6), SPATIAL_ROWS, TEMPORAL_ROWS, mesh.sp_size, mesh.sp_rank, "cpu"
     )
-    splits = plan.send_splits, plan.recv_splits
-    for reverse, held in (
-        (False, plan.pack),
-        (True, plan.place),
-    ):  # the body: a mode sees only the operator around it
-        body, tokens = collectives._exchange._init_fn, torch.ones(len(held), 3)
+    there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
+    back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
+    for backward, arguments in ((False, there), (True, back)):
+        # The body: a mode sees only the operator around it.
+        body, tokens = collectives._exchange._init_fn, torch.ones(len(arguments[0]), 3)
         with Operators() as inside:
-            body(
-                tokens, plan.pack, plan.place, *splits, mesh.sp_group.group_name, "switch", reverse
-            )
+            body(tokens, *arguments, mesh.sp_group.group_name, "switch", backward)
         found = {
             name: n
             for name, n in inside.counts.items()

@@ -173,7 +173,7 @@ def test_models_of_others_and_of_replicas_are_compared() -> None:
     assert "(and 1 more entry)" in boosted
 
 
-def test_a_description_is_made_again_only_when_a_flag_changes() -> None:
+def test_a_description_is_made_again_only_when_the_model_changes() -> None:
     model = make_model()
     form, digests = ModelForm(model), set()
     made: list[int] = []
@@ -183,9 +183,11 @@ def test_a_description_is_made_again_only_when_a_flag_changes() -> None:
         lambda: None,
         lambda: model.t_block.requires_grad_(False),
         lambda: model.double(),
+        lambda: setattr(model.t_block, "1", nn.Linear(24, 144, dtype=torch.double)),
+        lambda: setattr(model.t_block[1], "bias", nn.Parameter(torch.zeros(1, 144))),
     ):
         change()
         digests.add(form.digest())
-    assert len(digests) == 3 == len(made)
-    assert describe_model(model)["parameter t_block.1.bias"] == "[144] float64 frozen"
+    assert len(digests) == 5 == len(made)
+    assert describe_model(model)["parameter t_block.1.bias"] == "[1, 144] float32 trainable"
     assert describe_model(model)["config.patch_size"] == "[1, 2, 2]"

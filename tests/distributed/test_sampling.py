@@ -23,7 +23,7 @@ from opensora_sp.data import read_video
 from opensora_sp.parallel import CommLedger, SequenceMesh
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.requests import requests_of
-from opensora_sp.sampling.run import _left_to_do, build_pipeline, preflight
+from opensora_sp.sampling.run import _remaining_requests, build_pipeline, preflight
 
 PROMPTS = [
     "a red circle",
@@ -124,14 +124,14 @@ def test_weights_that_are_not_those_of_the_manifest_are_refused(
     requests, weights = preflight(cfg)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert (
-        _left_to_do(cfg, requests, weights, tmp_path)[1]
+        _remaining_requests(cfg, requests, weights, tmp_path)[1]
         == manifest["files"]["ema/model.safetensors"]["sha256"]
     )
     with (checkpoint / "ema" / "model.safetensors").open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"x")
     with pytest.raises(ValueError, match="got a damaged checkpoint: .*ema/model.safetensors has"):
-        _left_to_do(cfg, requests, weights, tmp_path)
+        _remaining_requests(cfg, requests, weights, tmp_path)
 
 
 def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:

@@ -29,7 +29,7 @@ from opensora_sp.models import Point, build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, unwrap
 from opensora_sp.parallel.collectives import exchange
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
+from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
 CASES = [
@@ -120,7 +120,7 @@ def test_training_after_sampling_and_the_groups() -> None:
 
 def compiled_switch() -> None:
     """The switch is part of one compiled graph, forward and backward, with equal results."""
-    axes, cpu = {"b": 1, "t": 5, "s": 6}, torch.device("cpu")
+    axes, cpu = BatchAxes(1, 5, 6), torch.device("cpu")
     plan = plan_exchange(
         axes, SPATIAL_ROWS, TEMPORAL_ROWS, dist.get_world_size(), dist.get_rank(), cpu
     )

@@ -25,7 +25,7 @@ from ranks import run_ranks
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.layout import run_sizes
+from opensora_sp.parallel.layout import balanced_sizes
 from opensora_sp.parallel.overlap import InFlightSwitch
 from opensora_sp.parallel.strategies import SplitHeads
 
@@ -160,7 +160,7 @@ def test_heads_are_split_where_that_is_cheaper() -> None:
     assert not applies(1, 4, 1024, 1152, 16)  # a frame for every rank
     assert not applies(4, 1, 1024, 1152, 16)  # a sample for every rank
     assert (
-        run_sizes(1 * 1 * 2, 4).count(0) == 2
+        balanced_sizes(1 * 1 * 2, 4).count(0) == 2
     )  # two heads of one frame leave two ranks without attention
 
 

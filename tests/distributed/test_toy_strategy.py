@@ -53,7 +53,7 @@ class TemporalBranch(OneLayout):
     label = option = "temporal_branch"
     condition = "for models without windows"
     moves = "input and output of temporal attention"
-    stays = "spatial"
+    resident_layout = "spatial"
 
     @classmethod
     def attention_layouts(cls, grid: Any) -> BlockLayouts:
@@ -68,7 +68,7 @@ class TemporalBranch(OneLayout):
         ]
 
     def temporal(self, local: Any, x: torch.Tensor, rows: Any, *of_rows: Any) -> torch.Tensor:
-        temporal = self.held(rows.transposed())
+        temporal = self.local_rows(rows.transposed())
         there = self.plan(rows, SPATIAL, TEMPORAL, x.device)
         back = self.plan(rows, TEMPORAL, SPATIAL, x.device)
 
@@ -164,9 +164,10 @@ def test_ranks_with_other_registrations_raise_the_same_error() -> None:
     errors = run_ranks(2, refuse_other_registrations)
     assert errors[0] == errors[1]
     assert re.fullmatch(
-        r"got different strategies on the ranks of one sequence-parallel group: of option 'switch' "
-        r"is .*'whole samples' on rank 0, .*'whole samples', 'never switch' on rank 1; expected "
-        r"the same strategies, .*; call register_strategy alike on every rank",
+        r"got different strategies on the ranks of one sequence-parallel group: registered is "
+        r"\['switch', .*, 'split_gather'\] on rank 0, \['switch', .*, 'split_gather', "
+        r"'never switch'\] on rank 1; expected the same ones, registered in the same order on all "
+        r"of them; call register_strategy alike on every rank",
         errors[0],
     )
 

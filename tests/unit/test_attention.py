@@ -239,7 +239,7 @@ def test_flash_attn_is_called_as_documented(
 def test_many_packed_samples_go_in_several_calls(
     flash: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_ROWS", 2)
+    monkeypatch.setattr(packing, "MAX_ROWS", 2)
     assert_equal_to_definition(([3, 1, 0, 0, 2], [2, 2, 1, 1, 3]), "flash", torch.float16, 1e-2)
     assert flash.calls == ["varlen", "varlen"]  # the two in the middle have no query
 

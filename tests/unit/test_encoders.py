@@ -337,7 +337,7 @@ def test_incomplete_and_damaged_weights_are_refused(
     state = load_file(file)
     name = next(name for name in state if name.endswith("weight") and "norm" not in name)
     save_file({k: v for k, v in state.items() if k != name}, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"missing.*{name}|{name} is one"):
+    with pytest.raises(ValueError, match=f"(?i)missing.*{name}|{name} is one"):
         cls(str(folder))
     save_file({**state, name: state[name][..., :1].contiguous()}, file, metadata={"format": "pt"})
     with pytest.raises(
@@ -358,7 +358,7 @@ def test_released_layout_is_strict_and_takes_older_names(
     folder = shutil.copytree(video_folder, tmp_path / "copy")
     state = load_file(folder / "model.safetensors")
     save_file({**state, "spatial_vae.module.more": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="1 differences: unexpected spatial_vae.module.more"):
+    with pytest.raises(ValueError, match="Unexpected key.*spatial_vae.module.more"):
         OpenSoraVAE(str(folder))
     older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     renamed = dict(state)

@@ -22,9 +22,9 @@ RELEASES = {"v10": "float64", "v12": "float32"}
 TABLES = {
     "betas": "beta",
     "alphas_cumprod": "alpha_bar",
-    "posterior_log_variance_clipped": "log_smallest",
-    "posterior_mean_coef1": "mean_of_start",
-    "posterior_mean_coef2": "mean_of_x",
+    "posterior_log_variance_clipped": "posterior_log_variance",
+    "posterior_mean_coef1": "posterior_mean_coef1",
+    "posterior_mean_coef2": "posterior_mean_coef2",
 }
 
 

@@ -22,7 +22,7 @@ def mask_bytes(positions: torch.Tensor, ranks: int, rank: int, layout: str) -> t
     grid = PatchGrid(
         len(positions), tuple(positions.shape[1:]), PATCH, mask=VideoMask(positions, PATCH)
     )
-    rows = mode.held(grid.rows(layout))
+    rows = mode.local_rows(grid.rows(layout))
     with LivePeak() as live:
         groups = rows.groups()
     assert groups is not None and groups.index is not None
