@@ -167,7 +167,7 @@ def _memory(estimate: BatchEstimate) -> list[str]:
     if memory.checkpointed is not None:
         peaks = {"recomputing all": memory.checkpointed, "recomputing nothing": memory.plain}
         if memory.configured not in peaks.values():
-            peaks = {"as configured": memory.configured} | peaks
+            peaks = {"as configured": memory.configured, **peaks}
         note = f"* as configured: {describe(memory.levels)}. "
 
     for name, peak in peaks.items():

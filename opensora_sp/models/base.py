@@ -243,7 +243,8 @@ class ConditionedModel(nn.Module):
 
     def _recompute(self, part: Callable[..., Tensor]) -> Recompute | None:
         """What backward computes again of a block, or of the part of one."""
-        level: int = getattr(part, "__self__", part).checkpoint_level
+        block: Any = getattr(part, "__self__", part)
+        level: int = block.checkpoint_level
         if level == EVERYTHING or not torch.is_grad_enabled():
             return None
         width = self.config.hidden_size

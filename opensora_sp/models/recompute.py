@@ -98,9 +98,7 @@ class Recompute:
         keeping, using = create_selective_checkpoint_contexts(self._policy)
         return keeping, _Once(using)
 
-    def _policy(
-        self, context: Any, operator: Any, *args: Any, **options: Any
-    ) -> CheckpointPolicy:
+    def _policy(self, context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
         keeps = stage_of(operator, args, self.width, self.hidden) in STAGES[: self.level]
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -132,7 +130,7 @@ def stage_of(operator: Any, args: Sequence[Any], width: int, hidden: int) -> str
     tensors = [one for one in args if isinstance(one, Tensor)]
     if name.partition(".")[0] in PRODUCTS:
         # A Linear of tokens: the last factor is its weight, transposed.
-        by_weight = {
+        by_weight: dict[tuple[int, ...], str] = {
             (hidden, width): "MLP output",
             (width, 3 * width): "q, k and v",
             (width, width): "projections",

@@ -6,4 +6,13 @@ from .run_plan import BatchEstimate, BatchSpec, Plan, buckets_of, checkpoint_lev
 Bucket = BatchSpec
 BucketPlan = BatchEstimate
 
-__all__ = ["BatchEstimate", "BatchSpec", "Bucket", "BucketPlan", "Plan", "buckets_of", "checkpoint_levels", "plan"]
+__all__ = [
+    "BatchEstimate",
+    "BatchSpec",
+    "Bucket",
+    "BucketPlan",
+    "Plan",
+    "buckets_of",
+    "checkpoint_levels",
+    "plan",
+]

@@ -58,7 +58,7 @@ def memory_of(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     launch = Launch.read()
-    return psutil.virtual_memory().total / (launch.local_world_size if launch else 1)
+    return float(psutil.virtual_memory().total) / (launch.local_world_size if launch else 1)
 
 
 def _smallest(memory: float, device: torch.device) -> float:
