@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opensora_sp.data.buckets import Buckets
+from opensora_sp.data import Buckets, ClipShape
 from opensora_sp.diffusion import check_mask_ratios
 
 from .common import Common
@@ -184,14 +184,14 @@ class TrainConfig(Common):
         yield self._buckets_fit
         yield self._training_precision
 
-    def _clips(self) -> list[tuple[int, int, int]]:
+    def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:
             return super()._clips()
         entries = Buckets.of(self.bucket_config).entries
         return [entry.shape_at(9 / 16) for entry in entries if entry.batch_size]
 
     def _latents_fit_model(self) -> None:
-        check_input_size(self.model_spec.input_size, self.vae, self.num_frames, *self.size)
+        check_input_size(self.model_spec.input_size, self.vae, self.clip_shape)
 
     def _one_length(self) -> None:
         if (self.max_steps == 0) == (self.epochs is None):

@@ -83,6 +83,7 @@ def random_cases(number: int) -> dict[str, Case]:
             cases[f"random {len(cases)}"] = Case(
                 latents, ranks, checkpointing, depth=draw.randint(2, 4)
             )
+
     return cases
 
 

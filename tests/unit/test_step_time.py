@@ -88,7 +88,7 @@ def test_flops_are_those_of_the_model(checkpointing):
     assert (products + scores) / expected == pytest.approx(1, abs=0.02)
 
 
-def test_attentions_are_told_apart():
+def test_attentions_are_distinguished():
     work = predict(1, 4, 6, 64, 64).work
     frames, patches, width = 6, 32 * 32, 1152
     calls = 3.5 * 4 * width * 4  # forward and backward of a score, 4 blocks
@@ -100,9 +100,16 @@ def test_attentions_are_told_apart():
 def test_further_pairs_add_alike():
     deep = dataclasses.replace(XL2, depth=6)
     predicted = predict_step(
-        "STDiT3", deep, (1, 4, 4, 16, 16), gpu=H200, options=Options(), ranks=2, world=2,
-        dtype=BF16, levels=[0],
-    )  # fmt: skip
+        "STDiT3",
+        deep,
+        (1, 4, 4, 16, 16),
+        gpu=H200,
+        options=Options(),
+        ranks=2,
+        world=2,
+        dtype=BF16,
+        levels=[0],
+    )
     shallow = predict(1, 4, 4, 16, 16, ranks=2, world=2, levels=[0])
     pair = predicted.work[PRODUCTS].plus(shallow.work[PRODUCTS], -1)
     assert pair.flops > 0
