@@ -53,4 +53,5 @@ def test_saved_bytes():
         if level == EVERYTHING:
             assert LEAST_OF_EVERYTHING < kept < 1.5 * LEAST_OF_EVERYTHING
         else:
-            assert kept == pytest.approx(KEPT[level], rel=0.04), level
+            # Small tensors of a pass differ by up to a megabyte, a tenth of an activation.
+            assert kept == pytest.approx(KEPT[level], rel=0.04, abs=0.12), level
