@@ -38,6 +38,7 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, leave_process_group
 
+from .activations import ActivationBudget
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
 from .ending import advice_for_long_steps, command_to_resume, conclude
@@ -89,8 +90,10 @@ class Trainer:
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
+        encoders = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
         self.module = self._build_model(cfg)
+        self.activations = ActivationBudget(cfg, self.module, device, reserved=encoders)
         fixed = fixed_tensors(self.module)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         optimizer = make_optimizer(cfg, trained)
@@ -200,7 +203,6 @@ class Trainer:
         check_encoders(model.config, self.source, self.source)
 
         freeze(model, cfg.freeze)
-        model.set_grad_checkpoint(cfg.grad_checkpoint)
         if cfg.compile is not None:
             compile_blocks(model)
         return model
@@ -275,6 +277,7 @@ class Trainer:
             self.sync_check.see(step, batch.of_group)
             self.meter.count(batch)
 
+        self.activations.fit(batch.x_t.shape)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
             losses = self.batches.flow.losses(shard, batch.noised)

@@ -20,6 +20,7 @@ from opensora_sp.config import TrainConfig, load_inference_config, load_train_co
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.models.token_groups import windows_of
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, layout, parallelize
@@ -481,7 +482,7 @@ def test_windows_are_traced_on_several_ranks() -> None:
             options=Options(),
             ranks=ranks,
             dtype=torch.float32,
-            checkpointing=False,
+            level=EVERYTHING,
             training=True,
         ).at(2)
         for ranks in (1, 4)
