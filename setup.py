@@ -34,7 +34,7 @@ setup(
         "pillow>=10.1",
         "psutil",
         "pyarrow",
-        "pydantic>=2",
+        "pydantic>=2.7",
         "safetensors",
         "sentencepiece",
         "setuptools<81",  # mmengine and tensorboard import pkg_resources

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -45,3 +46,9 @@ def check_methods(key: str, cls: Any, protocol: type) -> None:
             f"got {key}.type {cls.__name__} without {', '.join(missing)}; expected the methods of "
             f"{protocol.__module__}.{protocol.__name__}; add them"
         )
+
+
+def nearest(name: Any, known: Iterable[str], *, otherwise: str = "take one of these") -> str:
+    """The advice for an unknown name: the nearest known one, if any is near."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else otherwise

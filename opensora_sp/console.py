@@ -16,12 +16,12 @@ from typing import NoReturn
 
 from .error_file import wait_for_first_failure, write_error_file
 
+LOGGER = logging.getLogger("opensora_sp")
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of shells: 128 and the number of SIGINT."""
 RANK_LOCAL = {"is_rank_local": True}
 """``extra=`` of a warning that only this rank logs, so that ranks other than 0 show it as well."""
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
-BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @contextmanager
@@ -81,9 +81,9 @@ def parse_bool(text: str) -> bool:
     Raises:
         argparse.ArgumentTypeError: for any other word.
     """
-    if text.lower() not in BOOLEANS:
+    if text.lower() not in TRUE + FALSE:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected True or False; write one of them")
-    return BOOLEANS[text.lower()]
+    return text.lower() in TRUE
 
 
 def config_arguments(description: str) -> argparse.ArgumentParser:
@@ -119,14 +119,15 @@ def is_shown_on_all_ranks(record: logging.LogRecord) -> bool:
 
 def log_to_terminal() -> None:
     """Show the package's log on the terminal: of rank 0 all, of others what only they log."""
-    package = logging.getLogger("opensora_sp")
-    is_main = os.environ.get("RANK", "0") == "0"
-    package.setLevel(logging.INFO if is_main else logging.WARNING)
-    if package.handlers:
-        return
+    if not LOGGER.handlers:
+        is_main = os.environ.get("RANK", "0") == "0"
+        add_log_handler(logging.StreamHandler(), "%(message)s", is_main=is_main)
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+
+def add_log_handler(handler: logging.Handler, form: str, *, is_main: bool) -> None:
+    """Add a handler to the package's log; it handles everything where ``is_main``."""
+    LOGGER.setLevel(logging.INFO if is_main else logging.WARNING)
+    handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
     if not is_main:
         handler.addFilter(is_shown_on_all_ranks)
-    package.addHandler(handler)
+    LOGGER.addHandler(handler)

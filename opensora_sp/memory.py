@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,9 +27,8 @@ class LivePeak(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        # Both by address of the storage.
+        # By address of the storage.
         self._bytes: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def reset_peak(self) -> None:
         """Reset the peak to the bytes that are live now."""
@@ -50,11 +49,16 @@ class LivePeak(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     self._note(tensor, func, (args, kwargs))
 
+        self.peak = max(self.peak, self.live + self.workspace_of(func, args, result))
         return result
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         """Bytes of a storage."""
         return storage.nbytes()
+
+    def workspace_of(self, func: Any, args: tuple[Any, ...], result: Any) -> int:
+        """Bytes of temporary memory inside an operation, which are not counted here."""
+        return 0
 
     def _note(self, tensor: Tensor, func: Any, inputs: Any) -> None:
         storage = tensor.untyped_storage()
@@ -69,14 +73,12 @@ class LivePeak(TorchDispatchMode):
 
         # A known storage may have been resized.
         self.live += num_bytes - self._bytes.get(address, 0)
-        self.peak = max(self.peak, self.live)
         self._bytes[address] = num_bytes
         if not known:
-            self._watched[address] = weakref.ref(storage, partial(self._freed, address))
+            weakref.finalize(storage, self._freed, address)
 
-    def _freed(self, address: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+    def _freed(self, address: int) -> None:
         self.live -= self._bytes.pop(address)
-        del self._watched[address]
 
 
 @cache

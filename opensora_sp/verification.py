@@ -118,12 +118,17 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
 
     torch.manual_seed(cfg.seed)
     model = smaller.build().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad and not parameter.any():
-                parameter.normal_(std=0.02)
+    fill_zero_parameters(model, std=0.02)
     model.set_grad_checkpoint(cfg.grad_checkpoint)
     return model
+
+
+@torch.no_grad()
+def fill_zero_parameters(model: nn.Module, *, std: float) -> None:
+    """Draw parameters that are initialised to zero, which hides errors in all before them."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.any():
+            parameter.normal_(std=std)
 
 
 def small_batch(model: Any, shape: LatentShape) -> dict[str, Any]:

@@ -55,8 +55,8 @@ MUTATIONS = [
     Mutation(
         "a wrong adjoint of the gather",
         "opensora_sp/parallel/collectives.py",
-        "parts.unflatten(0, (num_ranks, ctx.rows)).sum(0)",
-        "parts.unflatten(0, (num_ranks, ctx.rows)).mean(0)",
+        "parts.unflatten(0, (len(own), own[0])).sum(0)",
+        "parts.unflatten(0, (len(own), own[0])).mean(0)",
         ("tests/distributed/test_sp_parity.py",),
     ),
     Mutation(
@@ -69,22 +69,22 @@ MUTATIONS = [
     Mutation(
         "a layout cut off by one",
         "opensora_sp/parallel/layout.py",
-        "return torch.bucketize(positions, torch.tensor(stops), right=True)",
-        "return torch.bucketize(positions, torch.tensor(stops), right=False)",
+        "return torch.bucketize(positions, stops, right=True)",
+        "return torch.bucketize(positions, stops, right=False)",
         ("tests/unit/test_layout.py",),
     ),
     Mutation(
         "temporal rows with spatial positions",
         "opensora_sp/models/layers.py",
-        "return sinusoid(rows.frames(device), self.freqs)",
-        "return sinusoid(rows.patches(device), self.freqs)",
+        "return position_angles(rows.frames(device), self.freqs)",
+        "return position_angles(rows.patches(device), self.freqs)",
         ("tests/unit/test_golden_models.py",),
     ),
     Mutation(
         "a loss divided by the padded size",
         "opensora_sp/diffusion/loss.py",
-        "count = counting.flatten(1).sum(1) * (math.prod(size) // counting[0].numel())",
-        "count = torch.full((num_samples,), math.prod(size), device=wholes[0].device)",
+        "count = mask.flatten(1).sum(1) * (math.prod(size) // mask[0].numel())",
+        "count = torch.full((num_samples,), math.prod(size), device=tensors[0].device)",
         ("tests/unit/test_golden_rflow.py", "tests/distributed/test_losses.py"),
     ),
     Mutation(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .shard_index import ShardIndex
+from .shard_index import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-# Names that Hugging Face and ColossalAI write, in the order of the search: safetensors first.
+# Names that Hugging Face and ColossalAI write.
 _KNOWN_SAFETENSORS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -23,9 +23,19 @@ _KNOWN_PICKLES = (
     "diffusion_pytorch_model.bin",
     "diffusion_pytorch_model.bin.index.json",
 )
-# Where none of these is there: the only file that fits a pattern.
-_ANY_SAFETENSORS = ("*.safetensors.index.json", "*.safetensors")
-_ANY_PICKLE = ("*.index.json", "*.pt", "*.pth", "*.bin")
+# In the order of the search: safetensors first; indexes of variants as in INDEX_NAME.
+_WEIGHTS = (
+    *_KNOWN_SAFETENSORS,
+    "*.safetensors.index.json",
+    "*.safetensors.index.*.json",
+    "*.safetensors",
+    *_KNOWN_PICKLES,
+    "*.index.json",
+    "*.index.*.json",
+    "*.pt",
+    "*.pth",
+    "*.bin",
+)
 _EMA_WEIGHTS = ("ema.safetensors", "ema", "ema.pt")
 
 
@@ -71,29 +81,29 @@ def find_weights(path: str | Path, *, ema: bool = False) -> Path:
     Raises:
         ValueError: if there are no weights, or several files without an index.
     """
-    place = Path(path)
-    if place.is_file():
-        return place
-    _check_folder(place, str(path))
+    name, path = str(path), Path(path)
+    if path.is_file():
+        return path
+    _check_folder(path, name)
 
-    if _first(place, _KNOWN_SAFETENSORS + _KNOWN_PICKLES) is not None:
-        return place
+    if any((path / name).is_file() for name in _KNOWN_SAFETENSORS + _KNOWN_PICKLES):
+        return path
 
-    checkpoint = newest_checkpoint(place)
+    checkpoint = newest_checkpoint(path)
     if checkpoint is not None:
         return checkpoint / ("ema" if ema else "model")
 
     # A folder step_... without COMMIT is an interrupted save of ours, not one of Open-Sora 1.x.
-    if (place / "model").exists() and checkpoint_step(place) is None:
-        return _ema_weights(place) if ema else place / "model"
+    if (path / "model").exists() and checkpoint_step(path) is None:
+        return _ema_weights(path) if ema else path / "model"
 
-    weight_file(place)
-    return place
+    weight_file(path)
+    return path
 
 
-def _check_folder(place: Path, name: str) -> None:
-    """Raise ValueError unless ``place`` is a folder that may hold whole weights."""
-    if not place.is_dir():
+def _check_folder(path: Path, name: str) -> None:
+    """Raise ValueError unless ``path`` is a folder that may hold whole weights."""
+    if not path.is_dir():
         hint = "check the path"
         if _HUB_NAME.fullmatch(name):
             hint += f", or download it: hf download {name} --local-dir DIR"
@@ -101,7 +111,7 @@ def _check_folder(place: Path, name: str) -> None:
             f"got checkpoint {name!r}, which is not on disk; expected a file or a folder; {hint}"
         )
 
-    if (place / "adapter_config.json").is_file():
+    if (path / "adapter_config.json").is_file():
         raise ValueError(
             f"got checkpoint {name!r}, which holds LoRA adapters; expected the weights of a whole "
             "model; merge the adapters into it (peft: merge_and_unload) and save that with "
@@ -109,64 +119,47 @@ def _check_folder(place: Path, name: str) -> None:
         )
 
 
-def weight_file(place: Path) -> Path:
-    """The first file to open: ``place`` itself, or a folder's file of weights or index of shards.
+def weight_file(path: Path) -> Path:
+    """The first file to open: ``path`` itself, or a folder's file of weights or index of shards.
 
     Raises:
         ValueError: if there is none, or several files without an index.
     """
-    if place.is_file():
-        return place
+    if path.is_file():
+        return path
 
-    for names, patterns in (
-        (_KNOWN_SAFETENSORS, _ANY_SAFETENSORS),
-        (_KNOWN_PICKLES, _ANY_PICKLE),
-    ):
-        file = _first(place, names) or _only(place, patterns)
-        if file is not None:
-            return file
-
-    raise ValueError(
-        f"got checkpoint {str(place)!r}, which holds no weights; expected a file of weights, a "
-        "folder with one (or with shards and their index), a run's folder or a committed "
-        "checkpoint; check the path"
-    )
-
-
-def weight_files(place: Path) -> list[Path]:
-    """All files of the weights at a path: one, or an index and its shards."""
-    first = weight_file(place)
-    if not first.name.endswith(".index.json"):
-        return [first]
-
-    index = ShardIndex.read(first)
-    index.check_complete()
-    return [first, *index.files]
-
-
-def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _only(folder: Path, patterns: tuple[str, ...]) -> Path | None:
-    """The one file that fits the first pattern with any; several are refused."""
-    for pattern in patterns:
+    for pattern in _WEIGHTS:
         found = sorted(
-            path
-            for path in folder.glob(pattern)
-            if not path.name.startswith(("optim", "pytorch_optim"))
+            file
+            for file in path.glob(pattern)
+            if not file.name.startswith(("optim", "pytorch_optim"))
         )
         if len(found) > 1:
-            names = ", ".join(path.name for path in found[:6])
+            names = ", ".join(file.name for file in found[:6])
             more = ", ..." if len(found) > 6 else ""
             raise ValueError(
-                f"got {folder}, which holds {len(found)} files of weights ({names}{more}) and no "
+                f"got {path}, which holds {len(found)} files of weights ({names}{more}) and no "
                 "index of them; expected one; pass the path of the file"
             )
         if found:
             return found[0]
 
-    return None
+    raise ValueError(
+        f"got checkpoint {str(path)!r}, which holds no weights; expected a file of weights, a "
+        "folder with one (or with shards and their index), a run's folder or a committed "
+        "checkpoint; check the path"
+    )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """All files of the weights at a path: one, or an index and its shards."""
+    first = weight_file(path)
+    if not is_index(first):
+        return [first]
+
+    index = ShardIndex.read(first)
+    index.check_complete()
+    return [first, *index.files]
 
 
 def _ema_weights(checkpoint: Path) -> Path:

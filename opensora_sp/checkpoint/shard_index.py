@@ -1,13 +1,24 @@
-"""``<name>.index.json`` in the Hugging Face layout: which of several files holds each tensor."""
+"""``<name>.index.json`` in the Hugging Face layout: which of several files holds each tensor.
+
+Indexes of a variant have its name before the suffix: ``model.safetensors.index.fp16.json``.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .filesystem import sha256
+
+INDEX_NAME = re.compile(r".+\.index(\..+)?\.json")
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is an index of shards, by its name."""
+    return INDEX_NAME.fullmatch(path.name) is not None
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,10 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = {}
     for keys, value in map(parse_override, args.options):
         options[".".join(keys)] = value
-    taken = sorted(options.keys() & inspect.signature(from_pretrained).parameters.keys())
-    if taken:
+    reserved = sorted(options.keys() & inspect.signature(from_pretrained).parameters.keys())
+    if reserved:
         raise ValueError(
-            f"got --options {taken[0]}=...; expected a setting of the model; remove it, or see "
+            f"got --options {reserved[0]}=...; expected a setting of the model; remove it, or see "
             "--help"
         )
 

@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> None:
         found = _diagnose(args)
         text = table(found)
 
-    sys.stdout.write((json.dumps(found.to_dict(), indent=1) if args.json else text) + "\n")
+    if args.json:
+        text = json.dumps(found.to_dict(), indent=1)
+    sys.stdout.write(text + "\n")
     if not found.ok:
         sys.exit(1)
 

@@ -63,8 +63,12 @@ def run(args: argparse.Namespace) -> None:
             "videos or images; check them"
         )
 
-    folder = args.output.parent
-    entries = [one._replace(path=Path(_relative(one.path, folder))) for one in found.entries]
+    folder = args.output.parent.resolve()
+    # Paths relative to the manifest's folder.
+    entries = [
+        entry._replace(path=Path(os.path.relpath(entry.path.resolve(), folder)))
+        for entry in found.entries
+    ]
     write_manifest(args.output, entries)
     sys.stdout.write(
         f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a "
@@ -89,8 +93,3 @@ def _check_writable(file: Path) -> None:
             f"got --output {str(file)!r}, which {problem}; expected a file to write; choose "
             "another name"
         )
-
-
-def _relative(path: Path, folder: Path) -> str:
-    """A file's path relative to the manifest's folder."""
-    return os.path.relpath(path.resolve(), folder.resolve())

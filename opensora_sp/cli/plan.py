@@ -7,14 +7,15 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opensora_sp.console import config_arguments
 
 if TYPE_CHECKING:
-    from opensora_sp.planner import BatchEstimate, BatchSpec, Plan
+    from opensora_sp.planner import BatchEstimate, Plan
     from opensora_sp.planner.memory import MemoryPeak
+    from opensora_sp.planner.step_time import StepTime
 
 HELP = (
     "estimate how ranks share the batches of a config, what they send, memory, and what to change"
@@ -32,34 +33,32 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, required=True, metavar="N", help="processes of the run, one per GPU")
     add("--gpus-per-node", type=int, metavar="M", help="to report batches shared across nodes")
     add("--memory-gb", type=float, metavar="G", help="of one GPU, 1e9 bytes, to report excess")
+    add("--gpu", metavar="NAME", help="H100 or H200: predict step time and MFU; sets --memory-gb")
     add("--json", action="store_true", help="all numbers, in bytes, as JSON")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
     from opensora_sp.config import load_either
     from opensora_sp.planner import plan
 
+    # disable=None: no bar where stderr is no terminal.
+    progress = partial(
+        tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
+    )
     cfg, _ = load_either(args.config, args.cfg_options)
-    made = plan(
+    result = plan(
         cfg,
         args.gpus,
         gpus_per_node=args.gpus_per_node,
         memory_gb=args.memory_gb,
-        progress=_with_progress,
+        gpu=args.gpu,
+        progress=progress,
     )
-    sys.stdout.write((json.dumps(made.to_dict(), indent=1) if args.json else table(made)) + "\n")
-
-
-def _with_progress(buckets: list[BatchSpec]) -> Iterable[BatchSpec]:
-    """The buckets, with a progress bar on a terminal that is removed at the end."""
-    from tqdm import tqdm
-
-    # disable=None: no bar where stderr is no terminal
-    bar: Iterable[BatchSpec] = tqdm(
-        buckets, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
-    )
-    return bar
+    text = json.dumps(result.to_dict(), indent=1) if args.json else table(result)
+    sys.stdout.write(text + "\n")
 
 
 def table(plan: Plan) -> str:
@@ -83,7 +82,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
     """A line for each bucket; sizes are those at 16:9."""
     lines = [
         f"{'batch of frames x size':>24} {'tokens':>10} {'shared by':>18} {'busiest':>8} "
-        f"{'MB sent':>10} {'GB peak':>8}"
+        f"{'MB sent':>10} {'GB peak':>8}{'  s/step   MFU' if plan.gpu else ''}"
     ]
 
     for one in plan.buckets:
@@ -94,7 +93,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
         lines.append(
             f"{batch:>24} {one.tokens['total']:>10,} {one.sharing.strategy:>18} "
             f"{one.sharing.imbalance:>+8.1%} {one.traffic.mean / 1e6:>10,.1f} "
-            f"{peak.total / 1e9:>8.2f}{' too much' if excess else ''}"
+            f"{peak.total / 1e9:>8.2f}{_speed(one.time)}{' too much' if excess else ''}"
         )
 
     return [
@@ -102,6 +101,10 @@ def _bucket_lines(plan: Plan) -> list[str]:
         "busiest: work of the busiest rank over the mean. MB sent: by a rank for a micro-batch.",
         "GB peak: of a rank, without the encoders. A bucket_config with one bucket prints more.",
     ]
+
+
+def _speed(time: StepTime | None) -> str:
+    return "" if time is None else f" {time.seconds:>7.3g} {time.mfu:>5.0%}"
 
 
 def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
@@ -116,7 +119,7 @@ def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
     lines += _entry("strategy", f"{sharing.strategy}: {sharing.why}")
     for what, sizes in sharing.units.items():
-        lines += _entry("rows", f"{what}: {_held(sizes)}")
+        lines += _entry("rows", f"{what}: {_describe_sizes(sizes)}")
     balance = f"the busiest rank computes {sharing.imbalance:.1%} more than the mean"
     lines += _entry("balance", balance)
     for warning in sharing.idle:
@@ -126,7 +129,7 @@ def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
     switched = f"{changing:,} tokens ({changing / tokens['total']:.1%}) change rank at each switch"
     lines += _entry("moved", sharing.moves or switched)
 
-    lines += _sent(plan, estimate) + _memory(estimate)
+    lines += _sent(plan, estimate) + _memory(estimate) + _time(plan, estimate)
     for advice in estimate.advice:
         lines += _entry("try", advice)
     return lines
@@ -152,8 +155,8 @@ def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
 
 def _memory(estimate: BatchEstimate) -> list[str]:
-    memory, kept = estimate.memory, estimate.memory.kept
-    states = (kept.weights, kept.master_weights + kept.moments, kept.ema)
+    memory, state = estimate.memory, estimate.memory.kept
+    states = (state.weights, state.master_weights + state.moments, state.ema)
     head = ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at")
     rows: Rows = {"GB on a rank": head}
 
@@ -172,6 +175,27 @@ def _memory(estimate: BatchEstimate) -> list[str]:
 
     note += "On top come the VAE, the text encoder, and what the allocator loses."
     return _columns("memory", rows, width=9) + _entry("", note)
+
+
+def _time(plan: Plan, estimate: BatchEstimate) -> list[str]:
+    """Step time on the GPU, and how it divides among kinds of operators."""
+    time = estimate.time
+    if time is None:
+        return []
+    tokens = estimate.tokens["total"] * plan.dp_size * plan.micro_batches
+    speed = (
+        f"{time.seconds:.3g} s a step on {plan.gpu}, {tokens / time.seconds:,.0f} tokens/s, MFU "
+        f"{time.mfu:.0%} (predicted, in eager mode)"
+    )
+    shares = []
+    for kind, work in time.work.items():
+        if work.seconds:
+            shares.append(f"{kind} {work.seconds / time.seconds:.0%}")
+
+    lines = _entry("time", speed) + _entry("", "; ".join(shares))
+    if time.is_launch_bound:
+        lines += _entry("", "bound by the host, which launches operators: take larger batches")
+    return lines
 
 
 def _columns(label: str, rows: Rows, width: int) -> list[str]:
@@ -196,7 +220,7 @@ def _entry(label: str, text: str) -> list[str]:
     )
 
 
-def _held(sizes: list[int]) -> str:
+def _describe_sizes(sizes: list[int]) -> str:
     counted = Counter(sizes)
     if len(counted) == 1:
         return f"{sizes[0]:,} on every rank" if len(sizes) > 1 else f"{sizes[0]:,}"

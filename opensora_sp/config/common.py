@@ -5,14 +5,14 @@ Unknown keys are errors. All values are checked before a process group or a mode
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from opensora_sp.checkpoint import check_conversions
+from opensora_sp.data import ClipShape
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.registry import model_class
 
@@ -20,18 +20,34 @@ from .components import (
     SCHEDULERS,
     build_component,
     check_component,
-    check_keys,
-    check_values,
+    check_options,
     split_type,
 )
 from .findings import raise_together
-from .geometry import check_latents, check_text_length, latent_size
+from .geometry import check_latents, check_text, latent_size
 from .model_spec import ModelSpec
 from .sections import (
     Frames,
     SequenceParallel,
     Strict,
     frame_size,
+)
+
+
+def _checked_model(value: dict[str, Any]) -> dict[str, Any]:
+    name, options = split_type("model", value)
+    checked = {"type": name, **check_options("model", options, model_class(name).Config)}
+    ModelSpec.parse(checked)
+    return checked
+
+
+def _checked_scheduler(value: dict[str, Any]) -> dict[str, Any]:
+    return check_component("scheduler", {"type": "rflow", **value}, SCHEDULERS)
+
+
+_checked_vae = partial(check_component, "vae", known=LATENT_ENCODERS, protocol=LatentEncoder)
+_checked_text_encoder = partial(
+    check_component, "text_encoder", known=TEXT_ENCODERS, protocol=TextEncoder
 )
 
 
@@ -44,50 +60,47 @@ class Common(Strict):
     (``load``, ``ckpt``).
     """
 
-    num_frames: Frames = Field(description="Frames of a clip; 1 for images, or a name such as 2s.")
-    resolution: str | int | None = Field(
-        None,
-        description="HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with "
-        "`aspect_ratio`.",
-    )
-    aspect_ratio: str | None = Field(
-        None, description="HEIGHT:WIDTH such as 9:16, with a named `resolution`."
-    )
-    image_size: tuple[int, int] | None = Field(
-        None, description="(height, width) in pixels, instead of `resolution`."
-    )
-    sp_size: int = Field(
-        1,
-        ge=1,
-        description="Ranks that share each batch; 1 is no sequence parallelism.",
-    )
-    sequence_parallel: SequenceParallel = Field(
-        SequenceParallel(), description="Options of sequence parallelism."
-    )
-    seed: int = Field(42, ge=0, description="Seed of all random draws.")
-    model: dict[str, Any] = Field(
-        description="dict(type=..., ...): model class or preset, and its options."
-    )
-    compile: Literal["blocks"] | None = Field(
-        None,
-        description="'blocks' compiles each block with torch.compile; None is eager mode.",
-    )
-    vae: dict[str, Any] = Field(
-        description="dict(type=..., ...): video autoencoder, and its options."
-    )
-    text_encoder: dict[str, Any] = Field(
-        description="dict(type=..., ...): text encoder, and its options."
-    )
-    scheduler: dict[str, Any] = Field(
-        default_factory=lambda: {"type": "rflow"},
-        description="dict(type=..., ...): diffusion process, and its options.",
-    )
-    allow_pickle: bool = Field(
-        False, description="Also read pickled weights, which can execute code."
-    )
-    convert: tuple[str, ...] = Field(
-        (), description="Conversions of the initial weights, by name; see docs/weights.md."
-    )
+    num_frames: Frames
+    """Frames of a clip; 1 for images, or a name such as 2s."""
+
+    resolution: str | int | None = None
+    """HEIGHTxWIDTH in pixels, the side of a square, or a name such as 240p with `aspect_ratio`."""
+
+    aspect_ratio: str | None = None
+    """HEIGHT:WIDTH such as 9:16, with a named `resolution`."""
+
+    image_size: tuple[int, int] | None = None
+    """(height, width) in pixels, instead of `resolution`."""
+
+    sp_size: int = Field(1, ge=1)
+    """Ranks that share each batch; 1 is no sequence parallelism."""
+
+    sequence_parallel: SequenceParallel = SequenceParallel()
+    """Options of sequence parallelism."""
+
+    seed: int = Field(42, ge=0)
+    """Seed of all random draws."""
+
+    model: Annotated[dict[str, Any], AfterValidator(_checked_model)]
+    """dict(type=..., ...): model class or preset, and its options."""
+
+    compile: Literal["blocks"] | None = None
+    """'blocks' compiles each block with torch.compile; None is eager mode."""
+
+    vae: Annotated[dict[str, Any], AfterValidator(_checked_vae)]
+    """dict(type=..., ...): video autoencoder, and its options."""
+
+    text_encoder: Annotated[dict[str, Any], AfterValidator(_checked_text_encoder)]
+    """dict(type=..., ...): text encoder, and its options."""
+
+    scheduler: Annotated[dict[str, Any], AfterValidator(_checked_scheduler)] = {"type": "rflow"}
+    """dict(type=..., ...): diffusion process, and its options."""
+
+    allow_pickle: bool = False
+    """Also read pickled weights, which can execute code."""
+
+    convert: Annotated[tuple[str, ...], AfterValidator(check_conversions)] = ()
+    """Conversions of the initial weights, by name; see docs/weights.md."""
 
     @model_validator(mode="after")
     def _values_fit(self) -> Common:
@@ -126,7 +139,7 @@ class Common(Strict):
         if "input_size" in self.model or self.model_spec.input_size is None:
             return
 
-        latents = latent_size(self.vae, self.num_frames, *self.size)
+        latents = latent_size(self.vae, self.clip_shape)
         if latents is not None and min(latents) > 0:
             sized = {**self.model, "input_size": latents}
             ModelSpec.parse(sized)  # raises if the model cannot take this size
@@ -135,53 +148,28 @@ class Common(Strict):
     def _rules(self) -> Iterator[Callable[[], object]]:
         """Checks of several values together; each raises ValueError on its own."""
         yield self._scheduler_fits_model
-        yield lambda: check_text_length(self.text_encoder, self.model_spec.config)
+        yield lambda: check_text(self.text_encoder, self.model_spec.config)
         for clip in self._clips():
-            yield partial(check_latents, self.vae, *clip)
+            yield partial(check_latents, self.vae, clip)
 
-    def _clips(self) -> list[tuple[int, int, int]]:
-        """Frames, height and width in pixels of all shapes of clips."""
-        return [(self.num_frames, *self.size)]
+    def _clips(self) -> list[ClipShape]:
+        """All shapes of clips."""
+        return [self.clip_shape]
 
     def _scheduler_fits_model(self) -> None:
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
 
-    @field_validator("vae")
-    @classmethod
-    def _vae(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("vae", value, LATENT_ENCODERS, LatentEncoder)
-
-    @field_validator("text_encoder")
-    @classmethod
-    def _text_encoder(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("text_encoder", value, TEXT_ENCODERS, TextEncoder)
-
-    @field_validator("convert")
-    @classmethod
-    def _convert(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return check_conversions(value)
-
-    @field_validator("scheduler")
-    @classmethod
-    def _scheduler(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("scheduler", {"type": "rflow", **value}, SCHEDULERS)
-
-    @field_validator("model")
-    @classmethod
-    def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
-        name, options = split_type("model", value)
-        config = model_class(name).Config
-        check_keys("model", options, [field.name for field in dataclasses.fields(config)])
-        checked = {"type": name, **check_values("model", options, config)}
-        ModelSpec.parse(checked)
-        return checked
-
     @property
     def model_spec(self) -> ModelSpec:
         """``model``, parsed."""
         return ModelSpec.parse(self.model)
+
+    @property
+    def clip_shape(self) -> ClipShape:
+        """Frames, height and width of a clip; of the largest, with buckets."""
+        return ClipShape(self.num_frames, *self.size)
 
     @property
     def size(self) -> tuple[int, int]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import NotRequired, Required, TypedDict
 
-from opensora_sp.components import check_methods, component_class
+from opensora_sp.components import check_methods, component_class, nearest
 from opensora_sp.diffusion import IDDPM, RectifiedFlow
 
-from .findings import raise_together
+from .findings import ConfigError
 
 SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 
@@ -44,8 +44,7 @@ def check_component(
     """
     name, options = split_type(key, value)
     cls = component_class(key, name, known)
-    check_options(key, name, options, cls)
-    options = check_values(key, options, cls)
+    options = check_options(key, options, cls)
     if protocol is not None:
         check_methods(key, cls, protocol)
     elif dataclasses.is_dataclass(cls):
@@ -54,63 +53,55 @@ def check_component(
     return {"type": name, **options}
 
 
-def check_options(key: str, name: str, options: dict[str, Any], cls: Any) -> None:
-    """Raise ValueError for options that the class does not take, or needs and does not get."""
-    parameters = inspect.signature(cls).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    names = [p.name for p in named]
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-
-    required = [p.name for p in named if p.default is p.empty]
-    raise_together(
-        lambda: None if takes_any else check_keys(key, options, names),
-        *(
-            f"got {key} of type {name!r} without {option!r}; expected a value; set {key}.{option}"
-            for option in required
-            if option not in options
-        ),
-    )
-
-
-def check_values(key: str, options: dict[str, Any], cls: type) -> dict[str, Any]:
-    """The options converted to the annotated types of the constructor's arguments.
+def check_options(key: str, options: dict[str, Any], cls: Any) -> dict[str, Any]:
+    """The options of a component, converted to the annotated types of the constructor's arguments.
 
     Raises:
-        ValueError: with all values of another type.
+        ValueError: with all options that are unknown, missing, or of another type.
     """
-    # Custom classes may be annotated with names that only a type checker imports.
-    annotated: Any = cls if dataclasses.is_dataclass(cls) else cls.__init__  # type: ignore[misc]
+    schema = _option_types(cls, options)
     try:
-        hints = get_type_hints(annotated)
+        checked: dict[str, Any] = TypeAdapter(schema).validate_python(options)
+        return checked
+    except ValidationError as error:
+        messages = [_message(key, finding, options, schema) for finding in error.errors()]
+        raise ConfigError(messages) from None
+
+
+def _option_types(cls: Any, options: dict[str, Any]) -> Any:
+    """The arguments of a constructor, as a ``TypedDict`` that pydantic can check.
+
+    Only those in ``options`` have their types: custom classes may use types unknown to pydantic.
+    """
+    try:
+        hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)
     except NameError:
+        # Names that only a type checker imports.
         hints = {}
 
-    checked: dict[str, Any] = {}
-    found = []
-    for option, value in options.items():
-        try:
-            checked[option] = TypeAdapter(hints.get(option, Any)).validate_python(value)
-        except ValidationError as error:
-            found.append(
-                f"got {key}.{option} = {value!r}; {error.errors()[0]['msg']}; change {key}.{option}"
-            )
-    raise_together(*found)
-    return checked
+    types: dict[str, Any] = {}
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            config["extra"] = "allow"
+        elif parameter.kind != parameter.VAR_POSITIONAL:
+            is_required = parameter.default is parameter.empty
+            hint = hints.get(name, Any) if name in options else Any
+            types[name] = (Required if is_required else NotRequired)[hint]
+    return with_config(config)(TypedDict("Options", types))  # type: ignore[operator]
 
 
-def check_keys(key: str, options: dict[str, Any], known: list[str]) -> None:
-    """Raise ValueError for unknown options."""
-    unknown = [option for option in options if option not in known]
-    raise_together(*(_unknown(f"{key}.{option}", option, known) for option in unknown))
+def _message(key: str, finding: Any, options: dict[str, Any], schema: Any) -> str:
+    option, known = finding["loc"][0], list(schema.__annotations__)
+    if finding["type"] == "extra_forbidden":
+        advice = nearest(option, known, otherwise="remove it")
+        return f"got the unknown key '{key}.{option}'; expected one of {known}; {advice}"
+    if option not in options:
+        return f"got no {key}.{option}; expected a value; set it"
+    return f"got {key}.{option} = {options[option]!r}; {finding['msg']}; change {key}.{option}"
 
 
 def build_component(value: dict[str, Any], known: dict[str, Any]) -> Any:
     """Build the object of ``dict(type=..., **options)``."""
     name, options = split_type("component", value)
     return component_class("component", name, known)(**options)
-
-
-def _unknown(key: str, option: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
-    advice = f"did you mean {close[0]!r}?" if close else "remove it"
-    return f"got the unknown key {key!r}; expected one of {known}; {advice}"

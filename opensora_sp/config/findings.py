@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+
+from opensora_sp.components import nearest
 
 from .draft import Draft, Key, dotted
 
@@ -46,20 +47,20 @@ def raise_together(*checks: Callable[[], object] | str) -> None:
 
 
 def explain(
-    error: ValidationError, schema: type[BaseModel], place: str, draft: Draft | None = None
+    error: ValidationError, schema: type[BaseModel], source: str, draft: Draft | None = None
 ) -> str:
     """The message for a pydantic error: one line per finding, with the origins of its keys.
 
     Args:
-        place: the config, for example its path.
+        source: of the values, such as the path of the config.
         draft: the origins of keys; None for values without a config file.
     """
     lines = []
     for finding in error.errors():
         for message in _messages(finding, schema):
-            where = "" if draft is None else _places(draft, tuple(finding["loc"]), message)
+            where = "" if draft is None else _origins(draft, tuple(finding["loc"]), message)
             lines.append(message + where)
-    return f"in {place}:\n  " + "\n  ".join(dict.fromkeys(lines))
+    return f"in {source}:\n  " + "\n  ".join(dict.fromkeys(lines))
 
 
 def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
@@ -67,8 +68,7 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
 
     if finding["type"] == "extra_forbidden":
         known = _known_keys(schema, finding["loc"][:-1])
-        close = difflib.get_close_matches(str(finding["loc"][-1]), known, n=1, cutoff=0.5)
-        advice = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
+        advice = nearest(finding["loc"][-1], known, otherwise=f"known keys are {', '.join(known)}")
         return [f"got the unknown key {key!r}; expected a known one; {advice}"]
 
     if finding["type"] == "missing":
@@ -82,7 +82,7 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
     return [f"got {key} = {shown}; {finding['msg']}; change {key}"]
 
 
-def _places(draft: Draft, loc: Key, message: str) -> str:
+def _origins(draft: Draft, loc: Key, message: str) -> str:
     """Origins of a finding's keys: the keys in the message one level below ``loc``, or ``loc``."""
     got = message.partition("; ")[0]
     inside = [key for key in draft.origins if key[: len(loc)] == loc and len(key) > len(loc)]
@@ -105,7 +105,7 @@ def _places(draft: Draft, loc: Key, message: str) -> str:
 def _known_keys(schema: type[BaseModel], path: Key) -> list[str]:
     for part in path:
         if isinstance(part, int):
-            continue  # a place in a list
+            continue  # an index of a list
         annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
         models = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
         found = next((one for one in models if issubclass(one, BaseModel)), None)

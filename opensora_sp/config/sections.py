@@ -26,7 +26,9 @@ Frames = Annotated[int, BeforeValidator(named_frames)]
 class Strict(BaseModel):
     """Base of all sections; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 class Dataset(Strict):
@@ -37,43 +39,33 @@ class Dataset(Strict):
     ``data.VideoTextDataset``.
     """
 
-    type: Literal["VideoText", "VariableVideoText", "CachedFeatures"] = Field(
-        "VideoText",
-        description="Clips of one shape, clips of the shapes of `bucket_config`, or either from "
-        "a feature cache.",
-    )
-    manifest: str | None = Field(
-        None,
-        description="CSV, JSONL or Parquet file with the columns path,text; not for "
-        "CachedFeatures.",
-    )
-    path: str | None = Field(
-        None, description="Folder written by scripts/precompute.py, for CachedFeatures."
-    )
-    frame_interval: int = Field(1, ge=1, description="Every n-th frame of a file is used.")
-    transform: Literal["resize_center_crop", "resize_random_crop"] = Field(
-        "resize_center_crop",
-        description="Resize frames to cover the image size, then crop at the centre or at random.",
-    )
-    clip_start: Literal["middle", "random"] = Field(
-        "middle", description="Position of the clip's frames in a file."
-    )
-    time_limit: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds after which a file that is still being decoded counts as corrupt.",
-    )
-    cache: bool = Field(
-        False,
-        description="Keep decoded clips in memory; only for small data sets without random "
-        "crops or starts.",
-    )
-    max_bad_fraction: float = Field(
-        0.2,
-        ge=0,
-        le=1,
-        description="Share of corrupt samples among those read that ends the run.",
-    )
+    type: Literal["VideoText", "VariableVideoText", "CachedFeatures"] = "VideoText"
+    """Clips of one shape, clips of the shapes of `bucket_config`, or either from a feature cache.
+    """
+
+    manifest: str | None = None
+    """CSV, JSONL or Parquet file with the columns path,text; not for CachedFeatures."""
+
+    path: str | None = None
+    """Folder written by scripts/precompute.py, for CachedFeatures."""
+
+    frame_interval: int = Field(1, ge=1)
+    """Every n-th frame of a file is used."""
+
+    transform: Literal["resize_center_crop", "resize_random_crop"] = "resize_center_crop"
+    """Resize frames to cover the image size, then crop at the centre or at random."""
+
+    clip_start: Literal["middle", "random"] = "middle"
+    """Position of the clip's frames in a file."""
+
+    time_limit: float = Field(60.0, gt=0)
+    """Seconds after which a file that is still being decoded counts as corrupt."""
+
+    cache: bool = False
+    """Keep decoded clips in memory; only for small data sets without random crops or starts."""
+
+    max_bad_fraction: float = Field(0.2, ge=0, le=1)
+    """Share of corrupt samples among those read that ends the run."""
 
     @model_validator(mode="after")
     def _has_its_source(self) -> Dataset:
@@ -97,18 +89,20 @@ class Dataset(Strict):
 class Optimizer(Strict):
     """The optimizer; ``HybridAdam`` is ColossalAI's fused Adam, for CUDA."""
 
-    type: Literal["AdamW", "HybridAdam"] = Field(
-        "AdamW", description="torch's AdamW, or ColossalAI's fused Adam (CUDA only)."
-    )
-    lr: float = Field(1e-4, gt=0, description="Learning rate after warm-up.")
-    betas: tuple[float, float] = Field(
-        (0.9, 0.999),
-        description="Decay of the running means of the gradients and of their squares.",
-    )
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator for numerical stability.")
-    weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled weight decay, relative to the learning rate."
-    )
+    type: Literal["AdamW", "HybridAdam"] = "AdamW"
+    """torch's AdamW, or ColossalAI's fused Adam (CUDA only)."""
+
+    lr: float = Field(1e-4, gt=0)
+    """Learning rate after warm-up."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradients and of their squares."""
+
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator for numerical stability."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay, relative to the learning rate."""
 
 
 def _option_fields() -> dict[str, Any]:
@@ -141,37 +135,38 @@ class SequenceParallel(_OptionFields):
 class PromptOptions(Strict):
     """A prompt and its own options, the columns of a prompt file; None takes the config's value."""
 
-    prompt: str = Field(
-        description="Text; `|0| ... |2| ...` changes it from a loop on, and `{...}` has references."
-    )
-    negative_prompt: str | None = Field(
-        None, description="Negative prompt of classifier-free guidance; None is the config's."
-    )
-    num_frames: Frames | None = Field(
-        None, description="Frames, or a name such as 2s; None is the config's."
-    )
-    resolution: str | None = Field(
-        None, description="HEIGHTxWIDTH in pixels, or a name such as 240p; None is the config's."
-    )
-    aspect_ratio: str | None = Field(
-        None, description="HEIGHT:WIDTH such as 9:16, with a named resolution."
-    )
-    height: int | None = Field(
-        None, ge=1, description="Height in pixels, with `width`, instead of `resolution`."
-    )
-    width: int | None = Field(None, ge=1, description="Width in pixels, with `height`.")
-    fps: float | None = Field(None, gt=0, description="Frames per second; None is the config's.")
-    seed: int | None = Field(
-        None,
-        ge=0,
-        description="Seed of its noise, independent of its position; None is the config's.",
-    )
-    reference_path: str | None = Field(
-        None, description="Conditioning images and videos, separated by `;`; None is the config's."
-    )
-    mask_strategy: str | None = Field(
-        None, description="Placement of the conditioning frames; see docs/sampling.md."
-    )
+    prompt: str
+    """Text; `|0| ... |2| ...` changes it from a loop on, and `{...}` has references."""
+
+    negative_prompt: str | None = None
+    """Negative prompt of classifier-free guidance; None is the config's."""
+
+    num_frames: Frames | None = None
+    """Frames, or a name such as 2s; None is the config's."""
+
+    resolution: str | None = None
+    """HEIGHTxWIDTH in pixels, or a name such as 240p; None is the config's."""
+
+    aspect_ratio: str | None = None
+    """HEIGHT:WIDTH such as 9:16, with a named resolution."""
+
+    height: int | None = Field(None, ge=1)
+    """Height in pixels, with `width`, instead of `resolution`."""
+
+    width: int | None = Field(None, ge=1)
+    """Width in pixels, with `height`."""
+
+    fps: float | None = Field(None, gt=0)
+    """Frames per second; None is the config's."""
+
+    seed: int | None = Field(None, ge=0)
+    """Seed of its noise, independent of its position; None is the config's."""
+
+    reference_path: str | None = None
+    """Conditioning images and videos, separated by `;`; None is the config's."""
+
+    mask_strategy: str | None = None
+    """Placement of the conditioning frames; see docs/sampling.md."""
 
     @model_validator(mode="after")
     def _one_size(self) -> PromptOptions:
@@ -218,32 +213,41 @@ class Validation(Strict):
     options are those of the training config, or the scheduler's defaults.
     """
 
-    every: int = Field(ge=1, description="Optimizer steps between validations.")
-    prompts: Prompts = Field(
-        default_factory=list,
-        description="Prompts to sample: texts, or dicts of the options of one prompt.",
-    )
-    negative_prompt: str | None = Field(
-        None, description="Negative prompt of classifier-free guidance; None is no caption."
-    )
-    num_samples: int = Field(1, ge=1, description="Videos per prompt.")
-    num_sampling_steps: int | None = Field(
-        None, ge=1, description="Sampling steps; None is the scheduler's default."
-    )
-    cfg_scale: float | None = Field(
-        None,
-        description="Scale of classifier-free guidance, 1 is off; None is the scheduler's default.",
-    )
-    fps: float = Field(24.0, gt=0, description="Frames per second of the videos.")
-    format: Literal["mp4", "gif"] = Field("mp4", description="File format of videos.")
-    manifest: str | None = Field(
-        None, description="Held-out clips whose loss is measured; None measures none."
-    )
-    bins: int = Field(10, ge=1, description="Timestep bins, each with a loss of its own.")
-    batch_size: int = Field(1, ge=1, description="Clips or videos in a batch.")
-    use_ema: bool = Field(
-        True, description="Validate the EMA weights; False validates the current ones."
-    )
+    every: int = Field(ge=1)
+    """Optimizer steps between validations."""
+
+    prompts: Prompts = []
+    """Prompts to sample: texts, or dicts of the options of one prompt."""
+
+    negative_prompt: str | None = None
+    """Negative prompt of classifier-free guidance; None is no caption."""
+
+    num_samples: int = Field(1, ge=1)
+    """Videos per prompt."""
+
+    num_sampling_steps: int | None = Field(None, ge=1)
+    """Sampling steps; None is the scheduler's default."""
+
+    cfg_scale: float | None = None
+    """Scale of classifier-free guidance, 1 is off; None is the scheduler's default."""
+
+    fps: float = Field(24.0, gt=0)
+    """Frames per second of the videos."""
+
+    format: Literal["mp4", "gif"] = "mp4"
+    """File format of videos."""
+
+    manifest: str | None = None
+    """Held-out clips whose loss is measured; None measures none."""
+
+    bins: int = Field(10, ge=1)
+    """Timestep bins, each with a loss of its own."""
+
+    batch_size: int = Field(1, ge=1)
+    """Clips or videos in a batch."""
+
+    use_ema: bool = True
+    """Validate the EMA weights; False validates the current ones."""
 
     @model_validator(mode="after")
     def _has_prompts_or_clips(self) -> Validation:

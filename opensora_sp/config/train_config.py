@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opensora_sp.data.buckets import Buckets
+from opensora_sp.data import Buckets, ClipShape
 from opensora_sp.diffusion import check_mask_ratios
 
 from .common import Common
@@ -32,130 +32,121 @@ class TrainConfig(Common):
     ``num_frames``, ``image_size`` and ``batch_size`` are those of its largest clips, at 16:9.
     """
 
-    precision: Precision = Field(
-        "bf16", description="Data type of the model's computation; fp64 is not for training."
-    )
-    zero_stage: Literal[1, 2] = Field(
-        2, description="ZeRO stage: 1 shards optimizer states, 2 gradients as well."
-    )
-    overlap_communication: bool = Field(
-        True,
-        description="Reduce gradients on a separate CUDA stream during backward; on CPU it is "
-        "done after backward.",
-    )
-    dataset: Dataset = Field(description="Training clips.")
-    bucket_config: dict[str, dict[int, Any]] | None = Field(
-        None,
-        description="{resolution: {frames: (keep probability, batch size)}}; see docs/data.md. "
-        "None: one shape for all clips.",
-    )
-    batch_size: int = Field(1, ge=1, description="Clips of a micro-batch.")
-    micro_batches_per_step: int | None = Field(
-        None,
-        ge=1,
-        description="Micro-batches of an optimizer step over all replicas; None is one for each "
-        "replica.",
-    )
-    num_workers: int = Field(
-        0, ge=0, description="Data loading processes per rank; 0 loads in the rank itself."
-    )
-    max_steps: int = Field(0, ge=0, description="Optimizer steps of the run; 0 if `epochs` is set.")
-    epochs: int | None = Field(
-        None,
-        ge=1,
-        description="Passes over the clips, instead of `max_steps`; each has as many steps as "
-        "the first.",
-    )
-    warmup_steps: int = Field(
-        0, ge=0, description="Steps of linear warm-up of the learning rate from 0."
-    )
-    lr_schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="Learning rate after warm-up: constant, or cosine decay to 0."
-    )
-    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and its options.")
-    freeze: tuple[str, ...] = Field(
-        (),
-        description="Patterns of parameters that are not trained, such as `y_embedder.*`; "
-        "`!pattern` makes exceptions.",
-    )
-    grad_clip: float = Field(
-        0.0, ge=0, description="Largest global norm of the gradients; 0 is no clipping."
-    )
-    grad_checkpoint: bool = Field(
-        False,
-        description="Gradient checkpointing: recompute activations in backward to save memory.",
-    )
-    deterministic: bool = Field(
-        False,
-        description="Deterministic CUDA kernels: the same step gives the same bits, but is slower.",
-    )
-    ema_decay: float = Field(0.999, ge=0, lt=1, description="Decay of the EMA weights per step.")
-    log_every: int = Field(1, ge=1, description="Steps between log lines.")
-    ckpt_every: int = Field(
-        1000, ge=1, description="Steps between checkpoints; the last step has one as well."
-    )
-    keep_last: int | None = Field(
-        None, ge=1, description="Number of newest checkpoints to keep; None keeps all."
-    )
-    keep_every: int | None = Field(
-        None,
-        ge=1,
-        description="Also keep checkpoints at multiples of this many steps; None keeps no others.",
-    )
-    async_save: bool = Field(
-        False, description="Write checkpoints asynchronously, in the background."
-    )
-    outputs: str = Field("outputs", description="Folder of the run.")
-    load: str | None = Field(
-        None,
-        description="Initial weights: a run, a checkpoint, a folder or a file; None initialises "
-        "them randomly.",
-    )
-    mask_ratios: dict[str, float] | None = Field(
-        None,
-        description="Probability of each strategy of conditioning frames; see docs/data.md. "
-        "None: no conditioning frames.",
-    )
-    validation: Validation | None = Field(
-        None, description="Sampling and held-out loss during training; None is off."
-    )
-    wandb: bool = Field(False, description="Also log to Weights & Biases.")
-    peak_tflops: float | None = Field(
-        None,
-        gt=0,
-        description="Peak throughput of one device in TFLOP/s, for the MFU; None looks the "
-        "device up.",
-    )
-    max_bad_steps: int = Field(
-        10,
-        ge=1,
-        description="Consecutive steps with a non-finite loss or gradient that end the run; "
-        "each such step is skipped.",
-    )
-    check_sync_every: int = Field(
-        0,
-        ge=0,
-        description="Steps between comparisons of weights and batches across ranks; 0 is off.",
-    )
-    peer_timeout: float = Field(
-        60.0,
-        ge=5,
-        description="Seconds without a heartbeat of another rank after which a rank ends.",
-    )
-    collective_timeout: float = Field(
-        1800.0,
-        gt=0,
-        description="Seconds after which a collective that some rank has not joined ends the "
-        "run; process groups time out 60 s later.",
-    )
-    grace_time: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds for the last step and its checkpoint after SIGTERM.",
-    )
-    stopped_exit_code: Literal[0, 143] = Field(
-        0, description="Exit code of a run stopped by SIGTERM."
-    )
+    precision: Precision = "bf16"
+    """Data type of the model's computation; fp64 is not for training."""
+
+    zero_stage: Literal[1, 2] = 2
+    """ZeRO stage: 1 shards optimizer states, 2 gradients as well."""
+
+    overlap_communication: bool = True
+    """Reduce gradients on a separate CUDA stream during backward; on CPU it is done after backward.
+    """
+
+    dataset: Dataset
+    """Training clips."""
+
+    bucket_config: dict[str, dict[int, Any]] | None = None
+    """{resolution: {frames: (keep probability, batch size)}}; see docs/data.md. None: one shape for
+    all clips.
+    """
+
+    batch_size: int = Field(1, ge=1)
+    """Clips of a micro-batch."""
+
+    micro_batches_per_step: int | None = Field(None, ge=1)
+    """Micro-batches of an optimizer step over all replicas; None is one for each replica."""
+
+    num_workers: int = Field(0, ge=0)
+    """Data loading processes per rank; 0 loads in the rank itself."""
+
+    max_steps: int = Field(0, ge=0)
+    """Optimizer steps of the run; 0 if `epochs` is set."""
+
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the clips, instead of `max_steps`; each has as many steps as the first."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up of the learning rate from 0."""
+
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or cosine decay to 0."""
+
+    optimizer: Optimizer = Optimizer()
+    """Optimizer and its options."""
+
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained, such as `y_embedder.*`; `!pattern` makes
+    exceptions.
+    """
+
+    grad_clip: float = Field(0.0, ge=0)
+    """Largest global norm of the gradients; 0 is no clipping."""
+
+    grad_checkpoint: bool = False
+    """Gradient checkpointing: recompute activations in backward to save memory."""
+
+    deterministic: bool = False
+    """Deterministic CUDA kernels: the same step gives the same bits, but is slower."""
+
+    ema_decay: float = Field(0.999, ge=0, lt=1)
+    """Decay of the EMA weights per step."""
+
+    log_every: int = Field(1, ge=1)
+    """Steps between log lines."""
+
+    ckpt_every: int = Field(1000, ge=1)
+    """Steps between checkpoints; the last step has one as well."""
+
+    keep_last: int | None = Field(None, ge=1)
+    """Number of newest checkpoints to keep; None keeps all."""
+
+    keep_every: int | None = Field(None, ge=1)
+    """Also keep checkpoints at multiples of this many steps; None keeps no others."""
+
+    async_save: bool = False
+    """Write checkpoints asynchronously, in the background."""
+
+    outputs: str = "outputs"
+    """Folder of the run."""
+
+    load: str | None = None
+    """Initial weights: a run, a checkpoint, a folder or a file; None initialises them randomly."""
+
+    mask_ratios: dict[str, float] | None = None
+    """Probability of each strategy of conditioning frames; see docs/data.md. None: no conditioning
+    frames.
+    """
+
+    validation: Validation | None = None
+    """Sampling and held-out loss during training; None is off."""
+
+    wandb: bool = False
+    """Also log to Weights & Biases."""
+
+    peak_tflops: float | None = Field(None, gt=0)
+    """Peak throughput of one device in TFLOP/s, for the MFU; None looks the device up."""
+
+    max_bad_steps: int = Field(10, ge=1)
+    """Consecutive steps with a non-finite loss or gradient that end the run; each such step is
+    skipped.
+    """
+
+    check_sync_every: int = Field(0, ge=0)
+    """Steps between comparisons of weights and batches across ranks; 0 is off."""
+
+    peer_timeout: float = Field(60.0, ge=5)
+    """Seconds without a heartbeat of another rank after which a rank ends."""
+
+    collective_timeout: float = Field(1800.0, gt=0)
+    """Seconds after which a collective that some rank has not joined ends the run; process groups
+    time out 60 s later.
+    """
+
+    grace_time: float = Field(300.0, gt=0)
+    """Seconds for the last step and its checkpoint after SIGTERM."""
+
+    stopped_exit_code: Literal[0, 143] = 0
+    """Exit code of a run stopped by SIGTERM."""
 
     @model_validator(mode="before")
     @classmethod
@@ -191,14 +182,14 @@ class TrainConfig(Common):
         yield self._buckets_fit
         yield self._training_precision
 
-    def _clips(self) -> list[tuple[int, int, int]]:
+    def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:
             return super()._clips()
         entries = Buckets.of(self.bucket_config).entries
         return [entry.shape_at(9 / 16) for entry in entries if entry.batch_size]
 
     def _latents_fit_model(self) -> None:
-        check_input_size(self.model_spec.input_size, self.vae, self.num_frames, *self.size)
+        check_input_size(self.model_spec.input_size, self.vae, self.clip_shape)
 
     def _one_length(self) -> None:
         if (self.max_steps == 0) == (self.epochs is None):

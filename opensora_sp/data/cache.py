@@ -154,10 +154,10 @@ def index_of(
             "fps": [fps[key] for key in keys],
         }
 
-    broken = []
+    unreadable = []
     for (clip, shape), why in sorted(corrupt.items()):
         if (clip, shape) not in fps:
-            broken.append([clip, shape_name(shape), *why])
+            unreadable.append([clip, shape_name(shape), *why])
     clips = sorted(texts)
     return {
         "format": FORMAT,
@@ -170,7 +170,7 @@ def index_of(
             "shards": [texts[clip][0] for clip in clips],
             "tokens": [texts[clip][1] for clip in clips],
         },
-        "broken": broken,
+        "broken": unreadable,
     }
 
 
@@ -222,10 +222,10 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
         self.sizes: dict[ClipShape, tuple[int, int, int]] = {}
         self._latents: dict[ClipShape, LatentColumns] = {}
-        for name, held in self.index["latents"].items():
+        for name, entry in self.index["latents"].items():
             shape = parse_shape(name)
-            self.sizes[shape] = tuple(held["size"])
-            columns = (np.array(held[column]) for column in LatentColumns._fields)
+            self.sizes[shape] = tuple(entry["size"])
+            columns = (np.array(entry[column]) for column in LatentColumns._fields)
             self._latents[shape] = LatentColumns(*columns)
 
         texts = self.index["texts"]
@@ -238,38 +238,38 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
             for name in self.index["shards"]:
                 self._text_lengths |= Shard.read(self.folder / name).texts
 
-        self.corrupt: dict[ClipShape, dict[int, CorruptSample]] = {}
+        self.corrupt: dict[Key, CorruptSample] = {}
         for clip, shape_text, file, reason in self.index["broken"]:
-            of_shape = self.corrupt.setdefault(parse_shape(shape_text), {})
-            of_shape[clip] = CorruptSample(file, reason)
+            self.corrupt[clip, parse_shape(shape_text)] = CorruptSample(file, reason)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def known(self, shape: ClipShape) -> np.ndarray:
         """The clips that have latents of a shape, or are known to be corrupt."""
-        held = self._latents[shape].clips.tolist() if shape in self._latents else []
-        return np.array([*held, *self.corrupt.get(shape, {})], dtype=np.int64)
+        clips = self._latents[shape].clips.tolist() if shape in self._latents else []
+        clips += [clip for clip, at in self.corrupt if at == shape]
+        return np.array(clips, dtype=np.int64)
 
     def text_length(self, clip: int) -> int:
         """Tokens of a clip's caption; 0 for a clip that could not be read in any shape."""
         return self._text_lengths.get(clip, 0)
 
     def __getitem__(self, sample: Sample) -> CachedClip | CorruptSample:
-        corrupt = self.corrupt.get(sample.shape, {}).get(sample.clip)
+        corrupt = self.corrupt.get((sample.clip, sample.shape))
         if corrupt is not None:
             return corrupt
 
         columns = self._latents[sample.shape]
-        place = _find(columns.clips, sample.clip)
+        row = _find(columns.clips, sample.clip)
         first, stop = sample.frames or (0, self.sizes[sample.shape][0])
         name = f"latents/{sample.clip}/{shape_name(sample.shape)}"
-        latents = self._read(columns.shards[place], name, slice(first, stop))
+        latents = self._read(columns.shards[row], name, slice(first, stop))
 
         text = None
         if first == 0:
             text = self._read(self._text_shards[sample.clip], f"text/{sample.clip}")
-        return CachedClip(latents, text, float(columns.fps[place]))
+        return CachedClip(latents, text, float(columns.fps[row]))
 
     def _read(self, shard: int, name: str, frames: slice | None = None) -> Tensor:
         from safetensors import safe_open
@@ -281,10 +281,10 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
 
 def _find(clips: np.ndarray, clip: int) -> int:
-    place = int(np.searchsorted(clips, clip))
-    if place == len(clips) or clips[place] != clip:
+    row = int(np.searchsorted(clips, clip))
+    if row == len(clips) or clips[row] != clip:
         raise KeyError(clip)
-    return place
+    return row
 
 
 def shape_name(shape: Iterable[int]) -> str:

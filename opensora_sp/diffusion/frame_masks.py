@@ -7,13 +7,14 @@ interpolate videos. Random numbers come from the caller's generator, never from 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from opensora_sp.components import nearest
 
 STRATEGIES = (
     *("identity", "random", "interpolate"),
@@ -23,14 +24,6 @@ STRATEGIES = (
 # Names in the releases; those of 1.1 have a prefix.
 ALIASES = {"intepolate": "interpolate", "no": "identity"}
 PREFIX = "mask_"
-
-
-class Draws(Protocol):
-    """The methods of ``numpy.random.Generator`` in use."""
-
-    def random(self) -> float: ...
-
-    def integers(self, low: int, high: int, *, endpoint: bool) -> int: ...
 
 
 def strategy_named(name: str) -> str:
@@ -43,11 +36,9 @@ def strategy_named(name: str) -> str:
     plain = str(name).removeprefix(PREFIX)
     plain = ALIASES.get(plain, plain)
     if plain not in STRATEGIES:
-        close = difflib.get_close_matches(plain, STRATEGIES, n=1)
-        advice = f"did you mean {close[0]!r}?" if close else "take one of these"
         raise ValueError(
             f"got the mask strategy {name!r} in mask_ratios; expected one of {list(STRATEGIES)}; "
-            f"{advice}"
+            f"{nearest(plain, STRATEGIES)}"
         )
     return plain
 
@@ -82,25 +73,25 @@ def check_mask_ratios(ratios: Mapping[str, float]) -> dict[str, float]:
     return checked
 
 
-def draw_frame_mask(ratios: Mapping[str, float], num_frames: int, draws: Draws) -> Tensor:
+def draw_frame_mask(
+    ratios: Mapping[str, float], num_frames: int, rng: np.random.Generator
+) -> Tensor:
     """Draw a mask, bool ``[T]``: one number picks the strategy, which then draws its own.
 
     Args:
         ratios: probability of each strategy; the rest is "identity".
         num_frames: T, latent frames (of patches).
-        draws: for example ``generator(seed, "frame_mask", micro_batch, sample)``.
+        rng: for example ``generator(seed, "frame_mask", micro_batch, sample)``.
     """
-    place, strategy = draws.random(), "identity"
-    reached = 0.0
-    for name, ratio in check_mask_ratios(ratios).items():
-        reached += ratio
-        if place < reached:
-            strategy = name
-            break
-    return frame_mask(strategy, num_frames, draws)
+    drawn, cumulative = rng.random(), 0.0
+    for strategy, ratio in check_mask_ratios(ratios).items():
+        cumulative += ratio
+        if drawn < cumulative:
+            return frame_mask(strategy, num_frames, rng)
+    return frame_mask("identity", num_frames, rng)
 
 
-def frame_mask(strategy: str, num_frames: int, draws: Draws) -> Tensor:
+def frame_mask(strategy: str, num_frames: int, rng: np.random.Generator) -> Tensor:
     """The mask of a strategy, bool ``[T]``, True for predicted frames; at least one frame is.
 
     Conditioning frames are: for "identity" none; for "quarter_*" 1 to T // 4 and for "image_*" one,
@@ -117,14 +108,14 @@ def frame_mask(strategy: str, num_frames: int, draws: Draws) -> Tensor:
 
     kind, _, where = strategy.partition("_")
     if kind == "random":
-        share = 0.1 + 0.8 * draws.random()
-        mask = torch.tensor([draws.random() > share for _ in range(T)])
+        probability = 0.1 + 0.8 * rng.random()
+        mask = torch.tensor([rng.random() > probability for _ in range(T)])
     elif kind == "interpolate":
-        mask[_integer(draws, 0, 1) :: 2] = False
+        mask[rng.integers(0, 1, endpoint=True) :: 2] = False
     else:
-        size = 1 if kind == "image" else _integer(draws, 1, max(1, T // 4))
+        size = 1 if kind == "image" else rng.integers(1, max(1, T // 4), endpoint=True)
         if where == "random":
-            start = _integer(draws, 0, T - size)
+            start = rng.integers(0, T - size, endpoint=True)
             mask[start : start + size] = False
         if where in ("head", "head_tail"):
             mask[:size] = False
@@ -134,7 +125,3 @@ def frame_mask(strategy: str, num_frames: int, draws: Draws) -> Tensor:
     if not mask.any():
         mask[-1] = True
     return mask
-
-
-def _integer(draws: Draws, low: int, high: int) -> int:
-    return int(draws.integers(low, high, endpoint=True))

@@ -5,8 +5,8 @@ Follows Ho et al., 2020 (linear schedule, posterior), Nichol & Dhariwal, 2021 (c
 respacing, learned variance); names of schedules and the way respacing is written are those of the
 public implementations.
 
-Legend: N steps after respacing, B samples; the notation of the papers is alpha_bar for what is left
-of the signal's variance, beta for the noise added in one step.
+Legend: N steps after respacing, B samples. As in the papers, beta is the variance of the noise
+added in one step, alpha_bar the share of the data's variance that remains.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MAX_BETA = 0.999
@@ -28,21 +28,21 @@ def named_betas(name: str, num_steps: int) -> Tensor:
     """The noise added in each of N steps, float64 ``[N]``.
 
     Raises:
-        ValueError: for an unknown schedule, or fewer steps than it can be spread over.
+        ValueError: for an unknown schedule, or too few steps for the linear one.
     """
     if name == "linear":
-        # Scaled so that any number of steps ends at the same noise.
-        stretch = 1000 / num_steps
-        if 0.02 * stretch >= 1:
+        # Any number of steps ends at the same noise.
+        scale = 1000 / num_steps
+        if 0.02 * scale >= 1:
             raise ValueError(
                 f"got {num_steps} diffusion steps with the linear schedule; expected more than 20; "
                 "take few of many steps with timestep_respacing"
             )
-        return torch.linspace(stretch * 0.0001, stretch * 0.02, num_steps, dtype=torch.float64)
+        return torch.linspace(scale * 0.0001, scale * 0.02, num_steps, dtype=torch.float64)
 
     if name == "squaredcos_cap_v2":
-        at = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
-        alpha_bar = torch.cos((at + 0.008) / 1.008 * math.pi / 2).square()
+        t = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
+        alpha_bar = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
         return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=MAX_BETA)
 
     raise ValueError(
@@ -75,10 +75,11 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
     if wanted != spacing:
         return _strided(num_steps, counts[0])
 
-    size_of_all, larger = divmod(num_steps, len(counts))
-    sizes = [size_of_all + (i < larger) for i in range(len(counts))]
-    kept, start = [], 0
-    for size, count in zip(sizes, counts, strict=True):
+    kept: list[int] = []
+    start, sections = 0, len(counts)
+    for i, count in enumerate(counts):
+        # The first sections are larger by one step if they cannot be equal.
+        size = num_steps // sections + (i < num_steps % sections)
         if count > size:
             raise ValueError(
                 f"got timestep_respacing {spacing!r}, {count} steps out of a section of {size}; "
@@ -87,24 +88,22 @@ def respaced_steps(num_steps: int, spacing: str) -> list[int]:
 
         # Summed and not multiplied, as in the public implementations, for the same rounding.
         stride = (size - 1) / (count - 1) if count > 1 else 1.0
-        places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)
-        kept += [start + round(place) for place in places]
+        offsets = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)
+        kept += [start + round(offset) for offset in offsets]
         start += size
     return kept
 
 
 def _strided(num_steps: int, count: int) -> list[int]:
-    for stride in range(1, num_steps + 1):
-        steps = range(0, num_steps, stride)
-        if len(steps) == count:
-            return list(steps)
-
-    possible = {len(range(0, num_steps, stride)) for stride in range(1, num_steps + 1)}
-    nearest = min(possible, key=lambda other: abs(other - count))
-    raise ValueError(
-        f"got timestep_respacing 'ddim{count}' of {num_steps} steps; expected a number of steps "
-        f"that an integer stride gives; take 'ddim{nearest}', or '{count}' for strides that differ"
-    )
+    strided = (range(0, num_steps, stride) for stride in range(1, num_steps + 1))
+    nearest = min(strided, key=lambda steps: abs(len(steps) - count))
+    if len(nearest) != count:
+        raise ValueError(
+            f"got timestep_respacing 'ddim{count}' of {num_steps} steps; expected a number of "
+            f"steps that an integer stride gives; take 'ddim{len(nearest)}', or '{count}' for "
+            "strides that differ"
+        )
+    return list(nearest)
 
 
 @dataclass(frozen=True)
@@ -112,62 +111,66 @@ class Steps:
     """Tables of all N steps ``[N]``, or of the steps of some samples ``[B, 1, ..]``.
 
     Attributes:
-        alpha_bar_before: alpha_bar of step t - 1; 1 at step 0.
-        signal, noise: ``x_t = signal * x_0 + noise * noise``.
-        per_x, per_noise: ``x_0 = per_x * x_t - per_noise * noise``.
-        mean_of_start, mean_of_x: posterior mean of ``x_{t-1}``,
-            ``mean_of_start * x_0 + mean_of_x * x_t``.
-        log_smallest: log of the posterior variance; at step 0, where that is 0, that of step 1.
-        log_largest: log of beta.
-        log_fixed: log of beta, but at step 0 as in ``log_smallest``.
+        alpha_bar_prev: alpha_bar of step t - 1; 1 at step 0.
+        sqrt_alpha_bar, sqrt_one_minus_alpha_bar: factors of x_0 and of the noise in ``x_t``.
+        sqrt_recip_alpha_bar, sqrt_recipm1_alpha_bar: factors of x_t and of the noise, which is
+            subtracted, in ``x_0``.
+        posterior_mean_coef1, posterior_mean_coef2: factors of x_0 and of x_t in the posterior mean
+            of ``x_{t-1}``.
+        posterior_log_variance: at step 0, where the variance is 0, that of step 1.
+        log_beta: log of beta.
+        log_beta_clipped: log of beta, but at step 0 as in ``posterior_log_variance``.
         is_first: 1 at step 0, else 0.
     """
 
     beta: Tensor
     alpha_bar: Tensor
-    alpha_bar_before: Tensor
-    signal: Tensor
-    noise: Tensor
-    per_x: Tensor
-    per_noise: Tensor
-    mean_of_start: Tensor
-    mean_of_x: Tensor
-    log_smallest: Tensor
-    log_largest: Tensor
-    log_fixed: Tensor
+    alpha_bar_prev: Tensor
+    sqrt_alpha_bar: Tensor
+    sqrt_one_minus_alpha_bar: Tensor
+    sqrt_recip_alpha_bar: Tensor
+    sqrt_recipm1_alpha_bar: Tensor
+    posterior_mean_coef1: Tensor
+    posterior_mean_coef2: Tensor
+    posterior_log_variance: Tensor
+    log_beta: Tensor
+    log_beta_clipped: Tensor
     is_first: Tensor
 
     @classmethod
     def of(cls, alpha_bar: Tensor, dtype: torch.dtype) -> Steps:
         """The tables for ``alpha_bar``, float64 ``[N]``, computed in ``dtype``."""
-        one = alpha_bar.new_ones(1)
-        beta = (1 - alpha_bar / torch.cat([one, alpha_bar[:-1]])).to(dtype)
+        beta = (1 - alpha_bar / F.pad(alpha_bar[:-1], (1, 0), value=1)).to(dtype)
         alpha_bar = (1 - beta).cumprod(0)
-        before = torch.cat([one.to(dtype), alpha_bar[:-1]])
+        previous = F.pad(alpha_bar[:-1], (1, 0), value=1)
 
-        # The posterior variance is 0 at step 0; a single step has beta instead.
-        variance = beta * (1 - before) / (1 - alpha_bar) if len(beta) > 1 else beta
-        at_first = variance[1:2] if len(beta) > 1 else variance
+        # The posterior variance is 0 at step 0. A single step has beta instead.
+        variance = beta * (1 - previous) / (1 - alpha_bar) if len(beta) > 1 else beta
+        first_variance = variance[:2][-1:]
 
         return cls(
             beta=beta,
             alpha_bar=alpha_bar,
-            alpha_bar_before=before,
-            signal=alpha_bar.sqrt(),
-            noise=(1 - alpha_bar).sqrt(),
-            per_x=(1 / alpha_bar).sqrt(),
-            per_noise=(1 / alpha_bar - 1).sqrt(),
-            mean_of_start=beta * before.sqrt() / (1 - alpha_bar),
-            mean_of_x=(1 - before) * (1 - beta).sqrt() / (1 - alpha_bar),
-            log_smallest=torch.cat([at_first, variance[1:]]).log(),
-            log_largest=beta.log(),
-            log_fixed=torch.cat([at_first, beta[1:]]).log(),
+            alpha_bar_prev=previous,
+            sqrt_alpha_bar=alpha_bar.sqrt(),
+            sqrt_one_minus_alpha_bar=(1 - alpha_bar).sqrt(),
+            sqrt_recip_alpha_bar=(1 / alpha_bar).sqrt(),
+            sqrt_recipm1_alpha_bar=(1 / alpha_bar - 1).sqrt(),
+            posterior_mean_coef1=beta * previous.sqrt() / (1 - alpha_bar),
+            posterior_mean_coef2=(1 - previous) * (1 - beta).sqrt() / (1 - alpha_bar),
+            posterior_log_variance=torch.cat([first_variance, variance[1:]]).log(),
+            log_beta=beta.log(),
+            log_beta_clipped=torch.cat([first_variance, beta[1:]]).log(),
             is_first=(torch.arange(len(beta)) == 0).to(dtype),
         )
 
+    def posterior_mean(self, x_start: Tensor, x_t: Tensor) -> Tensor:
+        """The mean of ``x_{t-1}`` given x_0 and x_t."""
+        return self.posterior_mean_coef1 * x_start + self.posterior_mean_coef2 * x_t
+
     def at(self, t: Tensor, like: Tensor) -> Steps:
         """The tables of steps t ``[B]``, as ``[B, 1, ..]`` in the dtype of ``like [B, ..]``."""
-        tables = torch.stack([getattr(self, field.name) for field in fields_of(self)]).to(t.device)
+        tables = torch.stack([*vars(self).values()]).to(t.device)
         chosen = tables[:, t].to(like.dtype)
         return Steps(*chosen.view(len(tables), -1, *[1] * (like.ndim - 1)))
 
@@ -185,8 +188,8 @@ def discretised_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """Negative log probability of the grey level of x in [-1, 1] under a Gaussian, elementwise, in
     nats.
 
-    256 levels are spread over [-1, 1], the outermost reach to infinity; the cumulative normal is
-    the tanh approximation that the public implementations take.
+    256 levels divide [-1, 1], the outermost reach to infinity. The cumulative normal is the tanh
+    approximation of the public implementations.
     """
     distance, precision = x - mean, torch.exp(-0.5 * log_variance)
     below_upper = _cumulative_normal(precision * (distance + HALF_BIN))

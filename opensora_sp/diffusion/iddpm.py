@@ -1,9 +1,9 @@
 """Improved DDPM (Nichol & Dhariwal, 2021; Ho et al., 2020), as in Open-Sora 1.0 and 1.1.
 
-The network predicts the noise in ``x_t = signal_t x_0 + noise_t noise`` and, in a second set of
-channels, the variance of the reverse step, interpolated between its lower and upper bound.
-Timesteps t count the N steps left after respacing, from 0 (data) to N - 1 (noise). The network's
-input is the original step among ``diffusion_steps``.
+The network predicts the noise in ``x_t = sqrt(alpha_bar_t) x_0 + sqrt(1 - alpha_bar_t) noise``.
+A second set of channels is the variance of the reverse step, interpolated between its lower and
+upper bound. Timesteps t count the N steps after respacing, from 0 (data) to N - 1 (noise). The
+network's input is the original step among ``diffusion_steps``.
 
 Legend: B samples, c latent channels, F latent frames, h x w latent size.
 """
@@ -24,7 +24,6 @@ from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced
 from .loss import Positions
 from .process import Geometry, Noised, Prediction, by_frame, guided
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
 BITS = 1 / math.log(2)  # per nat
 
 
@@ -111,7 +110,7 @@ class IDDPM:
                 "with sigma_small); change it"
             )
 
-        choices = {"sampler": ["ancestral", "ddim"], "table_dtype": list(DTYPES)}
+        choices = {"sampler": ["ancestral", "ddim"], "table_dtype": ["float64", "float32"]}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -134,7 +133,7 @@ class IDDPM:
     def steps(self) -> Steps:
         """The tables, each ``[N]``."""
         alpha_bar = (1 - named_betas(self.noise_schedule, self.diffusion_steps)).cumprod(0)
-        return Steps.of(alpha_bar[self.timestep_map], DTYPES[self.table_dtype])
+        return Steps.of(alpha_bar[self.timestep_map], getattr(torch, self.table_dtype))
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:
         """Raise ValueError if a model lacks the variance channels that ``learn_sigma`` needs."""
@@ -164,7 +163,7 @@ class IDDPM:
     def add_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """``x_t`` for ``x_start`` and ``noise`` ``[B, c, F, h, w]`` at t int64 ``[B]``."""
         step = self.steps.at(t, x_start)
-        return step.signal * x_start + step.noise * noise
+        return step.sqrt_alpha_bar * x_start + step.sqrt_one_minus_alpha_bar * noise
 
     def noisy_input(
         self, x_start: Tensor, noise: Tensor, t: Tensor, x_mask: Tensor | None = None
@@ -200,9 +199,8 @@ class IDDPM:
             x_mask=noised.x_mask,
             video_mask=noised.video_mask,
         )
-        target, x_start, x_t = local.wholes
-        channels = target.shape[-1]
-        first, rest = local.predicted[..., :channels], local.predicted[..., channels:]
+        target, x_start, x_t = local.tensors
+        first, rest = local.predicted.tensor_split([target.shape[-1]], dim=-1)
         step = self.steps.at(noised.t[local.sample], x_t)
 
         terms = {}
@@ -226,34 +224,35 @@ class IDDPM:
     ) -> Tensor:
         """The variational bound of a step, in bits, elementwise over channels-last positions."""
         predicted = self._reverse_step(step, first, rest, x_t, clip=False)
-        true_mean = step.mean_of_start * x_start + step.mean_of_x * x_t
-        kl = gaussian_kl(true_mean, step.log_smallest, predicted.mean, predicted.log_variance)
-        nll = discretised_nll(x_start, predicted.mean, predicted.log_variance)
+        mean, log_variance = predicted.mean, predicted.log_variance
+        true_mean = step.posterior_mean(x_start, x_t)
+        kl = gaussian_kl(true_mean, step.posterior_log_variance, mean, log_variance)
+        nll = discretised_nll(x_start, mean, log_variance)
         return torch.where(step.is_first.bool(), nll, kl) * BITS
 
     def reverse_step(
         self, predicted: Tensor, x_t: Tensor, t: Tensor, *, clip: bool = False
     ) -> ReverseStep:
         """The distribution of ``x_{t-1}`` for a prediction ``[B, C_out, F, h, w]`` at t ``[B]``."""
-        channels = x_t.shape[1]
-        first, rest = predicted[:, :channels], predicted[:, channels:]
+        first, rest = predicted.tensor_split([x_t.shape[1]], dim=1)
         return self._reverse_step(self.steps.at(t, x_t), first, rest, x_t, clip=clip)
 
     def _reverse_step(
         self, step: Steps, first: Tensor, rest: Tensor, x_t: Tensor, *, clip: bool
     ) -> ReverseStep:
-        x_start = first if self.predict_xstart else step.per_x * x_t - step.per_noise * first
+        x_start = first
+        if not self.predict_xstart:
+            x_start = step.sqrt_recip_alpha_bar * x_t - step.sqrt_recipm1_alpha_bar * first
         if clip:
             x_start = x_start.clamp(-1, 1)
-        mean = step.mean_of_start * x_start + step.mean_of_x * x_t
 
         if self.learn_sigma:
-            share = (rest + 1) / 2
-            log_variance = share * step.log_largest + (1 - share) * step.log_smallest
+            weight = (rest + 1) / 2
+            log_variance = weight * step.log_beta + (1 - weight) * step.posterior_log_variance
         else:
-            fixed = step.log_smallest if self.sigma_small else step.log_fixed
+            fixed = step.posterior_log_variance if self.sigma_small else step.log_beta_clipped
             log_variance = fixed.expand_as(x_t)
-        return ReverseStep(x_start, mean, log_variance)
+        return ReverseStep(x_start, step.posterior_mean(x_start, x_t), log_variance)
 
     def ancestral_step(self, predicted: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """A sample of ``x_{t-1}`` from ``noise`` of its shape; step 0 adds no noise."""
@@ -269,12 +268,12 @@ class IDDPM:
         x_start = self.reverse_step(predicted, x_t, t, clip=self.clip_denoised).x_start
 
         # The noise in x_t that remains for this x_start.
-        epsilon = (step.per_x * x_t - x_start) / step.per_noise
-        before = step.alpha_bar_before
-        variance_ratio = ((1 - before) / (1 - step.alpha_bar)).sqrt()
-        sigma = variance_ratio * (1 - step.alpha_bar / before).sqrt() * self.ddim_eta
+        epsilon = (step.sqrt_recip_alpha_bar * x_t - x_start) / step.sqrt_recipm1_alpha_bar
+        previous = step.alpha_bar_prev
+        variance_ratio = ((1 - previous) / (1 - step.alpha_bar)).sqrt()
+        sigma = variance_ratio * (1 - step.alpha_bar / previous).sqrt() * self.ddim_eta
 
-        x = before.sqrt() * x_start + (1 - before - sigma.square()).sqrt() * epsilon
+        x = previous.sqrt() * x_start + (1 - previous - sigma.square()).sqrt() * epsilon
         return x if noise is None else x + (1 - step.is_first) * sigma * noise
 
     def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
@@ -316,29 +315,25 @@ class IDDPM:
                 "got no draw_noise; expected noise for the steps of this sampler; pass it, or use "
                 "DDIM"
             )
-        counter = itertools.count()
-
-        def draw() -> Tensor:
-            assert draw_noise is not None
-            return draw_noise(next(counter))
+        draws = map(draw_noise, itertools.count()) if draw_noise is not None else iter(())
 
         count = len(self.timestep_map)
-        starts_at = None if frame_levels is None else (frame_levels * count).int()  # [B, F]
+        first_step = None if frame_levels is None else (frame_levels * count).int()  # [B, F]
         for index in reversed(range(count)):
             t = torch.full((len(z),), index, device=z.device)
-            active, kept = None, z
-            if starts_at is not None:
-                z = torch.where(by_frame(starts_at == index), self.add_noise(z, draw(), t), z)
-                active = starts_at > index
+            active, previous = None, z
+            if first_step is not None:
+                z = torch.where(by_frame(first_step == index), self.add_noise(z, next(draws), t), z)
+                active = first_step > index
 
             predicted = predict(z, self.network_time(t), active)
             if self.sampler == "ancestral":
-                z = self.ancestral_step(predicted, z, t, draw())
+                z = self.ancestral_step(predicted, z, t, next(draws))
             else:
-                z = self.ddim_step(predicted, z, t, draw() if self.ddim_eta else None)
+                z = self.ddim_step(predicted, z, t, next(draws) if self.ddim_eta else None)
 
-            if starts_at is not None:
-                z = torch.where(by_frame(starts_at >= index), z, kept)
+            if first_step is not None:
+                z = torch.where(by_frame(first_step >= index), z, previous)
             if on_step is not None:
                 on_step()
         return z

@@ -4,14 +4,14 @@ Under sequence parallelism a rank sums over its own positions and divides by the
 sample, so that the losses of all ranks add up to the sample's mean. Not counted are padding up to
 whole patches, positions outside a clip that is smaller than its batch, and conditioning frames.
 
-Legend: B samples, c latent channels, F x h x w latent size, R rows held, L tokens of a row, V patch
-volume.
+Legend: B samples, c latent channels, F x h x w latent size, R local rows, L tokens of a row, V
+patch volume.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,14 +27,14 @@ class Positions:
 
     Attributes:
         predicted: ``[N, *, C_out]``; 0 where not counted, so that no term overflows there.
-        wholes: ``[N, *, c]`` each.
+        tensors: the same positions of other tensors, ``[N, *, c]`` each.
         sample: index of each unit's sample, int64 ``[N]``.
         counted: bool ``[N, *]``; None if all count.
         count: number of counted values of each whole sample, over all ranks, ``[B]``.
     """
 
     predicted: Tensor
-    wholes: tuple[Tensor, ...]
+    tensors: list[Tensor]
     sample: Tensor
     counted: Tensor | None
     count: Tensor
@@ -43,34 +43,34 @@ class Positions:
     def of(
         cls,
         prediction: Tensor | Any,
-        *wholes: Tensor,
+        *tensors: Tensor,
         x_mask: Tensor | None = None,
         video_mask: Tensor | None = None,
     ) -> Positions:
-        """Select the positions of a model's output from whole tensors.
+        """Select the positions of a model's output from tensors of the whole batch.
 
         Args:
             prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds.
-            wholes: ``[B, c, F, h, w]`` each, whole in either case.
+            tensors: ``[B, c, F, h, w]`` each, whole in either case.
             x_mask: bool ``[B, F]``; frames where it is False do not count.
             video_mask: bool ``[B, F, h, w]``, the input of the model; positions where it is False
                 do not count. A shard has its own.
         """
-        num_samples, channels, *size = wholes[0].shape
+        num_samples, channels, *size = tensors[0].shape
         if not isinstance(prediction, Tensor) and prediction.layout.grid.mask is not None:
             video_mask = prediction.layout.grid.mask.positions
 
-        counting = _counting(x_mask, video_mask)
-        cut = _cut_whole if isinstance(prediction, Tensor) else _cut_shard
-        predicted, cuts, sample, counted = cut(prediction, wholes, counting)
-        if counted is not None:
-            predicted = predicted.masked_fill(~counted[..., None], 0)
-
-        if counting is None:
-            count = torch.full((num_samples,), math.prod(size), device=wholes[0].device)
+        mask = _combined(x_mask, video_mask)
+        if mask is None:
+            count = torch.full((num_samples,), math.prod(size), device=tensors[0].device)
         else:
-            count = counting.flatten(1).sum(1) * (math.prod(size) // counting[0].numel())
-        return cls(predicted, cuts, sample, counted, count * channels)
+            count = mask.flatten(1).sum(1) * (math.prod(size) // mask[0].numel())
+
+        select = _of_output if isinstance(prediction, Tensor) else _of_shard
+        local = select(prediction, tensors, mask, count * channels)
+        if local.counted is None:
+            return local
+        return replace(local, predicted=local.predicted.masked_fill(~local.counted[..., None], 0))
 
     def means(self, values: Tensor) -> Tensor:
         """Elementwise values ``[N, *, c]`` -> this rank's part of each sample's mean, ``[B]``.
@@ -84,38 +84,36 @@ class Positions:
         return totals / self.count.clamp(min=1)
 
 
-_Cuts = tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor | None]
-
-
-def _counting(x_mask: Tensor | None, video_mask: Tensor | None) -> Tensor | None:
+def _combined(x_mask: Tensor | None, video_mask: Tensor | None) -> Tensor | None:
     """Counted positions, bool ``[B, F]`` or ``[B, F, h, w]``; None if all count."""
-    if x_mask is None or video_mask is None:
-        found = video_mask if x_mask is None else x_mask
-        return None if found is None else found.bool()
-    return video_mask & x_mask.bool()[:, :, None, None]
+    if x_mask is None:
+        return video_mask
+    return x_mask.bool() if video_mask is None else video_mask & x_mask.bool()[:, :, None, None]
 
 
-def _cut_whole(output: Tensor, wholes: tuple[Tensor, ...], counting: Tensor | None) -> _Cuts:
-    predicted, *cuts = (z.movedim(1, -1) for z in (output, *wholes))  # [B, F, h, w, channels]
+def _of_output(
+    output: Tensor, tensors: tuple[Tensor, ...], mask: Tensor | None, count: Tensor
+) -> Positions:
+    predicted, *local = (z.movedim(1, -1) for z in (output, *tensors))  # [B, F, h, w, channels]
     sample = torch.arange(len(output), device=output.device)
-    counted = None
-    if counting is not None:
-        counted = counting.view(*counting.shape, *[1] * (4 - counting.ndim))
-        counted = counted.expand(predicted.shape[:-1])
-    return predicted, tuple(cuts), sample, counted
+    if mask is not None:
+        mask = mask if mask.ndim == 4 else mask[:, :, None, None]
+        mask = mask.expand(predicted.shape[:-1])
+    return Positions(predicted, local, sample, mask, count)
 
 
-def _cut_shard(shard: Any, wholes: tuple[Tensor, ...], counting: Tensor | None) -> _Cuts:
-    layout, device = shard.layout, wholes[0].device
-    volume = layout.grid.patch_volume
+def _of_shard(
+    shard: Any, tensors: tuple[Tensor, ...], mask: Tensor | None, count: Tensor
+) -> Positions:
+    layout, volume = shard.layout, shard.layout.grid.patch_volume
     predicted = shard.tensor.unflatten(-1, (volume, -1))  # [R, L, V, C_out]
 
     # [R, L, V, c]; with no rows, -1 could not be inferred.
-    cuts = tuple(layout.slice(z).unflatten(-1, (volume, z.shape[1])) for z in wholes)
+    local = [layout.slice(z).unflatten(-1, (volume, z.shape[1])) for z in tensors]
 
     # [R, L, V], False in padding.
-    counted = layout.inside(device) if counting is None else layout.slice(counting)
-    return predicted, cuts, layout.samples(device), counted
+    counted = layout.inside(count.device) if mask is None else layout.slice(mask)
+    return Positions(predicted, local, layout.samples(count.device), counted, count)
 
 
 def velocity_loss(
@@ -139,7 +137,7 @@ def velocity_loss(
         ranks add up to the mean. A sample without counted frames gives 0.
     """
     local = Positions.of(prediction, target, x_mask=x_mask, video_mask=video_mask)
-    return local.means((local.predicted[..., : target.shape[1]] - local.wholes[0]).square())
+    return local.means((local.predicted[..., : target.shape[1]] - local.tensors[0]).square())
 
 
 def rank_loss(sample_losses: Tensor, *, global_samples: int, world_size: int) -> Tensor:

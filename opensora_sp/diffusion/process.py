@@ -117,7 +117,7 @@ class DiffusionProcess(Protocol):
 
 
 def unguided(model: Callable[..., Tensor], **inputs: Any) -> Prediction:
-    """The captioned prediction alone: guidance of scale 1 at half the cost."""
+    """The conditional prediction alone: guidance of scale 1 at half the cost."""
     return lambda x, t, x_mask: model(x, t, x_mask=x_mask, **inputs).to(x.dtype)
 
 
@@ -128,26 +128,24 @@ def guided(
     channels: int | None = None,
     **inputs: Any,
 ) -> Prediction:
-    """Classifier-free guidance (Ho & Salimans, 2022) over a doubled batch, captioned half first.
+    """Classifier-free guidance (Ho & Salimans, 2022) over a doubled batch, conditional half first.
 
     Args:
         model: called as ``model(x, t, **inputs)`` on the doubled batch.
-        scale: 1 is the captioned prediction alone.
+        scale: 1 is the conditional prediction alone.
         channels: number of output channels that are guided, by default those of x. Further ones,
-            such as a learned variance, are those of the captioned half.
+            such as a learned variance, are those of the conditional half.
         inputs: further model inputs for the doubled batch, such as ``drop_caption [2 * B]``.
     """
 
     def predict(x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
-        x2, t2 = torch.cat([x, x]), torch.cat([t, t])
-        mask2 = None if x_mask is None else torch.cat([x_mask, x_mask])
-        out = model(x2, t2, x_mask=mask2, **inputs)
-
-        captioned, unconditional = out.to(x.dtype).chunk(2)
-        first = slice(x.shape[1] if channels is None else channels)
-        base = unconditional[:, first]
-        mixed = base + scale * (captioned[:, first] - base)
-        return torch.cat([mixed, captioned[:, first.stop :]], dim=1)
+        doubled_mask = None if x_mask is None else torch.cat([x_mask, x_mask])
+        out = model(torch.cat([x, x]), torch.cat([t, t]), x_mask=doubled_mask, **inputs)
+        guided_channels = [x.shape[1] if channels is None else channels]
+        conditional, unconditional = out.to(x.dtype).chunk(2)
+        conditional, rest = conditional.tensor_split(guided_channels, dim=1)
+        unconditional, _ = unconditional.tensor_split(guided_channels, dim=1)
+        return torch.cat([unconditional + scale * (conditional - unconditional), rest], dim=1)
 
     return predict
 

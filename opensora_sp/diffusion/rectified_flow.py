@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -95,9 +96,7 @@ class RectifiedFlow:
     ) -> Tensor:
         """The network's input ``x_t``; conditioning frames (``x_mask`` False) are ``x_start``."""
         x_t = self.add_noise(x_start, noise, t)
-        if x_mask is None:
-            return x_t
-        return torch.where(by_frame(x_mask), x_t, x_start)
+        return x_t if x_mask is None else torch.where(by_frame(x_mask), x_t, x_start)
 
     @staticmethod
     def target(x_start: Tensor, noise: Tensor) -> Tensor:
@@ -163,24 +162,24 @@ class RectifiedFlow:
         # Timesteps rounded to bf16 would be other timesteps.
         wide = torch.promote_types(z.dtype, torch.float32)
         timesteps = self.sampling_timesteps(len(z), geometry, dtype=wide, device=z.device)
-        started = None if frame_levels is None else frame_levels == 1
+        # Frames that begin as noise do not have to be noised.
+        was_active = None if frame_levels is None else frame_levels == 1
 
-        for i, t in enumerate(timesteps):
-            active, kept = None, z
+        for i, (t, next_t) in enumerate(pairwise([*timesteps, torch.zeros_like(timesteps[0])])):
+            active, previous = None, z
             if frame_levels is not None:
-                assert started is not None and draw_noise is not None
+                assert was_active is not None and draw_noise is not None
                 active = frame_levels * self.num_timesteps >= t[:, None]  # [B, F]
                 noised = self.add_noise(z, draw_noise(i), t)
-                z = torch.where(by_frame(active & ~started), noised, z)
-                started = active
+                z = torch.where(by_frame(active & ~was_active), noised, z)
+                was_active = active
 
             v = predict(z, t, active)[:, : z.shape[1]]
-            following = timesteps[i + 1] if i + 1 < len(timesteps) else torch.zeros_like(t)
-            dt = (t - following) / self.num_timesteps  # [B]
+            dt = (t - next_t) / self.num_timesteps  # [B]
             z = z + v * per_sample(dt.to(z.dtype), z)
 
             if active is not None:
-                z = torch.where(by_frame(active), z, kept)
+                z = torch.where(by_frame(active), z, previous)
             if on_step is not None:
                 on_step()
         return z

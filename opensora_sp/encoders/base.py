@@ -98,8 +98,8 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
     if step is None or latent_step is None:
         return [Piece(slice(0, num_frames), slice(0, latent_frames))]
 
-    frames = _chunks(num_frames, step)
-    latents = _chunks(latent_frames, latent_step)
+    frames = chunks(num_frames, step)
+    latents = chunks(latent_frames, latent_step)
     if len(frames) != len(latents):
         raise ValueError(
             f"got {num_frames} frames and {latent_frames} latent frames, which are {len(frames)} "
@@ -109,7 +109,8 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
     return [Piece(*piece) for piece in zip(frames, latents, strict=True)]
 
 
-def _chunks(count: int, size: int) -> list[slice]:
+def chunks(count: int, size: int) -> list[slice]:
+    """Consecutive slices of ``count`` entries, each of ``size`` but perhaps the last."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 

@@ -6,12 +6,14 @@ Legend: B samples, F frames, c latent channels, f x h x w latent size, L text to
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from opensora_sp.console import RANK_LOCAL
 from opensora_sp.dtypes import DTYPES
 
 from .base import check_latent_frames
@@ -49,31 +51,25 @@ class FrameAutoencoder(nn.Module):
         Args:
             noise: standard normal ``[B, c, F, h, w]`` for samples; None for means.
         """
-        frames = rearrange(video, "b c f h w -> (b f) c h w")
-        noises = None if noise is None else rearrange(noise, "b c f h w -> (b f) c h w")
-
-        parts = []
-        for places in self._micro_batches(frames):
-            posterior = self.module.encode(frames[places]).latent_dist
-            latents = posterior.mean
-            if noises is not None:
-                latents = latents + posterior.std * noises[places]
-            parts.append(latents)
-
-        latents = rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=video.shape[0])
+        parts = [self.module.encode(part).latent_dist for part in self._micro_batches(video)]
+        latents = self._joined([part.mean for part in parts], video)
+        if noise is not None:
+            latents = latents + self._joined([part.std for part in parts], video) * noise
         return latents * self.scaling_factor
 
     def decode(self, latents: Tensor) -> Tensor:
         """``[B, c, F, h, w]`` -> ``[B, 3, F, height, width]``."""
-        frames = rearrange(latents, "b c f h w -> (b f) c h w") / self.scaling_factor
-        parts = [
-            self.module.decode(frames[places]).sample for places in self._micro_batches(frames)
-        ]
-        return rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=latents.shape[0])
+        parts = self._micro_batches(latents / self.scaling_factor)
+        return self._joined([self.module.decode(part).sample for part in parts], latents)
 
-    def _micro_batches(self, frames: Tensor) -> list[slice]:
-        size = self.micro_batch_size or len(frames)
-        return [slice(start, start + size) for start in range(0, len(frames), size)]
+    def _micro_batches(self, clips: Tensor) -> Sequence[Tensor]:
+        """``[B, C, F, H, W]`` -> batches of frames ``[N, C, H, W]``."""
+        frames = rearrange(clips, "b c f h w -> (b f) c h w")
+        return frames.split(self.micro_batch_size or len(frames))
+
+    def _joined(self, parts: list[Tensor], clips: Tensor) -> Tensor:
+        """The inverse, for as many clips."""
+        return rearrange(torch.cat(parts), "(b f) c h w -> b c f h w", b=len(clips))
 
 
 class ImageVAE(FrozenEncoder):
@@ -253,7 +249,7 @@ class T5TextEncoder(FrozenEncoder):
                 lengths[longest],
                 self.max_length,
                 texts[longest],
-                extra={"is_rank_local": True},  # see console.RANK_LOCAL
+                extra=RANK_LOCAL,
             )
 
     def num_tokens(self, text: str) -> int:

@@ -70,9 +70,8 @@ def load_pretrained(cls: Any, source: str, key: str, **options: Any) -> Any:
     Raises:
         ValueError: if it cannot be found or loaded, or tensors are missing.
     """
-    is_model = issubclass(cls, nn.Module)
     with explained(cls.__name__, source, key) as local_files_only:
-        if not is_model:
+        if not issubclass(cls, nn.Module):
             return cls.from_pretrained(source, local_files_only=local_files_only, **options)
         model, found = cls.from_pretrained(
             source, local_files_only=local_files_only, output_loading_info=True, **options
@@ -159,14 +158,14 @@ def explained(what: str, source: str, key: str) -> Iterator[bool]:
         yield local
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if Path(source).is_dir():
-            reason = f"a folder that {what} cannot be loaded from ({_shortly(error)})"
+            reason = f"a folder that {what} cannot be loaded from ({shortly(error)})"
         elif local:
             reason = (
                 "which is no folder here, and not in the hub's cache either, while the hub cannot "
                 "be reached"
             )
         else:
-            reason = f"a name that {what} cannot be loaded by ({_shortly(error)})"
+            reason = f"a name that {what} cannot be loaded by ({shortly(error)})"
 
         raise ValueError(
             f"got {key}.from_pretrained {source!r}, {reason}; expected a local folder with the "
@@ -195,6 +194,7 @@ def _hub_answers() -> bool:
     return True
 
 
-def _shortly(error: Exception) -> str:
+def shortly(error: Exception) -> str:
+    """An error's text on one line, with at most 300 characters of it."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:300] + "..."

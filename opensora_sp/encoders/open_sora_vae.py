@@ -28,7 +28,7 @@ from opensora_sp.dtypes import DTYPES
 
 from .base import check_latent_frames, independent_pieces
 from .huggingface import FrameAutoencoder, spatial_factor
-from .loading import Dtype, FrozenEncoder, find_file, read_tensors, saved_config
+from .loading import Dtype, FrozenEncoder, find_file, read_tensors, saved_config, shortly
 from .video_vae import TemporalVAE
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
@@ -262,30 +262,21 @@ def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
     """
     saved = read_tensors(source, "model.safetensors", "vae")
     state = {_current_name(name): tensor for name, tensor in saved.items()}
-    wanted = {name: tensor.shape for name, tensor in chunk_vae.state_dict().items()}
 
     # Scale and shift may be one number for all channels.
     for name in ("scale", "shift"):
-        if name in state:
-            value = state[name].float()
-            expanded = value.expand(wanted[name]) if value.ndim == 0 else value
-            state[name] = expanded.contiguous()
-
-    differences = [f"missing {name}" for name in wanted if name not in state]
-    differences += [f"unexpected {name}" for name in state if name not in wanted]
-    differences += [
-        f"{name} is {list(tensor.shape)}, not {list(wanted[name])}"
-        for name, tensor in state.items()
-        if name in wanted and tensor.shape != wanted[name]
-    ]
-
-    if differences:
+        if name in state and state[name].ndim == 0:
+            state[name] = state[name].expand_as(chunk_vae.get_buffer(name)).contiguous()
+    try:
+        chunk_vae.load_state_dict(state, assign=True)
+    except RuntimeError as error:
         raise ValueError(
-            f"got weights of another autoencoder in {source} ({len(differences)} differences: "
-            f"{', '.join(differences[:4])}); expected those of OpenSoraVAE_V1_2 as its config.json "
-            "describes it; choose another vae.from_pretrained"
-        )
-    chunk_vae.load_state_dict(state, assign=True)
+            f"got weights of another autoencoder in {source} ({shortly(error)}); expected those of "
+            "OpenSoraVAE_V1_2 as its config.json describes it; choose another vae.from_pretrained"
+        ) from None
+
+    # Shift and scale are float32, whatever the weights are.
+    chunk_vae.scale, chunk_vae.shift = chunk_vae.scale.float(), chunk_vae.shift.float()
 
 
 def _current_name(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import BatchPlan, CachedClip, CachedFeatures, ClipShape, Manifest, MicroBatch
-from opensora_sp.data.cache import shape_name
+from opensora_sp.data.cache import Key, shape_name
 from opensora_sp.encoders import Piece
 from opensora_sp.encoders.loading import weights_digest
 
@@ -53,14 +53,9 @@ class CachedSource:
     def text_lengths(self, clips: Sequence[int], captions: Sequence[str]) -> list[int]:
         return [self.dataset.text_length(clip) for clip in clips]
 
-    def texts(self, items: Sequence[CachedClip]) -> tuple[Tensor, Tensor]:
-        y = torch.zeros(len(items), 1, self.max_length, self.width, device=self.device)
-        mask = torch.zeros(len(items), self.max_length, dtype=torch.int64)
-        for place, item in enumerate(items):
-            assert item.text is not None
-            y[place, 0, : len(item.text)] = item.text.to(self.device)
-            mask[place, : len(item.text)] = 1
-        return y, mask
+    def text_features(self, items: Sequence[CachedClip]) -> list[Tensor]:
+        texts = [item.text for item in items if item.text is not None]
+        return [text.to(self.device).float() for text in texts]
 
 
 def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:
@@ -132,9 +127,8 @@ def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
 
 def check_clips(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> None:
     """Raise ValueError unless the cache holds every clip that the run's steps use."""
-    corrupt = {shape: set(clips) for shape, clips in dataset.corrupt.items()}
     missing = {}
-    for shape, clips in clips_used(plan, cfg.max_steps, corrupt).items():
+    for shape, clips in clips_used(plan, cfg.max_steps, dataset.corrupt.keys()).items():
         if count := len(np.setdiff1d(clips, dataset.known(shape))):
             missing[shape] = count
     if not missing:
@@ -151,28 +145,27 @@ def check_clips(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> N
     )
 
 
-def clips_used(
-    plan: BatchPlan, steps: int, corrupt: dict[ClipShape, set[int]]
-) -> dict[ClipShape, np.ndarray]:
+def clips_used(plan: BatchPlan, steps: int, corrupt: Set[Key]) -> dict[ClipShape, np.ndarray]:
     """The clips that so many steps use in each shape, sorted, with substitutes of corrupt ones."""
     used: dict[ClipShape, set[int]] = {}
     for epoch, members in plan.epochs(steps):
         for shape, clips in members.items():
             of_epoch = set(clips.tolist())
+            of_shape = used.setdefault(shape, set())
+            of_shape.update(of_epoch)
+
             batch = MicroBatch(0, epoch, shape, (), 0.0)
-            substitutes = _substitutes(plan, batch, of_epoch, corrupt.get(shape, set()))
-            used.setdefault(shape, set()).update(of_epoch, substitutes)
+            for clip, corrupt_shape in corrupt:
+                if corrupt_shape == shape and clip in of_epoch:
+                    of_shape.update(_substitutes(plan, batch, clip, corrupt))
     return {shape: np.array(sorted(clips), dtype=np.int64) for shape, clips in used.items()}
 
 
-def _substitutes(
-    plan: BatchPlan, batch: MicroBatch, clips: set[int], corrupt: set[int]
-) -> list[int]:
-    """The clips that training tries in place of the corrupt ones, each until one is not corrupt."""
+def _substitutes(plan: BatchPlan, batch: MicroBatch, clip: int, corrupt: Set[Key]) -> list[int]:
+    """The clips that training tries in place of a corrupt one, until one is not corrupt."""
     tried = []
-    for clip in clips & corrupt:
-        for attempt in range(MAX_SUBSTITUTES):
-            tried.append(plan.substitute(batch, clip, attempt))
-            if tried[-1] not in corrupt:
-                break
+    for attempt in range(MAX_SUBSTITUTES):
+        tried.append(plan.substitute(batch, clip, attempt))
+        if (tried[-1], batch.shape) not in corrupt:
+            break
     return tried

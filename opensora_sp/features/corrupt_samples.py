@@ -35,12 +35,17 @@ class CorruptSamples:
         self.read, self.substituted = 0, 0
         self.found: dict[str, str] = {}  # path -> reason, of all ranks after ``report``
         self._unreported: dict[str, str] = {}
+        self._error = ""
 
     def note(self, items: Iterable[Any]) -> None:
         """Remember the corrupt samples among what this rank has read."""
         for item in items:
             if isinstance(item, CorruptSample) and item.path not in self.found:
                 self._unreported[item.path] = item.reason
+
+    def raise_in_report(self, error: str) -> None:
+        """An error that this rank alone has seen; the next ``report`` raises it on all ranks."""
+        self._error = error
 
     def count_used(self, ids: Iterable[int]) -> None:
         """Count the clips of a micro-batch, after substitution."""
@@ -57,16 +62,18 @@ class CorruptSamples:
         """Log new corrupt files on rank 0; returns the clips substituted so far. Collective.
 
         Raises:
-            ValueError: if too many clips are corrupt.
+            ValueError: on all ranks, if too many clips are corrupt, or what a rank has left to
+                ``raise_in_report``.
         """
-        counts = torch.tensor([self.read, self.substituted, len(self._unreported)], device=device)
+        unreported = len(self._unreported) + bool(self._error)
+        counts = torch.tensor([self.read, self.substituted, unreported], device=device)
         dist.all_reduce(counts)
         read, substituted, unreported = map(int, counts.tolist())
         # Every rank of a group has counted the clips of the group.
         read, substituted = read // self.mesh.sp_size, substituted // self.mesh.sp_size
 
         if unreported:
-            self._log_new()
+            self._exchange_reports()
         if substituted > self.max_bad_fraction * max(read, min(ENOUGH_READ, len(self.rows))):
             raise ValueError(
                 f"got {substituted} corrupt clips of {read} read, the last {self.last}; expected "
@@ -75,12 +82,15 @@ class CorruptSamples:
             )
         return substituted
 
-    def _log_new(self) -> None:
-        found: list[dict[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(found, self._unreported)
+    def _exchange_reports(self) -> None:
+        """Log what ranks have not reported yet, and raise the error of any of them. Collective."""
+        reports: list[tuple[dict[str, str], str]] = [({}, "")] * dist.get_world_size()
+        dist.all_gather_object(reports, (self._unreported, self._error))
         self._unreported = {}
-        for of_rank in found:
-            for path, reason in of_rank.items():
+        for corrupt, error in reports:
+            for path, reason in corrupt.items():
                 if path not in self.found and self.mesh.rank == 0:
                     logger.warning("skipped a clip that cannot be read: %s (%s)", path, reason)
                 self.found.setdefault(path, reason)
+            if error:
+                raise ValueError(error)

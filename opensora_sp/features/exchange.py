@@ -26,7 +26,7 @@ from opensora_sp.encoders import Piece
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.debug.comm_counter import record
 from opensora_sp.parallel.debug.comm_timing import communicating
-from opensora_sp.parallel.layout import ExchangePlan, balanced_run
+from opensora_sp.parallel.layout import ExchangePlan, balanced_range
 
 
 class Portion(NamedTuple):
@@ -49,7 +49,7 @@ def distribute_pieces(
     per_clip = len(pieces)
     portions: list[list[Portion]] = []
     for rank in range(num_ranks):
-        start, stop = balanced_run(len(places) * per_clip, num_ranks, rank)
+        start, stop = balanced_range(len(places) * per_clip, num_ranks, rank)
         own = []
         for number, place in enumerate(places):
             first = max(start - number * per_clip, 0)
@@ -106,26 +106,3 @@ class Payload(NamedTuple):
     def pack(self) -> Tensor:
         """As one flat buffer: the latents, then the captions."""
         return torch.cat([self.latents.flatten(), *(y.flatten() for y in self.captions)])
-
-
-@dataclass(frozen=True)
-class PayloadLayout:
-    """The sizes of a ``Payload``, which sender and receiver both work out."""
-
-    num_positions: int  # n
-    channels: int  # c
-    num_captions: int  # k
-    caption_size: torch.Size  # 1, L, W
-
-    @property
-    def sections(self) -> list[int]:
-        """Elements of the latents and of the captions."""
-        return [self.num_positions * self.channels, self.num_captions * self.caption_size.numel()]
-
-    def unpack(self, buffer: Tensor) -> Payload:
-        """The payload that ``Payload.pack`` has packed, as views of the buffer."""
-        latents, captions = buffer.split(self.sections)
-        return Payload(
-            latents.view(self.num_positions, self.channels),
-            captions.view(self.num_captions, *self.caption_size),
-        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+import math
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -69,10 +69,10 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
     assert isinstance(dataset, VideoTextDataset)
 
     launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
-    limits = dict(
+    watchdog = Watchdog(
         peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=0.0
     )
-    with closing_process_group(), Watchdog(**limits):
+    with closing_process_group(), watchdog:
         replicas = max(1, dist.get_world_size() // cfg.sp_size)
         plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
         encoders = make_encoders(cfg, current_device())
@@ -121,26 +121,27 @@ class CacheWriter:
             self.disk.mkdir(folder)
             self.disk.write_file(folder / UNFINISHED, _json({"made_of": self.made_of}))
         dist.barrier()
-        self.num_former_shards = len(self._names())
 
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
+        shards = self.shards()
+        num_former_shards = len(shards)
         while True:
-            shards = self.shards()
-            encoded: set[Key] = set()
-            for shard in shards:
-                encoded.update(shard.fps)
+            encoded: set[Key] = set().union(*(shard.fps for shard in shards))
+            # What a former run has found to be corrupt is tried again.
+            corrupt: set[Key] = set().union(*(s.corrupt for s in shards[num_former_shards:]))
+            used = clips_used(plan, self.cfg.max_steps, corrupt - encoded)
 
-            corrupt = self._corrupt(shards, encoded)
-            used = clips_used(plan, self.cfg.max_steps, corrupt)
+            done = encoded | corrupt
             todo: dict[int, list[ClipShape]] = {}
             for shape, clips in used.items():
                 for clip in clips.tolist():
-                    if (clip, shape) not in encoded and clip not in corrupt.get(shape, ()):
+                    if (clip, shape) not in done:
                         todo.setdefault(clip, []).append(shape)
             if not todo:
                 break
             self._write_shards(dict(sorted(todo.items())), shards)
+            shards = self.shards()
 
         if not encoded:
             raise ValueError(
@@ -152,34 +153,16 @@ class CacheWriter:
 
     def shards(self) -> list[Shard]:
         """All that are complete, in order."""
-        return [Shard.read(self.folder / name) for name in self._names()]
-
-    def _names(self) -> list[str]:
-        return sorted(path.name for path in self.folder.glob("shard-*.safetensors"))
-
-    def _corrupt(self, shards: list[Shard], encoded: set[Key]) -> dict[ClipShape, set[int]]:
-        """What this run has found to be corrupt; what a former run has found is tried again."""
-        corrupt: dict[ClipShape, set[int]] = {}
-        for shard in shards[self.num_former_shards :]:
-            for clip, shape in shard.corrupt.keys() - encoded:
-                corrupt.setdefault(shape, set()).add(clip)
-        return corrupt
+        return [Shard.read(path) for path in sorted(self.folder.glob("shard-*.safetensors"))]
 
     def _write_shards(self, todo: dict[int, list[ClipShape]], shards: list[Shard]) -> None:
         """Write this rank's shards; those of all ranks together hold ``todo``. Collective."""
-        with_caption: set[int] = set()
-        for shard in shards:
-            with_caption.update(shard.texts)
+        with_caption: set[int] = set().union(*(shard.texts for shard in shards))
         clips = list(todo)
         parts = [clips[i : i + CLIPS_PER_SHARD] for i in range(0, len(clips), CLIPS_PER_SHARD)]
-        own = range(self.rank, len(parts), self.world)
-
-        newest = max((int(re.sub(r"\D", "", name)) for name in self._names()), default=-1)
-        # All ranks have seen the same names before one writes a new one.
-        dist.barrier()
         batches = {}
-        for number in own:
-            batches[number] = list(self._batches({clip: todo[clip] for clip in parts[number]}))
+        for number in range(self.rank, len(parts), self.world):
+            batches[number] = self._batches({clip: todo[clip] for clip in parts[number]})
 
         loader = iter(
             DataLoader(
@@ -190,24 +173,30 @@ class CacheWriter:
                 generator=torch.Generator().manual_seed(self.cfg.seed),
             )
         )
+        # All ranks have listed the same shards before one writes a new one.
+        dist.barrier()
+        newest = _number(shards[-1].path) if shards else -1
         for number, of_shard in batches.items():
             self._write_shard(newest + 1 + number, of_shard, loader, with_caption)
             done, total = len(shards) + number + 1, len(shards) + len(parts)
             logger.info("feature cache: shard %d of %d", done, total)
         dist.barrier()
 
-    def _batches(self, todo: dict[int, list[ClipShape]]) -> Iterator[list[Sample]]:
+    def _batches(self, todo: dict[int, list[ClipShape]]) -> list[list[Sample]]:
         """What is read and encoded together: clips of one shape, as many as fit."""
         by_shape: dict[ClipShape, list[int]] = {}
         for clip, shapes in todo.items():
             for shape in shapes:
                 by_shape.setdefault(shape, []).append(clip)
 
+        batches = []
         for shape, clips in sorted(by_shape.items()):
-            size = max(1, PIXELS_PER_BATCH // (shape.num_frames * shape.height * shape.width))
+            size = max(1, PIXELS_PER_BATCH // math.prod(shape))
             for first in range(0, len(clips), size):
-                yield [Sample(clip, 0, shape) for clip in clips[first : first + size]]
+                batches.append([Sample(clip, 0, shape) for clip in clips[first : first + size]])
+        return batches
 
+    @torch.no_grad()
     def _write_shard(
         self,
         number: int,
@@ -215,15 +204,7 @@ class CacheWriter:
         loader: Iterator[list[Any]],
         with_caption: set[int],
     ) -> None:
-        content = self._encode(batches, loader, with_caption)
-        path = self.folder / f"shard-{number:06d}.safetensors"
-        self.disk.write_file(path, content.to_bytes())
-
-    @torch.no_grad()
-    def _encode(
-        self, batches: list[list[Sample]], loader: Iterator[list[Any]], with_caption: set[int]
-    ) -> ShardContent:
-        """Encode the clips of one shard, and those captions that no shard has."""
+        """Encode the clips of one shard, and the captions not yet in ``with_caption``."""
         content = ShardContent()
         for samples in batches:
             read: dict[Key, Clip] = {}
@@ -239,15 +220,12 @@ class CacheWriter:
             content.latents |= zip(read, (z.cpu() for z in encoded), strict=True)
             content.fps |= {key: clip.fps for key, clip in read.items()}
 
-            new = {}
-            for (clip, _), item in read.items():
-                if clip not in with_caption and clip not in content.texts:
-                    new[clip] = item
-            if new:
-                y, mask = self.encoders.texts(list(new.values()))
-                for clip, features, length in zip(new, y[:, 0], mask.sum(1).tolist(), strict=True):
-                    content.texts[clip] = features[:length]
-        return content
+            new = {clip: item for (clip, _), item in read.items() if clip not in with_caption}
+            content.texts |= zip(new, self.encoders.text_features(list(new.values())), strict=True)
+            with_caption.update(new)
+
+        path = self.folder / f"shard-{number:06d}.safetensors"
+        self.disk.write_file(path, content.to_bytes())
 
     def _write_index(self, used: list[ClipShape], shards: list[Shard]) -> None:
         shapes = set(used)
@@ -271,6 +249,10 @@ class CacheWriter:
             len(index["texts"]["clips"]),
             len(index["broken"]),
         )
+
+
+def _number(shard: Path) -> int:
+    return int(shard.stem.removeprefix("shard-"))
 
 
 def _json(value: Any) -> bytes:

@@ -2,10 +2,11 @@
 
 1. Each rank reads its portions of the clips (``exchange.distribute_pieces``).
 2. The ranks agree on the host which clips could be read, and on their frame rates.
-3. Each rank encodes its portions, and captions of clips whose first frame it has.
+3. Each rank encodes its portions of the clips that all could read, and captions of clips whose
+   first frame it has.
 4. One all-to-all sends every rank the latents of the rows in which its tokens enter and leave the
    model, and the captions of the clips that these belong to.
-5. If any rank could not read a clip, all ranks replace it by the clip that the plan names, and
+5. If any rank could not read a clip, all ranks substitute the clip that the plan names for it, and
    repeat the steps from 1 on.
 
 All sizes follow from the shapes. The number of tokens of each caption is known to all ranks
@@ -20,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from opensora_sp.data import BatchPlan, ClipShape, CorruptSample, MicroBatch, Sample
 from opensora_sp.parallel import SequenceMesh, held_rows
@@ -33,7 +35,7 @@ from opensora_sp.parallel.layout import plan_delivery
 from opensora_sp.transfer import to_device
 
 from .corrupt_samples import CorruptSamples
-from .exchange import Assignment, Payload, PayloadLayout, Portion, ReadStatus, distribute_pieces
+from .exchange import Assignment, Payload, Portion, ReadStatus, distribute_pieces
 from .sources import Source
 
 MAX_SUBSTITUTES = 20
@@ -77,8 +79,8 @@ class Features:
         return self.positions.movedim(-1, 1).contiguous()
 
 
-class SharedClips:
-    """Clips of micro-batches as ``Features``, encoded by the ranks of a group together.
+class ShardedEncoder:
+    """Encodes micro-batches to ``Features``, each rank of a group a part of the clips.
 
     Args:
         model: the parallelized model, whose token layout decides what each rank needs.
@@ -106,7 +108,7 @@ class SharedClips:
         """What this rank reads of a micro-batch."""
         return self._samples(micro_batch, micro_batch.ids, range(len(micro_batch.ids)))
 
-    def take(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[list[int], Features]:
+    def encode(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[list[int], Features]:
         """The ids to train on and their features, from the items read. Collective in the group.
 
         Raises:
@@ -117,7 +119,7 @@ class SharedClips:
         features = Features.filled(float("nan"), len(ids), shape, self.source, self.device)
 
         for attempt in range(MAX_SUBSTITUTES + 1):
-            places = self.share(features, ids, places, items)
+            places = self.encode_readable(features, ids, places, items)
             if not places:
                 break
             for place in places:
@@ -137,17 +139,19 @@ class SharedClips:
         return ids, features
 
     @torch.no_grad()
-    def share(
+    def encode_readable(
         self, features: Features, ids: Sequence[int], places: Sequence[int], items: Sequence[Any]
     ) -> list[int]:
-        """Encode this rank's portions of the clips at ``places``, and exchange features.
+        """Fill in the features of the clips at ``places``, except of those that are corrupt.
+
+        Each rank encodes its portions, from the items that it has read.
 
         Returns:
             The places of clips that some rank could not read, the same on all. Collective in the
             group.
         """
-        assignment = self._assignment(features.shape, len(ids), tuple(places), self.whole)
-        own = assignment.portions[self.mesh.sp_rank]
+        assign = partial(self._assignment, features.shape, len(ids), tuple(places), self.whole)
+        own = assign(()).portions[self.mesh.sp_rank]
         self.corrupt.note(items)
 
         status = _read_status(own, places, items).agreed(self.mesh)
@@ -162,7 +166,12 @@ class SharedClips:
         for place, length in zip(places, self.source.text_lengths(clips, captions), strict=True):
             features.text_lengths[place] = length
 
-        sent = self._encode(assignment, items, features)
+        readable = []
+        for portion, item in zip(own, items, strict=True):
+            if portion.place not in corrupt:
+                readable.append(item)
+        assignment = assign(tuple(corrupt))
+        sent = self._encode(assignment, readable, features)
         self._fill(assignment, self._exchange(assignment, sent, features), features)
         return corrupt
 
@@ -185,10 +194,11 @@ class SharedClips:
     def _encode(
         self, assignment: Assignment, items: Sequence[Any], features: Features
     ) -> list[Payload]:
-        """Encode what this rank has read; for each rank what it needs of that."""
-        own = assignment.portions[self.mesh.sp_rank]
-        latents = self._latents(own, items, features)
-        captions = self._captions(own, items, features)
+        """Encode this rank's portions; for each rank what it needs of them."""
+        none = features.positions.new_zeros(0, self.source.channels)
+        encoded = [z.movedim(0, -1).flatten(0, 2) for z in self.source.latents(items)]
+        latents = torch.cat([none, *encoded])  # [n, c]
+        captions = self._captions(assignment.portions[self.mesh.sp_rank], items, features)
 
         delivery = assignment.delivery
         packed = to_device(delivery.pack, self.device).split(delivery.send_splits)
@@ -198,32 +208,29 @@ class SharedClips:
             payloads.append(Payload(latents[positions], [captions[place] for place in places]))
         return payloads
 
-    def _latents(self, own: Sequence[Portion], items: Sequence[Any], features: Features) -> Tensor:
-        """The latent positions of this rank's portions, ``[n, c]``; zeros for corrupt clips."""
-        empty = features.positions
-        made = [torch.zeros_like(empty[portion.place, portion.latents]) for portion in own]
-        readable = [number for number, item in enumerate(items) if _is_readable(item)]
-        encoded = self.source.latents([items[number] for number in readable])
-        for number, z in zip(readable, encoded, strict=True):
-            made[number] = z.movedim(0, -1)  # [f', h, w, c]
-
-        none = empty.new_zeros(0, empty.shape[-1])
-        return torch.cat([none, *(z.flatten(0, 2) for z in made)])
-
     def _captions(
         self, own: Sequence[Portion], items: Sequence[Any], features: Features
     ) -> dict[int, Tensor]:
-        """Captions of this rank's portions by place, ``[1, L, W]``; zeros for corrupt clips."""
-        made, readable = {}, {}
+        """Features of the captions that this rank encodes, ``[1, L, W]``, by place."""
+        with_caption = {}
         for portion, item in zip(own, items, strict=True):
             if portion.has_caption:
-                made[portion.place] = torch.zeros_like(features.y[0])
-                if _is_readable(item):
-                    readable[portion.place] = item
-        if readable:
-            y, _ = self.source.texts(list(readable.values()))
-            made |= zip(readable, y, strict=True)
-        return made
+                with_caption[portion.place] = item
+
+        captions = {}
+        encoded = self.source.text_features(list(with_caption.values()))
+        for place, text in zip(with_caption, encoded, strict=True):
+            count = features.text_lengths[place]
+            if len(text) != count:
+                # This rank alone knows, and the others are about to exchange payloads.
+                self.corrupt.raise_in_report(
+                    f"got features of {len(text)} tokens for the caption "
+                    f"{with_caption[place].text[:80]!r}, of which num_tokens counts {count} (at "
+                    "most max_length); expected the same number; correct encode or num_tokens of "
+                    "the class that text_encoder.type names"
+                )
+            captions[place] = pad(text, (0, 0, 0, self.source.max_length - len(text)))[None]
+        return captions
 
     def _exchange(
         self, assignment: Assignment, sent: list[Payload], features: Features
@@ -231,14 +238,14 @@ class SharedClips:
         """Send each rank its payload; returns the payloads received, rank by rank."""
         if self.mesh.sp_size == 1:
             return sent
-        layouts = []
+        channels, caption = self.source.channels, features.y[0]
+        sections = []  # of each payload received: elements of the latents and of the captions
         for sender, num_positions in enumerate(assignment.delivery.recv_splits):
-            captions = assignment.captions(sender, self.mesh.sp_rank)
-            channels, caption_size = features.positions.shape[-1], features.y.shape[1:]
-            layouts.append(PayloadLayout(num_positions, channels, len(captions), caption_size))
+            num_captions = len(assignment.captions(sender, self.mesh.sp_rank))
+            sections.append([num_positions * channels, num_captions * caption.numel()])
 
         buffers = [payload.pack() for payload in sent]
-        recv = [sum(layout.sections) for layout in layouts]
+        recv = [sum(of_payload) for of_payload in sections]
         assert self.mesh.sp_group is not None
         received, _ = all_to_all(
             torch.cat(buffers),
@@ -248,8 +255,12 @@ class SharedClips:
             kind="data",
             backward=False,
         )
-        parts = zip(layouts, received.split(recv), strict=True)
-        return [layout.unpack(buffer) for layout, buffer in parts]
+
+        payloads = []
+        for buffer, of_payload in zip(received.split(recv), sections, strict=True):
+            latents, captions = buffer.split(of_payload)
+            payloads.append(Payload(latents.view(-1, channels), captions.view(-1, *caption.shape)))
+        return payloads
 
     def _fill(self, assignment: Assignment, received: list[Payload], features: Features) -> None:
         """Write received payloads into ``features``."""
@@ -261,14 +272,21 @@ class SharedClips:
             places = assignment.captions(sender, self.mesh.sp_rank)
             for place, y in zip(places, payload.captions, strict=True):
                 features.y[place] = y
-                features.mask[place] = 0
                 features.mask[place, : features.text_lengths[place]] = 1
 
     def _assign(
-        self, shape: ClipShape, num_clips: int, places: tuple[int, ...], whole: bool
+        self,
+        shape: ClipShape,
+        num_clips: int,
+        places: tuple[int, ...],
+        whole: bool,
+        corrupt: tuple[int, ...],
     ) -> Assignment:
+        """The portions of the clips at ``places``, without those of the ``corrupt`` ones."""
         size, ranks = self.source.latent_size(shape), self.mesh.sp_size
-        portions = distribute_pieces(places, self.source.pieces(shape), ranks)
+        portions = []
+        for own in distribute_pieces(places, self.source.pieces(shape), ranks):
+            portions.append([portion for portion in own if portion.place not in corrupt])
 
         numbers = torch.arange(num_clips * size[0] * size[1] * size[2]).view(num_clips, *size)
         made = []
@@ -289,18 +307,14 @@ def _read_status(own: Sequence[Portion], places: Sequence[int], items: Sequence[
     """What this rank has found when it read its portions, of the clips at ``places``."""
     corrupt, fps = dict.fromkeys(places, False), dict.fromkeys(places, 0.0)
     for portion, item in zip(own, items, strict=True):
-        if _is_readable(item):
-            fps[portion.place] = item.fps
-        else:
+        if isinstance(item, CorruptSample):
             corrupt[portion.place] = True
+        else:
+            fps[portion.place] = item.fps
     return ReadStatus(
         torch.tensor(list(corrupt.values()), dtype=torch.bool),
         torch.tensor(list(fps.values()), dtype=torch.float64),
     )
-
-
-def _is_readable(item: Any) -> bool:
-    return not isinstance(item, CorruptSample)
 
 
 def _positions(rows_held: Sequence[Any], numbers: Tensor) -> Tensor:

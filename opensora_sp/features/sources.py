@@ -34,8 +34,8 @@ class Source(Protocol):
     def text_lengths(self, clips: Sequence[int], captions: Sequence[str]) -> list[int]:
         """Tokens of the captions of some clips, at most L each, without making their features."""
 
-    def texts(self, items: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Features of captions ``[n, 1, L, W]`` float32, and a mask ``[n, L]`` on the CPU."""
+    def text_features(self, items: Sequence[Any]) -> list[Tensor]:
+        """Features of each caption, ``[tokens, W]`` float32."""
 
 
 class Encoders:
@@ -71,18 +71,9 @@ class Encoders:
         counts = [self.text_encoder.num_tokens(caption) for caption in captions]
         return [min(count, self.max_length) for count in counts]
 
-    def texts(self, items: Sequence[Clip]) -> tuple[Tensor, Tensor]:
-        """Raises ValueError if the encoder's masks are not as long as it counts."""
-        captions = [item.text for item in items]
-        y, mask = self.text_encoder.encode(captions)
-        mask = mask.cpu()
-
-        counted = self.text_lengths([], captions)
-        for caption, length, count in zip(captions, mask.sum(1).tolist(), counted, strict=True):
-            if length != count:
-                raise ValueError(
-                    f"got a mask of {length} tokens for the caption {caption[:80]!r}, of which "
-                    f"num_tokens counts {count} (at most max_length); expected the same number; "
-                    f"correct encode or num_tokens of {type(self.text_encoder).__name__}"
-                )
-        return y.to(self.device), mask
+    def text_features(self, items: Sequence[Clip]) -> list[Tensor]:
+        if not items:
+            return []
+        y, mask = self.text_encoder.encode([item.text for item in items])
+        y = y.to(self.device)[:, 0]
+        return [features[:length] for features, length in zip(y, mask.sum(1).tolist(), strict=True)]

@@ -3,12 +3,15 @@
 from .compile import compile_blocks
 from .conditioning import Text, sample_numbers
 from .config import STDiT2Config, STDiT3Config, STDiTConfig
-from .hook_points import Attend, Gather, Point, Rowwise, Segment, Shard, Switch
+from .hook_points import Attend, Gather, Point, Segment, Shard, Switch, Tokenwise
 from .registry import build_model
 from .stdit import STDiT
 from .stdit2 import STDiT2
 from .stdit3 import STDiT3
 from .token_layout import PatchGrid, Rows
+
+# The name of 0.x, until 1.0.
+Rowwise = Tokenwise
 
 __all__ = [
     "Attend",
@@ -27,6 +30,7 @@ __all__ = [
     "Shard",
     "Switch",
     "Text",
+    "Tokenwise",
     "build_model",
     "compile_blocks",
     "sample_numbers",

@@ -34,13 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 from . import varlen
 from .compile import uncompiled
-from .packing import Call, Packing
+from .packing import MAX_ROWS, Call, Packing
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "flash", "sdpa", "reference")
 NAMES = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
-MAX_ROWS = 65_535  # kernels count rows along an axis of CUDA's grid that ends here
 MAX_SCORES = 2**22  # numbers in one tensor of the reference: 16 MB in float32
 GPUS = ("cuda", "meta")  # on meta tensors the planner traces the calls of a recent GPU
 PROCESSORS = 132  # of such a GPU, an H100 or H200
@@ -65,11 +64,6 @@ class Backend:
     processors: int = 1
     deterministic: bool = False
 
-    @property
-    def flash_options(self) -> dict[str, bool]:
-        """Options of flash-attn's functions, which have this one since 2.4.1 only."""
-        return {"deterministic": True} if self.deterministic else {}
-
 
 def attention(
     q: Tensor,
@@ -91,11 +85,13 @@ def attention(
             Compiled code passes the latter, since the choice is no part of a graph.
 
     Returns:
-        A tensor shaped like ``q``.
+        A tensor shaped like ``q``, in the dtype of ``v``.
 
     Raises:
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
+    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
+    q, k = q.to(v.dtype), k.to(v.dtype)
     if isinstance(backend, str):
         backend = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     if lengths is None:
@@ -208,11 +204,9 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if k.shape[1] == 1:
         return _OneKey.apply(q, k, v)
 
-    kernel = partial(_flash_rows, backend) if backend.name == "flash" else _sdpa_rows
-    if len(q) <= MAX_ROWS:
-        return kernel(q, k, v)
+    kernel = _flash_attn("flash_attn_func", backend) if backend.name == "flash" else _sdpa_rows
     parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
-    return torch.cat([kernel(*part) for part in parts])
+    return _concat([kernel(*part) for part in parts])
 
 
 @uncompiled  # lengths differ from batch to batch: compiled, each batch would have its own graph
@@ -225,14 +219,14 @@ def _attend_packed(
 
     kernel = _varlen_kernel(backend, q) if q.numel() else None
     if kernel is None:
-        return _by_lengths(partial(_attend_rows, backend), q, k, v, packing.queries, packing.keys)
+        return _by_lengths(partial(_attend_rows, backend), q, k, v, packing)
 
     pieces = packing.pieces(q.shape[1], backend.processors)
     k, v = pieces.repeat(k), pieces.repeat(v)
     if pieces.are_equal:
         rows = q.unflatten(0, (len(pieces.queries), -1))  # [P, L, H, D]
         return _attend_rows(backend, rows, k, v).flatten(0, 1)
-    return _in_calls(kernel, q, k, v, pieces.calls(MAX_ROWS))
+    return _in_calls(kernel, q, k, v, pieces.calls)
 
 
 def _by_lengths(
@@ -240,32 +234,33 @@ def _by_lengths(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_lengths: tuple[int, ...],
-    k_lengths: tuple[int, ...],
+    packing: Packing,
 ) -> Tensor:
     """Samples of equal lengths share a call, wherever they lie."""
-    runs = _runs(q_lengths, k_lengths)
-    q_parts = q.split([run.samples * run.queries for run in runs])
-    k_parts, v_parts = (z.split([run.samples * run.keys for run in runs]) for z in (k, v))
+    runs = _runs(packing.queries, packing.keys)
+    q_rows = _rows_of(q, [(run.samples, run.queries) for run in runs])
+    k_rows, v_rows = (_rows_of(z, [(run.samples, run.keys) for run in runs]) for z in (k, v))
 
-    members = defaultdict(list)
+    alike = defaultdict(list)
     for i, run in enumerate(runs):
-        members[run.queries, run.keys].append(i)
+        alike[run.queries, run.keys].append(i)
 
     out: list[Any] = [None] * len(runs)
-    for (q_len, k_len), indices in members.items():
-        counts = [runs[i].samples for i in indices]
-        rows = attend(
-            _joined([q_parts[i] for i in indices]).unflatten(0, (sum(counts), q_len)),
-            _joined([k_parts[i] for i in indices]).unflatten(0, (sum(counts), k_len)),
-            _joined([v_parts[i] for i in indices]).unflatten(0, (sum(counts), k_len)),
-        )
-        for i, part in zip(indices, rows.split(counts), strict=True):
+    for indices in alike.values():
+        rows = attend(*(_concat([z[i] for i in indices]) for z in (q_rows, k_rows, v_rows)))
+        parts = rows.split([runs[i].samples for i in indices])
+        for i, part in zip(indices, parts, strict=True):
             out[i] = part.flatten(0, 1)
-    return _joined(out)
+    return _concat(out)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _rows_of(z: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
+    """Packed tokens ``[N, H, D]`` as ``[samples, length, H, D]`` for each of the shapes."""
+    parts = z.split([samples * length for samples, length in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _concat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -293,15 +288,13 @@ def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: lis
     for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
         longest = max(call.queries), max(call.keys)
         out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *longest))
-    return _joined(out)
+    return _concat(out)
 
 
 def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     """A kernel for packed tokens with the arguments of ``varlen.flash``, if there is one."""
     if backend.name == "flash":
-        from flash_attn import flash_attn_varlen_func
-
-        return partial(flash_attn_varlen_func, **backend.flash_options)
+        return _flash_attn("flash_attn_varlen_func", backend)
     if backend.name == "reference" or q.device.type not in GPUS:
         return None
 
@@ -315,10 +308,12 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     return varlen.efficient if varlen.available("_efficient_attention_forward") else None
 
 
-def _flash_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from flash_attn import flash_attn_func
+def _flash_attn(function: str, backend: Backend) -> Callable[..., Tensor]:
+    import flash_attn
 
-    return flash_attn_func(q, k, v, **backend.flash_options)
+    # The functions have this option since 2.4.1 only.
+    options = {"deterministic": True} if backend.deterministic else {}
+    return partial(getattr(flash_attn, function), **options)
 
 
 def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The base of the STDiT models: what their ``forward`` calls before, between and after the blocks.
 
-Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R rows held
-here, L tokens of a row (S or T), V patch volume, N packed text tokens, m modulation states of a
+Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R local
+rows, L tokens of a row (S or T), V patch volume, N packed text tokens, m modulation states of a
 sample (1, or 2 with conditioning frames).
 """
 
@@ -31,12 +31,31 @@ from .token_layout import PatchGrid, Rows
 
 Model = TypeVar("Model", bound="ConditionedModel")
 
+# Hook points of the model itself, by name; those of its blocks differ.
+MODEL_POINTS = {name: name for name in ("shard", "switch", "segment", "gather")}
+
 
 class ConditionedModel(nn.Module):
     """Base of the STDiT models.
 
     A subclass builds its embedders, blocks and final layer, in the order of the public checkpoints,
-    and ``forward``.
+    and ``forward``. Every ``forward`` takes these arguments:
+
+    * ``x``: latents ``[B, C_in, frames, height, width]``; sizes that the patch does not divide are
+      padded with zeros at the end.
+    * ``timestep``: ``[B]``, 0 (data) to 1000 (noise).
+    * ``y``: text features ``[B, 1, L, Cy]``, or the result of ``encode_text``.
+    * ``mask``: text tokens in use, bool or integers ``[B, L]`` (tiled if it has fewer rows). Best
+      on the CPU, even if x is on a GPU: a mask on the GPU costs a device synchronization to read
+      the lengths.
+    * ``x_mask``: bool ``[B, frames]``; False marks conditioning frames, which have timestep 0.
+    * ``video_mask``: bool ``[B, frames, height, width]``, for clips of different sizes in one
+      batch: False outside of a clip. Each clip is treated as if it were alone, and the output
+      outside is zero.
+    * ``drop_caption``: bool ``[B]``; True replaces y by the null caption at its full length. Best
+      on the CPU, like ``mask``.
+    * ``drop_path``: bool ``[2 * depth, B]`` in order of execution. True skips branches of that
+      sample. Kept branches are scaled by ``1 / (1 - rate)`` of that depth.
     """
 
     Config: ClassVar[type[SharedConfig]]
@@ -100,7 +119,7 @@ class ConditionedModel(nn.Module):
         check_text(self.config, len(y), y, mask, drop_caption)
         text = self.embed_text(y, mask, drop_caption)
         blocks = (module for module in self.modules() if isinstance(module, CrossAttention))
-        return replace(text, keys={block: block.kv_linear(text.tokens) for block in blocks})
+        return replace(text, keys_values={block: block.kv_linear(text.tokens) for block in blocks})
 
     def embed_text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
         """Captions packed and projected, ``[N, C]``; encoded text is returned as it is."""
@@ -145,7 +164,7 @@ class ConditionedModel(nn.Module):
         )
 
     def patchify(self, x: Tensor, rows: Rows) -> Tensor:
-        """The patches of the rows held, ``[R, L, V * c]``; zero outside of the clips."""
+        """The patches of the local rows, ``[R, L, V * c]``; zero outside of the clips."""
         return rows.clear_outside(rows.slice(x)).to(self.dtype)
 
     def unpatchify(self, x: Tensor, rows: Rows) -> Tensor:
@@ -175,7 +194,7 @@ class ConditionedModel(nn.Module):
 
         rates = torch.linspace(0, self.config.drop_path, depth, dtype=torch.float64)
         scales = to_device((1 / (1 - rates)).repeat_interleave(2)[:, None], drop_path.device)
-        return list(torch.where(drop_path, torch.zeros_like(scales), scales))
+        return (~drop_path * scales).unbind()
 
     def run_part(
         self,

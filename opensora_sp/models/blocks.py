@@ -10,8 +10,8 @@ timestep modulates the first and the last (adaLN-single of PixArt-alpha, Chen et
 A block of STDiT3 is either spatial or temporal. A block of STDiT or STDiT2 has two parts:
 ``spatial`` is the self-attention over a frame, ``temporal`` the one over frames and all the rest.
 
-Legend: B samples, R rows held here, L tokens of a row (S patches or T frames), C hidden width,
-V patch volume, m modulation states of a sample, b samples of n rows (``Rows.spread``).
+Legend: B samples, R local rows here, L tokens of a row (S patches or T frames), C hidden width,
+V patch volume, m modulation states of a sample, b samples of n rows (``Rows.expand_to_rows``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .conditioning import GATE, Condition
+from .conditioning import Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
-from .hook_points import Rowwise
+from .hook_points import Tokenwise
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
 ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
+GATE = 2  # of the attention
 
 # Without weights of its own: the modulation scales and shifts.
 LayerNorm = partial(nn.LayerNorm, eps=1e-6, elementwise_affine=False)
@@ -72,23 +73,30 @@ class ModulatedBlock(nn.Module):
         self.norm2 = LayerNorm(width)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
-        self.rowwise = Rowwise()
+        self.tokenwise = Tokenwise()
+
+    def attend_row(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
+        """Self-attention within a row: modulate, attend, gate."""
+        table = self.scale_shift_table[:MLP]
+        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
+        modulated = modulate(self.norm1(x), shift, scale)
+        return add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
-        """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
-        return self.cross_attn(
+        """Cross-attention of tokens to the text of their own sample, which is not modulated."""
+        return x + self.cross_attn(
             x,
             condition.text,
-            condition.lengths,
+            condition.packing,
             order=condition.order,
-            keys=condition.keys.get(self.cross_attn),
+            keys_values=condition.keys_values.get(self.cross_attn),
             backend=condition.rows.grid.attention,
         )
 
     def feed_forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
-        """The MLP branch: modulate, MLP, gate. ``rowwise`` may run it in chunks of rows."""
+        """The MLP: modulate, project, gate. ``tokenwise`` may run it in chunks of rows."""
         entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
-        return self.rowwise(self.add_mlp, condition.rows, x, *entries)
+        return self.tokenwise(self.add_mlp, condition.rows, x, *entries)
 
     def add_mlp(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
         """The MLP branch with its entries of the modulation."""
@@ -105,33 +113,19 @@ class STDiT3Block(ModulatedBlock):
 
     def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
-        table = self.scale_shift_table[:MLP]
-        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
-        modulated = modulate(self.norm1(x), shift, scale)
-        x = add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
-
-        x = x + self.attend_text(x, condition)
-
+        x = self.attend_row(x, condition, branch_scale)
+        x = self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
-class SpatialTemporalBlock(ModulatedBlock):
-    """A block of STDiT or STDiT2, in two parts. Its subclasses have the temporal one."""
-
-    def spatial(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
-        """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
-        table = self.scale_shift_table[:MLP]
-        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
-        modulated = modulate(self.norm1(x), shift, scale)
-        return add_gated(x, gate, self.attn(modulated, condition.rows))
-
-
-class STDiTBlock(SpatialTemporalBlock):
+class STDiTBlock(ModulatedBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
     The temporal attention has no norm. Its gate is that of the spatial one, on all frames as the
     timestep of the sample sets it.
     """
+
+    spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__(config)
@@ -153,16 +147,17 @@ class STDiTBlock(SpatialTemporalBlock):
         with_positions = x if positions is None else x + positions
         x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows))
 
-        x = x + self.attend_text(x, condition)
-
+        x = self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
-class STDiT2Block(SpatialTemporalBlock):
+class STDiT2Block(ModulatedBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
     The temporal attention has a norm and entries of its own.
     """
+
+    spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
         super().__init__(config, qk_norm=config.qk_norm)
@@ -180,8 +175,7 @@ class STDiT2Block(SpatialTemporalBlock):
         modulated = modulate(self.norm_temp(x), shift, scale)
         x = add_gated(x, gate, self.attn_temp(modulated, condition.rows, condition.rotation))
 
-        x = x + self.attend_text(x, condition)
-
+        x = self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
@@ -206,6 +200,6 @@ class FinalLayer(nn.Module):
         # frames after that once more, by timestep 0.
         once = modulate(self.norm_final(x), *condition.per_token(table, ignore_frames=True))
         twice = modulate(self.norm_final(once), *condition.per_token(table))
-        frames = condition.rows.spread(condition.frames)  # [b, 1 or n, 1 or L, 1]
+        frames = condition.rows.expand_to_rows(condition.frames)  # [b, 1 or n, 1 or L, 1]
         chosen = torch.where(frames, _by_sample(twice, frames), _by_sample(once, frames))
         return self.linear(chosen.flatten(0, 1))

@@ -70,7 +70,7 @@ def run_compiled(
     *arguments: Tensor | None,
 ) -> Tensor:
     """``part(x, condition, *arguments)``, compiled."""
-    for tokens in (condition.text, *condition.keys.values()):
+    for tokens in (condition.text, *condition.keys_values.values()):
         torch._dynamo.maybe_mark_dynamic(tokens, 0)
 
     run = _compiled(backend)

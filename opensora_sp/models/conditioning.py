@@ -1,12 +1,12 @@
 """What the tokens of the STDiT models are conditioned on: timestep, conditioning frames and text.
 
-``Conditioning`` holds it for a batch. ``Condition`` is the same laid out over the rows held here,
+``Conditioning`` holds it for a batch. ``Condition`` is the same laid out over the local rows,
 once for all spatial and once for all temporal blocks.
 
-Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R rows held
-here, L tokens of a row (S or T), N packed text tokens, m modulation states of a sample (1, or 2
+Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R local
+rows, L tokens of a row (S or T), N packed text tokens, m modulation states of a sample (1, or 2
 with conditioning frames), k entries of a modulation (shift, scale and gate of each branch),
-b samples of n rows (``Rows.spread``).
+b samples of n rows (``Rows.expand_to_rows``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from .packing import Packing
 from .token_layout import SPATIAL, Rows
 
 IMAGE_FPS = 120.0
-GATE = 2  # a branch has three entries in a modulation: shift, scale, gate
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Text:
     Attributes:
         tokens: ``[N, C]``, packed.
         lengths: tokens of each sample, host integers.
-        keys: keys and values ``[N, 2 * C]`` of each cross-attention, if precomputed.
+        keys_values: keys and values ``[N, 2 * C]`` of each cross-attention, if precomputed.
     """
 
     tokens: Tensor
     lengths: Sequence[int]
-    keys: Mapping[nn.Module, Tensor] = field(default_factory=dict)
+    keys_values: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
     def followed_by(self, other: Text) -> Text:
         """The captions of both, those of ``other`` last."""
@@ -52,7 +51,7 @@ class Text:
         Lengths may differ: a rank needs the captions of its own tokens alone, and text is not sent.
         """
         dtype = str(self.tokens.dtype).removeprefix("torch.")
-        keys = f", keys of {len(self.keys)} blocks" if self.keys else ""
+        keys = f", keys of {len(self.keys_values)} blocks" if self.keys_values else ""
         return (
             f"Text of {len(self.lengths)} captions, {self.tokens.shape[1]} channels {dtype}{keys}"
         )
@@ -63,16 +62,16 @@ class Condition:
     """The conditions of the tokens in one layout's rows, shared by all blocks.
 
     Attributes:
-        rows: the rows held here.
+        rows: the local rows.
         modulation: ``[B, m, k, C]`` in at least fp32, since the gradients of all blocks are summed
             in it.
         frames: bool ``[B, 1 or T, 1 or T, 1]``, True for conditioning frames (timestep 0).
         dtype: the dtype that tokens are computed in.
         text: ``[N, C]``, packed captions.
-        lengths: numbers of tokens held and of text tokens that belong together.
-        order: int64 ``[R * L]``, the tokens in the order of ``lengths``, if they do not lie in it.
-        keys: see ``Text``.
-        rotation: by which a rotary embedding turns queries and keys of self-attention.
+        packing: numbers of local tokens and of text tokens that belong together.
+        order: int64 ``[R * L]``, the tokens in the order of ``packing``, if they do not lie in it.
+        keys_values: see ``Text``.
+        rotation: by which a rotary embedding rotates queries and keys of self-attention.
     """
 
     rows: Rows
@@ -80,16 +79,16 @@ class Condition:
     frames: Tensor | None
     dtype: torch.dtype
     text: Tensor
-    lengths: Packing
+    packing: Packing
     order: Tensor | None
-    keys: Mapping[nn.Module, Tensor]
+    keys_values: Mapping[nn.Module, Tensor]
     rotation: Tensor | None
 
     def per_token(self, table: Tensor, *, ignore_frames: bool = False) -> tuple[Tensor, ...]:
-        """A table ``[B, m, k, C]`` for the tokens held: k tensors ``[b, 1 or n, 1 or L, C]``.
+        """A table ``[B, m, k, C]`` for the local tokens: k tensors ``[b, 1 or n, 1 or L, C]``.
 
         With ``ignore_frames`` all frames take the state of their sample's timestep,
-        ``[b, 1, 1, C]`` where samples are held whole.
+        ``[b, 1, 1, C]`` where samples are whole.
         """
         states = table[:, :, None, None].unbind(1)  # m of [B, 1, 1, k, C]
         if self.frames is None or ignore_frames:
@@ -97,7 +96,7 @@ class Condition:
         else:
             # For each frame: [B, 1 or T, 1 or T, k, C].
             chosen = torch.where(self.frames[..., None], states[1], states[0])
-        return self.rows.spread(chosen.to(self.dtype)).unbind(-2)
+        return self.rows.expand_to_rows(chosen.to(self.dtype)).unbind(-2)
 
     def entries(
         self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False
@@ -106,26 +105,27 @@ class Condition:
 
         Args:
             first: the first of these entries.
-            scale: ``[B]``, multiplied into the gates among them (drop-path).
+            scale: ``[B]``, multiplied into the last of them, which is a gate (drop-path).
         """
         table = table + self.modulation[:, :, first : first + len(table)]  # [B, m, n, C]
         if scale is not None:
-            is_gate = torch.arange(first, first + table.shape[2], device=table.device) % 3 == GATE
-            table = table * torch.where(is_gate, scale[:, None], 1).to(table)[:, None, :, None]
+            gate = table[:, :, -1:] * scale[:, None, None, None].to(table)
+            table = torch.cat([table[:, :, :-1], gate], dim=2)
         return self.per_token(table, ignore_frames=ignore_frames)
 
 
 def _null_frames_last(rows: Rows, null_frames: Sequence[int], device: torch.device) -> Tensor:
-    """The tokens held, those of ``null_frames`` after all others, int64 ``[R * L]``."""
+    """The local tokens, those of ``null_frames`` after all others, int64 ``[R * L]``."""
     numbers = to_device(torch.tensor(null_frames), device)
     is_null = torch.isin(rows.frames(device), numbers).expand(rows.count, rows.length)
     return is_null.flatten().argsort(stable=True)
 
 
+@dataclass(frozen=True, eq=False)
 class Conditioning:
     """What a batch is conditioned on.
 
-    Args:
+    Attributes:
         modulation: ``[B, m, k, C]``.
         frames: bool ``[B, T]``, True for conditioning frames.
         text: one caption for each sample. With ``null_frames`` a second one for each sample follows
@@ -133,38 +133,33 @@ class Conditioning:
         spatial_rope, temporal_rope: rotate queries and keys, within a frame or over frames.
     """
 
-    def __init__(
-        self,
-        modulation: Tensor,
-        frames: Tensor | None,
-        text: Text,
-        *,
-        null_frames: Sequence[int] = (),
-        spatial_rope: RotaryEmbedding | None = None,
-        temporal_rope: RotaryEmbedding | None = None,
-    ) -> None:
-        self.modulation, self.frames = modulation, frames
-        self.text, self.null_frames = text, null_frames
-        self.ropes = temporal_rope, spatial_rope
-        self._laid_out: dict[bool, Condition] = {}
+    modulation: Tensor
+    frames: Tensor | None
+    text: Text
+    null_frames: Sequence[int] = ()
+    spatial_rope: RotaryEmbedding | None = None
+    temporal_rope: RotaryEmbedding | None = None
+    _conditions: dict[bool, Condition] = field(default_factory=dict, init=False)
 
     def spatial(self, rows: Rows) -> Condition:
-        """The conditions of the rows held, for attention within a frame; laid out once."""
-        return self._over(rows, in_frame=True)
+        """The conditions of the local rows, for attention within a frame; computed once."""
+        return self._once(rows, self.spatial_rope, in_frame=True)
 
     def temporal(self, rows: Rows) -> Condition:
-        """The conditions of the rows held, for attention over frames; laid out once."""
-        return self._over(rows, in_frame=False)
+        """The conditions of the local rows, for attention over frames; computed once."""
+        return self._once(rows, self.temporal_rope, in_frame=False)
 
-    def _over(self, rows: Rows, *, in_frame: bool) -> Condition:
-        if in_frame not in self._laid_out:
-            self._laid_out[in_frame] = self._lay_out(rows, in_frame)
-        return self._laid_out[in_frame]
+    def _once(self, rows: Rows, rope: RotaryEmbedding | None, *, in_frame: bool) -> Condition:
+        if in_frame not in self._conditions:
+            rotation = None
+            if rope is not None:
+                rotation = rope.rotation(rows, in_frame, self.modulation.device)
+            self._conditions[in_frame] = self._of_rows(rows, rotation)
+        return self._conditions[in_frame]
 
-    def _lay_out(self, rows: Rows, in_frame: bool) -> Condition:
-        modulation, frames, rope = self.modulation, self.frames, self.ropes[in_frame]
+    def _of_rows(self, rows: Rows, rotation: Tensor | None) -> Condition:
+        modulation, frames, by_row = self.modulation, self.frames, rows.layout == SPATIAL
         if frames is not None:
-            by_row = rows.layout == SPATIAL
             frames = frames[:, :, None, None] if by_row else frames[:, None, :, None]
 
         tokens, order = rows.tokens_per_sample(), None
@@ -179,10 +174,10 @@ class Conditioning:
             frames=frames,
             dtype=modulation.dtype,
             text=self.text.tokens,
-            lengths=Packing(tokens, self.text.lengths),
+            packing=Packing(tokens, self.text.lengths),
             order=order,
-            keys=self.text.keys,
-            rotation=None if rope is None else rope.rotation(rows, in_frame, modulation.device),
+            keys_values=self.text.keys_values,
+            rotation=rotation,
         )
 
 

@@ -82,7 +82,7 @@ class SharedConfig:
 
     def _check_width(self) -> None:
         hidden, heads = self.hidden_size, self.num_heads
-        if hidden % heads or (self.rotary and hidden // heads % 2):
+        if hidden % (2 * heads if self.rotary else heads):
             expected = "num_heads to divide hidden_size"
             if self.rotary:
                 expected = "an even hidden_size / num_heads (rotary embedding turns channel pairs)"

@@ -48,7 +48,7 @@ class Point(nn.Module):
 
 
 class Shard(Point):
-    """Where tokens enter: which spatial rows are held here."""
+    """Where tokens enter: which spatial rows are local."""
 
     def local(self, grid: PatchGrid) -> Rows:
         return grid.rows(SPATIAL)
@@ -58,21 +58,21 @@ class Switch(Point):
     """Where tokens change layout: spatial rows to temporal rows, or back."""
 
     def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        return rows.turn(x)
+        return rows.transpose(x)
 
 
 class Attend(Point):
     """Where tokens attend to each other: those of a row, a window or a clip.
 
     q, k and v are ``[R, L, H, D]``. ``units`` are the numbers of the rows, windows or clips that
-    the tokens make up, where these are not just those of the rows held (``Rows.groups``). Tokens
+    the tokens make up, where these are not just those of the local rows (``Rows.groups``). Tokens
     outside of their clip get zero.
     """
 
     def local(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None = None
     ) -> Tensor:
-        if rows.attend_alone:
+        if rows.are_sequences:
             return attention(q, k, v, backend=rows.grid.attention)
         return self._attend_in_groups(q, k, v, rows, units)
 
@@ -84,17 +84,17 @@ class Attend(Point):
         if groups is None:
             return attention(q, k, v, backend=backend)
 
-        shape, index = q.shape, groups.index
+        shape, index = v.shape, groups.index
         q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # [N, H, D] each
         if index is not None:
-            outside = torch.zeros_like(q)
+            outside = torch.zeros_like(v)
             q, k, v = (take(z, index) for z in (q, k, v))
 
         if groups.lengths:
             out = attention(q, k, v, lengths=groups.packing, backend=backend)
         else:
             # Without a token here, all three get a gradient, as on ranks that hold tokens.
-            out = q + k + v
+            out = (q + k + v).to(v.dtype)
         return (out if index is None else outside.index_copy(0, index, out)).view(shape)
 
 
@@ -119,7 +119,7 @@ class Segment(Point):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-class Rowwise(Point):
+class Tokenwise(Point):
     """Where a block ends with work on single tokens, so that chunks of rows can be finished alone.
 
     ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation,

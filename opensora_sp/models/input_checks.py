@@ -35,31 +35,33 @@ def check_inputs(
             "width]; pass latents of the VAE that the model was configured for (in_channels)"
         )
     check_text(config, num_samples, y, mask, drop_caption)
-    check_shape("timestep", timestep, (num_samples,))
+    check_shape("timestep", timestep, num_samples)
 
-    flags = {
-        "x_mask": (x_mask, (num_samples, x.shape[2])),
-        "drop_caption": (drop_caption, (num_samples,)),
-        "drop_path": (drop_path, (2 * config.depth, num_samples)),
-    }
-    for name, (flag, shape) in flags.items():
-        check_shape(name, flag, shape)
-        if flag is not None and flag.dtype != torch.bool:
-            raise ValueError(f"got {name} of {flag.dtype}; expected torch.bool; pass {name}.bool()")
+    check_flags("x_mask", x_mask, num_samples, x.shape[2])
+    check_flags("drop_caption", drop_caption, num_samples)
+    check_flags("drop_path", drop_path, 2 * config.depth, num_samples)
 
-    caption = y.tokens if isinstance(y, Text) else y
-    for name, tensor in dict(timestep=timestep, y=caption, x_mask=x_mask).items():
-        check_device(name, tensor, x)
+    check_device("timestep", timestep, x)
+    check_device("y", y.tokens if isinstance(y, Text) else y, x)
+    check_device("x_mask", x_mask, x)
     check_frames_of_patches(config, x_mask)
     check_video_mask(x, video_mask)
 
 
-def check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-    if tensor is not None and tuple(tensor.shape) != shape:
+def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
+    if tensor.shape != shape:
         raise ValueError(
             f"got {name} of shape {tuple(tensor.shape)}; expected {list(shape)}; "
             "pass one entry per sample"
         )
+
+
+def check_flags(name: str, flags: Tensor | None, *shape: int) -> None:
+    if flags is None:
+        return
+    check_shape(name, flags, *shape)
+    if flags.dtype != torch.bool:
+        raise ValueError(f"got {name} of {flags.dtype}; expected torch.bool; pass {name}.bool()")
 
 
 def check_device(name: str, tensor: Tensor | None, x: Tensor) -> None:

@@ -27,19 +27,20 @@ from .take import take
 from .token_layout import Rows
 
 
-def sinusoid(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Angles ``positions[..., None] * frequencies`` in at least float32."""
+def position_angles(positions: Tensor, per_position: Tensor) -> Tensor:
+    """``positions[..., None] * per_position`` in at least float32."""
     dtype = torch.promote_types(positions.dtype, torch.float32)
-    return positions.to(dtype)[..., None] * frequencies.to(dtype)
+    return positions.to(dtype)[..., None] * per_position.to(dtype)
+
+
+def frequencies(width: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """``[width / 2]``, from 1 down to 1 / 10000."""
+    return 1.0 / 10000 ** (torch.arange(0, width, 2, device=device).to(dtype) / width)
 
 
 def position_embedding(positions: Tensor, width: int) -> Tensor:
-    """Positions ``[...]`` -> ``[..., width]``: sines, then cosines, in the positions' dtype.
-
-    The frequencies go from 1 down to 1 / 10000.
-    """
-    exponents = torch.arange(0, width, 2, device=positions.device).to(positions.dtype) / width
-    angles = sinusoid(positions, 1.0 / 10000**exponents)
+    """Positions ``[...]`` -> ``[..., width]``: sines, then cosines, in the positions' dtype."""
+    angles = position_angles(positions, frequencies(width, positions.dtype, positions.device))
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
@@ -103,7 +104,7 @@ class PositionEmbedding2D(nn.Module):
         self.width = width
 
     def forward(self, rows: Rows, device: torch.device) -> Tensor:
-        """Of the patches of the rows held, float32 ``[1, S, C]`` or ``[R, 1, C]``.
+        """Of the patches of the local rows, float32 ``[1, S, C]`` or ``[R, 1, C]``.
 
         With a mask each clip lies on a grid of its own size: ``[R, S, C]`` or ``[R, 1, C]``.
         """
@@ -126,17 +127,13 @@ class PositionEmbedding2D(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding over the frames (Su et al., 2021).
 
-    Neighbouring channels are pairs, which are turned by an angle.
+    Neighbouring channels are pairs, which are rotated by an angle.
     """
 
     def __init__(self, head_width: int) -> None:
         super().__init__()
         self.head_width = head_width
-        self.freqs = nn.Parameter(self._frequencies(), requires_grad=False)
-
-    def _frequencies(self, device: torch.device | None = None) -> Tensor:
-        exponents = torch.arange(0, self.head_width, 2, device=device).float() / self.head_width
-        return 1.0 / 10000**exponents
+        self.freqs = nn.Parameter(frequencies(head_width, torch.float32), requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         """Casting a model leaves the frequencies in float32.
@@ -145,8 +142,9 @@ class RotaryEmbedding(nn.Module):
         """
         exact = self.freqs.data
         super()._apply(fn, recurse)
-        device = self.freqs.device
-        self.freqs.data = self._frequencies(device) if exact.is_meta else exact.to(device)
+        if exact.is_meta:
+            exact = frequencies(self.head_width, torch.float32, self.freqs.device)
+        self.freqs.data = exact.to(self.freqs.device)
         return self
 
     def forward(self, q: Tensor, rotation: Tensor) -> Tensor:
@@ -166,7 +164,7 @@ class RotaryEmbedding(nn.Module):
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, 1 or L, D/2]``, by the frame."""
         assert not in_frame  # all would be the same
-        return sinusoid(rows.frames(device), self.freqs)
+        return position_angles(rows.frames(device), self.freqs)
 
 
 class RotaryEmbedding3D(RotaryEmbedding):
@@ -184,7 +182,7 @@ class RotaryEmbedding3D(RotaryEmbedding):
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
         compute = super().rotation
-        return rows.grid.once(key, lambda: compute(rows, in_frame, device))
+        return rows.grid.cached(key, lambda: compute(rows, in_frame, device))
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, L, D/2]``."""
@@ -199,7 +197,7 @@ class RotaryEmbedding3D(RotaryEmbedding):
 
         scale = rows.scale(device)
         axes = torch.broadcast_tensors(frame.to(scale), line / scale, column / scale)
-        return torch.cat([sinusoid(axis, self.freqs) for axis in axes], dim=-1)
+        return torch.cat([position_angles(axis, self.freqs) for axis in axes], dim=-1)
 
 
 class SelfAttention(Point):
@@ -261,7 +259,7 @@ class CrossAttention(nn.Module):
         lengths: Lengths | Packing,
         *,
         order: Tensor | None = None,
-        keys: Tensor | None = None,
+        keys_values: Tensor | None = None,
         backend: str | Backend = "auto",
     ) -> Tensor:
         """Tokens ``[R, L, C]`` attend to packed text ``[N, C]``.
@@ -270,12 +268,12 @@ class CrossAttention(nn.Module):
             lengths: numbers of tokens and of text tokens that belong together.
             order: int64 ``[R * L]``, the tokens in the order of the texts, where they do not lie
                 in it.
-            keys: keys and values ``[N, 2 * C]`` of the text, if precomputed.
+            keys_values: keys and values ``[N, 2 * C]`` of the text, if precomputed.
             backend: as in ``attention``.
         """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
-        keys = self.kv_linear(text) if keys is None else keys
-        k, v = rearrange(keys, "n (two h d) -> two n h d", two=2, h=self.num_heads)
+        kv = self.kv_linear(text) if keys_values is None else keys_values
+        k, v = rearrange(kv, "n (two h d) -> two n h d", two=2, h=self.num_heads)
         if order is not None:
             q = take(q, order)
 
@@ -292,7 +290,7 @@ def timestep_sinusoid(t: Tensor, width: int, max_period: float = 10000.0) -> Ten
     models.
     """
     exponents = torch.arange(width // 2, dtype=torch.float32, device=t.device) / (width // 2)
-    angles = sinusoid(t, torch.exp(-math.log(max_period) * exponents))
+    angles = position_angles(t, torch.exp(-math.log(max_period) * exponents))
     return F.pad(torch.cat([angles.cos(), angles.sin()], dim=-1), (0, width % 2))
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, chain, pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from opensora_sp.transfer import to_device
 
 TILE = 128  # queries and keys that a block of threads works on at a time
 PIECE = 1024  # queries of a sample that a piece has at most
+MAX_ROWS = 65_535  # kernels count rows or pieces along an axis of CUDA's grid that ends here
 
 
 class Packing:
@@ -44,15 +44,13 @@ class Packing:
         tiles = sum(-(-keys // TILE) for queries, keys in samples if queries)
         wanted = -(-processors // max(1, heads * tiles))
 
-        q_sizes: list[int] = []
-        k_sizes: list[int] = []
-        counts: list[tuple[int, int]] = []
-        for queries, keys in samples:
-            sizes = _cut(queries, keys, wanted)
-            q_sizes += sizes
-            k_sizes += [keys] * len(sizes)
-            counts.append((keys, len(sizes)))
-        return Pieces(tuple(q_sizes), tuple(k_sizes), tuple(counts))
+        cut = [_cut(queries, keys, wanted) for queries, keys in samples]
+        counts = [len(sizes) for sizes in cut]
+        return Pieces(
+            queries=tuple(chain.from_iterable(cut)),
+            keys=tuple(chain.from_iterable(map(repeat, self.keys, counts))),
+            samples=tuple(zip(self.keys, counts, strict=True)),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +59,14 @@ class Call:
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    _edges: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _edges: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
 
-    def edges(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def edges(self, device: torch.device) -> tuple[Tensor, ...]:
         """Where queries and where keys of each piece begin, and the end: int32 ``[P + 1]`` each."""
         if device not in self._edges:
             sums = [*accumulate(self.queries, initial=0), *accumulate(self.keys, initial=0)]
-            first, second = to_device(torch.tensor(sums, dtype=torch.int32), device).chunk(2)
-            self._edges[device] = first, second
+            edges = to_device(torch.tensor(sums, dtype=torch.int32), device)
+            self._edges[device] = edges.chunk(2)
         return self._edges[device]
 
 
@@ -83,21 +81,17 @@ class Pieces:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     samples: tuple[tuple[int, int], ...]  # (keys, pieces) of each sample
-    _calls: dict[int, list[Call]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def are_equal(self) -> bool:
         """Whether all have the same lengths, so that they are rows of a tensor."""
         return len(set(zip(self.queries, self.keys, strict=True))) == 1
 
-    def calls(self, most: int) -> list[Call]:
-        """Calls of at most so many pieces each; the same ones every time."""
-        if most not in self._calls:
-            starts = range(0, len(self.queries), most)
-            self._calls[most] = [
-                Call(self.queries[i : i + most], self.keys[i : i + most]) for i in starts
-            ]
-        return self._calls[most]
+    @cached_property
+    def calls(self) -> list[Call]:
+        """Calls of at most ``MAX_ROWS`` pieces each."""
+        starts = range(0, len(self.queries), MAX_ROWS)
+        return [Call(self.queries[i : i + MAX_ROWS], self.keys[i : i + MAX_ROWS]) for i in starts]
 
     def repeat(self, z: Tensor) -> Tensor:
         """Keys or values ``[N, H, D]`` of the samples, repeated for their pieces.
@@ -111,7 +105,12 @@ class Pieces:
             z = z.unflatten(0, (len(self.samples), 1, keys))
             return z.expand(-1, pieces, -1, -1, -1).flatten(0, 1)
         if any(pieces != 1 for _, pieces in self.samples):
-            z = _Repeat.apply(z, self.samples)
+            # The gradients of expanded keys are summed with one rounding.
+            parts: list[Tensor] = []
+            samples = zip(z.split([keys for keys, _ in self.samples]), self.samples, strict=True)
+            for own, (_, pieces) in samples:
+                parts += own.expand(pieces, *own.shape).unbind()
+            z = torch.cat(parts)
         return z.unflatten(0, (len(self.keys), -1)) if self.are_equal else z
 
 
@@ -126,26 +125,3 @@ def _cut(queries: int, keys: int, wanted: int) -> list[int]:
     count = next((n for n in range(least, 2 * least) if queries % n == 0), least)
     edges = [queries * i // count for i in range(count + 1)]
     return [stop - start for start, stop in pairwise(edges)]
-
-
-class _Repeat(torch.autograd.Function):
-    """Each sample's keys for each of its pieces. Backward sums over the pieces, rounding once."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, samples: tuple[tuple[int, int], ...]) -> Tensor:
-        ctx.samples = samples
-        parts: list[Tensor] = []
-        for part, (_, pieces) in zip(z.split([keys for keys, _ in samples]), samples, strict=True):
-            parts += [part] * pieces
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        parts = grad.split([keys * pieces for keys, pieces in ctx.samples])
-        sums = [
-            part.unflatten(0, (pieces, keys)).sum(0)
-            if pieces
-            else grad.new_zeros(keys, *grad.shape[1:])
-            for part, (keys, pieces) in zip(parts, ctx.samples, strict=True)
-        ]
-        return torch.cat(sums), None

@@ -12,7 +12,7 @@ from .stdit2 import STDiT2
 from .stdit3 import STDiT3
 
 XL = dict(depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
-CLASSES: dict[str, type[ConditionedModel]] = {"STDiT": STDiT, "STDiT2": STDiT2, "STDiT3": STDiT3}
+CLASSES: dict[str, type[ConditionedModel]] = {cls.__name__: cls for cls in (STDiT, STDiT2, STDiT3)}
 PRESETS: dict[str, tuple[type[ConditionedModel], dict[str, Any]]] = {
     "STDiT-XL/2": (STDiT, XL),
     "STDiT2-XL/2": (STDiT2, XL),

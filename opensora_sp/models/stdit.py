@@ -7,8 +7,8 @@ the S patches of a frame, then over the T frames of a patch, then to the text. S
 one in spatial and one in temporal rows (``token_layout.py``). Positions are tables for one latent
 size.
 
-Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R rows held
-here, V patch volume, m modulation states of a sample (1, or 2 with conditioning frames).
+Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R local
+rows, V patch volume, m modulation states of a sample (1, or 2 with conditioning frames).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .base import ConditionedModel
+from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiTBlock
 from .conditioning import Conditioning, Text
 from .config import STDiTConfig
@@ -39,14 +39,8 @@ class STDiT(ConditionedModel):
 
     Config = STDiTConfig
     config: STDiTConfig
-    sharding_points = dict(
-        shard="shard",
-        switch="switch",
-        segment="segment",
-        gather="gather",
-        spatial="blocks.*.attn",
-        temporal="blocks.*.attn_temp",
-        rowwise="blocks.*.rowwise",
+    sharding_points = MODEL_POINTS | dict(
+        spatial="blocks.*.attn", temporal="blocks.*.attn_temp", tokenwise="blocks.*.tokenwise"
     )
     pos_embed: Tensor
     pos_embed_temporal: Tensor
@@ -85,20 +79,9 @@ class STDiT(ConditionedModel):
 
         Args:
             x: latents ``[B, C_in, frames, height, width]`` of the configured ``input_size``.
-            timestep: ``[B]``, 0 (data) to 1000 (noise).
-            y: text features ``[B, 1, L, Cy]``, or the result of ``encode_text``.
-            mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows).
-                On the CPU, wherever x is, the host waits for no device; elsewhere lengths are read
-                back.
-            x_mask: bool ``[B, frames]``; False marks conditioning frames, which have timestep 0.
-            video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one
-                batch: False outside of a clip. Each clip is treated as if it were alone, and the
-                output outside is zero.
-            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
-                Best on the CPU, as ``mask``.
-            drop_path: bool ``[2 * depth, B]`` in order of execution. True skips, for that sample,
-                a block's spatial branch (entry 2i) or its temporal and MLP branches (2i + 1). Kept
-                branches are scaled by ``1 / (1 - rate)`` of that depth.
+            timestep, y, mask, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
+            drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Entry 2i skips a block's
+                spatial branch, entry 2i + 1 its temporal and MLP branches.
 
         Returns:
             ``[B, C_out, frames, height, width]`` in float32 (float64 when the model is float64).
@@ -114,7 +97,7 @@ class STDiT(ConditionedModel):
             self.embed_text(y, mask, drop_caption),
         )
 
-        # Embed the patches of the spatial rows held here.
+        # Embed the patches of the local spatial rows.
         rows = self.shard(self.patch_grid(x, video_mask))
         x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
         x = x + self.pos_embed[0, rows.patches(x.device)]

@@ -5,8 +5,8 @@ the S patches of a frame, then over the T frames of a patch, then to the text. S
 one in spatial and one in temporal rows (``token_layout.py``). The size of the video conditions the
 spatial attention and the MLP, its length and speed the temporal attention.
 
-Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R rows held
-here, V patch volume, m modulation states of a sample (1, or 2 with conditioning frames).
+Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R local
+rows, V patch volume, m modulation states of a sample (1, or 2 with conditioning frames).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .base import ConditionedModel
+from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiT2Block
 from .conditioning import Conditioning, Text
 from .config import STDiT2Config
@@ -40,14 +40,8 @@ class STDiT2(ConditionedModel):
     Config = STDiT2Config
     config: STDiT2Config
     sample_inputs = ("num_frames", "height", "width", "ar", "fps")
-    sharding_points = dict(
-        shard="shard",
-        switch="switch",
-        segment="segment",
-        gather="gather",
-        spatial="blocks.*.attn",
-        temporal="blocks.*.attn_temp",
-        rowwise="blocks.*.rowwise",
+    sharding_points = MODEL_POINTS | dict(
+        spatial="blocks.*.attn", temporal="blocks.*.attn_temp", tokenwise="blocks.*.tokenwise"
     )
 
     def __init__(self, config: STDiT2Config) -> None:
@@ -93,27 +87,14 @@ class STDiT2(ConditionedModel):
         """Predict the noise (and, with ``pred_sigma``, its variance) in noisy latents.
 
         Args:
-            x: latents ``[B, C_in, frames, height, width]``; sizes that the patch does not divide
-                are padded with zeros at the end.
-            timestep: ``[B]``, 0 (data) to 1000 (noise).
-            y: text features ``[B, 1, L, Cy]``, or the result of ``encode_text``.
-            mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows).
-                On the CPU, wherever x is, the host waits for no device; elsewhere lengths are read
-                back.
-            x_mask: bool ``[B, frames]``; False marks conditioning frames, which have timestep 0.
-            num_frames: frames of the video itself ``[B]``.
-            height, width: pixels ``[B]``; those of the first sample, or with a ``video_mask`` of
-                each, also set the scale of the position embedding.
+            x, timestep, y, mask, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
+            num_frames: frames of the video itself ``[B]``, before encoding.
+            height, width: size in pixels ``[B]``, which also scales the spatial positions. The
+                first sample's size is used for all, or each sample's own with a ``video_mask``.
             ar: aspect ratio, height / width ``[B]``.
-            fps: frames per second ``[B]``; images have 120.
-            video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one
-                batch: False outside of a clip. Each clip is treated as if it were alone, and the
-                output outside is zero.
-            drop_caption: bool ``[B]``; True takes the null caption instead of y, all its tokens.
-                Best on the CPU, as ``mask``.
-            drop_path: bool ``[2 * depth, B]`` in order of execution. True skips, for that sample,
-                a block's spatial branch (entry 2i) or its temporal and MLP branches (2i + 1). Kept
-                branches are scaled by ``1 / (1 - rate)`` of that depth.
+            fps: frames per second ``[B]``; 120 for images.
+            drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Entry 2i skips a block's
+                spatial branch, entry 2i + 1 its temporal and MLP branches.
 
         Returns:
             ``[B, C_out, frames, height, width]`` in float32 (float64 when the model is float64).
@@ -133,7 +114,7 @@ class STDiT2(ConditionedModel):
             temporal_rope=self.rope,
         )
 
-        # Embed the patches of the spatial rows held here.
+        # Embed the patches of the local spatial rows.
         trained_at = self.config.input_sq_size
         rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
         x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]

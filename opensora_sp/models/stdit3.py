@@ -5,8 +5,8 @@ each other: a spatial block attends over the S patches of a frame, a temporal bl
 frames of a patch. Tokens lie in rows that one attention takes whole (``token_layout.py``), so they
 switch between spatial and temporal rows from block to block.
 
-Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R rows held
-here, V patch volume, m modulation states of a sample (1, or 2 with conditioning frames).
+Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R local
+rows, V patch volume, m modulation states of a sample (1, or 2 with conditioning frames).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .base import ConditionedModel
+from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiT3Block
 from .conditioning import Conditioning, Text
 from .config import STDiT3Config
@@ -44,14 +44,10 @@ class STDiT3(ConditionedModel):
     Config = STDiT3Config
     config: STDiT3Config
     sample_inputs = ("fps", "height", "width")
-    sharding_points = dict(
-        shard="shard",
-        switch="switch",
-        segment="segment",
-        gather="gather",
+    sharding_points = MODEL_POINTS | dict(
         spatial="spatial_blocks.*.attn",
         temporal="temporal_blocks.*.attn",
-        rowwise="*_blocks.*.rowwise",
+        tokenwise="*_blocks.*.tokenwise",
     )
 
     def __init__(self, config: STDiT3Config) -> None:
@@ -79,14 +75,14 @@ class STDiT3(ConditionedModel):
 
         # No temporal branch contributes at initialization, so the model starts as an image model.
         # The embedders of conditioning frames are zero too, so these frames are ignored at first.
-        branches = ("attn.proj", "cross_attn.proj", "mlp.fc2")
         self.initialize(
             embedders=(self.t_embedder, self.fps_embedder, self.t_block, self.y_embedder),
-            zero=[
+            zero=(
                 "final_layer.linear",
                 "x_embedder_cond*.proj",
-                *(f"temporal_blocks.*.{name}" for name in branches),
-            ],
+                "temporal_blocks.*attn.proj",
+                "temporal_blocks.*.mlp.fc2",
+            ),
         )
 
     def forward(
@@ -111,15 +107,9 @@ class STDiT3(ConditionedModel):
         """Predict the velocity (and, with ``pred_sigma``, more channels) of noisy latents.
 
         Args:
-            x: latents ``[B, C_in, frames, height, width]``; sizes that the patch does not divide
-                are padded with zeros at the end.
-            timestep: ``[B]``, 0 (data) to 1000 (noise).
-            y: text features ``[B, 1, L, Cy]``, or the result of ``encode_text``; with
-                ``skip_y_embedder`` projected and packed ``[1, N, C]``.
-            mask: text tokens in use, ``[B, L]`` (tiled if it has fewer rows); with
-                ``skip_y_embedder`` lengths ``[B]``. Best on the CPU, even if x is on a GPU: a mask
-                on the GPU costs a device synchronization to read the lengths.
-            x_mask: bool ``[B, frames]``; False marks conditioning frames, which have timestep 0.
+            x, timestep, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
+            y: see ``ConditionedModel``; with ``skip_y_embedder`` projected, packed ``[1, N, C]``.
+            mask: see ``ConditionedModel``; with ``skip_y_embedder`` lengths ``[B]``.
             fps: frames per second ``[B]``, 24 where absent.
             height, width: size in pixels ``[B]``, which scales the spatial positions. The first
                 sample's size is used for all, or each sample's own with a ``video_mask``. Without
@@ -130,14 +120,8 @@ class STDiT3(ConditionedModel):
                 attend to ``y_null`` instead of y. Required with ``cond``; may be empty.
             y_null: text features for these frames, shaped like y, or the result of
                 ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null.
-            video_mask: bool ``[B, frames, height, width]``, for clips of different sizes in one
-                batch: False outside of a clip. Each clip is treated as if it were alone, and the
-                output outside is zero.
-            drop_caption: bool ``[B]``; True replaces y by the null caption at its full length.
-                Best on the CPU, like ``mask``.
-            drop_path: bool ``[2 * depth, B]`` in order of execution. True skips, for that sample,
-                a block's modulated branches. Kept branches are scaled by ``1 / (1 - rate)`` of that
-                depth.
+            drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Each entry skips a block's
+                modulated branches.
 
         Returns:
             ``[B, C_out, frames, height, width]`` in float32 (float64 when the model is float64).
@@ -162,7 +146,7 @@ class STDiT3(ConditionedModel):
             temporal_rope=self.rope,
         )
 
-        # Embed the patches of the spatial rows held here.
+        # Embed the patches of the local spatial rows.
         trained_at = config.input_sq_size
         rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
         x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]

@@ -23,12 +23,10 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.dim, ctx.size = dim, x.shape[dim]
+        ctx.dim, ctx.shape = dim, x.shape
         return x.index_select(dim, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        shape = list(grad.shape)
-        shape[ctx.dim] = ctx.size
-        return grad.new_zeros(shape).index_copy_(ctx.dim, index, grad), None, None
+        return grad.new_zeros(ctx.shape).index_copy_(ctx.dim, index, grad), None, None

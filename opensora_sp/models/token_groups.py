@@ -3,23 +3,25 @@
 Where clips of different sizes share a batch, only the tokens inside of a clip take part.
 
 Tokens of a group lie next to each other, so the lengths of the groups, host integers, describe them
-all. Tokens outside of their clip are left out by an index of the others. So no tensor here is
+all. Tokens outside of their clip are excluded by an index of the others. So no tensor here is
 larger than one number per token.
 
-Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R rows held, L tokens of
-a row.
+Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R local rows, L tokens
+of a row.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .packing import Packing
@@ -46,14 +48,13 @@ def windows_of(height: int, width: int, kernel: tuple[int, int]) -> Windows:
     The same object every time.
     """
     lines, columns = (n if k < 0 else k for n, k in zip((height, width), kernel, strict=True))
-    order: list[int] = []
-    sizes: list[int] = []
-    for top, left in product(range(0, height, lines), range(0, width, columns)):
-        line_numbers = range(top, min(top + lines, height))
-        column_numbers = range(left, min(left + columns, width))
-        order += [y * width + x for y, x in product(line_numbers, column_numbers)]
-        sizes.append(len(line_numbers) * len(column_numbers))
-    return Windows(tuple(order), tuple(sizes))
+
+    def window(patch: int) -> tuple[int, int]:
+        return patch // width // lines, patch % width // columns
+
+    # Sorting is stable, so patches stay line by line within a window.
+    order = sorted(range(height * width), key=window)
+    return Windows(tuple(order), tuple(Counter(map(window, order)).values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,66 +97,46 @@ class Groups:
 
 def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
     """See ``Rows.groups``."""
-    grid, partition = rows.grid, _Units(rows)
-    if grid.mask is None and partition.are_rows:
+    grid, starts = rows.grid, _unit_starts(rows)
+    are_rows = len(starts) == rows.per_sample
+    if grid.mask is None and are_rows:
         return None
-    units = partition.held() if units is None else units
+
+    def first_row(unit: int) -> int:
+        sample, number = divmod(unit, len(starts))
+        return sample * rows.per_sample + starts[number]
+
+    def unit_at(row: int) -> int:
+        sample, number = divmod(row, rows.per_sample)
+        return sample * len(starts) + bisect_left(starts, number)
+
+    units = range(unit_at(rows.start), unit_at(rows.stop)) if units is None else units
     if grid.mask is None or not units:
-        return Groups([partition.size(unit) for unit in units])
+        return Groups([(first_row(unit + 1) - first_row(unit)) * rows.length for unit in units])
 
     # Which tokens of the units, from the first to the last, are inside of their clip.
     first, last = min(units), max(units) + 1
-    start, stop = partition.first_row(first), partition.first_row(last)
+    start, stop = first_row(first), first_row(last)
     inside = rows.take(start, stop).inside(torch.device("cpu")).any(-1).flatten()
 
     # How many these are in each of the units.
-    starts = [partition.first_row(unit) - start for unit in range(first, last + 1)]
-    edges = [row * rows.length for row in starts]
-    counts = torch.nn.functional.pad(inside.cumsum(0), (1, 0))[edges].diff().tolist()
-    if partition.are_rows and sum(counts) == len(inside):
+    edges = [(first_row(unit) - start) * rows.length for unit in range(first, last + 1)]
+    counts = F.pad(inside.cumsum(0), (1, 0))[edges].diff().tolist()
+    if are_rows and sum(counts) == len(inside):
         return None
 
     # The units as they are passed: in another order, perhaps more than once.
     if not isinstance(units, range):
-        tokens = inside.split([stop - start for start, stop in pairwise(edges)])
-        inside = torch.cat([tokens[unit - first] for unit in units])
+        inside = torch.cat([inside[edges[i] : edges[i + 1]] for i in (u - first for u in units)])
     index = inside.nonzero().flatten().to(grid.mask.positions.device)
     lengths = [counts[unit - first] for unit in units]
     return Groups([length for length in lengths if length], index)
 
 
-class _Units:
-    """The rows, windows or samples that attend together in a layout, numbered sample by sample."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-        self.starts: Sequence[int]  # first rows of the units of a sample
-        if rows.grid.full:
-            self.starts = [0]
-        elif rows.layout == "temporal" and rows.grid.windows is not None:
-            self.starts = [0, *accumulate(rows.grid.windows.sizes[:-1])]
-        else:
-            self.starts = range(rows.per_sample)
-
-    @property
-    def are_rows(self) -> bool:
-        return isinstance(self.starts, range)
-
-    def held(self) -> range:
-        """The units that the rows held make up, whole."""
-        first, last = self._unit_at(self.rows.start), self._unit_at(self.rows.stop)
-        assert self.first_row(first) == self.rows.start, self.rows
-        assert self.first_row(last) == self.rows.stop, self.rows
-        return range(first, last)
-
-    def _unit_at(self, row: int) -> int:
-        sample, number = divmod(row, self.rows.per_sample)
-        return sample * len(self.starts) + bisect_right(self.starts, number) - 1
-
-    def first_row(self, unit: int) -> int:
-        sample, number = divmod(unit, len(self.starts))
-        return sample * self.rows.per_sample + self.starts[number]
-
-    def size(self, unit: int) -> int:
-        """Tokens of a unit."""
-        return (self.first_row(unit + 1) - self.first_row(unit)) * self.rows.length
+def _unit_starts(rows: Rows) -> Sequence[int]:
+    """The first row of each unit of a sample: of the rows, windows or samples that attend alone."""
+    if rows.grid.full:
+        return [0]
+    if rows.layout == "temporal" and rows.grid.windows is not None:
+        return [0, *accumulate(rows.grid.windows.sizes[:-1])]
+    return range(rows.per_sample)

@@ -14,15 +14,16 @@ For a sample of T = 2 frames of S = 3 patches, where 12 is patch 2 of frame 1::
     frame 1:  10 11 12      patch 1:  01 11
                             patch 2:  02 12
 
-``PatchGrid`` describes all patches of a batch. ``Rows`` is a contiguous run of its rows in one
+``PatchGrid`` describes all patches of a batch. ``Rows`` is a contiguous range of its rows in one
 layout: those that a tensor holds. The bare model holds all rows; under sequence parallelism each
-rank holds a run. ``Rows.slice`` cuts the patches of these rows out of a latent, ``Rows.turn``
-brings tokens into the other layout, and ``unpatchify`` makes a latent of them again.
+rank holds a range. ``Rows.slice`` cuts the patches of these rows out of a latent,
+``Rows.transpose`` brings tokens into the other layout, and ``unpatchify`` makes a latent of them
+again.
 
 Where temporal attention goes over windows of patches through all frames, temporal rows lie in the
 order of the windows. ``token_groups.py`` has the tokens of the rows that attend to each other.
 
-Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R rows held, L row
+Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R local rows, L row
 length (S or T), c channels of a latent, (pt, ph, pw) patch size, V = pt * ph * pw patch volume.
 """
 
@@ -35,6 +36,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -84,7 +86,7 @@ class PatchGrid:
     mask: VideoMask | None = field(default=None, compare=False)
     scale: Tensor | None = field(default=None, compare=False)
     attention: str | Backend = field(default="auto", compare=False)
-    _cache: _Cache = field(default_factory=_Cache, compare=False, repr=False)  # see ``once``
+    _cache: _Cache = field(default_factory=_Cache, compare=False, repr=False)  # see ``cached``
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -113,7 +115,7 @@ class PatchGrid:
         """The windows of a frame; None if temporal attention stays within a patch."""
         return None if self.kernel is None else windows_of(*self.shape[1:], self.kernel)
 
-    def once(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+    def cached(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """The result of ``compute``, computed once for this batch and shared by all blocks."""
         entries = self._cache.entries
         if key not in entries:
@@ -121,26 +123,23 @@ class PatchGrid:
         return entries[key]
 
     @uncompiled  # inside of a graph, the cache would be guarded
-    def window_order(self, device: torch.device) -> Tensor:
-        """The patch at each place of the windows, int64 ``[S]``."""
+    def window_order(self, device: torch.device, *, inverse: bool = False) -> Tensor:
+        """The patches window by window, or the permutation back to line by line: int64 ``[S]``."""
+        if inverse:
+            return self.cached(("inverse", device), lambda: self.window_order(device).argsort())
         assert self.windows is not None
         order = self.windows.order
-        return self.once(("order", device), lambda: to_device(torch.tensor(order), device))
-
-    @uncompiled
-    def window_place(self, device: torch.device) -> Tensor:
-        """The place of each patch in the windows, int64 ``[S]``."""
-        return self.once(("place", device), lambda: self.window_order(device).argsort())
+        return self.cached(("order", device), lambda: to_device(torch.tensor(order), device))
 
     def rows(self, layout: str) -> Rows:
         """All rows of the batch in one layout."""
-        whole = Rows(grid=self, layout=layout, start=0, stop=0)
-        return replace(whole, stop=whole.total)
+        rows = Rows(grid=self, layout=layout, start=0, stop=0)
+        return rows.take(0, rows.total)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The run ``[start, stop)`` of a batch's rows in one layout, counted sample by sample."""
+    """The range ``[start, stop)`` of a batch's rows in one layout, counted sample by sample."""
 
     grid: PatchGrid
     layout: str
@@ -159,26 +158,26 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """Rows of the whole batch, held here or elsewhere."""
+        """Rows of the whole batch, local or not."""
         return self.grid.num_samples * self.per_sample
 
     @property
     def count(self) -> int:
-        """R, rows held here; may be zero."""
+        """R, number of local rows; may be zero."""
         return self.stop - self.start
 
     def take(self, start: int, stop: int) -> Rows:
-        """The run ``[start, stop)`` of the same batch in the same layout."""
+        """The range ``[start, stop)`` of the same batch in the same layout."""
         return replace(self, start=start, stop=stop)
 
-    def turned(self) -> Rows:
+    def transposed(self) -> Rows:
         """All rows of the same batch in the other layout."""
         return self.grid.rows(TEMPORAL if self.layout == SPATIAL else SPATIAL)
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """``(sample, lo, hi)``: the rows held of each sample, numbered within the sample.
+    def sample_ranges(self) -> Iterator[tuple[int, int, int]]:
+        """``(sample, lo, hi)``: the local rows of each sample, numbered within the sample.
 
-        Yields one empty run if no row is held, so that all callers take the same code path.
+        Yields one empty range if there are none, so that all callers take the same code path.
         """
         if not self.count:
             yield 0, 0, 0
@@ -190,23 +189,23 @@ class Rows:
                 yield sample, lo, hi
 
     def tokens_per_sample(self, frames: Sequence[int] | None = None) -> list[int]:
-        """Tokens held of each of the B samples, or of these frames of them, as host integers."""
+        """Local tokens of each of the B samples, or of these frames of them, as host integers."""
         frames = range(self.grid.frames) if frames is None else frames
         tokens = [0] * self.grid.num_samples
-        for sample, lo, hi in self.runs():
+        for sample, lo, hi in self.sample_ranges():
             if self.layout == SPATIAL:
                 tokens[sample] = sum(lo <= frame < hi for frame in frames) * self.length
             else:
                 tokens[sample] = (hi - lo) * len(frames)
         return tokens
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Expand per-sample values ``[B, 1 or per_sample, 1 or L, ...]`` to the rows held.
+    def expand_to_rows(self, values: Tensor) -> Tensor:
+        """Expand per-sample values ``[B, 1 or per_sample, 1 or L, ...]`` to the local rows.
 
         Returns:
-            ``[b, 1 or n, 1 or L, ...]``, to be broadcast against the tokens held,
-            ``[b, n, L, ...]``: b samples of n rows if samples are held whole, else b = 1. A view,
-            unless several samples are held in unequal parts.
+            ``[b, 1 or n, 1 or L, ...]``, to be broadcast against the local tokens,
+            ``[b, n, L, ...]``: b samples of n rows if all samples are whole, else b = 1. A view,
+            unless there are unequal parts of several samples.
 
         The backward of a broadcast is a reduction, which accumulates bf16 in fp32 and in a fixed
         order. That of ``index_select`` adds row after row into one row of bf16, on CUDA by atomics.
@@ -214,31 +213,26 @@ class Rows:
         if self.count and not (self.start % self.per_sample or self.stop % self.per_sample):
             return values[self.start // self.per_sample : self.stop // self.per_sample]
 
-        by_sample, counts = values.unbind(), []
         parts: list[Tensor] = []
-        for sample, lo, hi in self.runs():
-            of_sample = by_sample[sample]
-            counts.append(hi - lo)
-            parts.append(of_sample if len(of_sample) == 1 else of_sample[lo:hi])
-        if len(parts) == 1:
-            return parts[0][None]
-
-        repeated = [part.expand(n, *part.shape[1:]) for part, n in zip(parts, counts, strict=True)]
-        return torch.cat(repeated)[None]
+        ranges, by_sample, differ = list(self.sample_ranges()), values.unbind(), values.shape[1] > 1
+        for sample, lo, hi in ranges:
+            part = by_sample[sample][lo:hi] if differ else by_sample[sample]
+            parts.append(part if len(ranges) == 1 else part.expand(hi - lo, *part.shape[1:]))
+        return torch.cat(parts)[None] if len(ranges) > 1 else parts[0][None]
 
     def samples(self, device: torch.device) -> Tensor:
         """The sample of each row, int64 ``[R]``."""
         return torch.arange(self.start, self.stop, device=device) // self.per_sample
 
     def patches(self, device: torch.device) -> Tensor:
-        """The patch, 0 to S - 1, of each row and token held, int64: ``[1, S]`` or ``[R, 1]``."""
+        """The patch, 0 to S - 1, of each local row and token, int64: ``[1, S]`` or ``[R, 1]``."""
         if self.layout == SPATIAL:
             return torch.arange(self.length, device=device)[None]  # a row runs through all patches
-        places = torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
-        return places if self.grid.windows is None else self.grid.window_order(device)[places]
+        rows = torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
+        return rows if self.grid.windows is None else self.grid.window_order(device)[rows]
 
     def frames(self, device: torch.device) -> Tensor:
-        """The frame, 0 to T - 1, of each row and token held, int64: ``[R, 1]`` or ``[1, T]``."""
+        """The frame, 0 to T - 1, of each local row and token, int64: ``[R, 1]`` or ``[1, T]``."""
         if self.layout == SPATIAL:
             return torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
         return torch.arange(self.length, device=device)[None]
@@ -250,21 +244,21 @@ class Rows:
             return torch.ones((), device=device)
         return scale if self.grid.mask is None else scale[self.samples(device)][:, None]
 
-    def turn(self, x: Tensor) -> tuple[Tensor, Rows]:
+    def transpose(self, x: Tensor) -> tuple[Tensor, Rows]:
         """Tokens ``[R, L, C]`` of whole samples in the other layout, and the rows of these."""
         grid, x = self.grid, x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
         if grid.windows is not None and self.layout == TEMPORAL:
-            x = take(x, grid.window_place(x.device), dim=1)  # patches line by line
+            x = take(x, grid.window_order(x.device, inverse=True), dim=1)  # line by line
         x = x.transpose(1, 2)
         if grid.windows is not None and self.layout == SPATIAL:
             x = take(x, grid.window_order(x.device), dim=1)
 
         start, stop = (edge // self.per_sample * self.length for edge in (self.start, self.stop))
-        return x.flatten(0, 1).contiguous(), self.turned().take(start, stop)
+        return x.flatten(0, 1).contiguous(), self.transposed().take(start, stop)
 
     @property
-    def attend_alone(self) -> bool:
-        """Whether each whole row is one attention sequence (no windows, mask or full attention)."""
+    def are_sequences(self) -> bool:
+        """Whether each row is one attention sequence (no windows, mask or full attention)."""
         in_windows = self.layout == TEMPORAL and self.grid.kernel is not None
         return self.grid.mask is None and not in_windows and not self.grid.full
 
@@ -275,12 +269,12 @@ class Rows:
 
         Args:
             units: numbers of the frames, patches, windows or samples that the tokens make up, in
-                their order and counted sample by sample; None for those of the rows held.
+                their order and counted sample by sample; None for those of the local rows.
         """
-        if self.attend_alone:
+        if self.are_sequences:
             return None
         key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
-        return self.grid.once(key, lambda: group_tokens(self, units))
+        return self.grid.cached(key, lambda: group_tokens(self, units))
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.
@@ -297,8 +291,10 @@ class Rows:
         Raises:
             ValueError: if ``z`` does not have the size of the batch this grid was made for.
         """
-        z = self._as_latent(z)  # [B, c, frames, height, width]
-        return torch.cat([self._slice_sample(z[sample], lo, hi) for sample, lo, hi in self.runs()])
+        z = self._padded(z)  # [B, c, T * pt, H * ph, W * pw]
+        return torch.cat(
+            [self._slice_sample(z[sample], lo, hi) for sample, lo, hi in self.sample_ranges()]
+        )
 
     def inside(self, device: torch.device) -> Tensor:
         """The positions of the patches inside of their clip, bool ``[R, L, V]``; False: padding."""
@@ -315,35 +311,37 @@ class Rows:
         channels = patches.shape[-1] // inside.shape[-1]
         return patches.masked_fill(~inside.repeat_interleave(channels, dim=-1), 0)
 
-    def _as_latent(self, z: Tensor) -> Tensor:
-        num_samples, size = self.grid.num_samples, self.grid.latent_size
-        if z.shape == (num_samples, size[0]):
-            return z[:, None, :, None, None].expand(num_samples, 1, *size)
-        if z.shape == (num_samples, *size):
-            return z[:, None]
-        if z.ndim == 5 and (z.shape[0], *z.shape[2:]) == (num_samples, *size):
-            return z
+    def _padded(self, z: Tensor) -> Tensor:
+        """``z`` as ``[B, c, frames, height, width]``, with zeros up to whole patches."""
+        grid, (frames, height, width), shape = self.grid, self.grid.latent_size, tuple(z.shape)
+        if shape == (grid.num_samples, frames):
+            z = z[:, :, None, None].expand(-1, -1, height, width)
+        if z.ndim == 4:
+            z = z[:, None]
+        if z.ndim != 5 or (len(z), *z.shape[2:]) != (grid.num_samples, *grid.latent_size):
+            raise ValueError(
+                f"got a tensor of shape {shape}; expected [{grid.num_samples}, channels, "
+                f"{frames}, {height}, {width}], [{grid.num_samples}, {frames}, {height}, {width}] "
+                f"or [{grid.num_samples}, {frames}]; pass a tensor of the batch that the model was "
+                "called with"
+            )
 
-        frames, height, width = size
-        raise ValueError(
-            f"got a tensor of shape {tuple(z.shape)}; expected [{num_samples}, channels, {frames}, "
-            f"{height}, {width}], [{num_samples}, {frames}, {height}, {width}] or "
-            f"[{num_samples}, {frames}]; pass a tensor of the batch that the model was called with"
-        )
+        sizes = zip(grid.latent_size, grid.patch_size, strict=True)
+        frames, height, width = (-size % patch for size, patch in sizes)
+        return F.pad(z, (0, width, 0, height, 0, frames)) if frames or height or width else z
 
     def _slice_sample(self, z: Tensor, lo: int, hi: int) -> Tensor:
-        """Rows ``[lo, hi)`` of a sample ``[c, frames, height, width]``: ``[hi - lo, L, V * c]``."""
-        (T, H, W), (pt, ph, pw) = self.grid.shape, self.grid.patch_size
+        """Rows ``[lo, hi)`` of a padded sample: ``[hi - lo, L, V * c]``."""
+        (_, _, W), (pt, ph, pw), windows = self.grid.shape, self.grid.patch_size, self.grid.windows
         patches = dict(pt=pt, ph=ph, pw=pw)
         if self.layout == SPATIAL:
-            z = _pad_to(z[:, lo * pt : hi * pt], ((hi - lo) * pt, H * ph, W * pw))
+            z = z[:, lo * pt : hi * pt]
             return rearrange(z, "c (t pt) (h ph) (w pw) -> t (h w) (pt ph pw c)", **patches)
 
         # Only the lines of patches that these rows touch.
-        windows = self.grid.windows
         wanted = range(lo, hi) if windows is None else windows.order[lo:hi]
         top, bottom = (min(wanted) // W, max(wanted) // W + 1) if wanted else (0, 0)
-        z = _pad_to(z[:, :, top * ph : bottom * ph], (T * pt, (bottom - top) * ph, W * pw))
+        z = z[:, :, top * ph : bottom * ph]
         z = rearrange(z, "c (t pt) (h ph) (w pw) -> (h w) t (pt ph pw c)", **patches)
         if windows is None:
             return z[lo - top * W : hi - top * W]
@@ -360,19 +358,9 @@ def unpatchify(x: Tensor, rows: Rows) -> Tensor:
     (T, H, W), (pt, ph, pw), (frames, height, width) = grid.shape, grid.patch_size, grid.latent_size
     if rows.layout == TEMPORAL and grid.windows is not None:
         x = x.unflatten(0, (-1, H * W))
-        x = take(x, grid.window_place(x.device), dim=1).flatten(0, 1)  # patches line by line
+        x = take(x, grid.window_order(x.device, inverse=True), dim=1).flatten(0, 1)  # line by line
 
-    held = "(b t) (h w)" if rows.layout == SPATIAL else "(b h w) t"
-    pattern = held + " (pt ph pw c) -> b c (t pt) (h ph) (w pw)"
+    tokens = "(b t) (h w)" if rows.layout == SPATIAL else "(b h w) t"
+    pattern = f"{tokens} (pt ph pw c) -> b c (t pt) (h ph) (w pw)"
     x = rearrange(x, pattern, t=T, h=H, w=W, pt=pt, ph=ph, pw=pw)
     return x[:, :, :frames, :height, :width]
-
-
-def _pad_to(z: Tensor, size: tuple[int, int, int]) -> Tensor:
-    """Zeros at the far end of the last three dims, up to ``size``."""
-    if z.shape[-3:] == size:
-        return z
-    # F.pad refuses empty dims, which ranks without rows have.
-    padded = z.new_zeros(*z.shape[:-3], *size)
-    padded[..., : z.shape[-3], : z.shape[-2], : z.shape[-1]] = z
-    return padded

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -59,12 +59,32 @@ def differences(seen: Mapping[int, Entries]) -> list[str]:
     return found
 
 
-def first_of(found: Sequence[str]) -> str:
-    """The first difference, and how many there are beside it."""
+@dataclass(frozen=True)
+class Kind:
+    """One kind of entries that ranks compare."""
+
+    name: str
+    expected: str
+    remedy: str
+
+
+MODELS = Kind(
+    "models",
+    "the same class, config and parameters (names, shapes, dtypes, trainable or frozen)",
+    "build, cast and freeze the model alike on every rank",
+)
+
+
+def refuse_differences(kind: Kind, found: Sequence[str], which: str) -> None:
+    """Raise ValueError if there are differences between the ranks ``which``."""
+    if not found:
+        return
     others = len(found) - 1
-    if not others:
-        return found[0]
-    return f"{found[0]} (and {others} more {'entries' if others > 1 else 'entry'})"
+    more = f" (and {others} more {'entries' if others > 1 else 'entry'})" if others else ""
+    raise ValueError(
+        f"got different {kind.name} on the ranks {which}: {found[0]}{more}; expected "
+        f"{kind.expected} on all of them; {kind.remedy}"
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -74,7 +94,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def describe(value: Any) -> str:
     """Shape and dtype of a tensor, a plain value as it is, what a container holds, or the type."""
     if isinstance(value, Tensor):
-        return f"{list(value.shape)} {_dtype(value)}"
+        return f"{list(value.shape)} {value.dtype}".replace("torch.", "")
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (list, tuple)):
@@ -103,7 +123,8 @@ def describe_model(model: nn.Module) -> Entries:
     for name, value in _config(model):
         entries[f"config.{name}"] = describe(value)
     for name, parameter in model.named_parameters():
-        entries[f"parameter {name}"] = f"{describe(parameter)} {_trainability(parameter)}"
+        trainability = "trainable" if parameter.requires_grad else "frozen"
+        entries[f"parameter {name}"] = f"{describe(parameter)} {trainability}"
     return entries
 
 
@@ -119,26 +140,31 @@ def _config(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 class ModelForm:
-    """The digest of a model's description, cached until a dtype or a trainability changes."""
+    """The digest of a model's description, cached until modules or parameters change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # The parameters of each module, which may be replaced.
-        self._tables: list[dict[str, Any]] = []
-        self._flags: list[tuple[bool, torch.dtype]] | None = None
+        # The submodules and the parameters of each module, which may be replaced.
+        self._children: list[dict[str, Any]] = []
+        self._parameters: list[dict[str, Any]] = []
+        self._state: list[Any] | None = None
         self._digest = ""
 
     def digest(self) -> str:
-        if self._flags is None or self._read_flags() != self._flags:
-            modules = self.model.modules()
-            self._tables = [module._parameters for module in modules if module._parameters]
-            self._flags = self._read_flags()
+        if self._state is None or self._read_state() != self._state:
+            modules = list(self.model.modules())
+            self._children = [module._modules for module in modules]
+            self._parameters = [module._parameters for module in modules]
+            self._state = self._read_state()
             self._digest = digest(describe_model(self.model))
         return self._digest
 
-    def _read_flags(self) -> list[tuple[bool, torch.dtype]]:
-        parameters = chain.from_iterable(table.values() for table in self._tables)
-        return [(p.requires_grad, p.dtype) for p in parameters if p is not None]
+    def _read_state(self) -> list[Any]:
+        # Modules themselves, since the id of one that is gone may be given to another.
+        modules = chain.from_iterable(table.values() for table in self._children)
+        parameters = chain.from_iterable(table.values() for table in self._parameters)
+        forms = [(p.requires_grad, p.dtype, p.shape) for p in parameters if p is not None]
+        return [*modules, *forms]
 
 
 def check_same_model(model: nn.Module, device: torch.device) -> None:
@@ -150,21 +176,4 @@ def check_same_model(model: nn.Module, device: torch.device) -> None:
     """
     own = describe_model(model)
     if not all_agree(digest(own), None, device):
-        refuse_models(gathered(own, None), "of the run")
-
-
-def refuse_models(seen: Mapping[int, Entries], which: str) -> None:
-    """Raise the error of models that differ between the ranks ``which``."""
-    raise ValueError(
-        f"got different models on the ranks {which}: {first_of(differences(seen))}; expected the "
-        "same class, config and parameters (names, shapes, dtypes, trainable or frozen) on all of "
-        "them; build, cast and freeze the model alike on every rank"
-    )
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _trainability(parameter: Tensor) -> str:
-    return "trainable" if parameter.requires_grad else "frozen"
+        refuse_differences(MODELS, differences(gathered(own, None)), "of the run")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .layout import Partition, runs, unit_runs
+from .layout import BatchAxes, Partition, rank_ranges, unit_ranges
 from .protocols import Grid
 
 
@@ -50,21 +50,24 @@ class BatchShape:
         return self.num_samples * self.frames * self.patches
 
     @property
-    def num_windows(self) -> int:
-        """Windows of a frame; 0 where temporal attention stays within a patch."""
-        return 0 if self.windows is None else len(self.windows.sizes)
+    def num_frames(self) -> int:
+        """B*T, frames of all samples."""
+        return self.num_samples * self.frames
 
-    def axes(self, layout: str) -> dict[str, int]:
-        """Sizes of the axes, by the letters of a layout; heads only where it has them."""
-        sizes = {"b": self.num_samples, "t": self.frames, "s": self.patches}
-        return {**sizes, "h": self.heads} if "h" in layout.split() else sizes
+    @property
+    def num_windows(self) -> int:
+        """B*W, windows of all samples; 0 where temporal attention stays within a patch."""
+        return 0 if self.windows is None else self.num_samples * len(self.windows.sizes)
+
+    @property
+    def axes(self) -> BatchAxes:
+        """The axes of a layout."""
+        return BatchAxes(self.num_samples, self.frames, self.patches, self.heads, self.windows)
 
     def units(self, layout: str, ranks: int) -> list[int]:
         """Units of a layout that each rank holds."""
-        held = unit_runs(self.axes(layout), layout, ranks, self.windows)
-        return [last - first for first, last in held]
+        return [last - first for first, last in unit_ranges(self.axes, layout, ranks)]
 
     def entries(self, layout: str, ranks: int) -> list[int]:
         """Tokens, or heads of tokens, that each rank holds in a layout."""
-        held = runs(self.axes(layout), layout, ranks, self.windows)
-        return [stop - start for start, stop in held]
+        return [stop - start for start, stop in rank_ranges(self.axes, layout, ranks)]

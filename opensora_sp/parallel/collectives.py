@@ -7,7 +7,9 @@ graph as it is.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -55,7 +57,7 @@ def all_to_all(
 
 _SCHEMA = (
     "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, "
-    "bool reverse) -> Tensor"
+    "bool backward) -> Tensor"
 )
 
 
@@ -67,56 +69,45 @@ def _exchange_now(
     recv: list[int],
     group: str,
     kind: str,
-    reverse: bool,
+    backward: bool,
 ) -> Tensor:
-    """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in place.
-
-    In reverse each step is undone, the last one first: what was read by index is written by index.
+    """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in
+    place.
     """
     # Operators take no group objects.
     process_group = dist.distributed_c10d._resolve_process_group(group)
-    if reverse:
-        send, recv, pack, place = recv, send, place, pack
-    arrived, _ = all_to_all(
-        tokens.index_select(0, pack), send, recv, process_group, kind=kind, backward=reverse
-    )
-    return torch.empty_like(arrived).index_copy_(0, place, arrived)
-
-
-def _exchange_fake(
-    tokens: Tensor,
-    pack: Tensor,
-    place: Tensor,
-    send: list[int],
-    recv: list[int],
-    group: str,
-    kind: str,
-    reverse: bool,
-) -> Tensor:
-    return tokens.new_empty((pack if reverse else place).shape[0], *tokens.shape[1:])
+    packed = tokens.index_select(0, pack)
+    received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
+    return torch.empty_like(received).index_copy_(0, place, received)
 
 
 _exchange = torch.library.custom_op(
     "opensora_sp::exchange", _exchange_now, mutates_args=(), schema=_SCHEMA
 )
-_exchange.register_fake(_exchange_fake)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, ctx.reverse = inputs
+_exchange.register_fake(
+    lambda tokens, pack, place, *_: tokens.new_empty(len(place), *tokens.shape[1:])
+)
+
+
+def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, pack, place, *ctx.others = inputs
     ctx.save_for_backward(pack, place)
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
     pack, place = ctx.saved_tensors
-    back = _exchange(
-        grad.contiguous(), pack, place, ctx.send, ctx.recv, ctx.group, ctx.kind, not ctx.reverse
-    )
+    send, recv, group, kind, backward = ctx.others
+    back = _exchange(grad.contiguous(), place, pack, recv, send, group, kind, not backward)
     return back, *[None] * 7
 
 
-_exchange.register_autograd(_exchange_back, setup_context=_remember)
+_exchange.register_autograd(_exchange_back, setup_context=_save_plan)
+
+# Of ``around_exchanges``; the innermost one is the last.
+_modes: list[AbstractContextManager[Any]] = []
 
 
 def exchange(
@@ -132,23 +123,47 @@ def exchange(
 
     ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
     """
-    splits = plan.send_splits, plan.recv_splits
-    exchanged: Tensor = _exchange(
-        tokens, plan.pack, plan.place, *splits, group.group_name, kind, reverse
-    )
+    there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
+    back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
+    run = _exchange_in_mode if _modes else _exchange
+    exchanged: Tensor = run(tokens, *(back if reverse else there), group.group_name, kind, reverse)
     return exchanged
 
 
-def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of forward and of recomputation, for ``torch.utils.checkpoint``.
+@uncompiled  # modes do not reach into compiled graphs
+def _exchange_in_mode(*args: Any) -> Any:
+    with _modes[-1]:
+        return _exchange(*args)
 
-    The first keeps what exchanges return, so that the second sends nothing again.
+
+def exchange_modes() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Dispatch modes of forward and of recomputation, for exchanges.
+
+    Under the first, what they return is kept; under the second, they return that and send nothing.
     """
-    keeping, using = create_selective_checkpoint_contexts([torch.ops.opensora_sp.exchange.default])
-    return keeping, _Once(using)
+    keeping, reusing = create_selective_checkpoint_contexts(
+        [torch.ops.opensora_sp.exchange.default]
+    )
+    return keeping, reusing
 
 
-class _Once:
+@contextmanager
+def around_exchanges(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter a dispatch mode around each exchange; nothing else runs under it."""
+    _modes.append(mode)
+    try:
+        yield
+    finally:
+        _modes.pop()
+
+
+def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """``exchange_modes`` for ``torch.utils.checkpoint``, the second of which is entered once."""
+    keeping, reusing = exchange_modes()
+    return keeping, _Once(reusing)
+
+
+class _Once(AbstractContextManager[None]):
     """A context of recomputation, which uses up what was kept and so can be entered once.
 
     Raises:
@@ -177,22 +192,18 @@ class _GatherRows(torch.autograd.Function):
     """Forward gathers all rows on every rank; backward sums each row's gradients on its owner."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup, kind: str
-    ) -> Tensor:
-        ctx.sizes, ctx.group, ctx.kind, ctx.rows = sizes, group, kind, len(x)
-        num_ranks = len(sizes)
-        copies = x.repeat(num_ranks, *[1] * (x.ndim - 1))
-        return all_to_all(copies, [len(x)] * num_ranks, sizes, group, kind=kind, backward=False)[0]
+    def forward(ctx: Any, x: Tensor, sizes: list[int], send: Callable[..., Any]) -> Tensor:
+        ctx.send, ctx.splits = send, ([len(x)] * len(sizes), sizes)
+        copies = x.repeat(len(sizes), *[1] * (x.ndim - 1))
+        rows: Tensor = send(copies, *ctx.splits, backward=False)[0]
+        return rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        num_ranks = len(ctx.sizes)
-        parts, _ = all_to_all(
-            grad, ctx.sizes, [ctx.rows] * num_ranks, ctx.group, kind=ctx.kind, backward=True
-        )
-        return parts.unflatten(0, (num_ranks, ctx.rows)).sum(0), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        own, sizes = ctx.splits
+        parts, _ = ctx.send(grad, sizes, own, backward=True)
+        return parts.unflatten(0, (len(own), own[0])).sum(0), None, None
 
 
 @uncompiled  # as an autograd function it would be traced, and what is sent with it
@@ -204,5 +215,5 @@ def gather_rows(
     A loss computed on the result by every rank counts once per rank; averaged over the group that
     is the loss itself.
     """
-    rows: Tensor = _GatherRows.apply(x, sizes, group, kind)
+    rows: Tensor = _GatherRows.apply(x, sizes, partial(all_to_all, group=group, kind=kind))
     return rows

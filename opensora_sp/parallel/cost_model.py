@@ -53,16 +53,17 @@ class CostModel:
         return max(1, round(self.latency * self.bandwidth / (REFERENCE_WIDTH * ELEMENT_BYTES)))
 
     def few_units(
-        self, shape: BatchShape, ranks: int, *, unit: int, num_units: int, held: int
+        self, shape: BatchShape, ranks: int, *, unit: int, num_units: int, row_layout: str
     ) -> FewUnitsCosts:
         """Cost of a block with its exchanges on the busiest rank, where units are fewer than ranks.
 
         Args:
             unit: tokens of the largest unit, a frame or a window.
             num_units: how many there are, all samples together.
-            held: tokens of the busiest rank where tokens are distributed in another layout.
+            row_layout: how tokens are distributed where attention is split by heads.
         """
         width, share = shape.width, (ranks - 1) / ranks
+        held = max(shape.entries(row_layout, ranks))
         of_heads = -(-num_units * shape.heads // ranks)  # units of one head on the busiest rank
 
         whole = block_flops(unit, width) + attention_flops(1, unit, width)

@@ -1,9 +1,9 @@
 """Token layouts, and the exchanges between them: integer arithmetic, no processes.
 
 A layout is written as the order of a batch's axes with one bar: the axes before the bar index
-units, those after it lie inside a unit. Each rank holds a contiguous range of units, a "run",
-balanced by number of entries: the end of a run is rounded down to the start of a unit. With equal
-units, ranks differ by at most one unit; a rank may hold none.
+units, those after it lie inside a unit. Each rank holds a contiguous range of units, balanced by
+number of entries: the end of a range is rounded down to the start of a unit. With equal units,
+ranks differ by at most one unit; a rank may hold none.
 
     b t | s        spatial rows: one unit is a frame of a sample
     b s | t        temporal rows: one unit is a patch through all frames
@@ -24,15 +24,17 @@ heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
-from typing import Protocol
+from functools import lru_cache, wraps
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from .typed import Decorated
 
 SPATIAL_ROWS = "b t | s"
 TEMPORAL_ROWS = "b s | t"
@@ -54,15 +56,29 @@ class Partition(Protocol):
     def __hash__(self) -> int: ...
 
 
-def balanced_run(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
+@dataclass(frozen=True)
+class BatchAxes:
+    """Sizes of a batch's axes.
+
+    ``h`` counts where a layout has it. ``windows`` divide the patches where a layout has w and p.
+    """
+
+    b: int
+    t: int
+    s: int
+    h: int = 1
+    windows: Partition | None = None
+
+
+def balanced_range(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """The contiguous rows ``[start, stop)`` of one rank; numbers of rows differ by at most one."""
     return num_rows * rank // num_ranks, num_rows * (rank + 1) // num_ranks
 
 
-def run_sizes(num_rows: int, num_ranks: int) -> list[int]:
+def balanced_sizes(num_rows: int, num_ranks: int) -> list[int]:
     """Rows held by each rank."""
-    runs = (balanced_run(num_rows, num_ranks, rank) for rank in range(num_ranks))
-    return [stop - start for start, stop in runs]
+    ranges = (balanced_range(num_rows, num_ranks, rank) for rank in range(num_ranks))
+    return [stop - start for start, stop in ranges]
 
 
 @dataclass(frozen=True)
@@ -83,31 +99,68 @@ class ExchangePlan:
         return sum(self.send_splits) - self.send_splits[rank]
 
 
+def _cached(function: Decorated) -> Decorated:
+    """Keep results. Those of sampling serve training as well, those under fake tensors are real."""
+
+    @lru_cache(maxsize=1024)
+    @wraps(function)
+    def cached(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return cast(Decorated, cached)
+
+
+@_cached
 def plan_exchange(
-    sizes: Mapping[str, int],
-    left: str,
-    entered: str,
+    axes: BatchAxes,
+    source: str,
+    target: str,
     num_ranks: int,
     rank: int,
     device: torch.device | str,
     chunk: int = 0,
     num_chunks: int = 1,
-    windows: Partition | None = None,
 ) -> ExchangePlan:
     """Plan one rank's part in an exchange of all entries from one layout to another.
 
-    Every rank's run in the layout ``left`` may be sent in several chunks, one all-to-all each. They
-    are cut between rows (entries that differ only in the last axis). The plan is that of one
-    ``chunk``: ``pack`` indexes into the chunk, and ``place`` covers a part of the result. If a
-    layout has axes w and p, they replace the axis s of ``sizes``, as ``windows`` divides it.
-    Plans are cached.
+    Every rank's range in the layout ``source`` may be sent in several chunks, one all-to-all each.
+    They are cut between rows (entries that differ only in the last axis). The plan is that of one
+    ``chunk``: ``pack`` indexes into the chunk, and ``place`` covers a part of the result. Plans are
+    cached.
 
     Raises:
         ValueError: if a layout does not name every axis once.
     """
-    return _cached_plan(
-        tuple(sizes.items()), left, entered, num_ranks, rank, device, chunk, num_chunks, windows
+    source_layout, target_layout = _Layout(axes, source), _Layout(axes, target)
+    source_ranges, target_ranges = source_layout.ranges(num_ranks), target_layout.ranges(num_ranks)
+
+    # What this rank sends: the receiver of each entry of its chunk.
+    chunks: list[tuple[int, int]] = []
+    for held in source_ranges:
+        chunks += [source_layout.chunk(held, c, num_chunks) for c in range(num_chunks)]
+    entries = torch.arange(*chunks[rank * num_chunks + chunk])
+    receiver = _piece(source_layout.positions_in(target_layout, entries), target_ranges)
+
+    # What it receives of this chunk: senders hold ascending ranges and pack in their own order.
+    entries = torch.arange(*target_ranges[rank])
+    sent_from = target_layout.positions_in(source_layout, entries)
+    piece = _piece(sent_from, chunks)
+    mine = (piece % num_chunks == chunk).nonzero().flatten()
+    order = torch.argsort(sent_from[mine])
+
+    return ExchangePlan(
+        pack=torch.argsort(receiver, stable=True).to(device),
+        place=mine[order].to(device),
+        send_splits=torch.bincount(receiver, minlength=num_ranks).tolist(),
+        recv_splits=torch.bincount(piece[mine] // num_chunks, minlength=num_ranks).tolist(),
     )
+
+
+def _piece(positions: Tensor, pieces: Sequence[tuple[int, int]]) -> Tensor:
+    """Which of the consecutive ``[start, stop)`` each position lies in."""
+    stops = torch.tensor([stop for _, stop in pieces])
+    return torch.bucketize(positions, stops, right=True)
 
 
 def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -> ExchangePlan:
@@ -131,118 +184,64 @@ def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -
     )
 
 
-def runs(
-    sizes: Mapping[str, int], layout: str, num_ranks: int, windows: Partition | None = None
-) -> tuple[tuple[int, int], ...]:
+@_cached
+def rank_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> tuple[tuple[int, int], ...]:
     """The entries ``[start, stop)`` that each rank holds in a layout."""
-    return _cached_runs(tuple(sizes.items()), layout, num_ranks, windows)
+    return _Layout(axes, layout).ranges(num_ranks)
 
 
-def unit_runs(
-    sizes: Mapping[str, int], layout: str, num_ranks: int, windows: Partition | None = None
-) -> tuple[tuple[int, int], ...]:
+@_cached
+def unit_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> tuple[tuple[int, int], ...]:
     """The units ``[first, last)`` that each rank holds in a layout."""
-    return _cached_runs(tuple(sizes.items()), layout, num_ranks, windows, units=True)
+    units = _Layout(axes, layout)
+    starts = torch.tensor([start for start, _ in units.ranges(num_ranks)])
+    return _consecutive(units.unit_numbers(starts), units.num_units)
 
 
-@lru_cache(maxsize=1024)
-def _cached_runs(
-    sizes: tuple[tuple[str, int], ...],
-    layout: str,
-    num_ranks: int,
-    windows: Partition | None,
-    units: bool = False,
-) -> tuple[tuple[int, int], ...]:
-    with torch.inference_mode(False), unset_fake_temporarily():
-        described = _Layout(dict(sizes), layout, windows)
-        entries = described.runs(num_ranks)
-        if not units:
-            return entries
-        first = described.unit_numbers(torch.tensor([start for start, _ in entries])).tolist()
-        return tuple(zip(first, [*first[1:], described.num_units], strict=True))
-
-
-@lru_cache(maxsize=1024)
-def _cached_plan(
-    sizes: tuple[tuple[str, int], ...],
-    left: str,
-    entered: str,
-    num_ranks: int,
-    rank: int,
-    device: torch.device | str,
-    chunk: int,
-    num_chunks: int,
-    windows: Partition | None,
-) -> ExchangePlan:
-    # A plan made in sampling serves training as well; one made under fake tensors is real.
-    with torch.inference_mode(False), unset_fake_temporarily():
-        left_layout = _Layout(dict(sizes), left, windows)
-        entered_layout = _Layout(dict(sizes), entered, windows)
-        left_runs, entered_runs = left_layout.runs(num_ranks), entered_layout.runs(num_ranks)
-
-        # What this rank sends: the receiver of each entry of its chunk.
-        chunks: list[tuple[int, int]] = []
-        for run in left_runs:
-            chunks += [left_layout.chunk(run, c, num_chunks) for c in range(num_chunks)]
-        held = torch.arange(*chunks[rank * num_chunks + chunk])
-        destination = left_layout.positions_in(entered_layout, held)
-        receiver = _piece(destination, [stop for _, stop in entered_runs])
-
-        # What it receives of this chunk: senders hold ascending runs and pack in their own order.
-        wanted = torch.arange(*entered_runs[rank])
-        source = entered_layout.positions_in(left_layout, wanted)
-        piece = _piece(source, [stop for _, stop in chunks])
-        mine = (piece % num_chunks == chunk).nonzero().flatten()
-        order = torch.argsort(source[mine])
-
-        return ExchangePlan(
-            pack=torch.argsort(receiver, stable=True).to(device),
-            place=mine[order].to(device),
-            send_splits=torch.bincount(receiver, minlength=num_ranks).tolist(),
-            recv_splits=torch.bincount(piece[mine] // num_chunks, minlength=num_ranks).tolist(),
-        )
-
-
-def _piece(positions: Tensor, stops: list[int]) -> Tensor:
-    """Which of the consecutive pieces ending at ``stops`` each position lies in."""
-    return torch.bucketize(positions, torch.tensor(stops), right=True)
+def _consecutive(starts: Tensor, end: int) -> tuple[tuple[int, int], ...]:
+    """Ranges that begin at ``starts``, each up to the next one."""
+    edges = [*starts.tolist(), end]
+    return tuple(pairwise(edges))
 
 
 class _Layout:
-    """Map between flat positions and axis coordinates of a layout, and each rank's run of them.
+    """Map between flat positions and axis coordinates of a layout, and each rank's range of them.
 
     Windows differ in size, so strides depend on the window: for axes between w and p a stride is
     multiplied by the window's size, for axes before w by S.
     """
 
-    def __init__(self, sizes: dict[str, int], text: str, windows: Partition | None) -> None:
+    def __init__(self, batch: BatchAxes, text: str) -> None:
         units, bar, within = text.partition("|")
-        self.sizes, self.axes, self.units = sizes, [*units.split(), *within.split()], units.split()
+        self.units = units.split()
+        self.axes = [*self.units, *within.split()]
 
-        patches = "wp" if "w" in self.axes and windows is not None else "s"
-        if not bar or sorted(self.axes) != sorted("".join(sizes).replace("s", patches)):
+        names = "btsh" if "h" in self.axes else "bts"
+        self.sizes: dict[str, int] = {name: getattr(batch, name) for name in names}
+        self.total = math.prod(self.sizes.values())
+        self.windows = batch.windows if "w" in self.axes else None
+
+        patches = "s" if self.windows is None else "wp"
+        if not bar or sorted(self.axes) != sorted(names.replace("s", patches)):
             raise ValueError(
-                f"got layout {text!r} for the axes {sorted(sizes)}; expected each of them once and "
+                f"got layout {text!r} for the axes {sorted(names)}; expected each of them once and "
                 "a bar after those that count units; write for example 'b t | s'"
             )
 
-        self.total = math.prod(sizes.values())
-        self.windows = windows if patches == "wp" else None
         if self.windows is not None:
             assert self.axes.index("w") < self.axes.index("p"), text
             self.window_sizes = torch.tensor(self.windows.sizes)
             self.window_stops = torch.tensor(list(accumulate(self.windows.sizes)))
             self.order = torch.tensor(self.windows.order)
 
-    def runs(self, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    def ranges(self, num_ranks: int) -> tuple[tuple[int, int], ...]:
         """Entries held by each rank: up to the last unit that ends within its share."""
         shares = torch.tensor([self.total * rank // num_ranks for rank in range(num_ranks)])
         coordinates = self._coordinates(shares)
         of_unit = {
             axis: index if axis in self.units else index * 0 for axis, index in coordinates.items()
         }
-        starts = self._positions(of_unit).tolist()
-        return tuple(zip(starts, [*starts[1:], self.total], strict=True))
+        return _consecutive(self._positions(of_unit), self.total)
 
     @property
     def num_units(self) -> int:
@@ -262,11 +261,12 @@ class _Layout:
                 number = number * count + coordinates[axis]
         return number
 
-    def chunk(self, run: tuple[int, int], chunk: int, num_chunks: int) -> tuple[int, int]:
-        """One of several parts of a run, cut between rows."""
+    def chunk(self, held: tuple[int, int], chunk: int, num_chunks: int) -> tuple[int, int]:
+        """One of several parts of a range, cut between rows."""
+        first, end = held
         row = self.sizes[self.axes[-1]]
-        start, stop = balanced_run((run[1] - run[0]) // row, num_chunks, chunk)
-        return run[0] + start * row, run[0] + stop * row
+        start, stop = balanced_range((end - first) // row, num_chunks, chunk)
+        return first + start * row, first + stop * row
 
     def positions_in(self, other: _Layout, positions: Tensor) -> Tensor:
         """Where the entries at these positions lie in another layout of the same axes."""

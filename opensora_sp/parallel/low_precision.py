@@ -7,6 +7,8 @@ that there is one exchange.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +36,10 @@ def low_precision_exchange(
     tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str, dtype: str | None
 ) -> Tensor:
     """Exchange tokens ``[n, C]``, sent as "bf16" or "fp8"; None sends them as they are."""
+    send = partial(exchange, plan=plan, group=group, kind=kind)
     if dtype is None:
-        return exchange(tokens, plan, group, kind=kind)
-    exchanged: Tensor = _LowPrecisionExchange.apply(tokens, plan, group, kind, dtype)
+        return send(tokens)
+    exchanged: Tensor = _LowPrecisionExchange.apply(tokens, send, dtype)
     return exchanged
 
 
@@ -44,38 +47,21 @@ class _LowPrecisionExchange(torch.autograd.Function):
     """Forward rounds, sends and widens; backward does so with the gradient, in reverse."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: Tensor,
-        plan: ExchangePlan,
-        group: dist.ProcessGroup,
-        kind: str,
-        dtype: str,
-    ) -> Tensor:
-        ctx.plan, ctx.group, ctx.kind, ctx.dtype = plan, group, kind, dtype
-        return _send(tokens, plan, group, kind, FORWARD[dtype], reverse=False)
+    def forward(ctx: Any, tokens: Tensor, send: Callable[..., Tensor], dtype: str) -> Tensor:
+        ctx.send, ctx.dtype = send, dtype
+        return _rounded(send, tokens, FORWARD[dtype])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sent = _send(grad, ctx.plan, ctx.group, ctx.kind, BACKWARD[ctx.dtype], reverse=True)
-        return sent, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _rounded(partial(ctx.send, reverse=True), grad, BACKWARD[ctx.dtype]), None, None
 
 
-def _send(
-    x: Tensor,
-    plan: ExchangePlan,
-    group: dist.ProcessGroup,
-    kind: str,
-    sent_as: torch.dtype,
-    *,
-    reverse: bool,
-) -> Tensor:
+def _rounded(send: Callable[[Tensor], Tensor], x: Tensor, sent_as: torch.dtype) -> Tensor:
+    """``send(x)``, sent as another dtype."""
     if sent_as == torch.bfloat16:
-        return exchange(x.to(sent_as), plan, group, kind=kind, reverse=reverse).to(x.dtype)
-
-    payload = exchange(to_bytes(x, sent_as), plan, group, kind=kind, reverse=reverse)
-    return from_bytes(payload, sent_as, x.dtype)
+        return send(x.to(sent_as)).to(x.dtype)
+    return from_bytes(send(to_bytes(x, sent_as)), sent_as, x.dtype)
 
 
 def to_bytes(x: Tensor, sent_as: torch.dtype) -> Tensor:

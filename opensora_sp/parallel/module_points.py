@@ -1,7 +1,7 @@
 """Ordinary modules as hook points, for models that were not written with any.
 
 Such a model keeps its tokens in one tensor with an axis of frames and one of patches. A rank holds
-a contiguous run of the frames of every sample where modules attend over patches, and a run of the
+a contiguous range of the frames of every sample where modules attend over patches, and of the
 patches where they attend over frames. ``ModulePoints`` translates the calls of the modules that a
 ``ShardPlan`` lists into the calls that hook points make, so that the same engine and strategies
 serve both. The model is not edited: the ``forward`` of these modules is replaced on the instance,
@@ -23,17 +23,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from .collectives import keep_exchanged
+from .collectives import around_exchanges, exchange_modes
 from .shard_plan import find_modules
-from .typed import is_backward_running
+from .typed import Local, after_backward, is_backward_running
 
 if TYPE_CHECKING:
     from .parallelize import SequenceParallel
 
-# Along which rows of a layout are counted.
-AXES = {"spatial": "t", "temporal": "s"}
+# The axis that counts the rows of a layout, and the one within a row.
+ROW_AXIS = {"spatial": "t", "temporal": "s"}
+TOKEN_AXIS = {"spatial": "s", "temporal": "t"}
 
 
 class ModulePoint:
@@ -43,19 +45,53 @@ class ModulePoint:
         self.module = module
         self._own: dict[str, Any] = {}
 
-    def attach(self, function: Callable[..., Any]) -> None:
-        """Run ``function(local, *args, **kwargs)``, where ``local`` is the module's ``forward``."""
+    def attach(self, function: Callable[[ModuleCall], Any]) -> None:
+        """Let ``function`` compute each call of the module."""
         instance, local = vars(self.module), self.module.forward
         self._own = {"forward": instance["forward"]} if "forward" in instance else {}
 
-        attached: Any = partial(function, local)
-        attached.__signature__ = inspect.signature(local)
+        signature = inspect.signature(local)
+        attached: Any = lambda *args, **kwargs: function(  # noqa: E731
+            ModuleCall(local, signature.bind(*args, **kwargs))
+        )
+        attached.__signature__ = signature
         instance["forward"] = attached
 
     def detach(self) -> None:
         """Restore ``forward``. Points of one module are detached last to first."""
         del vars(self.module)["forward"]
         vars(self.module).update(self._own)
+
+
+class ModuleCall:
+    """A call of a module: its arguments by name, of which the first are the tokens."""
+
+    def __init__(self, local: Local, bound: inspect.BoundArguments) -> None:
+        self._local, self._bound = local, bound
+        self.arguments = bound.arguments
+        self._first = next(iter(bound.arguments), "")
+        self._others: tuple[Any, ...] | None = None
+
+    @property
+    def tokens(self) -> Any:
+        return self.arguments[self._first]
+
+    def run(self) -> Any:
+        """What the module returns."""
+        return self._local(*self._bound.args, **self._bound.kwargs)
+
+    def run_on(self, tokens: Tensor) -> Any:
+        """The output for these tokens; other entries of a tuple are kept for ``returned``."""
+        self.arguments[self._first] = tokens
+        out = self.run()
+        if isinstance(out, tuple):
+            out, *others = out
+            self._others = tuple(others)
+        return out
+
+    def returned(self, tokens: Tensor) -> Any:
+        """What the caller gets, with these tokens as output."""
+        return tokens if self._others is None else (tokens, *self._others)
 
 
 @dataclass(frozen=True)
@@ -79,7 +115,7 @@ class TokenGrid:
         return {"b": self.b, "t": self.frames, "s": self.patches_per_frame}
 
     def rows(self, layout: str) -> TokenRows:
-        return TokenRows(self, layout, 0, self.sizes[AXES[layout]])
+        return TokenRows(self, layout, 0, self.sizes[ROW_AXIS[layout]])
 
 
 @dataclass(frozen=True)
@@ -93,7 +129,7 @@ class TokenRows:
 
     @property
     def total(self) -> int:
-        return self.grid.sizes[AXES[self.layout]]
+        return self.grid.sizes[ROW_AXIS[self.layout]]
 
     @property
     def length(self) -> int:
@@ -106,67 +142,43 @@ class TokenRows:
     def take(self, start: int, stop: int) -> TokenRows:
         return replace(self, start=start, stop=stop)
 
-    def turned(self) -> TokenRows:
+    def transposed(self) -> TokenRows:
         return self.grid.rows("temporal" if self.layout == "spatial" else "spatial")
 
-    def turn(self, x: Tensor) -> tuple[Tensor, TokenRows]:
+    def transpose(self, x: Tensor) -> tuple[Tensor, TokenRows]:
         """All rows ``[R, L, b, c]`` in the other layout."""
-        return x.transpose(0, 1).contiguous(), self.turned()
+        return x.transpose(0, 1).contiguous(), self.transposed()
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Tokens of these rows in the axes of the model -> ``[R, L, b, c]``."""
-        is_spatial, held = self.layout == "spatial", (self.count, self.length)
-        if self.grid.axes == "b (t s) c":
-            x = x.unflatten(1, held if is_spatial else held[::-1])
-        return x.permute(1, 2, 0, 3) if is_spatial else x.permute(2, 1, 0, 3)
+        held = {ROW_AXIS[self.layout]: self.count, TOKEN_AXIS[self.layout]: self.length}
+        return rearrange(x, f"{self.grid.axes} -> {self._pattern}", **held)
 
-    def from_rows(self, x: Tensor) -> Tensor:
+    def from_rows(self, x: Tensor, *, copy: bool = False) -> Tensor:
         """``[R, L, b, c]`` -> tokens in the axes of the model, contiguous."""
-        x = x.permute(2, 0, 1, 3) if self.layout == "spatial" else x.permute(2, 1, 0, 3)
-        return (x.flatten(1, 2) if self.grid.axes == "b (t s) c" else x).contiguous()
+        x = rearrange(x, f"{self._pattern} -> b t s c")
+        x = x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
+        return rearrange(x, f"b t s c -> {self.grid.axes}")
+
+    @property
+    def _pattern(self) -> str:
+        return f"{ROW_AXIS[self.layout]} {TOKEN_AXIS[self.layout]} b c"
 
 
 @dataclass
 class _Pass:
     """One forward pass.
 
-    ``entered`` are the rows in which its tokens entered, ``rows`` those of the residual stream
-    (None once it has left), ``came_in`` those in which each module got its tokens. ``kept`` has
-    what modules received from other ranks, for recomputation.
+    ``entry_rows`` are those in which its tokens entered, ``stream_rows`` those of the residual
+    stream (None once it has left), ``module_rows`` those in which each module got its tokens.
+    ``kept`` has the contexts in which modules are recomputed, with what they received from other
+    ranks.
     """
 
-    entered: TokenRows | None = None
-    rows: TokenRows | None = None
-    came_in: dict[nn.Module, TokenRows] = field(default_factory=dict)
+    entry_rows: TokenRows | None = None
+    stream_rows: TokenRows | None = None
+    module_rows: dict[nn.Module, TokenRows] = field(default_factory=dict)
     kept: dict[nn.Module, AbstractContextManager[Any]] = field(default_factory=dict)
-
-
-class _Call:
-    """A call of a module: its arguments by name, of which the first are the tokens."""
-
-    def __init__(self, local: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self.local, self._bound = local, inspect.signature(local).bind(*args, **kwargs)
-        self.arguments: dict[str, Any] = self._bound.arguments
-        self._first = next(iter(self.arguments))
-        self._others: tuple[Any, ...] | None = None
-
-    @property
-    def tokens(self) -> Tensor:
-        tokens: Tensor = self.arguments[self._first]
-        return tokens
-
-    def run(self, tokens: Tensor) -> Any:
-        """The output tokens; the other entries of a tuple are kept for ``returned``."""
-        self.arguments[self._first] = tokens
-        out = self.local(*self._bound.args, **self._bound.kwargs)
-        if isinstance(out, tuple):
-            out, *others = out
-            self._others = tuple(others)
-        return out
-
-    def returned(self, tokens: Tensor) -> Any:
-        """What the caller gets, with these tokens as output."""
-        return tokens if self._others is None else (tokens, *self._others)
 
 
 class ModulePoints:
@@ -185,7 +197,7 @@ class ModulePoints:
         # Modules under gradient checkpointing, which only the first backward pass shows.
         self._recomputed: set[nn.Module] = set()
 
-    def attachments(self) -> list[tuple[ModulePoint, Callable[..., Any]]]:
+    def attachments(self) -> list[tuple[ModulePoint, Callable[[ModuleCall], Any]]]:
         """Each point with the function to attach, the innermost function of a module first."""
         listed = [(ModulePoint(m), partial(self._attend, m)) for m in self.layouts]
         return [
@@ -209,32 +221,31 @@ class ModulePoints:
         return layouts
 
     def _only(self, pattern: str) -> nn.Module:
-        found: list[nn.Module] = find_modules(self.model, pattern)
+        found = find_modules(self.model, pattern)
         if len(found) > 1:
             raise ValueError(
                 f"got {pattern!r} in a ShardPlan, which matches {len(found)} modules; expected "
                 "one; write its whole name"
             )
-        return found[0]
+        module: nn.Module = found[0]
+        return module
 
-    def _forward(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, call: ModuleCall) -> Any:
         """Run the model and check that its tokens were gathered."""
-        output, now = local(*args, **kwargs), self._pass
-        if now.rows is not None:
+        output = call.run()
+        if self._pass.stream_rows is not None:
             raise ValueError(
                 f"got a forward that did not call {self.plan.leave!r}; expected its call, where "
                 "the ranks' outputs are gathered; correct leave in the ShardPlan"
             )
         return output
 
-    def _enter(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _enter(self, call: ModuleCall) -> Any:
         """Shard the tokens, and the arguments of ``enter``."""
-        call = _Call(local, args, kwargs)
         if not is_backward_running():
-            grid = self._grid(call)
-            held = self.engine.shard(_all_rows, grid)
-            self._pass = _Pass(entered=held, rows=held)
-        rows = self._pass.entered
+            rows = self.engine.shard(lambda grid: grid.rows("spatial"), self._grid(call))
+            self._pass = _Pass(rows, rows)
+        rows = self._pass.entry_rows
         assert rows is not None
 
         # What also attends cuts its arguments by itself.
@@ -242,43 +253,44 @@ class ModulePoints:
             self._cut_arguments(call, rows)
         everything = rows.take(0, rows.total)
         x = everything.to_rows(call.tokens)[rows.start : rows.stop]  # [R, L, b, c]
-        return call.returned(call.run(rows.from_rows(x)))
+        return call.returned(call.run_on(rows.from_rows(x)))
 
-    def _attend(
-        self, module: nn.Module, local: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _attend(self, module: nn.Module, call: ModuleCall) -> Any:
         """Call a listed module with tokens in the layout that it attends in."""
-        call, now = _Call(local, args, kwargs), self._pass
+        now = self._pass
         if is_backward_running():
             self._recomputed.add(module)
-            rows, kept = now.came_in[module], now.kept.pop(module, nullcontext())
+            rows, kept = now.module_rows[module], now.kept.pop(module, None)
         else:
-            rows, kept = self._came_in(module), self._keeping(module)
+            rows = self._note_call(module)
+            kept = self._keep(module, rows)
 
-        with kept:
+        run = partial(self._run, call, is_kept=kept is not None)
+        with kept or nullcontext():
             x = rows.to_rows(call.tokens)  # [R, L, b, c]
             if rows.layout != self.layouts[module]:
-                x, rows = self.engine.at("switch", _turn, x, rows)
-            x = self.engine.at(self.layouts[module], partial(self._run, call), x, rows)
+                x, rows = self.engine.at("switch", lambda x, rows: rows.transpose(x), x, rows)
+            x = self.engine.at(self.layouts[module], run, x, rows)
 
         if not is_backward_running():
-            now.rows = rows
-        return call.returned(rows.from_rows(x))
+            now.stream_rows = rows
+        return call.returned(rows.from_rows(x, copy=kept is not None))
 
-    def _run(self, call: _Call, x: Tensor, rows: TokenRows) -> Tensor:
+    def _run(self, call: ModuleCall, x: Tensor, rows: TokenRows, *, is_kept: bool) -> Tensor:
         self._cut_arguments(call, rows)
-        return rows.to_rows(call.run(rows.from_rows(x)))
+        # What is kept stays as it was received, also if modules work in place.
+        return rows.to_rows(call.run_on(rows.from_rows(x, copy=is_kept)))
 
-    def _leave(self, local: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    def _leave(self, call: ModuleCall) -> Tensor:
         """Gather the output of ``leave``."""
-        output, now = local(*args, **kwargs), self._pass
+        output, now = call.run(), self._pass
         if is_backward_running() or not isinstance(output, Tensor):
             problem = "is recomputed" if is_backward_running() else "returns no tensor"
             raise ValueError(
                 f"got {self.plan.leave!r}, which {problem}; expected a module behind all that is "
                 "checkpointed, which returns the tokens; name another one as leave"
             )
-        missing = [self._name(m) for m in self.layouts if m not in now.came_in]
+        missing = [self._name(m) for m in self.layouts if m not in now.module_rows]
         if missing:
             raise ValueError(
                 f"got a forward that bypassed {len(missing)} modules of its ShardPlan "
@@ -286,42 +298,51 @@ class ModulePoints:
                 "that were looked up before parallelize"
             )
 
-        assert now.rows is not None
-        rows, now.rows = now.rows, None
-        whole = self.engine.gather(_whole, rows.to_rows(output), rows)
-        assert isinstance(whole, Tensor)
+        rows, now.stream_rows = now.stream_rows, None
+        assert rows is not None
+        x = rows.to_rows(output)
+        whole: Tensor = self.engine.gather(lambda x, rows: rows.from_rows(x), x, rows)
         if whole.requires_grad:
             whole.register_hook(partial(self._resume, now))
         return whole
 
     def _resume(self, earlier: _Pass, grad: Tensor) -> None:
         self._pass = earlier
+        after_backward(partial(self._drop_kept, earlier))
 
-    def _came_in(self, module: nn.Module) -> TokenRows:
+    def _drop_kept(self, ended: _Pass) -> None:
+        """What was kept for modules that this backward pass has not recomputed."""
+        self._recomputed -= ended.kept.keys()
+        ended.kept.clear()
+
+    def _note_call(self, module: nn.Module) -> TokenRows:
         """Note a module's first call in a forward; the rows of the stream."""
         now = self._pass
-        if module in now.came_in:
+        if module in now.module_rows:
             raise ValueError(
                 f"got {self._name(module)!r} twice in one forward; expected each module of a "
                 "ShardPlan once; list the modules around it"
             )
-        if now.rows is None:
+        if now.stream_rows is None:
             raise ValueError(
                 f"got a call of {self._name(module)!r} outside of enter {self.plan.enter!r} and "
                 f"leave {self.plan.leave!r}; expected it between the two; correct the ShardPlan"
             )
-        now.came_in[module] = now.rows
-        return now.rows
+        now.module_rows[module] = now.stream_rows
+        return now.stream_rows
 
-    def _keeping(self, module: nn.Module) -> AbstractContextManager[Any]:
+    def _keep(self, module: nn.Module, rows: TokenRows) -> AbstractContextManager[Any] | None:
         """A context that keeps what the module receives from other ranks, if it is recomputed."""
-        keeps = not self.engine.options.recompute_communication and torch.is_grad_enabled()
-        if module not in self._recomputed or not keeps:
-            return nullcontext()
-        keeping, self._pass.kept[module] = keep_exchanged()
+        options = self.engine.options
+        resends = options.recompute_communication or self.engine.strategy(rows.grid).resends(
+            options
+        )
+        if resends or module not in self._recomputed or not torch.is_grad_enabled():
+            return None
+        keeping, self._pass.kept[module] = map(around_exchanges, exchange_modes())
         return keeping
 
-    def _grid(self, call: _Call) -> TokenGrid:
+    def _grid(self, call: ModuleCall) -> TokenGrid:
         x, axes = call.tokens, self.plan.tokens
         frames = x.shape[1] if axes == "b t s c" else self._frames(call.arguments)
         return TokenGrid(x.shape[0], frames, x.shape[1:-1].numel() // frames, axes)
@@ -337,10 +358,10 @@ class ModulePoints:
         frames: int = arguments[names[0]]
         return frames
 
-    def _cut_arguments(self, call: _Call, rows: TokenRows) -> None:
+    def _cut_arguments(self, call: ModuleCall, rows: TokenRows) -> None:
         """Cut the arguments that the plan gives axes for to these rows."""
         for name, axes in self.plan.arguments.items():
-            if AXES[rows.layout] in axes.split() and call.arguments.get(name) is not None:
+            if ROW_AXIS[rows.layout] in axes.split() and call.arguments.get(name) is not None:
                 call.arguments[name] = self._cut(name, call.arguments[name], axes.split(), rows)
 
     def _cut(self, name: str, value: Any, axes: list[str], rows: TokenRows) -> Any:
@@ -354,20 +375,8 @@ class ModulePoints:
                 f"sizes {[sizes.get(axis, 'any') for axis in axes]}; correct arguments in the "
                 "ShardPlan"
             )
-        return value.narrow(axes.index(AXES[rows.layout]), rows.start, rows.count)
+        return value.narrow(axes.index(ROW_AXIS[rows.layout]), rows.start, rows.count)
 
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {one: name for name, one in self.model.named_modules()}
         return names[module]
-
-
-def _all_rows(grid: TokenGrid) -> TokenRows:
-    return grid.rows("spatial")
-
-
-def _turn(x: Tensor, rows: TokenRows) -> tuple[Tensor, TokenRows]:
-    return rows.turn(x)
-
-
-def _whole(x: Tensor, rows: TokenRows) -> Tensor:
-    return rows.from_rows(x)

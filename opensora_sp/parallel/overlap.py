@@ -65,8 +65,8 @@ class InFlightSwitch:
 
     def start(self, chunks: Iterable[Tensor], num_chunks: int) -> InFlightSwitch:
         """Send chunks ``[rows, L, C]`` as they are computed, not again in recomputation."""
+        recomputes = bool(self._plans)
         self._plans = [self._plan(chunk, num_chunks) for chunk in range(num_chunks)]
-        recomputes = bool(self._sent)
         tickets = [_Start.apply(x.flatten(0, 1), self, chunk) for chunk, x in enumerate(chunks)]
 
         # The graph of a recomputation is held by checkpointing.

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from .batch_shape import BatchShape
 from .collectives import gather_rows
 from .debug.input_check import InputCheck
 from .debug.parity import ATTRIBUTE, verify_first_step
@@ -26,11 +27,10 @@ from .module_points import ModulePoints
 from .options import Options, takes_options
 from .protocols import Grid, LatentRows, Rows
 from .shard_plan import ShardPlan, find_modules, plan_of
-from .strategies import Local, SplitAttention, Strategy, SwitchRows, choose_strategy
-from .typed import Arguments
+from .strategies import SplitAttention, Strategy, SwitchRows, strategy_for
+from .typed import Arguments, Local
 
 Model = TypeVar("Model", bound=nn.Module)
-Held = TypeVar("Held", bound=Rows)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class SequenceParallel:
 
         # All modules are found before anything is attached: a wrong plan leaves the model as it
         # was.
-        self._attachments: list[tuple[Any, Callable[..., Any]]] = []
+        self._attachments: list[tuple[Any, Local]] = []
         if plan.names_hook_points:
             self._attachments = self._hook_points()
         elif mesh.sp_size > 1:
@@ -110,20 +110,21 @@ class SequenceParallel:
         finally:
             self._attach()
 
-    def ends(self, grid: Grid) -> list[list[LatentRows]]:
+    def boundary_rows(self, grid: Grid) -> list[list[LatentRows]]:
         """For each rank of the group its rows where tokens enter and where they leave."""
-        strategy = self._strategy(grid)
-        of_ranks: list[list[Any]] = [[] for _ in range(self.mesh.sp_size)]
-        for rows in strategy.ends(grid.rows("spatial")):
-            for held, run in zip(of_ranks, strategy.runs(rows), strict=True):
-                held.append(rows.take(*run))
-        return of_ranks
+        strategy = self.strategy(grid)
+        boundaries = strategy.boundary_rows(grid.rows("spatial"))
 
-    def shard(self, local: Local[Held], grid: Grid) -> Held:
+        def held_by(rank: int) -> list[Any]:
+            return [rows.take(*strategy.row_ranges(rows)[rank]) for rows in boundaries]
+
+        return [held_by(rank) for rank in range(self.mesh.sp_size)]
+
+    def shard(self, local: Local, grid: Any) -> Any:
         """The rows that this rank holds where tokens enter."""
-        return cast(Held, self._strategy(grid).shard(local, grid))
+        return self.strategy(grid).shard(local, grid)
 
-    def at(self, point: str, local: Local[Any], *args: Any, **options: Any) -> Any:
+    def at(self, point: str, local: Local, *args: Any, **options: Any) -> Any:
         """Run the batch's strategy at a hook point. The arguments include the rows held there."""
         rows = next(arg for arg in args if hasattr(arg, "grid"))
         if isinstance(args[0], Tensor) and args[0].shape[:2] != (rows.count, rows.length):
@@ -131,41 +132,40 @@ class SequenceParallel:
                 f"got tokens {tuple(args[0].shape)} as {_described(rows)}; expected "
                 f"[{rows.count}, {rows.length}, ..]; pass each point the rows of its tokens"
             )
-        return getattr(self._strategy(rows.grid), point)(local, *args, **options)
+        return getattr(self.strategy(rows.grid), point)(local, *args, **options)
 
-    def gather(self, local: Local[Tensor], x: Tensor, rows: Rows) -> Tensor | Shard:
-        """The whole output, or this rank's rows of it if the caller asked for shards."""
+    def gather(self, local: Local, x: Tensor, rows: Any) -> Any:
+        """The whole output, or a ``Shard`` of it if the caller asked for shards."""
         # A call of model.forward(...) bypasses the hook that sets the attribute.
         output, self._output = self._output, "full"
         if output == "shards":
-            return Shard(x, cast(LatentRows, rows))
+            return Shard(x, rows)
 
         if self.mesh.sp_size > 1:
             assert self.mesh.sp_group is not None
-            sizes = [stop - start for start, stop in self._strategy(rows.grid).runs(rows)]
-            x = gather_rows(x, sizes, self.mesh.sp_group)
+            counts = self.strategy(rows.grid).row_counts(rows)
+            x = gather_rows(x, counts, self.mesh.sp_group)
             rows = rows.take(0, rows.total)
         return local(x, rows)
 
-    def _hook_points(self) -> list[tuple[Any, Callable[..., Any]]]:
+    def _hook_points(self) -> list[tuple[Any, Local]]:
         """Each hook point of the model with the function to attach."""
-        plan = self.plan
-        functions: list[tuple[str, Callable[..., Any]]] = [(plan.leave, self.gather)]
+        functions: list[tuple[str, Local]] = [(self.plan.leave, self.gather)]
         if self.mesh.sp_size > 1:
-            functions.append((plan.enter, self.shard))
-            for name in ("switch", "segment", "spatial", "temporal", "rowwise"):
-                patterns = getattr(plan, name)
-                functions += [(pattern, partial(self.at, name)) for pattern in patterns]
+            functions.append((self.plan.enter, self.shard))
+            for name in ("switch", "segment", "spatial", "temporal", "tokenwise"):
+                hook = partial(self.at, name)
+                functions += [(pattern, hook) for pattern in getattr(self.plan, name)]
             for name in ("spatial", "temporal"):
-                attend, patterns = partial(self.at, f"attend_{name}"), getattr(plan, name)
-                functions += [(f"{pattern}.attend", attend) for pattern in patterns]
+                hook = partial(self.at, f"attend_{name}")
+                functions += [(f"{pattern}.attend", hook) for pattern in getattr(self.plan, name)]
 
-        points: list[tuple[Any, Callable[..., Any]]] = []
+        points: list[tuple[Any, Local]] = []
         for pattern, function in functions:
             points += [(point, function) for point in find_modules(self.model, pattern)]
         return points
 
-    def _before_forward(self, hook: Callable[..., Any]) -> None:
+    def _before_forward(self, hook: Local) -> None:
         self.handles.append(self.model.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _attach(self) -> None:
@@ -186,14 +186,15 @@ class SequenceParallel:
             )
         return args, kwargs
 
-    def _strategy(self, grid: Any) -> Strategy:
+    def strategy(self, grid: Any) -> Strategy:
         """The strategy for batches of this shape."""
         key = (grid.num_samples, *grid.shape, grid.full)
         if key not in self._strategies:
             width, heads = 1, 1
             if self.plan.names_hook_points:
                 width, heads = self.model.config.hidden_size, self.model.config.num_heads
-            chosen = choose_strategy(self.options, grid, width, heads, self.mesh.sp_size)
+            shape = BatchShape.of_grid(grid, width, heads)
+            chosen = strategy_for(shape, self.options, self.mesh.sp_size)
             if issubclass(chosen, SplitAttention) and not self.plan.names_hook_points:
                 # Ordinary modules hide their heads.
                 chosen = SwitchRows
@@ -252,7 +253,7 @@ def held_rows(model: nn.Module, grid: Grid) -> list[list[LatentRows]]:
         grid: the patches of the batch (``model.config.grid``).
     """
     engine: SequenceParallel = getattr(model, ATTRIBUTE)
-    return engine.ends(grid)
+    return engine.boundary_rows(grid)
 
 
 def unwrap(model: Model) -> Model:

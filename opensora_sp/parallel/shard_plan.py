@@ -21,7 +21,7 @@ from .strategies import SplitAttention, registered_strategies
 
 ROWS = "rows"
 TOKENS = (ROWS, "b t s c", "b (t s) c")
-POINTS = ("shard", "switch", "segment", "gather", "spatial", "temporal", "rowwise")
+POINTS = ("shard", "switch", "segment", "gather", "spatial", "temporal", "tokenwise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,9 @@ class ShardPlan:
         arguments: axes of other arguments of these modules, by name: a tensor "b t" is cut to the
             frames held by this rank, an integer "t" becomes their number. "b (t s) c" needs an
             integer argument of ``enter`` with axis "t".
-        switch, segment, rowwise: further hook points, with ``tokens="rows"`` only: where the layout
-            changes, where a part of a block runs, and where it ends with work on single tokens.
+        switch, segment, tokenwise: further hook points, with ``tokens="rows"`` only: where the
+            layout changes, where a part of a block runs, and where it ends with work on single
+            tokens.
 
     Raises:
         ValueError: if ``tokens``, ``placement`` or the axes of an argument are unknown, or hook
@@ -60,7 +61,7 @@ class ShardPlan:
     arguments: Mapping[str, str] = field(default_factory=dict)
     switch: tuple[str, ...] = ()
     segment: tuple[str, ...] = ()
-    rowwise: tuple[str, ...] = ()
+    tokenwise: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokens not in TOKENS:
@@ -74,10 +75,10 @@ class ShardPlan:
                 "them"
             )
 
-        further = (self.switch, self.segment, self.rowwise)
+        further = (self.switch, self.segment, self.tokenwise)
         if not all(further) if self.names_hook_points else any(further):
             raise ValueError(
-                f"got tokens {self.tokens!r} with switch, segment, rowwise {further}; expected "
+                f"got tokens {self.tokens!r} with switch, segment, tokenwise {further}; expected "
                 "modules of all three with tokens 'rows', and none otherwise; correct the ShardPlan"
             )
 
@@ -160,16 +161,9 @@ def plan_of(model: nn.Module) -> ShardPlan:
             f"names its {sorted(POINTS)} points, or a plan; call register_plan({name}, "
             "ShardPlan(...)), see docs/custom_model.md"
         )
-    return ShardPlan(
-        tokens=ROWS,
-        enter=named["shard"],
-        leave=named["gather"],
-        spatial=(named["spatial"],),
-        temporal=(named["temporal"],),
-        switch=(named["switch"],),
-        segment=(named["segment"],),
-        rowwise=(named["rowwise"],),
-    )
+    points: dict[str, Any] = {name: (pattern,) for name, pattern in named.items()}
+    (enter,), (leave,) = points.pop("shard"), points.pop("gather")
+    return ShardPlan(tokens=ROWS, enter=enter, leave=leave, **points)
 
 
 def find_modules(model: nn.Module, pattern: str) -> list[Any]:

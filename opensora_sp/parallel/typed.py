@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch.autograd import function as autograd_function
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Local: TypeAlias = Callable[..., Any]  # what a hook point does on one rank
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -25,3 +26,8 @@ def once_differentiable(backward: Decorated) -> Decorated:
 def is_backward_running() -> bool:
     """Whether autograd is running: a forward is then a recomputation of checkpointing."""
     return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -48,20 +48,6 @@ class AllocatorPeak(LivePeak):
         super().__init__()
         self.largest = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if rule := WORKSPACES.get(func):
-            workspace = rule(args, result)
-            self.largest = max(self.largest, workspace)
-            self.peak = max(self.peak, self.live + workspace)
-        return result
-
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Compiled parts are compiled under it; those of other trackers would run uncompiled."""
@@ -72,6 +58,12 @@ class AllocatorPeak(LivePeak):
         self.largest = max(self.largest, size)
         return size
 
+    def workspace_of(self, func: Any, args: tuple[Any, ...], result: Any) -> int:
+        rule = WORKSPACES.get(func)
+        workspace = rule(args, result) if rule else 0
+        self.largest = max(self.largest, workspace)
+        return workspace
+
 
 def rounded(number: int, unit: int) -> int:
     """``number``, up to the next multiple of ``unit``."""
@@ -79,22 +71,22 @@ def rounded(number: int, unit: int) -> int:
 
 
 def _flash_backward(args: tuple[Any, ...], _: Any) -> int:
-    """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the
-    products of the output with its gradient."""
     rows, heads, length, width = args[1].shape
-    padded = rounded(length, 128)
-    accumulated = rows * padded * heads * rounded(width, 32) * FP32
-    products = rows * heads * padded * FP32
-    return rounded(accumulated, BLOCK) + rounded(products, BLOCK) + _copies(args[0], args[4])
+    padded = rows * rounded(length, 128)
+    return _flash(padded, padded, heads, width) + _copies(args[0], args[4])
 
 
 def _flash_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
-    """As in equal rows; packed rows share their padding."""
     tokens, heads, width = args[1].shape
     rows, longest = len(args[6]) - 1, args[8]
-    accumulated = (tokens + 128 * rows) * heads * rounded(width, 32) * FP32
-    products = rows * heads * rounded(longest, 128) * FP32
-    return rounded(accumulated, BLOCK) + rounded(products, BLOCK)
+    return _flash(tokens + 128 * rows, rows * rounded(longest, 128), heads, width)
+
+
+def _flash(queries: int, products: int, heads: int, width: int) -> int:
+    """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the
+    products of the output with its gradient. Packed rows share the padding of the queries."""
+    accumulated = queries * heads * rounded(width, 32) * FP32
+    return rounded(accumulated, BLOCK) + rounded(products * heads * FP32, BLOCK)
 
 
 def _exchange(args: tuple[Any, ...], _: Any) -> int:
@@ -105,11 +97,7 @@ def _exchange(args: tuple[Any, ...], _: Any) -> int:
 
 
 def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
-    """In fp32: blocks of threads that share queries hand their sums on through tiles of 64
-    columns, each with a lock; and the products of the output with its gradient. (In 16 bits torch
-    takes FlashAttention.)"""
-    rows, heads, length, width = args[1].shape
-    return _efficient(rows, heads, length, width)
+    return _efficient(*args[1].shape)
 
 
 def _efficient_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
@@ -119,6 +107,9 @@ def _efficient_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
 
 
 def _efficient(rows: int, heads: int, length: int, width: int) -> int:
+    """In fp32: blocks of threads that share queries hand their sums on through tiles of 64
+    columns, each with a lock; and the products of the output with its gradient. (In 16 bits torch
+    takes FlashAttention.)"""
     queries = 64 if width <= 64 else 128
     tiles = -(-length // queries) * -(-width // 64) * (queries * 64 * FP32 + 16)
     return rounded(rows * heads * tiles, BLOCK) + rounded(rows * heads * length * FP32, BLOCK)

@@ -62,10 +62,10 @@ def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             joint, joint_inputs, **options, compiler="inductor"
         )
 
-    made = aot_autograd(
+    compiler = aot_autograd(
         fw_compiler=FusedGraph, partition_fn=partition, decompositions=select_decomp_table()
     )
-    return made(module, inputs)  # type: ignore[no-any-return]
+    return compiler(module, inputs)  # type: ignore[no-any-return]
 
 
 class FusedGraph:
@@ -75,13 +75,14 @@ class FusedGraph:
         self._boxed_call = True  # of the instance, as wrappers copy it
         *self.nodes, output = module.graph.nodes
         self.outputs: Any = output.args[0]
+        self.results = output.all_input_nodes
         self.reads: dict[Node, set[Node]] = {}  # the buffers that fused nodes are computed from
         self.buffers = self._buffers()
-        self.last = self._last_readers()
+        self.last_readers = self._last_readers()
 
     def _buffers(self) -> set[Node]:
         """The nodes that have memory: inputs, buffers, and views of these."""
-        wanted = {_base(node) for node in self._leave()}
+        wanted = {_base(node) for node in self.results}
         for node in self.nodes:
             if _calls_library(node):
                 wanted |= {_base(one) for one in node.all_input_nodes}
@@ -94,32 +95,31 @@ class FusedGraph:
             if _is_view(node):
                 has_memory = node.all_input_nodes[0] in found
             else:
-                fuses = node.op != "placeholder" and node not in wanted and not _has_buffer(node)
-                has_memory = not fuses or self._repeats(node, read)
+                # Readers of a fused result repeat its reads; inductor limits these.
+                most = READS_OF_REUSED if len(node.users) > 1 else READS
+                has_memory = (
+                    node.op == "placeholder"
+                    or node in wanted
+                    or _calls_library(node)
+                    or _packet(node) in REDUCTIONS
+                    or len(read) > most
+                )
             if has_memory:
                 found.add(node)
             self.reads[node] = read
         return found
-
-    @staticmethod
-    def _repeats(node: Node, read: set[Node]) -> bool:
-        """Whether inductor gives a fused result memory, for its readers would read too much."""
-        return len(read) > (READS_OF_REUSED if len(node.users) > 1 else READS)
-
-    def _leave(self) -> list[Node]:
-        return [one for one in self.outputs if isinstance(one, Node)]
 
     def _last_readers(self) -> dict[Node, int]:
         last: dict[Node, int] = {}
         for step, node in enumerate(self.nodes):
             if node in self.buffers:
                 last |= dict.fromkeys((node, *self.reads[node]), step)
-        return last | dict.fromkeys(self._leave(), len(self.nodes))
+        return last | dict.fromkeys(self.results, len(self.nodes))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        dying: dict[int, list[Node]] = {}
-        for node, step in self.last.items():
-            dying.setdefault(step, []).append(node)
+        expiring: dict[int, list[Node]] = {}
+        for node, step in self.last_readers.items():
+            expiring.setdefault(step, []).append(node)
 
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
         values: dict[Node, Any] = dict(zip(placeholders, inputs, strict=True))
@@ -127,19 +127,19 @@ class FusedGraph:
 
         for step, node in enumerate(self.nodes):
             if node in self.buffers and node.op != "placeholder":
-                self._replaced(node, dying.get(step, ()), values)
+                self._reuse_buffer(node, expiring.get(step, ()), values)
                 values[node] = self._value(node, values)
-            for one in dying.get(step, ()):
+            for one in expiring.get(step, ()):
                 values.pop(one, None)
         return [values[one] if isinstance(one, Node) else one for one in self.outputs]
 
-    def _replaced(self, node: Node, dying: Sequence[Node], values: dict[Node, Any]) -> None:
+    def _reuse_buffer(self, node: Node, expiring: Sequence[Node], values: dict[Node, Any]) -> None:
         """Free one buffer whose place a fused result takes."""
         size = _bytes(node)
         if _calls_library(node) or _is_view(node) or not size:
             return
 
-        for one in dying:
+        for one in expiring:
             is_buffer = one is not node and one.op != "placeholder" and not _is_view(one)
             if is_buffer and _bytes(one) == size:
                 values.pop(one, None)
@@ -149,20 +149,20 @@ class FusedGraph:
         if not (_is_view(node) or _calls_library(node) or "val" not in node.meta):
             return _empty(node)
 
-        def taken(one: Node) -> Any:
+        def value_of(one: Node) -> Any:
             return values[one] if one in values else _empty(one)
 
-        args: Any = torch.fx.map_arg(node.args, taken)
-        kwargs: Any = torch.fx.map_arg(node.kwargs, taken)
+        args: Any = torch.fx.map_arg(node.args, value_of)
+        kwargs: Any = torch.fx.map_arg(node.kwargs, value_of)
         target: Any = node.target
         return target(*args, **kwargs)
 
 
 def _empty(node: Node) -> Any:
-    return tree_map(_made, node.meta["val"])
+    return tree_map(_empty_like, node.meta["val"])
 
 
-def _made(value: Any) -> Any:
+def _empty_like(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return _number(value)
     size, stride = map(_number, value.shape), map(_number, value.stride())
@@ -199,10 +199,6 @@ def _base(node: Node) -> Node:
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
-
-
-def _has_buffer(node: Node) -> bool:
-    return _calls_library(node) or _packet(node) in REDUCTIONS
 
 
 def _calls_library(node: Node) -> bool:

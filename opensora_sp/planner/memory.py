@@ -89,9 +89,9 @@ class Persistent:
     """Bytes of persistent state: weights (with copies of frozen ones), optimizer, EMA weights."""
 
     weights: int
-    master_weights: int
-    moments: int
-    ema: int
+    master_weights: int = 0
+    moments: int = 0
+    ema: int = 0
 
     @classmethod
     def training(cls, sizes: ModelSizes, zero: Zero) -> Persistent:
@@ -106,7 +106,7 @@ class Persistent:
 
     @classmethod
     def sampling(cls, sizes: ModelSizes, element_size: int) -> Persistent:
-        return cls(weights=sizes.total * element_size, master_weights=0, moments=0, ema=0)
+        return cls(weights=sizes.total * element_size)
 
     @property
     def total(self) -> int:
@@ -134,14 +134,14 @@ class MemoryPeak:
         return self.total + round(IN_PIECES * self.largest)
 
 
-def sampling_peak(kept: Persistent, activations: Activations, depth: int) -> MemoryPeak:
+def sampling_peak(persistent: Persistent, activations: Activations, depth: int) -> MemoryPeak:
     """The peak of one call of the model without gradients."""
     live = round(activations.at(depth))
-    return MemoryPeak(kept.total + live, "forward", 0, live, activations.largest)
+    return MemoryPeak(persistent.total + live, "forward", 0, live, activations.largest)
 
 
 def training_peak(
-    kept: Persistent, sizes: ModelSizes, zero: Zero, activations: Activations
+    persistent: Persistent, sizes: ModelSizes, zero: Zero, activations: Activations
 ) -> MemoryPeak:
     """The peak of a training step.
 
@@ -151,7 +151,7 @@ def training_peak(
     """
 
     def at(moment: str, gradients: int, live: int) -> MemoryPeak:
-        total = kept.total + gradients + live
+        total = persistent.total + gradients + live
         return MemoryPeak(total, moment, gradients, live, activations.largest)
 
     bucket, peaks = GradientBucket(zero, sizes), []
@@ -171,7 +171,7 @@ def training_peak(
     bucket.reduce()
     peaks.append(at("backward", bucket.take_peak(), activations.inputs))
 
-    of_step = bucket.kept * zero.element_size + _step(sizes, zero)
+    of_step = bucket.reduced * zero.element_size + _step(sizes, zero)
     peaks.append(at("optimizer step", of_step, activations.inputs))
     return max(peaks, key=lambda peak: peak.total)
 
@@ -180,29 +180,29 @@ class GradientBucket:
     """Elements of gradients during a backward pass: in the bucket, or reduced and kept."""
 
     def __init__(self, zero: Zero, sizes: ModelSizes) -> None:
-        self.zero, self.filled, self.kept, self.peak = zero, 0, 0, 0
+        self.zero, self.filled, self.reduced, self.peak = zero, 0, 0, 0
         if zero.accumulates:  # gradients of the micro-batches before
-            self.kept = sum(self._remaining(n) for n in sizes.trainable)
+            self.reduced = sum(self._remaining(n) for n in sizes.trainable)
 
     def add(self, numel: int) -> None:
         if self.filled + numel > BUCKET:
             self.reduce(arriving=numel)
         self.filled += numel
-        self.peak = max(self.peak, self.kept + self.filled)
+        self.peak = max(self.peak, self.reduced + self.filled)
 
     def reduce(self, arriving: int = 0) -> None:
         """Average the bucket over the ranks, and keep the part that the stage keeps."""
         # Stage 1 reduces the flat copy in place.
         received = self._remaining(self.filled) if self.zero.stage == 2 else 0
-        self.peak = max(self.peak, self.kept + 2 * self.filled + received + arriving)
+        self.peak = max(self.peak, self.reduced + 2 * self.filled + received + arriving)
 
         if not self.zero.accumulates:
-            self.kept += self._remaining(self.filled)
+            self.reduced += self._remaining(self.filled)
         self.filled = 0
 
     def take_peak(self) -> int:
         """Bytes at the peak since the last call."""
-        peak, self.peak = self.peak, self.kept + self.filled
+        peak, self.peak = self.peak, self.reduced + self.filled
         return peak * self.zero.element_size
 
     def _remaining(self, numel: int) -> int:

@@ -15,10 +15,12 @@ from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.strategies import strategy_for, strategy_options
+from opensora_sp.parallel.strategies import applicable_strategy, strategy_for, strategy_options
 
+from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
 from .sharing import Sharing, sharing_of
+from .step_time import StepTime, predict_step
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, tokens_changing_rank, traffic
 
@@ -53,8 +55,9 @@ class BatchEstimate:
     """The estimate of one bucket.
 
     ``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by
-    strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves. Among
-    several buckets there is neither a comparison nor advice.
+    strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves.
+    ``time`` is predicted for training in 16 bits on a GPU that was named. Among several buckets
+    there is neither a comparison nor advice.
     """
 
     bucket: BatchSpec
@@ -64,6 +67,7 @@ class BatchEstimate:
     traffic: Traffic
     compared: dict[str, Traffic]
     memory: Memory
+    time: StepTime | None
     advice: list[str]
 
 
@@ -85,6 +89,7 @@ class Plan:
     micro_batches: int
     spans_nodes: bool | None
     memory_gb: float | None
+    gpu: str | None
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +98,9 @@ class Plan:
         for bucket, shown in zip(self.buckets, values["buckets"], strict=True):
             shown["memory"]["kept"]["total"] = bucket.memory.kept.total
             shown["memory"]["configured"]["needed"] = bucket.memory.configured.needed
+
+            if bucket.time is not None:
+                shown["time"]["is_launch_bound"] = bucket.time.is_launch_bound
 
             shown["traffic"].update(mean=bucket.traffic.mean, busiest=bucket.traffic.busiest)
             for name, sent in bucket.compared.items():
@@ -120,6 +128,7 @@ def plan(
     *,
     gpus_per_node: int | None = None,
     memory_gb: float | None = None,
+    gpu: str | None = None,
     device: str = "cuda",
     progress: Callable[[list[BatchSpec]], Iterable[BatchSpec]] = iter,
 ) -> Plan:
@@ -128,6 +137,8 @@ def plan(
     Args:
         gpus_per_node: to determine whether a sequence-parallel group spans nodes.
         memory_gb: memory of one GPU in GB (1e9 bytes), to report what does not fit.
+        gpu: a name in ``GPUS``, to predict the time of a step, and for its memory unless
+            ``memory_gb`` is passed.
         device: "cuda" or "cpu", on which torch's AdamW and its allocator work differently.
         progress: iterates over the buckets and may show how far it is.
 
@@ -135,12 +146,13 @@ def plan(
         ValueError: if the numbers do not fit each other or the config.
     """
     _check_numbers(num_gpus, gpus_per_node, memory_gb)
-    run, buckets = _Run(cfg, num_gpus, memory_gb, device), buckets_of(cfg)
+    if gpu is not None and gpu not in GPUS:
+        raise ValueError(f"got --gpu {gpu!r}; expected one of {list(GPUS)}; correct the name")
+    if memory_gb is None and gpu is not None:
+        memory_gb = GPUS[gpu].memory / 1e9
+    run, buckets = _Run(cfg, num_gpus, memory_gb, device, gpu), buckets_of(cfg)
 
-    spans = None
-    if gpus_per_node is not None:
-        spans = spans_nodes(num_gpus, run.ranks, gpus_per_node)
-
+    spans = None if gpus_per_node is None else spans_nodes(num_gpus, run.ranks, gpus_per_node)
     return Plan(
         purpose="training" if run.training else "sampling",
         model=run.name,
@@ -153,6 +165,7 @@ def plan(
         micro_batches=run.micro_batches,
         spans_nodes=spans,
         memory_gb=memory_gb,
+        gpu=gpu,
         buckets=[run.estimate(bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
 
@@ -172,8 +185,10 @@ class _Run:
         num_gpus: int,
         memory_gb: float | None,
         device: str,
+        gpu: str | None,
     ) -> None:
         self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
+        self.gpu = None if gpu is None else GPUS[gpu]
         self.ranks = cfg.sp_size or num_gpus  # a sampling config without sp_size takes all
         check_sp_size(self.ranks, num_gpus)
 
@@ -202,9 +217,10 @@ class _Run:
         compared: dict[str, Traffic] = {}
         advice: list[str] = []
         if not brief:
-            compared = {
-                name: self.traffic(shape, Options(strategy=name)) for name in strategy_options()
-            }
+            for name in strategy_options():
+                options = Options(strategy=name)
+                if applicable_strategy(shape, options, self.ranks):
+                    compared[name] = self.traffic(shape, options)
             advice = self._better_balance(bucket, sharing) + self._less_memory(latents, memory)
 
         return BatchEstimate(
@@ -220,6 +236,7 @@ class _Run:
             traffic=self.traffic(shape, self.options),
             compared=compared,
             memory=memory,
+            time=self.time(latents),
             advice=advice,
         )
 
@@ -254,9 +271,9 @@ class _Run:
     def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
         """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
         if not isinstance(self.cfg, TrainConfig):
-            kept = Persistent.sampling(self.sizes, self.dtype.itemsize)
-            peak = sampling_peak(kept, self._traced(latents, ranks, False), self.config.depth)
-            return Memory(kept, peak, None, peak)
+            state = Persistent.sampling(self.sizes, self.dtype.itemsize)
+            peak = sampling_peak(state, self._traced(latents, ranks, False), self.config.depth)
+            return Memory(state, peak, None, peak)
 
         zero = Zero(
             world=self.num_gpus,
@@ -264,14 +281,31 @@ class _Run:
             element_size=self.dtype.itemsize,
             accumulates=self.micro_batches > 1,
         )
-        kept = Persistent.training(self.sizes, zero)
+        state = Persistent.training(self.sizes, zero)
 
         peaks = {}
         for checkpointing in (False, True):
             if not brief or checkpointing == self.checkpointing:
                 activations = self._traced(latents, ranks, checkpointing)
-                peaks[checkpointing] = training_peak(kept, self.sizes, zero, activations)
-        return Memory(kept, peaks.get(False), peaks.get(True), peaks[self.checkpointing])
+                peaks[checkpointing] = training_peak(state, self.sizes, zero, activations)
+        return Memory(state, peaks.get(False), peaks.get(True), peaks[self.checkpointing])
+
+    def time(self, latents: tuple[int, ...]) -> StepTime | None:
+        """Predicted for a training step in 16 bits, if a GPU was named."""
+        if self.gpu is None or not self.training or self.dtype.itemsize != 2:
+            return None
+        return predict_step(
+            self.name,
+            self.config,
+            latents,
+            gpu=self.gpu,
+            options=self.options,
+            ranks=self.ranks,
+            world=self.num_gpus,
+            dtype=self.dtype,
+            checkpointing=self.checkpointing,
+            micro_batches=self.micro_batches,
+        )
 
     def _traced(self, latents: tuple[int, ...], ranks: int, checkpointing: bool) -> Activations:
         return trace_activations(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import attention_flops, block_flops
-from opensora_sp.parallel.layout import unit_name, unit_runs
+from opensora_sp.parallel.layout import unit_name, unit_ranges
 from opensora_sp.parallel.strategies import (
     REPLICATED,
     BlockLayouts,
@@ -113,7 +113,7 @@ def _attention_in(shape: BatchShape, layout: str, lengths: list[int], ranks: int
     for length in lengths:
         of_units += [attention_flops(1, length, C // heads)] * heads
     of_units *= B
-    held = unit_runs(shape.axes(layout), layout, ranks, shape.windows)
+    held = unit_ranges(shape.axes, layout, ranks)
     return [sum(of_units[first:last]) for first, last in held]
 
 

@@ -65,7 +65,7 @@ def trace_activations(
         compiled: the parts between two switches are compiled by inductor.
     """
     small = dataclasses.replace(config, depth=DEPTH)
-    model = _model(name, small, dtype)
+    model = meta_model(name, small, dtype)
     model.set_grad_checkpoint(checkpointing)
     mesh = SequenceMesh.imagined(ranks, ranks - 1)
     parallelize(model, mesh, dataclasses.replace(options, verify=False))
@@ -73,7 +73,7 @@ def trace_activations(
     live = AllocatorPeak() if device == "cuda" else LivePeak()
     at_segments: list[int] = []  # live bytes
     model.segment.register_forward_pre_hook(lambda *_: at_segments.append(live.live))
-    with _meta_device_module(), live:
+    with meta_device_module(), live:
         if compiled:
             compile_blocks(model, backend=fused_memory.backend)
             _passed(model, latents, ranks, training, live)
@@ -105,7 +105,7 @@ def _passed(
     return live.peak - before, inputs
 
 
-def _model(name: str, config: Any, dtype: torch.dtype) -> Any:
+def meta_model(name: str, config: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         return model_class(name)(config).to(dtype)
 
@@ -157,7 +157,7 @@ def _inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]
 
 
 @contextmanager
-def _meta_device_module() -> Iterator[None]:
+def meta_device_module() -> Iterator[None]:
     """Lets torch before 2.6 recompute on meta tensors: it asks for a module of their generators."""
     if hasattr(torch, "meta"):
         yield

@@ -17,7 +17,7 @@ import inspect
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from .rank_info import format_ranks
 from .stack_inspection import location
 
 # Each calls the backend once. All other collectives of torch.distributed call one of these.
@@ -83,7 +84,7 @@ class Collective:
 
     def __str__(self) -> str:
         call = f"{self.operation}({', '.join(map(str, self.tensors))})"
-        group = f"process group {self.group} (ranks {_format_ranks(self.ranks)})"
+        group = f"process group {self.group} ({format_ranks(self.ranks)})"
         return f"{call}, number {self.number} of {group}, called at {self.location}"
 
 
@@ -184,15 +185,15 @@ class CollectiveRecorder:
 
         tensors, line = _tensor_arguments(arguments), location(sys._getframe())
         with self._lock:
-            own = self._groups.get(name)
-            if own is None:
-                own = self._groups[name] = _Group(tuple(dist.get_process_group_ranks(group)))
+            state = self._groups.get(name)
+            if state is None:
+                state = self._groups[name] = _Group(tuple(dist.get_process_group_ranks(group)))
 
-            own.called += peer is None
-            ranks = own.ranks if peer is None else (dist.get_rank(), peer)
-            call = Collective(operation, tensors, name, own.called, ranks, peer, line)
+            state.called += peer is None
+            ranks = state.ranks if peer is None else (dist.get_rank(), peer)
+            call = Collective(operation, tensors, name, state.called, ranks, peer, line)
             if peer is None:
-                own.newest.append(call)
+                state.newest.append(call)
             self._open.add(call)
         return call
 
@@ -214,10 +215,3 @@ def _tensor_arguments(arguments: dict[str, Any]) -> list[TensorArgument]:
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
             found.append(TensorArgument(name, len(value), value[0].shape, value[0].dtype))
     return found
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    """``0, 1, 2``; long ranges as ``0 to 63``."""
-    if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]} to {ranks[-1]}"
-    return ", ".join(map(str, ranks))

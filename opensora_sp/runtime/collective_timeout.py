@@ -25,7 +25,7 @@ class _Snapshot:
         The first heartbeat after the snapshot may have been in progress, so it takes the second.
         """
         return all(
-            heartbeat.left or heartbeat.number >= self.heartbeats[rank] + 2
+            heartbeat.has_left or heartbeat.number >= self.heartbeats[rank] + 2
             for rank, heartbeat in heartbeats.items()
         )
 

@@ -29,14 +29,14 @@ class Heartbeat:
         called: by process group, how many collectives the rank has called.
         returned: how many of these have returned to the host.
         location: the line of source that its main thread runs.
-        left: whether the rank has left the run.
+        has_left: whether the rank has left the run.
     """
 
     number: int
     called: dict[str, int]
     returned: dict[str, int]
     location: str
-    left: bool
+    has_left: bool
 
 
 class HeartbeatStore:
@@ -150,6 +150,6 @@ class PeerTimeout:
                 self._newest[rank], self._seen_at[rank] = heartbeat, number
 
             silent = (number - self._seen_at[rank]) * INTERVAL
-            if silent >= self._timeout and not heartbeat.left:
+            if silent >= self._timeout and not heartbeat.has_left:
                 return f"rank {rank} has sent no heartbeat for {silent:g} s (peer_timeout)"
         return None

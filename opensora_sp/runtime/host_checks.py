@@ -26,6 +26,15 @@ def check_machine(launch: Launch) -> None:
         check_own_address(launch.master)
 
 
+def use_device(local_rank: int) -> tuple[torch.device, str]:
+    """This rank's device, made the current one, and the backend of its process groups."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device, "nccl"
+
+
 def check_devices(launch: Launch | None = None) -> None:
     """Check that torch can use the GPUs of this host.
 
@@ -145,12 +154,12 @@ def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:
         family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
-            own = str(probe.getsockname()[0])
+            local = str(probe.getsockname()[0])
     except OSError:
         return "", None
 
-    names = [name for name, addresses in interfaces().items() if own in addresses]
-    return own, names[0] if names and not is_loopback(own) else None
+    names = [name for name, addresses in interfaces().items() if local in addresses]
+    return local, names[0] if names and not is_loopback(local) else None
 
 
 def shared_memory() -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,20 +82,22 @@ def _differences(joined: list[RankInfo], kind: str) -> str:
             ranks_of.setdefault(text, []).append(one)
 
         if len(ranks_of) > 1:
-            places = (f"{_shorten(text)} on {_format(ranks)}" for text, ranks in ranks_of.items())
-            different.append(f"{name} {', '.join(places)}")
+            values = []
+            for text, infos in ranks_of.items():
+                hosts = sorted({info.host for info in infos[:MAX_RANKS]})
+                ranks = format_ranks([info.rank for info in infos])
+                values.append(f"{_shorten(text)} on {ranks} ({', '.join(hosts)})")
+            different.append(f"{name} {', '.join(values)}")
     return "; ".join(different)
 
 
-def _format(infos: list[RankInfo]) -> str:
-    hosts = sorted({one.host for one in infos[:MAX_RANKS]})
-    return f"{format_ranks([one.rank for one in infos])} ({', '.join(hosts)})"
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """``rank 3``; ``ranks 0, 1``; many are cut short."""
-    more = ", ..." if len(ranks) > MAX_RANKS else ""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks[:MAX_RANKS]))}{more}"
+def format_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``; ``ranks 0, 1``; long ranges as ``ranks 0 to 63``; other long lists are cut."""
+    listed = ", ".join(map(str, ranks[:MAX_RANKS]))
+    if len(ranks) > MAX_RANKS:
+        is_range = ranks[-1] - ranks[0] == len(ranks) - 1
+        listed = f"{ranks[0]} to {ranks[-1]}" if is_range else f"{listed}, ..."
+    return f"rank{'s' * (len(ranks) != 1)} {listed}"
 
 
 def _shorten(text: str) -> str:

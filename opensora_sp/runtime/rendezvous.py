@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -130,10 +130,8 @@ class Rendezvous:
             ValueError: if the ranks cannot start, or the store is lost.
         """
         launch = self.launch
-        info = RankInfo(launch.rank, launch.world_size, self.host, error=error)
-        if error is None:
-            facts = {**versions(), "device": device_kind()}
-            info = replace(info, versions=facts, settings=settings)
+        software = {**versions(), "device": device_kind()}
+        info = RankInfo(launch.rank, launch.world_size, self.host, software, settings, error)
 
         try:
             number = self.store.add(COUNTER, 1)

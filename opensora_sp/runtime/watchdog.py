@@ -234,7 +234,7 @@ class Watchdog:
     def _all_have_left(self) -> bool:
         peers = self._store.peers
         living = [rank for rank in self._others if rank not in peers or is_alive(peers[rank])]
-        return all(heartbeat.left for heartbeat in self._store.heartbeats(living).values())
+        return all(heartbeat.has_left for heartbeat in self._store.heartbeats(living).values())
 
     # The watchdog's thread.
 
@@ -285,7 +285,7 @@ class Watchdog:
         heartbeats = self._store.heartbeats(self._others if self._rank == 0 else [0])
         self._fail_if(self._peer_timeout.check(self._number, heartbeats))
         for rank, process in self._store.peers.items():
-            if not is_alive(process) and not self._store.heartbeats([rank])[rank].left:
+            if not is_alive(process) and not self._store.heartbeats([rank])[rank].has_left:
                 raise _RunFailed(
                     f"rank {rank} (process {process.pid}) has exited without reporting an error: "
                     "it was killed, or crashed"
@@ -324,9 +324,10 @@ class Watchdog:
 
     def _write_heartbeat(self) -> None:
         location = location_of_thread(self._main_thread)
-        left = self._ended.is_set()
         counts = self._recorder.counts()
-        self._store.write(Heartbeat(self._number, **counts, location=location, left=left))
+        self._store.write(
+            Heartbeat(self._number, **counts, location=location, has_left=self._ended.is_set())
+        )
 
     def _report(self, reason: str) -> None:
         if not self._is_reported:

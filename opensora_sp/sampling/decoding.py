@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from opensora_sp.data import to_frames
 from opensora_sp.encoders import Piece, independent_pieces
+from opensora_sp.encoders.base import chunks
 from opensora_sp.parallel import SequenceMesh
 
 Frames = Iterator[tuple[int, np.ndarray]]
-"""(place in the batch, frames uint8 ``[F, height, width, 3]``); pieces of a video are in order."""
+"""(index in the batch, frames uint8 ``[F, height, width, 3]``); pieces of a video are in order."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,8 @@ def decode(
         overlap: latent frames that a loop shares with the one before; their frames are skipped.
     """
     count, _, latent_frames = parts[0].shape[:3]
-    pieces = independent_pieces(vae, num_frames=num_frames, latent_frames=latent_frames)
-    pieces = grouped(pieces, vae)
-    shared = frames_of(vae, overlap, num_frames, size) if len(parts) > 1 else 0
-
-    units: list[Unit] = []
-    for part in range(len(parts)):
-        units += _units(part, pieces, shared if part else 0)
-
+    pieces = decoded_pieces(vae, num_frames, latent_frames)
+    units = _units(len(parts), pieces, frames_of(vae, overlap, num_frames, size))
     for turn in turns(units, count, mesh.sp_size):
         frames = None
         if mesh.sp_rank < len(turn):
@@ -79,9 +75,9 @@ def collected(frames: Frames, count: int) -> list[np.ndarray]:
     """The whole videos of a batch of ``count``; empty for videos that another rank writes."""
     empty = np.empty((0, 0, 0, 3), np.uint8)
     pieces: list[list[np.ndarray]] = [[] for _ in range(count)]
-    for place, piece in frames:
-        pieces[place].append(piece)
-    return [np.concatenate(video) if video else empty for video in pieces]
+    for video, piece in frames:
+        pieces[video].append(piece)
+    return [np.concatenate(one) if one else empty for one in pieces]
 
 
 def writer_of(video: int, mesh: SequenceMesh) -> int:
@@ -89,25 +85,17 @@ def writer_of(video: int, mesh: SequenceMesh) -> int:
     return video % mesh.sp_size
 
 
-def grouped(pieces: Sequence[Piece], vae: Any) -> list[Piece]:
-    """Merge single frames into pieces of the autoencoder's ``micro_batch_size`` (None: all).
+def decoded_pieces(vae: Any, num_frames: int, latent_frames: int) -> list[Piece]:
+    """The pieces of a clip that are decoded by one call each.
 
-    Chunks of several frames stay as they are.
+    Frames that stand alone are decoded in batches of the autoencoder's ``micro_batch_size`` (None:
+    all).
     """
-    if getattr(vae, "chunk_latent_frames", None) != 1:
-        return list(pieces)
-
-    size = getattr(vae, "micro_batch_size", 1) or len(pieces)
-    merged = []
-    for start in range(0, len(pieces), size):
-        first, last = pieces[start], pieces[min(start + size, len(pieces)) - 1]
-        merged.append(
-            Piece(
-                frames=slice(first.frames.start, last.frames.stop),
-                latents=slice(first.latents.start, last.latents.stop),
-            )
-        )
-    return merged
+    pieces = independent_pieces(vae, num_frames=num_frames, latent_frames=latent_frames)
+    if getattr(vae, "chunk_frames", None) != 1:
+        return pieces
+    size = getattr(vae, "micro_batch_size", 1) or num_frames
+    return [Piece(frames, frames) for frames in chunks(num_frames, size)]
 
 
 def frames_of(vae: Any, latent_frames: int, num_frames: int, size: tuple[int, int]) -> int:
@@ -122,23 +110,26 @@ def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[U
     Of P whole videos each rank decodes the one that it writes, without communication. The units of
     the remaining videos are distributed one by one.
     """
-    whole = num_videos - num_videos % ranks
-    for first in range(0, whole, ranks):
+    num_local = num_videos - num_videos % ranks
+    for first in range(0, num_local, ranks):
         for unit in units:
             yield [replace(unit, video=video) for video in range(first, first + ranks)]
 
-    rest: list[Unit] = []
-    for video in range(whole, num_videos):
-        rest += [replace(unit, video=video) for unit in units]
-    for start in range(0, len(rest), ranks):
-        yield rest[start : start + ranks]
+    distributed: list[Unit] = []
+    for video in range(num_local, num_videos):
+        distributed += [replace(unit, video=video) for unit in units]
+    for start in range(0, len(distributed), ranks):
+        yield distributed[start : start + ranks]
 
 
-def _units(part: int, pieces: Sequence[Piece], shared: int) -> Iterator[Unit]:
-    for piece in pieces:
-        skipped = max(0, shared - piece.frames.start)
-        if skipped < piece.frames.stop - piece.frames.start:
-            yield Unit(0, part, piece, skipped)
+def _units(num_parts: int, pieces: Sequence[Piece], shared: int) -> list[Unit]:
+    """The units of one video; each part repeats ``shared`` frames of the one before."""
+    units = []
+    for part, piece in product(range(num_parts), pieces):
+        unit = Unit(0, part, piece, skipped=max(0, shared - piece.frames.start) if part else 0)
+        if unit.num_frames > 0:
+            units.append(unit)
+    return units
 
 
 @torch.no_grad()
@@ -150,37 +141,22 @@ def _decode_one(vae: Any, latents: Tensor, unit: Unit, size: tuple[int, int]) ->
     return to_frames(video[:, unit.skipped :, : size[0], : size[1]])
 
 
-def _to_writers(turn: Sequence[Unit], mine: np.ndarray | None, mesh: SequenceMesh) -> Frames:
-    """Send each unit's frames to its writer; yields those that this rank writes.
+def _to_writers(
+    turn: Sequence[Unit], own: np.ndarray | None, mesh: SequenceMesh
+) -> list[tuple[int, np.ndarray]]:
+    """Send each unit's frames to its writer; returns those that this rank writes.
 
     Frames are uint8 and travel through the CPU process group (gloo).
     """
-    group = mesh.host_group
-    received: dict[int, Tensor] = {}
-    requests: list[Any] = []
-    shape = torch.tensor(mine.shape[1:] if mine is not None else (0, 0, 0))
+    group: Any = mesh.host_group
+    received = []
     for rank, unit in enumerate(turn):
-        writer = writer_of(unit.video, mesh)
+        writer, frames = writer_of(unit.video, mesh), [own]
         if mesh.sp_rank == rank != writer:
-            assert mine is not None and group is not None
-            target = dist.get_global_rank(group, writer)
-            tensor = torch.from_numpy(np.ascontiguousarray(mine))
-            requests.append(dist.isend(shape, target, group, tag=0))
-            requests.append(dist.isend(tensor, target, group, tag=1))
+            dist.send_object_list(frames, dist.get_global_rank(group, writer), group)
         elif mesh.sp_rank == writer != rank:
-            assert group is not None
-            source = dist.get_global_rank(group, rank)
-            found = torch.empty(3, dtype=torch.int64)
-            dist.recv(found, source, group, tag=0)
-            received[rank] = torch.empty((unit.num_frames, *found.tolist()), dtype=torch.uint8)
-            requests.append(dist.irecv(received[rank], source, group, tag=1))
-
-    for request in requests:
-        request.wait()
-
-    for rank, unit in enumerate(turn):
-        if rank == mesh.sp_rank == writer_of(unit.video, mesh):
-            assert mine is not None
-            yield unit.video, mine
-        elif rank in received:
-            yield unit.video, received[rank].numpy()
+            dist.recv_object_list(frames, dist.get_global_rank(group, rank), group)
+        if mesh.sp_rank == writer:
+            assert frames[0] is not None
+            received.append((unit.video, frames[0]))
+    return received

@@ -18,8 +18,7 @@ from typing import Any
 
 from PIL import ImageDraw, ImageFont, features
 
-FONT_PACKAGES = ("cvttf_NotoSansCJK_Regular",)  # of the extra "fonts"
-SUFFIXES = (".ttf", ".otf", ".ttc")
+FONT_PACKAGE = "cvttf_NotoSansCJK_Regular"  # of the extra "fonts"
 # Zero-width characters that shape their neighbours and have no glyph of their own.
 JOINERS = "\u200c\u200d"
 IGNORED = (*JOINERS, "\ufe0e", "\ufe0f")
@@ -32,9 +31,11 @@ def drawable(text: str, otherwise: str) -> str:
     return kept if any(unicodedata.category(c)[0] in "LNS" for c in kept) else otherwise
 
 
-def draw_text(draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str, *, size: int) -> None:
+def draw_text(
+    draw: ImageDraw.ImageDraw, position: tuple[int, int], text: str, *, size: int
+) -> None:
     """Draw text in black on one baseline; ``text`` is a result of ``drawable``."""
-    x, top = place
+    x, top = position
     baseline = top + size
 
     for path, run in runs(text):
@@ -72,11 +73,9 @@ def font_files() -> list[str]:
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
     first = [str(font_manager.findfont("DejaVu Sans"))]
-    for name in FONT_PACKAGES:
-        found = importlib.util.find_spec(name)
-        if found is not None and found.origin is not None:
-            files = Path(found.origin).parent.iterdir()
-            first += sorted(str(path) for path in files if path.suffix in SUFFIXES)
+    package = importlib.util.find_spec(FONT_PACKAGE)
+    if package is not None and package.origin is not None:
+        first += sorted(map(str, Path(package.origin).parent.glob("*.[to]t[cf]")))
 
     # Upright fonts of regular weight come before bold and italic ones.
     of_system = sorted(str(path) for path in font_manager.findSystemFonts())

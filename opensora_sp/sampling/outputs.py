@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import av
 import numpy as np
@@ -27,16 +27,11 @@ from .lettering import drawable
 from .requests import Request
 
 
-class FrameFile(Protocol):
-    """A file to which frames uint8 ``[F, height, width, 3]`` are added in pieces."""
-
-    def add(self, frames: np.ndarray) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Mp4:
-    """H.264 in mp4; odd sizes lose their last row or column."""
+    """H.264 in mp4; odd sizes lose their last row or column.
+
+    Frames uint8 ``[F, height, width, 3]`` are added in pieces.
+    """
 
     def __init__(self, path: Path, fps: float) -> None:
         self.container, self.fps = av.open(str(path), mode="w"), fps
@@ -61,37 +56,26 @@ class Mp4:
         self.container.close()
 
 
-class Gif:
-    """A GIF that repeats forever, with 256 colours per frame."""
+class Images:
+    """A GIF that repeats forever, with 256 colours per frame, or a PNG of a single frame."""
 
     def __init__(self, path: Path, fps: float) -> None:
         self.path, self.fps = path, fps
         self.images: list[Image.Image] = []
 
     def add(self, frames: np.ndarray) -> None:
-        self.images += [Image.fromarray(frame).quantize() for frame in frames]
+        self.images += map(Image.fromarray, frames)
 
     def close(self) -> None:
         if self.images:
             first, *rest = self.images
-            milliseconds = round(1000 / self.fps)
-            first.save(self.path, save_all=True, append_images=rest, duration=milliseconds, loop=0)
+            duration = round(1000 / self.fps)
+            first.save(
+                self.path, save_all=bool(rest), append_images=rest, duration=duration, loop=0
+            )
 
 
-class Png:
-    """A single frame."""
-
-    def __init__(self, path: Path, fps: float) -> None:
-        self.path = path
-
-    def add(self, frames: np.ndarray) -> None:
-        Image.fromarray(frames[0]).save(self.path)
-
-    def close(self) -> None:
-        pass
-
-
-FORMATS: dict[str, Any] = {"mp4": Mp4, "gif": Gif, "png": Png}
+FORMATS: dict[str, type[Mp4 | Images]] = {"mp4": Mp4, "gif": Images, "png": Images}
 
 
 class Output:
@@ -109,7 +93,7 @@ class Output:
 
         self.partial = _partial(self.path)
         fps = facts.get("save_fps") or request.fps
-        self.file: FrameFile = FORMATS[facts["format"]](self.partial, fps)
+        self.file = FORMATS[facts["format"]](self.partial, fps)
         self.closed = False
 
         # Frames of the contact sheet.
@@ -161,13 +145,13 @@ class Output:
 
 def check_writable(folder: Path) -> None:
     """Raise ValueError if files cannot be written in a folder, which need not exist yet."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not (place.is_dir() and os.access(place, os.W_OK)):
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         raise ValueError(
-            f"got outputs {str(folder)!r}, but {place} is no folder that can be written; expected "
-            "one; pass another --outputs"
+            f"got outputs {str(folder)!r}, but {existing} is no folder that can be written; "
+            "expected one; pass another --outputs"
         )
 
 

@@ -145,8 +145,8 @@ class Pipeline:
 
         distinct = list(dict.fromkeys(texts))
         y, mask = self.text_encoder.encode(distinct)
-        places = [distinct.index(text) for text in texts]
-        y, mask = (torch.stack([z[place] for place in places]) for z in (y, mask))
+        indices = [distinct.index(text) for text in texts]
+        y, mask = (torch.stack([z[index] for index in indices]) for z in (y, mask))
 
         # The mask and ``drop`` stay on the CPU, where the model counts text tokens.
         encode_text: Any = self.model.encode_text

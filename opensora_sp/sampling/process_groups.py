@@ -38,45 +38,47 @@ def choose_groups(cfg: InferenceConfig, requests: Sequence[Request], world_size:
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     if cfg.sp_size:
         sizes = [cfg.sp_size]
-    dealt = {sp_size: _deal(cfg, requests, sp_size, world_size // sp_size) for sp_size in sizes}
-    best = min(sizes, key=lambda sp_size: (dealt[sp_size][0], sp_size))
-    seconds, batches = dealt[best]
+    schedules = {n: _schedule(cfg, requests, n, world_size // n) for n in sizes}
+    best = min(sizes, key=lambda n: schedules[n][0])
+    time, batches = schedules[best]
 
-    counted = ((len(requests), "video", "s"), (world_size, "process", "es"))
-    groups = f"{len(batches)} group{'s' * (len(batches) > 1)} of {best}"
-    videos, processes = (f"{n} {word}" + plural * (n > 1) for n, word, plural in counted)
-    what = f"{videos} on {processes}: {groups} (sp_size {best})"
+    reason = "the only way"
     if cfg.sp_size:
-        return Groups(best, batches, f"{what}, as asked for")
+        reason = "as asked for"
+    elif len(sizes) > 1:
+        reason = "by estimate"
+        for n in sizes:
+            if n != best:
+                ratio = schedules[n][0] / (time or 1)
+                reason += f"; sp_size {n} would take {ratio:.2f} times as long"
+        reason += "; --sp-size N overrides"
 
-    others = [
-        f"sp_size {n} would take {dealt[n][0] / (seconds or 1):.2f} times as long"
-        for n in sizes
-        if n != best
-    ]
-    if not others:
-        return Groups(best, batches, f"{what}, the only way")
-    reason = "; ".join(["by estimate", *others, "--sp-size N overrides"])
+    videos, groups = _count(len(requests), "video"), _count(len(batches), "group")
+    processes = _count(world_size, "process", plural="es")
+    what = f"{videos} on {processes}: {groups} of {best} (sp_size {best})"
     return Groups(best, batches, f"{what}, {reason}")
 
 
-def _deal(
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" + plural * (number > 1)
+
+
+def _schedule(
     cfg: InferenceConfig, requests: Sequence[Request], sp_size: int, groups: int
 ) -> tuple[float, list[list[Batch]]]:
     """Time of the busiest group, in FLOPs, and the batches of each group.
 
     Greedy scheduling: the longest batch first, each to the group with the least work so far.
     """
-    costs = _cost_by_shape(cfg, sp_size)
+    cost = _cost_by_shape(cfg, sp_size)
     batches = batches_of(requests, cfg.batch_size, groups)
 
-    loads, dealt = [0.0] * groups, [list[Batch]() for _ in range(groups)]
-    for batch in sorted(batches, key=costs, reverse=True):
-        group = min(range(groups), key=loads.__getitem__)
-        loads[group] += costs(batch)
-        dealt[group].append(batch)
-
-    return max(loads), dealt
+    loads, schedule = [0.0] * groups, [list[Batch]() for _ in range(groups)]
+    for batch in sorted(batches, key=cost, reverse=True):
+        group = loads.index(min(loads))
+        loads[group] += cost(batch)
+        schedule[group].append(batch)
+    return max(loads), schedule
 
 
 def _cost_by_shape(cfg: InferenceConfig, ranks: int) -> Callable[[Batch], float]:

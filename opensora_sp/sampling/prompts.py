@@ -72,14 +72,16 @@ def _rows(path: Path) -> list[PromptOptions]:
         return prompts
 
 
-def _checked(row: dict[str, str | None], place: str) -> PromptOptions:
+def _checked(row: dict[str, str | None], origin: str) -> PromptOptions:
     if None in row:
         raise ValueError(
-            f"in {place}: got more cells than columns; expected as many; quote cells that hold "
+            f"in {origin}: got more cells than columns; expected as many; quote cells that hold "
             "commas"
         )
-    filled: dict[str, Any] = {name: cell.strip() for name, cell in row.items() if cell}
+    cells: dict[str, Any] = {
+        name: cell.strip() for name, cell in row.items() if cell and cell.strip()
+    }
     try:
-        return PromptOptions(**{name: cell for name, cell in filled.items() if cell})
+        return PromptOptions(**cells)
     except ValidationError as error:
-        raise ValueError(explain(error, PromptOptions, place)) from None
+        raise ValueError(explain(error, PromptOptions, origin)) from None

@@ -65,12 +65,11 @@ class Request:
     def noise(self, shape: tuple[int, ...], purpose: str, *counters: int, loop: int) -> Tensor:
         """Standard normal numbers, float32, on the CPU."""
         # Loop and sample enter the key only where they are not 0: older versions had neither.
-        of_sample: tuple[int, ...] = ()
+        if loop or self.sample:
+            counters += (loop,)
         if self.sample:
-            of_sample = (loop, self.sample)
-        elif loop:
-            of_sample = (loop,)
-        return normal(shape, self.seed, purpose, self.place, *counters, *of_sample)
+            counters += (self.sample,)
+        return normal(shape, self.seed, purpose, self.place, *counters)
 
 
 def file_name(text: str) -> str:

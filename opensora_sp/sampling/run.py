@@ -22,10 +22,10 @@ from opensora_sp.checkpoint import (
     verify,
 )
 from opensora_sp.config import InferenceConfig, build_component, check_launch
+from opensora_sp.console import LOGGER
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import compile_blocks
-from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import (
     SequenceMesh,
     closing_process_group,
@@ -33,6 +33,7 @@ from opensora_sp.parallel import (
     parallelize,
 )
 from opensora_sp.runtime import Watchdog, backend_timeout, join_rendezvous, raise_on_all_ranks
+from opensora_sp.runtime.host_checks import use_device
 
 from .decoding import writer_of
 from .outputs import Output, check_writable, differences, facts_of, fingerprint, media_path
@@ -100,13 +101,8 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
             ``join_rendezvous``.
     """
     store = join_rendezvous(settings)
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
+    device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=backend_timeout())
     del store  # the process group keeps it
     return device
@@ -123,19 +119,14 @@ def build_pipeline(
     with torch.device("meta"):
         model = cfg.model_spec.build()
     check_encoders(model.config, vae, text_encoder)
-    load_weights(model, weights, cfg)
+    found = open_weights(weights, ema=cfg.use_ema, allow_pickle=cfg.allow_pickle)
+    fill(model, fitted(found, model, convert=cfg.convert))
 
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
     if cfg.compile is not None:
         compile_blocks(model)
     parallelize(model, mesh, **dict(cfg.sequence_parallel))
     return Pipeline(cfg, model, vae, text_encoder, device)
-
-
-def load_weights(model: ConditionedModel, place: Path, cfg: InferenceConfig) -> None:
-    """Load the weights of a file or folder into the model; all keys must match."""
-    weights = open_weights(place, ema=cfg.use_ema, allow_pickle=cfg.allow_pickle)
-    fill(model, fitted(weights, model, convert=cfg.convert))
 
 
 def _sample_all(
@@ -145,7 +136,7 @@ def _sample_all(
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     folder = Path(cfg.outputs)
-    requests, digest = _left_to_do(cfg, requests, weights, folder)
+    requests, digest = _remaining_requests(cfg, requests, weights, folder)
     if not requests:
         logger.info("nothing left to do: all videos are in %s", folder)
         return []
@@ -168,14 +159,14 @@ def _sample_all(
         dynamic_ncols=True,
     )
     written = []
-    with logging_redirect_tqdm([logging.getLogger("opensora_sp")]), bar:
+    with logging_redirect_tqdm([LOGGER]), bar:
         for batch in batches:
             parts = pipeline.looped(batch, on_step=bar.update)
             written += write_batch(pipeline, batch, parts, mesh, folder, digest)
     return written
 
 
-def _left_to_do(
+def _remaining_requests(
     cfg: InferenceConfig, requests: list[Request], weights: Path, folder: Path
 ) -> tuple[list[Request], str]:
     """The requests still to be sampled, and the SHA-256 of the weights. Collective.
@@ -186,22 +177,24 @@ def _left_to_do(
         ValueError: on every rank, if the weights are not those that their checkpoint's manifest
             lists.
     """
-    found: list[Any] = [None]
+    result: list[Any] = [None]
     with on_rank_0("checking weights and videos") as is_rank_0:
         if is_rank_0:
             if (weights.parent / "COMMIT").is_file():
                 verify(weights.parent, part=weights.name)
-            digest, left = fingerprint(weights), requests
+            digest, remaining = fingerprint(weights), requests
 
             if cfg.skip_existing:
-                left = [one for one in requests if not _exists(cfg, folder, one, digest)]
-                skipped = len(requests) - len(left)
+                remaining = [
+                    request for request in requests if not _exists(cfg, folder, request, digest)
+                ]
+                skipped = len(requests) - len(remaining)
                 logger.info("%d of %d videos exist already", skipped, len(requests))
-            found = [(left, digest)]
+            result = [(remaining, digest)]
 
     if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+        dist.broadcast_object_list(result, src=0)
+    return result[0]
 
 
 def _exists(cfg: InferenceConfig, folder: Path, request: Request, digest: str) -> bool:
@@ -233,13 +226,13 @@ def write_batch(
     """
     outputs: dict[int, Output] = {}
     try:
-        for place, request in enumerate(batch):
-            if writer_of(place, mesh) == mesh.sp_rank:
+        for index, request in enumerate(batch):
+            if writer_of(index, mesh) == mesh.sp_rank:
                 facts = facts_of(pipeline.cfg, request, digest)
-                outputs[place] = Output(folder, request, facts, pipeline.num_frames(request))
+                outputs[index] = Output(folder, request, facts, pipeline.num_frames(request))
 
-        for place, frames in pipeline.frames(batch, parts, mesh):
-            outputs[place].add(frames)
+        for index, frames in pipeline.frames(batch, parts, mesh):
+            outputs[index].add(frames)
         written = [output.finish() for output in outputs.values()]
     except BaseException:
         for output in outputs.values():

@@ -119,6 +119,5 @@ def write_sampling_config(cfg: TrainConfig, run_dir: Path) -> None:
 
 def _heldout(run_dir: Path) -> str:
     """The newest held-out loss of a run, if it has one."""
-    file = run_dir / "validation.jsonl"
-    lines = read_lines(file) if file.is_file() else []
+    lines = read_lines(run_dir / "validation.jsonl")
     return f" | held-out loss {lines[-1]['loss']:.4f} (step {lines[-1]['step']})" if lines else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,11 @@ import numpy as np
 from PIL import Image
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.console import is_shown_on_all_ranks
+from opensora_sp.console import LOGGER, add_log_handler
 from opensora_sp.data import read_frames
 
 from .wandb_run import WandbRun
 
-LOGGER = logging.getLogger("opensora_sp")
 # Fraction of the run that the running mean in loss.png covers.
 WINDOW = 0.1
 
@@ -31,13 +30,7 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        cfg: TrainConfig,
-        *,
-        enabled: bool,
-        start: int,
-        session: dict[str, Any] | None = None,
+        self, run_dir: Path, cfg: TrainConfig, *, enabled: bool, start: int, session: dict[str, Any]
     ) -> None:
         self.enabled, self.run_dir, self.stop = enabled, run_dir, cfg.max_steps
         if not enabled:
@@ -49,16 +42,17 @@ class Reporter:
         for name in ("metrics.jsonl", "validation.jsonl"):
             _drop_after(start, run_dir / name)
         began = datetime.now().astimezone().isoformat(timespec="seconds")
-        entry = {"step": start, "stop": self.stop, "began": began, **(session or {})}
+        entry = {"step": start, "stop": self.stop, "began": began, **session}
         _append(run_dir / "sessions.jsonl", entry)
 
-        self._jsonl = (run_dir / "metrics.jsonl").open("a", buffering=1)
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1)
-        self._wandb = WandbRun(run_dir, cfg.model_dump(mode="json")) if cfg.wandb else None
-        self._above_bar = ExitStack()
-        self._above_bar.enter_context(logging_redirect_tqdm([LOGGER]))
+        self._outputs = ExitStack()
+        open_output = self._outputs.enter_context
+        self._board = open_output(SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1))
+        self._wandb = None
+        if cfg.wandb:
+            self._wandb = open_output(closing(WandbRun(run_dir, cfg.model_dump(mode="json"))))
         # disable=None: no bar unless this is a terminal.
-        self._bar = tqdm(
+        bar = tqdm(
             total=self.stop,
             initial=start,
             desc="train",
@@ -66,6 +60,8 @@ class Reporter:
             dynamic_ncols=True,
             disable=None,
         )
+        self._bar = open_output(bar)
+        open_output(logging_redirect_tqdm([LOGGER]))
 
     def step(self, step: int) -> None:
         """Move the progress bar to this step."""
@@ -78,7 +74,7 @@ class Reporter:
         """Report the numbers of a step; ``loss`` is None where every step was skipped."""
         if not self.enabled:
             return
-        self._jsonl.write(json.dumps({"step": step, **values}) + "\n")
+        _append(self.run_dir / "metrics.jsonl", {"step": step, **values})
         self._draw(step, values)
         LOGGER.info("%s", log_line(step, self.stop, values, peak_tflops))
 
@@ -92,15 +88,9 @@ class Reporter:
 
     def close(self) -> None:
         """Close all outputs, and draw ``loss.png``."""
-        if not self.enabled:
-            return
-        self._bar.close()
-        self._above_bar.close()
-        self._board.close()
-        self._jsonl.close()
-        if self._wandb is not None:
-            self._wandb.close()
-        draw_loss(self.run_dir)
+        if self.enabled:
+            self._outputs.close()
+            draw_loss(self.run_dir)
 
     def validated(self, step: int, losses: list[float] | None, folder: Path) -> None:
         """Report the held-out loss in each bin of timesteps, and the videos in ``folder``."""
@@ -179,8 +169,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, without a last one that is being written."""
-    lines = path.read_text().splitlines(keepends=True)
+    """The lines of a JSONL file without a last one that is being written; none without the file."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
@@ -190,45 +180,36 @@ def running_mean(losses: np.ndarray) -> np.ndarray:
     return np.convolve(losses, np.ones(width) / width, mode="valid")
 
 
-def draw_loss(run_dir: Path) -> Path | None:
-    """Draw ``loss.png`` from the run's metrics; returns its path, None if nothing is logged."""
-    import matplotlib
+def draw_loss(run_dir: Path) -> None:
+    """Draw ``loss.png`` from the run's metrics."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
+    plot_loss(figure.subplots(), read_metrics(run_dir), color="tab:blue", label=run_dir.name)
+    figure.savefig(run_dir / "loss.png")
 
-    metrics = [line for line in read_metrics(run_dir) if line["loss"] is not None]
-    if not metrics:
-        return None
-    steps, losses = (np.array([line[key] for line in metrics]) for key in ("step", "loss"))
+
+def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str) -> None:
+    """Draw the loss as logged (a faint curve) and its running mean (a strong one)."""
+    logged = [line for line in lines if line["loss"] is not None]
+    if not logged:
+        return
+    steps, losses = (np.array([line[key] for line in logged]) for key in ("step", "loss"))
     mean = running_mean(losses)
-    label = f"running mean, {WINDOW:.0%} of the run"
+    axes.plot(steps, losses, color=color, linewidth=0.8, alpha=0.3)
+    axes.plot(steps[-len(mean) :], mean, color=color, label=label)
 
-    figure, axes = plt.subplots(figsize=(7, 4), dpi=110, layout="constrained")
-    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="each step")
-    axes.plot(steps[len(steps) - len(mean) :], mean, color="tab:blue", label=label)
-    axes.set(xlabel="optimizer step", ylabel="training loss", yscale="log", title=run_dir.name)
+    axes.set(xlabel="optimizer step", ylabel="training loss", yscale="log")
     axes.grid(which="both", alpha=0.3)
     axes.legend()
-    path = run_dir / "loss.png"
-    figure.savefig(path)
-    plt.close(figure)
-    return path
 
 
 def log_to(run_dir: Path, *, enabled: bool) -> None:
     """Log to ``train.log`` and the terminal; other ranks show only what concerns them alone."""
-    LOGGER.setLevel(logging.INFO if enabled else logging.WARNING)
     LOGGER.propagate = False
-    for handler in list(LOGGER.handlers):
-        LOGGER.removeHandler(handler)
-
+    LOGGER.handlers.clear()
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if enabled:
         handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
-    form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     for handler in handlers:
-        handler.setFormatter(form)
-        if not enabled:
-            handler.addFilter(is_shown_on_all_ranks)
-        LOGGER.addHandler(handler)
+        add_log_handler(handler, "%(asctime)s %(levelname)s %(message)s", is_main=enabled)

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel.debug.comm_timing import listening
@@ -71,91 +72,61 @@ class StepProfiler:
     """
 
     def __init__(self, model: ConditionedModel, run_dir: Path, steps: Steps | None) -> None:
-        self.model, self.run_dir, self.wanted = model, run_dir, steps
-        self._entered = ExitStack()
+        self.model, self.run_dir, self.steps = model, run_dir, steps
+        self._contexts = ExitStack()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around each step of the run."""
-        if self.wanted is not None and number == self.wanted.first:
-            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            activities = [ProfilerActivity.CPU, *cuda]
-            self._entered.enter_context(named_regions(self.model))
-            self._profile = self._entered.enter_context(profile(activities=activities))
+        if self.steps is not None and number == self.steps.first:
+            self._contexts.enter_context(named_regions(self.model))
+            self._profile = self._contexts.enter_context(profile())
         yield
-        if self.wanted is not None and number == self.wanted.last:
-            self._entered.close()
-            self._export(self.wanted)
-
-    def _export(self, steps: Steps) -> None:
-        path = self.run_dir / "profile" / f"steps_{steps}.rank{dist.get_rank()}.json.gz"
-        path.parent.mkdir(exist_ok=True)
-        self._profile.export_chrome_trace(str(path))
-        logger.info("profile of steps %s: %s; open it with https://ui.perfetto.dev", steps, path)
+        if self.steps is not None and number == self.steps.last:
+            self._contexts.close()
+            path = self.run_dir / "profile" / f"steps_{self.steps}.rank{dist.get_rank()}.json.gz"
+            path.parent.mkdir(exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+            hint = "open it with https://ui.perfetto.dev"
+            logger.info("profile of steps %s: %s; %s", self.steps, path, hint)
 
 
 @contextmanager
 def named_regions(model: ConditionedModel) -> Iterator[None]:
     """Inside, parts of a model's forward pass and collectives have names for the profiler."""
-    with ExitStack() as stack:
+    with ExitStack() as hooks:
         for name, module in model.named_children():
             if module is model.switch:
-                stack.callback(_Region("switch", module).remove)
+                _name_calls("switch", module, hooks)
             elif name == "final_layer":
-                stack.callback(_Region("final", module).remove)
+                _name_calls("final", module, hooks)
             elif EMBEDDERS.fullmatch(name):
-                stack.callback(_Region("embed", module).remove)
+                _name_calls("embed", module, hooks)
 
-        parts = _Parts()
-        stack.callback(model.register_forward_pre_hook(parts.begin).remove)
-        stack.callback(model.segment.register_forward_pre_hook(parts.name_next).remove)
-        stack.enter_context(listening(_exchange))
+        # The parts between two switches alternate.
+        parts = cycle(("spatial", "temporal"))
+
+        def name_part(segment: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            function, *others = args
+            return record_function(next(parts))(function), *others
+
+        hooks.callback(model.segment.register_forward_pre_hook(name_part).remove)
+        hooks.enter_context(listening(_exchange))
         yield
 
 
-class _Region:
-    """A profiler region around the calls of a module."""
+def _name_calls(name: str, module: nn.Module, hooks: ExitStack) -> None:
+    """Make a profiler region of each call of a module, until ``hooks`` are closed."""
+    region = ExitStack()
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self._open = name, ExitStack()
-        self._handles = [
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
-        ]
+    def enter(*_: Any) -> None:
+        region.enter_context(record_function(name))
 
-    def _enter(self, *_: Any) -> None:
-        self._open.enter_context(record_function(self.name))
+    def leave(*_: Any) -> None:
+        region.close()
 
-    def _leave(self, *_: Any) -> None:
-        self._open.close()
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-class _Parts:
-    """Names the parts between two switches, which alternate: spatial, temporal, spatial, ..."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def begin(self, *_: Any) -> None:
-        self._count = 0
-
-    def name_next(self, segment: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        function, *others = args
-        name = ("spatial", "temporal")[self._count % 2]
-        self._count += 1
-        return _named(name, function), *others
-
-
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with record_function(name):
-            return function(*args)
-
-    return run
+    hooks.callback(module.register_forward_pre_hook(enter).remove)
+    hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
 
 
 def _exchange(kind: str, backward: bool, device: torch.device) -> AbstractContextManager[Any]:

@@ -20,8 +20,6 @@ from opensora_sp.parallel import SequenceMesh
 
 # Odd, so that no sum is lost; Knuth, MMIX.
 _MULTIPLIER = 6364136223846793005
-# The fingerprint of no batch.
-_NONE = 0
 
 
 class SyncCheck:
@@ -69,8 +67,8 @@ class SyncCheck:
             module = self.module
             weights = self._sums(dict(module.named_parameters()) | dict(module.named_buffers()))
             batches, self._batches = self._batches, []
-            no_batch = torch.full_like(weights[0][1], _NONE)
-            own = torch.stack([_combined(weights), _combined(batches) if batches else no_batch])
+            device = weights[0][1].device
+            own = torch.stack([_combined(weights, device), _combined(batches, device)])
 
             of_all = own.new_empty(2 * self.mesh.world_size)
             dist.all_gather_into_tensor(of_all, own)
@@ -81,15 +79,18 @@ class SyncCheck:
         if len(set(of_weights)) > 1:
             self._refuse("weight", weights, range(self.mesh.world_size), step)
         size = self.mesh.sp_size
-        groups = [range(first, first + size) for first in range(0, self.mesh.world_size, size)]
-        for ranks in groups:
-            if len({of_batches[rank] for rank in ranks}) > 1:
+        firsts = of_batches[::size]
+        for replica, first in enumerate(firsts):
+            ranks = range(replica * size, (replica + 1) * size)
+            if any(of_batches[rank] != first for rank in ranks):
                 self._refuse("batch tensor", batches, ranks, step)
 
-        # One batch of each replica, without those that have none.
-        firsts = [of_batches[ranks[0]] for ranks in groups if of_batches[ranks[0]] != _NONE]
-        if len(set(firsts)) < len(firsts):
-            same = [ranks[0] for ranks in groups if firsts.count(of_batches[ranks[0]]) > 1]
+        # Zero stands for no batch.
+        same = []
+        for replica, first in enumerate(firsts):
+            if first and firsts.count(first) > 1:
+                same.append(replica * size)
+        if same:
             raise ValueError(
                 f"got the same batch on replicas that begin with ranks {same}, in step {step + 1}; "
                 "expected another on each; correct the data loading, which gives replicas the same "
@@ -137,10 +138,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return data[:whole].view(torch.int64).sum() + data[whole:].sum() * 257
 
 
-def _combined(sums: list[tuple[str, Tensor]]) -> Tensor:
-    """One number of all sums and their order, int64 ``[]``."""
-    device = sums[0][1].device
-    values = torch.stack([value.to(device) for _, value in sums])
+def _combined(sums: list[tuple[str, Tensor]], device: torch.device) -> Tensor:
+    """One number of all sums and their order, int64 ``[]``; zero for none."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    values = torch.stack([zero, *(value.to(device) for _, value in sums)])
     # Products and sums wrap around.
     weights = torch.full_like(values, _MULTIPLIER).cumprod(0)
     return (values * weights).sum()

@@ -32,7 +32,7 @@ from opensora_sp.features.build import (
     with_length,
 )
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommLedger
@@ -223,11 +223,11 @@ class Trainer:
         return state
 
     def _build_data_path(self) -> None:
-        """Build ``loader`` (reads clips), ``clips`` (encodes them), ``batches`` (adds noise)."""
+        """Build ``loader`` (reads clips), ``encoder`` (encodes them), ``batches`` (adds noise)."""
         cfg = self.cfg
         self.work = Work(cfg, self.dataset)
         self.corrupt = CorruptSamples(self.dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
-        self.clips = SharedClips(
+        self.encoder = ShardedEncoder(
             self.mesh,
             self.module,
             self.dataset,
@@ -245,7 +245,7 @@ class Trainer:
             stop=cfg.max_steps,
             replica=self.mesh.dp_rank,
             num_replicas=self.mesh.dp_size,
-            samples_of=self.clips.samples,
+            samples_of=self.encoder.samples,
         )
         self.loader = StepLoader(
             self.dataset,
@@ -292,7 +292,7 @@ class Trainer:
         with record_function("encode"):
             if not micro_batch.ids:
                 return self.batches.idle(micro_batch.shape)
-            ids, features = self.clips.take(micro_batch, items)
+            ids, features = self.encoder.encode(micro_batch, items)
             return self.batches.make(micro_batch.number, ids, features)
 
     def _update(self, step: int, loss: torch.Tensor, watch: Watchdog | None) -> Outcome:

@@ -29,7 +29,7 @@ from opensora_sp.data import MicroBatch, VideoTextDataset
 from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import Features, SharedClips
+from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Encoders
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.sampling.pipeline import Pipeline
@@ -80,11 +80,11 @@ def sampling_config(cfg: TrainConfig, validation: Validation) -> InferenceConfig
     del common["sp_size"]
 
     names = ("prompts", "negative_prompt", "num_samples", "fps", "batch_size", "format", "use_ema")
-    own = {name: getattr(validation, name) for name in names}
+    sampling = {name: getattr(validation, name) for name in names}
     for name in ("num_sampling_steps", "cfg_scale"):
         if (value := getattr(validation, name)) is not None:
             common["scheduler"] = common["scheduler"] | {name: value}
-    return InferenceConfig(**common, **own, precision=cfg.precision)
+    return InferenceConfig(**common, **sampling, precision=cfg.precision)
 
 
 class Validator:
@@ -105,7 +105,7 @@ class Validator:
         )
         if self.heldout is not None:
             self.corrupt = CorruptSamples(self.heldout.rows, trainer.mesh, max_bad_fraction=1.0)
-            self.clips = SharedClips(
+            self.encoder = ShardedEncoder(
                 trainer.mesh,
                 trainer.module,
                 self.heldout,
@@ -162,9 +162,9 @@ class Validator:
         mesh, size, bins = self.trainer.mesh, self.validation.batch_size, self.validation.bins
         # The losses of each bin, and the number of clips.
         sums = torch.zeros(bins + 1, device=self.trainer.device)
-        own = range(mesh.dp_rank, len(dataset), mesh.dp_size)
-        for start in range(0, len(own), size):
-            ids, features = self._readable(own[start : start + size])
+        assigned = range(mesh.dp_rank, len(dataset), mesh.dp_size)
+        for start in range(0, len(assigned), size):
+            ids, features = self._readable(assigned[start : start + size])
             if ids:
                 sums[:bins] += self._losses(ids, features, bins)
                 sums[bins] += len(ids) / mesh.sp_size
@@ -182,17 +182,17 @@ class Validator:
     def _readable(self, chosen: Sequence[int]) -> tuple[list[int], Features]:
         """Those of some clips that can be read, and their features. Collective in the group."""
         assert self.heldout is not None and self.heldout.shape is not None
-        ids, shape, source = list(chosen), self.heldout.shape, self.clips.source
+        ids, shape, source = list(chosen), self.heldout.shape, self.encoder.source
         while True:
             features = Features.filled(float("nan"), len(ids), shape, source, self.trainer.device)
             if not ids:
                 return ids, features
             batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
-            items = [self.heldout[sample] for sample in self.clips.samples(batch)]
-            corrupt = self.clips.share(features, ids, range(len(ids)), items)
+            items = [self.heldout[sample] for sample in self.encoder.samples(batch)]
+            corrupt = self.encoder.encode_readable(features, ids, range(len(ids)), items)
             if not corrupt:
                 return ids, features
-            ids = [index for place, index in enumerate(ids) if place not in corrupt]
+            ids = [index for position, index in enumerate(ids) if position not in corrupt]
 
     def _losses(self, ids: list[int], features: Features, bins: int) -> Tensor:
         """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""

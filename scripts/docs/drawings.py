@@ -9,7 +9,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from opensora_sp.parallel.layout import balanced_run, run_sizes
+from opensora_sp.parallel.layout import balanced_range, balanced_sizes
 
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
 RANKS = ("#4263eb", "#f08c00", "#0ca678", "#ae3ec9")
@@ -101,8 +101,8 @@ class Drawing:
 
 def holder(row: int, rows: int, ranks: int) -> int:
     """The rank that holds a row."""
-    runs = [balanced_run(rows, ranks, rank) for rank in range(ranks)]
-    return next(rank for rank, (start, stop) in enumerate(runs) if start <= row < stop)
+    ranges = [balanced_range(rows, ranks, rank) for rank in range(ranks)]
+    return next(rank for rank, (start, stop) in enumerate(ranges) if start <= row < stop)
 
 
 def layouts() -> str:
@@ -186,7 +186,7 @@ def heads() -> str:
 def gradients() -> str:
     """A loss in numbers: what each rank computes, and why the mean over the ranks is right."""
     errors, ranks = (6, 3, 3, 0, 3), 3
-    sizes, whole = run_sizes(len(errors), ranks), sum(errors) / len(errors)
+    sizes, whole = balanced_sizes(len(errors), ranks), sum(errors) / len(errors)
     sheet = Drawing(720, 392, "The loss of a clip of five rows on three ranks")
     sheet.head(
         360,

@@ -118,7 +118,7 @@ def strategies_table() -> str:
 
 def meaning(schema: type[BaseModel], key: str) -> str:
     """The description of a key."""
-    return schema.model_fields[key].description or ""
+    return " ".join((schema.model_fields[key].description or "").split())
 
 
 def _field_type(field: FieldInfo) -> str:

@@ -1,6 +1,6 @@
 """Attention on CUDA's code paths: what is compiled, and which kernels run in which grids.
 
-The functions that run under the stub are at the top level of this file; their names begin with `on_`.
+The functions that run under the stub are at the top level of this file; names begin with `on_`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEXTS = (6, 3)
 
 
 def step(model: torch.nn.Module, text_lengths: tuple[int, ...]) -> None:
-    """Forward and backward; the text is encoded, for a mask would be read from meaningless values."""
+    """Forward and backward; the text is encoded: a mask would be read from meaningless values."""
     x = torch.zeros(len(text_lengths), 4, 5, 8, 8, device="cuda")
     tokens = torch.zeros(sum(text_lengths), WIDTH, device="cuda", dtype=torch.bfloat16)
     text = Text(tokens.requires_grad_(), list(text_lengths))
@@ -54,7 +54,7 @@ def on_compiled_blocks(config: dict, backend: str) -> tuple[int, list[str]]:
 
 @pytest.mark.slow
 def test_inductor_compiles_the_blocks() -> None:
-    """A step of a compiled model runs Triton's kernels and, in each self-attention, FlashAttention's."""
+    """A compiled model's step runs Triton's kernels, and FlashAttention in each self-attention."""
     recording = run_on_stub(on_compiled_blocks, {}, "inductor", timeout=600, env=cache())
 
     graphs, breaks = recording.result
@@ -88,7 +88,7 @@ def attention_blocks(recording: Recording, kernel: str) -> list[int]:
 @pytest.mark.parametrize(("frames", "patches"), [(16, 256), (64, 1024), (15, 1590), (30, 3600)])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_one_caption_fills_the_device_in_backward(frames: int, patches: int, ranks: int) -> None:
-    """What the first rank holds of one clip; the kernel of 128 keys, 16 heads and 132 multiprocessors."""
+    """The shard of rank 0 of one clip; the kernel of 128 keys, 16 heads and 132 multiprocessors."""
     held = frames // ranks * patches
     recording = run_on_stub(on_cross_attention, [held], [300])
 
@@ -134,3 +134,25 @@ def test_blocks_copy_nothing_to_the_device() -> None:
     edges = [copy for copy in copies[3] if "transfer.py" in copy.where]
     assert len(edges) == 2  # one of either layout
     assert not any(copy.blocking for copy in edges)
+
+
+def on_autocast() -> None:
+    """Packed self-attention in fp32 weights, and text that was encoded outside of autocast."""
+    model = build_model("STDiT3", **SMALL, **V13).cuda()
+    x, timestep = torch.zeros(2, 4, 5, 8, 8, device="cuda"), torch.zeros(2, device="cuda")
+    features = torch.zeros(2, 1, 6, 8, device="cuda")
+    for y in (features, model.encode_text(features)):
+        phase("features" if y is features else "encoded")
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x, timestep, y).square().mean()
+        loss.backward()
+    phase("end")
+
+
+def test_autocast_reaches_packed_attention() -> None:
+    """Norms leave queries and keys in fp32 and values in bf16, which no kernel takes."""
+    recording = run_on_stub(on_autocast)
+    features, encoded = (recording.in_phase(name).kernels() for name in ("features", "encoded"))
+    assert features["pytorch_flash::flash_fwd_kernel"] == 2 * 4  # self- and cross-attention
+    assert sum("fmha_cutlassF" in name for name in features) == 0
+    assert encoded["pytorch_flash::flash_fwd_kernel"] >= 4

@@ -1,4 +1,4 @@
-"""Every model with compiled blocks on CUDA's code path: Triton's kernels, and fewer launches than eager code."""
+"""Compiled blocks of every model on CUDA's code path: Triton's kernels, and fewer launches."""
 
 import pytest
 from cuda_cases import batch, build, cache, launched, on_model, step
@@ -7,7 +7,7 @@ from cuda_stub import requires_stub, run_on_stub
 pytestmark = requires_stub
 
 # Kernels and products of a forward and a backward pass at depth 2, as measured. Each of these takes
-# up to a minute to compile when the cache is cold; STDiT3 without masks is in test_cuda_attention.py.
+# up to a minute to compile with a cold cache; STDiT3 without masks is in test_cuda_attention.py.
 LAUNCHES = {"STDiT": (95, 219), "STDiT2": (210, 297), "STDiT3 x_mask": (193, 365)}
 
 

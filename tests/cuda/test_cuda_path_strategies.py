@@ -1,4 +1,4 @@
-"""Every parallel strategy as one rank of eight on CUDA's code path: what is sent, and where the host waits."""
+"""Every parallel strategy as one rank of eight on CUDA's code path: what is sent, host syncs."""
 
 import pytest
 from cuda_cases import batch, build
@@ -68,7 +68,8 @@ def test_a_switch_sends_the_share_that_the_layouts_say():
     recording = run_on_stub(on_strategy, {}, 3, 1, False)
     forward, backward = (of_group("device", recording.in_phase(n)) for n in ("forward", "backward"))
 
-    # Two pairs of blocks: three switches, which come back in reverse. Rank 3 holds one frame of 80 patches.
+    # Two pairs of blocks: three switches, which come back in reverse.
+    # Rank 3 holds one frame of 80 patches.
     assert [one.shapes for one in forward] == [((80, 192),), ((90, 192),), ((80, 192),)]
     assert [one.shapes for one in backward] == [((90, 192),), ((80, 192),), ((90, 192),)]
     assert {one.dtypes for one in forward + backward} == {("bfloat16",)}

@@ -1,6 +1,7 @@
 """``deterministic=True``: which sums have a fixed order, and what is refused.
 
-The functions that run under the stub of CUDA are at the top level of this file; their names begin with `on_`.
+The functions that run under the stub of CUDA are at the top level of this file; names begin with
+`on_`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def grid_of(recording: Recording, kernel: str) -> tuple[int, int, int]:
 
 @requires_stub
 def test_attention_adds_the_gradients_of_queries_in_order() -> None:
-    """FlashAttention-2 starts as many groups of blocks as fill the device and gives each a copy of dq."""
+    """FlashAttention-2 starts as many groups of blocks as fill the device, each with its own dq."""
     atomics, ordered = (
         run_on_stub(on_attention_backward, flag, "bfloat16") for flag in (False, True)
     )
@@ -129,7 +130,7 @@ def on_a_training_step(name: str) -> None:
 @requires_stub
 @pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
 def test_every_model_trains_without_unordered_sums(name: str) -> None:
-    """torch raises for operators that have no deterministic form, and for cuBLAS without its workspaces."""
+    """torch raises for operators without a deterministic form and cuBLAS without a workspace."""
     kernels = run_on_stub(
         on_a_training_step, name, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     ).kernels()

@@ -1,4 +1,4 @@
-"""``opensora-sp doctor --device``: its checks pass on a CPU, find what is wrong, and run on the stub of CUDA."""
+"""``opensora-sp doctor --device``: passes on a CPU, finds faults, and runs on the stub of CUDA."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_attention_backends_and_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def rank_findings(sabotage: bool) -> list[dict[str, str]]:
-    """On each rank: the findings of all checks of ranks, and those of ZeRO where gradients are wrong."""
+    """On each rank: findings of all checks of ranks, and of ZeRO's where gradients are wrong."""
     if sabotage:
         plain = rank_checks._sample
         rank_checks._sample = lambda inputs, rank: plain(inputs, 0)
@@ -164,7 +164,7 @@ def test_without_a_gpu_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def on_device() -> tuple[dict[str, str], list[str]]:
-    """All checks but those that start processes or a compiler, on the imaginary GPU: values are meaningless there."""
+    """All checks but those that start processes or a compiler, on the stub, without values."""
     names = [name for name in CHECKS if name not in ("ranks", "compiled blocks")]
     run.CHECKS = {name: CHECKS[name] for name in names}
     setup = Setup(torch.device("cuda", 0), num_ranks=1, small=True)

@@ -1,7 +1,7 @@
-"""Gradients of what many tokens share are summed in at least fp32: by reductions, never one bf16 add after another.
+"""Gradients of what many tokens share are summed in fp32, never one bf16 add after another.
 
-On CUDA the backward of ``index_select`` and its like adds rows by atomics in the dtype of the tensor. ``RoundedAdds``
-does the same on the CPU, whose own kernels accumulate wider.
+On CUDA the backward of ``index_select`` and its like adds rows by atomics in the dtype of the
+tensor. ``RoundedAdds`` does the same on the CPU, whose own kernels accumulate in a wider dtype.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ from opensora_sp.plugin._colossalai import Booster
 
 pytestmark = pytest.mark.core
 
-# Operators that add where an index repeats. ``index_put`` does with ``accumulate`` only, its fourth argument.
+# Operators that add where an index repeats. ``index_put`` does so with ``accumulate`` only, its
+# fourth argument.
 ADDING = {"index_add", "index_reduce", "scatter_add", "scatter_reduce", "embedding_dense_backward"}
 PUTTING = {"index_put", "_index_put_impl", "_unsafe_index_put"}
 BOUND = 0.03  # relative L2 error of a bf16 gradient
-# What shifts all scores of a query alike has no effect, so the gradients of queries are differences of
-# nearly equal numbers. At depth 28 they show the rounding of activations; fp32 softmax changes nothing.
+# What shifts all scores of a query alike has no effect, so the gradients of queries are differences
+# of nearly equal numbers. At depth 28 they show the rounding of activations; fp32 softmax changes
+# nothing.
 QUERIES = ("cross_attn.q_linear", "q_norm", "k_norm")
 QUERY_BOUND = 0.1
 
 
 class RoundedAdds(TorchDispatchMode):
-    """Adds rows as CUDA's atomics do: one after another, each sum rounded to the dtype of the tensor."""
+    """Adds rows as CUDA's atomics do: one after another, each sum rounded to the tensor's dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +108,10 @@ def drawn(model: nn.Module, scale: float = 0.5) -> nn.Module:
 def gradients(
     depth: int, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], list[tuple[str, torch.dtype]]]:
-    """Of a clip of 16 frames of 1024 patches, the first frame given; and what was added by index meanwhile."""
+    """Gradients for a clip of 16 frames of 1024 patches whose first frame is a conditioning frame.
+
+    Also the calls that added by index meanwhile.
+    """
     model = build_model(
         "STDiT3",
         hidden_size=16,
@@ -196,6 +201,7 @@ def cases() -> Iterator[tuple[nn.Module, tuple[int, ...], dict[str, Any]]]:
     for name, options in (("STDiT", sized), ("STDiT2", {}), ("STDiT3", {})):
         yield some(name, **options), (2, 3, 4, 6), {}
         yield some(name, **options), (2, 3, 4, 6), dict(x_mask=given, video_mask=inside)
+
     yield some("STDiT3", **windows), (2, 3, 4, 6), dict(x_mask=given)
     yield some("STDiT3", **windows), (2, 3, 4, 6), dict(video_mask=inside)
     yield some("STDiT3", full_attention=True), (2, 3, 4, 6), dict(video_mask=inside)
@@ -443,11 +449,9 @@ def norm_of_bf16_gradients() -> None:
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     optimizer.backward(model(x).float().sum())
-    shards = [
-        grad
-        for s in optimizer.pg_to_grad_store.values()
-        for grad in s.get_working_grads_by_group_id(0)
-    ]
+    shards = []
+    for store in optimizer.pg_to_grad_store.values():
+        shards += store.get_working_grads_by_group_id(0)
     assert {grad.dtype for grad in shards} == {torch.bfloat16}
 
     squares = sum(grad.double().square().sum() for grad in shards)

@@ -1,6 +1,6 @@
 """The planner's activations against torch's caching allocator on CUDA's code paths.
 
-The functions that run under the stub are at the top level of this file; their names begin with `on_`.
+The functions that run under the stub are at the top level of this file; names begin with `on_`.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def random_cases(number: int) -> dict[str, Case]:
             cases[f"random {len(cases)}"] = Case(
                 latents, ranks, checkpointing, depth=draw.randint(2, 4)
             )
+
     return cases
 
 
@@ -171,8 +172,9 @@ def test_peaks_are_predicted_within_five_percent() -> None:
         total = expected + memory.before
 
         lines.append(
-            f"{name}: {case.latents} on {case.ranks}, activations {activations / MB:.0f} MB, predicted "
-            f"{expected / MB:.0f}, ratio {expected / activations:.3f}, of all {total / memory.allocated:.3f}, "
+            f"{name}: {case.latents} on {case.ranks}, "
+            f"activations {activations / MB:.0f} MB, predicted {expected / MB:.0f}, "
+            f"ratio {expected / activations:.3f}, of all {total / memory.allocated:.3f}, "
             f"reserved {memory.reserved / MB:.0f}"
         )
         fits = 0.95 < expected / activations < 1.05 and 0.95 < total / memory.allocated < 1.05

@@ -1,6 +1,6 @@
-"""The planner's peak of a whole training step, ZeRO's states included, against torch's caching allocator.
+"""The planner's peak of a training step with ZeRO's states, against torch's caching allocator.
 
-The functions that run under the stub are at the top level of this file; their names begin with `on_`.
+The functions that run under the stub are at the top level of this file; names begin with `on_`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine from its user's side: its overhead without other ranks, what it counts, and what it refuses."""
+"""The engine from its user's side: overhead without other ranks, counts, and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, collectives, parallelize, unwrap
-from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, plan_exchange
+from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
 
@@ -60,15 +60,15 @@ def refused_everywhere() -> list[str]:
     model, rank = parallelize(make_model(case), mesh), mesh.sp_rank
     model(**make_inputs(case))  # all ranks have seen this shape
     reported = []
-    other = make_inputs(
-        Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9))
-    )  # for rank 0 not even a new one
+    # Rank 0 has seen this shape.
+    other = make_inputs(Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9)))
     mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
     longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
     listed = {**make_inputs(case), "fps": [torch.ones(1 + rank)]}  # tensors in containers count
     encoded = {**make_inputs(case), "y": model.encode_text(torch.randn(1 + rank, 1, 6, 5).double())}
     x = make_inputs(case)["x"]
     typed = {**make_inputs(case), "x": x.float() if rank else x}
+
     for inputs in (other, mixed, longer, listed, encoded, typed):
         with (
             CommLedger() as counter,
@@ -77,12 +77,14 @@ def refused_everywhere() -> list[str]:
             model(**inputs)
         assert set(counter.calls) == {("check", "forward")}
         reported.append(str(error.value))
+
     model(**make_inputs(case))
     shared_otherwise = parallelize(make_model(case), mesh, strategy="ulysses" if rank else "switch")
     with pytest.raises(
         ValueError, match="got different options .*: strategy is 'switch' on rank 0, 'ulysses'"
     ):
         shared_otherwise(**make_inputs(case))
+
     return reported + other_modes(model, case, rank)
 
 
@@ -119,12 +121,14 @@ def mixed_layouts() -> None:
     double, single = (
         model(**make_inputs(Case(size)), output="shards") for size in [(2, 5, 7, 9), (1, 5, 7, 9)]
     )
+
     assert torch.equal(double.combine(torch.sub, double).tensor, torch.zeros_like(double.tensor))
     with pytest.raises(ValueError, match="got shards of different layouts"):
         double.combine(torch.sub, single)
     with pytest.raises(ValueError, match=r"expected \[2, channels, 5, 7, 9\]"):
         double.layout.slice(make_inputs(PLAIN[0])["x"])
-    block, rows = model.spatial_blocks[0], single.layout.turned()
+
+    block, rows = model.spatial_blocks[0], single.layout.transposed()
     with pytest.raises(
         ValueError, match=r"got tokens \(3, 7, 12\) as spatial rows \[0, 5\) of 5; expected \[5, 20"
     ):
@@ -132,7 +136,7 @@ def mixed_layouts() -> None:
 
 
 def held_after_backward() -> None:
-    """Overlap holds nothing that plain switches do not, once a backward pass is over; and chunks are not too small."""
+    """After a backward pass overlap holds no more than plain switches; chunks are not too small."""
     mesh, case = SequenceMesh(dist.get_world_size()), Case((1, 8, 16, 32), checkpoint=True)
     live, calls = {}, {}
     for options in ({}, dict(overlap_backward=True), dict(overlap_chunks=4, overlap_backward=True)):
@@ -145,15 +149,16 @@ def held_after_backward() -> None:
             for leaf in (*model.parameters(), inputs["x"], inputs["y"]):
                 leaf.grad = None
         live[str(options)], calls[str(options)] = seen.live, counter.calls["switch", "forward"]
+
     assert len(set(live.values())) == 1, live
     switches = 2 * DEPTH - 1  # 8 x 128 tokens on 2 ranks are two chunks of 256, not four
     assert list(calls.values()) == [switches, switches, 2 * switches], calls
 
 
 def second_derivatives() -> None:
-    """The reverse of an exchange is differentiated as such; what cannot be differentiated twice says so."""
+    """The reverse of an exchange can be differentiated; what cannot be twice raises an error."""
     plan = plan_exchange(
-        {"b": 1, "t": 3, "s": 4},
+        BatchAxes(1, 3, 4),
         SPATIAL_ROWS,
         TEMPORAL_ROWS,
         2,
@@ -167,6 +172,7 @@ def second_derivatives() -> None:
     (first,) = torch.autograd.grad((y.pow(3) * weights).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     wanted = collectives.exchange(6 * y.detach() * weights, plan, group, reverse=True)
+
     torch.testing.assert_close(second, wanted)
     gathered = collectives.gather_rows(x, [4, 8], group)  # tokens of 1 and of 2 frames
     (first,) = torch.autograd.grad(gathered.pow(3).sum(), x, create_graph=True)
@@ -175,7 +181,7 @@ def second_derivatives() -> None:
 
 
 def edges() -> tuple[int, int]:
-    """Tokens embedded here, and of how many patches positions were computed; a switch is three operators."""
+    """Tokens embedded here, patches whose positions were computed; a switch is three operators."""
     mesh = SequenceMesh(dist.get_world_size())
     case, seen = Case((1, 2, 7, 9), heads=4), []
     model = parallelize(make_model(case), mesh, placement="branch")  # temporal rows from the start
@@ -184,18 +190,15 @@ def edges() -> tuple[int, int]:
     with torch.no_grad():
         model(**make_inputs(case), output="shards")
     plan = plan_exchange(
-        {"b": 1, "t": 5, "s": 6}, SPATIAL_ROWS, TEMPORAL_ROWS, mesh.sp_size, mesh.sp_rank, "cpu"
+        BatchAxes(1, 5, 6), SPATIAL_ROWS, TEMPORAL_ROWS, mesh.sp_size, mesh.sp_rank, "cpu"
     )
-    splits = plan.send_splits, plan.recv_splits
-    for reverse, held in (
-        (False, plan.pack),
-        (True, plan.place),
-    ):  # the body: a mode sees only the operator around it
-        body, tokens = collectives._exchange._init_fn, torch.ones(len(held), 3)
+    there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
+    back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
+    for backward, arguments in ((False, there), (True, back)):
+        # The body: a mode sees only the operator around it.
+        body, tokens = collectives._exchange._init_fn, torch.ones(len(arguments[0]), 3)
         with Operators() as inside:
-            body(
-                tokens, plan.pack, plan.place, *splits, mesh.sp_group.group_name, "switch", reverse
-            )
+            body(tokens, *arguments, mesh.sp_group.group_name, "switch", backward)
         found = {
             name: n
             for name, n in inside.counts.items()
@@ -206,11 +209,12 @@ def edges() -> tuple[int, int]:
             "c10d.alltoall_base_.default": 1,
             "aten.index_copy_.default": 1,
         }, found
+
     return tuple(seen)
 
 
 def verified() -> None:
-    """``verify`` takes whatever the model takes: gradients that autograd expands, and text encoded under any mode."""
+    """``verify`` takes all that the model takes: expanded gradients, text encoded in any mode."""
     mesh, inputs = SequenceMesh(dist.get_world_size()), make_inputs(PLAIN[0])
     for model in (windows_with_unused_conditions(), make_model(PLAIN[0])):
         parallelize(model, mesh, verify=True)(**inputs).sum().backward()
@@ -221,12 +225,19 @@ def verified() -> None:
 
 
 def windows_with_unused_conditions() -> torch.nn.Module:
-    """Embedders of conditions that a batch does not have get zeros, one number expanded to the weight's shape."""
+    """Embedders of conditions that a batch lacks get zeros: one number, expanded to the weight."""
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=12, depth=1, num_heads=2, caption_channels=5, model_max_length=6,
-        kernel_size=(2, 2, -1), use_cond=True,
-    )  # fmt: skip
+        "STDiT3",
+        in_channels=2,
+        hidden_size=12,
+        depth=1,
+        num_heads=2,
+        caption_channels=5,
+        model_max_length=6,
+        kernel_size=(2, 2, -1),
+        use_cond=True,
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.double()
@@ -249,6 +260,7 @@ def test_errors_and_counts_on_ranks() -> None:
         verified,
     )
     (reported, *_), (reported_elsewhere, *_) = results
+
     assert reported == reported_elsewhere
     assert (
         ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 4, 7, 9] float64 on rank 1; expected"
@@ -275,10 +287,11 @@ def test_errors_and_counts_on_ranks() -> None:
     )
     assert ": gradient checkpointing is on on rank 0, off on rank 1" in reported[7]
     assert ": gradient mode is on on rank 0, off on rank 1" in reported[8]
+
     tokens, positions = zip(*(result[3] for result in results), strict=True)
-    assert (
-        sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
-    )  # each once: 2 frames of 4 x 5 patches
+    # Each once: 2 frames of 4 x 5 patches.
+    assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
+
     own, over_ranks = results[0][1]
     for table in (own, over_ranks):
         kinds = [line.split()[:3] for line in table.splitlines()[1:]]
@@ -306,10 +319,12 @@ def test_bad_options_are_refused() -> None:
         with pytest.raises(ValueError) as error:
             Options(**options)
         assert reported in str(error.value)
+
         model = make_model(PLAIN[0])
         with pytest.raises(ValueError, match="; "):
             parallelize(model, SequenceMesh(1), **options)
         assert unwrap(model) is model and not model._forward_pre_hooks
+
     with pytest.raises(
         ValueError, match=r"got sp_size 4 with 1 processes; expected an sp_size that divides"
     ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,8 @@ from opensora_sp.planner.traffic import tokens_changing_rank, traffic
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
-ONE_SHAPE = [
-    path for path in SHIPPED if "buckets" not in path.stem
-]  # a shape takes seconds; test_buckets.py plans some
+# A shape takes seconds; test_buckets.py plans some.
+ONE_SHAPE = [path for path in SHIPPED if "buckets" not in path.stem]
 
 pytestmark = pytest.mark.core
 
@@ -73,13 +73,14 @@ STEPS = [
     ((2, 4, 6), dict(strategy="ulysses"), 2, torch.float32, False),
     ((1, 5, 6), dict(strategy="split_gather"), 4, torch.float32, True),
     ((1, 64, 8), dict(overlap_chunks=3, overlap_backward=True), 4, torch.float32, True),
+    # 5 x 5 patches: windows of 4, 2 and 1.
     (
         (1, 5, 10),
         dict(model=WINDOWS),
         4,
         torch.float32,
         True,
-    ),  # 5 x 5 patches: windows of 4, 2 and 1
+    ),
     ((1, 5, 6), dict(model=WINDOWS, placement="branch"), 2, torch.float32, False),
     ((1, 5, 6), dict(model=WINDOWS, strategy="ulysses"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=WINDOWS, strategy="split_gather"), 4, torch.float32, False),
@@ -110,10 +111,12 @@ def counted_steps() -> list[dict[str, int]]:
         with CommLedger() as counter:
             shard = model(x, torch.rand(B), torch.randn(B, 1, 4, 5), output="shards")
             rank_loss(velocity_loss(shard, x), global_samples=B, world_size=ranks).backward()
+
         sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
         for (kind, phase), count in counter.bytes.items():
             sent[phase] += count if kind != "check" else 0
         found.append(sent)
+
     return found
 
 
@@ -143,6 +146,7 @@ def test_bytes_are_those_that_the_counter_counts() -> None:
                     rank,
                     phase,
                 )
+
     assert strategies == set(registered_strategies())
 
 
@@ -154,8 +158,8 @@ image_size = {size}
 vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
 text_encoder = dict(type="HashedBagOfWords", width=64, max_length=20)
 model = dict(
-    type="STDiT3", in_channels=3, caption_channels=64, model_max_length=20, pred_sigma=False, hidden_size={width},
-    depth={depth}, num_heads=4,
+    type="STDiT3", in_channels=3, caption_channels=64, model_max_length=20, pred_sigma=False,
+    hidden_size={width}, depth={depth}, num_heads=4,
 )
 dataset = dict(manifest="none.csv")
 max_steps = 2
@@ -238,18 +242,21 @@ def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
     for i, (values, options) in enumerate(MEMORY_CASES.values()):
         (tmp_path / f"{i}.py").write_text(MEMORY_CONFIG.format(**values))
         configs.append(load_train_config(tmp_path / f"{i}.py", options))
+
     measured = [max(ranks) for ranks in zip(*run_ranks(2, measured_peaks, configs))]
     lines, wrong = [], []
     for name, cfg, found in zip(MEMORY_CASES, configs, measured):
         memory = plan(cfg, 2, device="cpu").buckets[0].memory
         peak = memory.configured
         line = (
-            f"{name}: measured {found / 1e6:.1f} MB, predicted {peak.total / 1e6:.1f} MB, ratio "
-            f"{peak.total / found:.3f} (kept {memory.kept.total / 1e6:.1f}, gradients {peak.gradients / 1e6:.1f}, "
+            f"{name}: measured {found / 1e6:.1f} MB, predicted {peak.total / 1e6:.1f} MB, "
+            f"ratio {peak.total / found:.3f} (kept {memory.kept.total / 1e6:.1f}, "
+            f"gradients {peak.gradients / 1e6:.1f}, "
             f"activations {peak.activations / 1e6:.1f}, at {peak.moment})"
         )
         lines.append(line)
         wrong += [line] if abs(peak.total / found - 1) > 0.15 else []
+
     print(*lines, sep="\n")
     assert not wrong, "\n".join(lines)
 
@@ -262,7 +269,10 @@ image_size = (32, 32)
 sp_size = 4
 vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
 text_encoder = dict(type="HashedBagOfWords", width=8, max_length=6)
-model = dict(type="STDiT3", in_channels=3, caption_channels=8, model_max_length=6, hidden_size=24, depth=2, num_heads=2)
+model = dict(
+    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=6,
+    hidden_size=24, depth=2, num_heads=2,
+)
 dataset = dict(manifest="none.csv")
 max_steps = 2
 """
@@ -291,9 +301,9 @@ def test_ranks_without_units_are_reported(small: str, capsys: pytest.CaptureFixt
     flat = " ".join(out.split())
     assert "split heads: B*T=1 frames are fewer than 8 ranks" in flat
     assert (
-        "warning heads of frames (B*T*H) are 2, fewer than the 8 ranks: 6 of these hold no unit and wait (rank"
-        in flat
-    )
+        "warning heads of frames (B*T*H) are 2, fewer than the 8 ranks: "
+        "6 of these hold no unit and wait (rank"
+    ) in flat
     assert "warning" not in printed(
         capsys, small, "--gpus", "8", "--cfg-options", "sp_size=2", "batch_size=3"
     )
@@ -322,7 +332,7 @@ def test_tokens_that_change_rank_are_those_held_elsewhere_in_the_other_layout() 
     def holder(row: int, rows: int) -> int:
         return next(r for r in range(ranks) if rows * r // ranks <= row < rows * (r + 1) // ranks)
 
-    tokens = [(b, t, s) for b in range(B) for t in range(T) for s in range(S)]
+    tokens = product(range(B), range(T), range(S))
     moved = sum(holder(b * T + t, B * T) != holder(b * S + s, B * S) for b, t, s in tokens)
     assert tokens_changing_rank(BatchShape(B, T, S, 24, 3, 2), ranks) == moved
 
@@ -402,7 +412,7 @@ def test_shipped_configs_plan(config: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (
             ["--gpus", "6"],
-            "got sp_size 4 with 6 processes; expected an sp_size that divides the number of processes",
+            "got sp_size 4 with 6 processes; expected an sp_size that divides the number of",
         ),
         (["--gpus", "2"], "got sp_size 4 with 2 processes"),
         (["--gpus", "0"], "got --gpus 0; expected at least 1"),
@@ -424,9 +434,8 @@ def test_bad_input_is_refused_in_a_sentence(
     assert message in refused(capsys, small, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("model", "sent"), [("STDiT", 7), ("STDiT2", 7)]
-)  # 4 blocks: 2 * 4 - 1 switches
+# 4 blocks: 2 * 4 - 1 switches.
+@pytest.mark.parametrize(("model", "sent"), [("STDiT", 7), ("STDiT2", 7)])
 def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: int) -> None:
     cfg = load_train_config(small)
     latents = dict(input_size=(5, 4, 4), patch_size=(1, 2, 2)) if model == "STDiT" else {}
@@ -441,10 +450,10 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
         2,
     )
     (bucket,) = made.buckets
+
     assert bucket.sharing.strategy == "switch"
-    a_switch = (
-        bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
-    )  # bytes of a rank
+    # Bytes of a rank.
+    a_switch = bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
     assert bucket.traffic.mean == pytest.approx(2 * sent * a_switch)
     assert 0 < bucket.memory.checkpointed.activations <= bucket.memory.plain.activations
 
@@ -466,11 +475,17 @@ def test_windows_are_traced_on_several_ranks() -> None:
     config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
     traced = [
         trace_activations(
-            "STDiT3", config, (1, 2, 5, 10, 10), options=Options(), ranks=ranks, dtype=torch.float32,
-            checkpointing=False, training=True,
+            "STDiT3",
+            config,
+            (1, 2, 5, 10, 10),
+            options=Options(),
+            ranks=ranks,
+            dtype=torch.float32,
+            checkpointing=False,
+            training=True,
         ).at(2)
         for ranks in (1, 4)
-    ]  # fmt: skip
+    ]
     assert 0 < traced[1] < traced[0]
 
 

@@ -1,4 +1,4 @@
-"""``backward(retain_graph=True)``, then ``backward()`` once more, under sequence parallelism with checkpointing."""
+"""``backward(retain_graph=True)`` and a second ``backward()``, with SP and checkpointing."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def twice() -> int:
             torch.testing.assert_close(
                 gradient, 2 * once[name], rtol=1e-9, atol=1e-12, msg=f"{name}, {options}"
             )
+
     return refused
 
 

@@ -1,4 +1,4 @@
-"""STDiT and STDiT2 under sequence parallelism: the one-process result in float64, and what is sent for it.
+"""STDiT and STDiT2 with sequence parallelism: the one-process result in float64, elements sent.
 
 A block of these models has two parts with a switch between, so N blocks make 2N - 1 switches.
 """
@@ -14,9 +14,8 @@ from family_parity import (
     BLOCKS,
     FamilyCase,
     Parity,
-    make_inputs,
-    make_model,
 )
+from parity_cases import make_inputs, make_model
 from ranks import run_ranks
 
 from opensora_sp.models import hook_points

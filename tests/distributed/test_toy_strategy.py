@@ -7,6 +7,7 @@ Toy: tokens stay in spatial rows, and the input and output of each temporal atte
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,21 @@ import pytest
 import reference_config
 import torch
 import torch.distributed as dist
-from parity_cases import DEPTH, FULL, PLAIN, Case, assert_one_process_result
+from parity_cases import (
+    DEPTH,
+    FULL,
+    PLAIN,
+    Case,
+    assert_one_process_result,
+    make_inputs,
+    make_model,
+)
 from ranks import run_ranks
 
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import Options, SequenceMesh
+from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.collectives import exchange
 from opensora_sp.parallel.strategies import (
@@ -31,6 +40,7 @@ from opensora_sp.parallel.strategies import (
     OneLayout,
     register_strategy,
     registry,
+    strategy_for,
 )
 from opensora_sp.planner.sharing import sharing_of
 from opensora_sp.planner.traffic import traffic
@@ -43,7 +53,7 @@ class TemporalBranch(OneLayout):
     label = option = "temporal_branch"
     condition = "for models without windows"
     moves = "input and output of temporal attention"
-    stays = "spatial"
+    resident_layout = "spatial"
 
     @classmethod
     def attention_layouts(cls, grid: Any) -> BlockLayouts:
@@ -58,7 +68,7 @@ class TemporalBranch(OneLayout):
         ]
 
     def temporal(self, local: Any, x: torch.Tensor, rows: Any, *of_rows: Any) -> torch.Tensor:
-        temporal = self.held(rows.turned())
+        temporal = self.local_rows(rows.transposed())
         there = self.plan(rows, SPATIAL, TEMPORAL, x.device)
         back = self.plan(rows, TEMPORAL, SPATIAL, x.device)
 
@@ -73,6 +83,18 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(registry, "_REGISTERED", [*registry._REGISTERED])
     register_strategy(TemporalBranch)
     yield
+
+
+class Never(OneLayout):
+    label = option = "never"
+
+    @classmethod
+    def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        return False
+
+
+class NeverSwitch(Never):
+    label, option = "never switch", "switch"
 
 
 CASES = [
@@ -118,11 +140,37 @@ def test_it_trains_as_one_process_and_sends_what_the_planner_predicts(
             checkpointing=case.checkpoint,
             training=True,
         )
+
         assert any(planned.forward) == (case.size[0] % num_ranks > 0)  # whole samples stay
         for rank in range(num_ranks):
             assert counted[rank][i] == {
                 phase: getattr(planned, phase)[rank] for phase in counted[rank][i]
             }, (case, rank)
+
+
+def refuse_other_registrations() -> str:
+    """The error of a rank, where one has registered a strategy that the other has not."""
+    mesh = SequenceMesh(sp_size=2)
+    model = parallelize(make_model(CASES[0]), mesh)
+    inputs = make_inputs(CASES[0])
+    model(**inputs)
+    if mesh.sp_rank == 1:
+        register_strategy(NeverSwitch)
+    with pytest.raises(ValueError) as error:
+        model(**inputs)
+    return str(error.value)
+
+
+def test_ranks_with_other_registrations_raise_the_same_error() -> None:
+    errors = run_ranks(2, refuse_other_registrations)
+    assert errors[0] == errors[1]
+    assert re.fullmatch(
+        r"got different strategies on the ranks of one sequence-parallel group: registered is "
+        r"\['switch', .*, 'split_gather'\] on rank 0, \['switch', .*, 'split_gather', "
+        r"'never switch'\] on rank 1; expected the same ones, registered in the same order on all "
+        r"of them; call register_strategy alike on every rank",
+        errors[0],
+    )
 
 
 CONFIG = """
@@ -165,6 +213,19 @@ def test_config_planner_and_command_line_take_it(
     (bucket,) = json.loads(capsys.readouterr().out)["buckets"]
     assert bucket["sharing"]["strategy"] == "temporal_branch"
     assert bucket["compared"]["temporal_branch"] == bucket["traffic"]
+
+
+def test_an_option_without_a_strategy_for_a_shape(
+    toy: None, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is an error where it is chosen, and left out where options are compared."""
+    register_strategy(Never)
+    with pytest.raises(ValueError, match="no strategy of the option 'never' applies: BatchShape"):
+        strategy_for(BatchShape(1, 5, 16, 24, 2, 2), Options(strategy="never"), 4)
+
+    main(["plan", config, "--gpus", "4", "--json"])
+    (bucket,) = json.loads(capsys.readouterr().out)["buckets"]
+    assert set(bucket["compared"]) == {"switch", "ulysses", "split_gather", "temporal_branch"}
 
 
 def test_docs_list_it(toy: None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_weights import draw_weights
 from ranks import run_ranks
 from runs import TRAIN, write_toy_set
 from safetensors.torch import load_file
@@ -20,7 +21,7 @@ from opensora_sp.data import Clip, scale
 from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.training.metrics import read_metrics
@@ -38,7 +39,7 @@ CHECKED = [
 
 
 def train_all(folder: Path, ways: dict[str, list[str]]) -> dict[str, list[float]]:
-    """Train once for each way; the held-out losses of the last weights, worked out here without shards."""
+    """Train once for each way; the held-out losses of the last weights, computed without shards."""
     from opensora_sp.plugin import current_device, launch
 
     launch(0)
@@ -61,6 +62,7 @@ def expected_losses(run: Trainer) -> list[float]:
     sums = torch.zeros(3)
     readable = [i for i in range(len(clips)) if isinstance(clips[i], Clip)]
     assert readable == [0, 2, 3]
+
     for i in readable:
         latents = run.source.vae.encode(scale(clips[i].video)[None])
         noise = normal(tuple(latents.shape[1:]), seed, "validation_noise", i)[None]
@@ -75,6 +77,7 @@ def expected_losses(run: Trainer) -> list[float]:
             noised = Noised.of(flow, latents, noise, t, None)
             output = run.module(noised.x_t, t, y, mask, **sizes)
             sums[k] += flow.losses(output, noised)[0]
+
     return (sums / len(readable)).tolist()
 
 
@@ -87,13 +90,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
         + "max_steps = 4\nckpt_every = 4\nload = None\n"
     )
     checked = [f"validation.{option}" for option in [*CHECKED, f"manifest={held}"]]
-    ways = {"without": [], "averaged": checked, "current": [*checked, "validation.use_ema=False"]}
+    ways = {"averaged": checked, "current": [*checked, "validation.use_ema=False"]}
     return folder, run_ranks(2, train_all, folder, ways)[0]["current"]
 
 
 @pytest.mark.slow
 def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
     folder, _ = trained
+    run_ranks(2, train_all, folder, {"without": []})
     names = ("without", "averaged", "current")
     losses = [
         [(line["loss"], line["grad_norm"]) for line in read_metrics(folder / name)]
@@ -109,7 +113,10 @@ def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
 
 
 def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
-    """One rank is asked to stop when the first step has agreed to continue; whether it ends early, and validations."""
+    """One rank is asked to stop after the first step has agreed to continue.
+
+    Returns whether it ends early, and its validations.
+    """
     from opensora_sp.plugin import current_device, launch
 
     launch(0)
@@ -204,10 +211,7 @@ def heldout_losses_by_batch_size(config: Path, folder: Path) -> list[list[float]
     options = [f"sp_size={dist.get_world_size()}", f"outputs={folder / str(dist.get_world_size())}"]
     cfg = load_train_config(config, options)
     run = Trainer(cfg, preflight(cfg, None)[0], None, current_device())
-    rng = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in run.module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.2)
+    draw_weights(run.module, std=0.2)
 
     found, validator = [], run.validator
     for batch_size in (1, 2, 3, 8):
@@ -218,7 +222,7 @@ def heldout_losses_by_batch_size(config: Path, folder: Path) -> list[list[float]
 
 
 def test_heldout_losses_do_not_depend_on_batch_size_and_ranks(tmp_path: Path) -> None:
-    """Each rank encodes the captions of its own clips, of which every batch size gives it others."""
+    """Each rank encodes the captions of its own clips, which depend on the batch size."""
     held = write_toy_set(tmp_path / "held", 9, broken=(1,))
     config = TRAIN.format(manifest=str(write_toy_set(tmp_path / "set", 7)))
     config += f"validation = dict(every=1, manifest={str(held)!r}, bins=3)\n"
@@ -239,6 +243,7 @@ def read_what_is_too_short(config: Path) -> None:
     cfg = load_train_config(config, [*options, f"validation.manifest={config.parent}/clips.csv"])
     heldout, mesh, cpu = heldout_clips(cfg), SequenceMesh(1), torch.device("cpu")
     assert heldout.time_limit == 7
+
     validator = Validator.__new__(Validator)
     validator.trainer, validator.validation, validator.heldout = (
         SimpleNamespace(mesh=mesh, device=cpu),
@@ -246,9 +251,10 @@ def read_what_is_too_short(config: Path) -> None:
         heldout,
     )
     validator.corrupt = CorruptSamples(heldout.rows, mesh, max_bad_fraction=1.0)
-    validator.clips = SharedClips(
+    validator.encoder = ShardedEncoder(
         mesh, None, heldout, None, make_encoders(cfg, cpu), validator.corrupt, cpu
     )
+
     with pytest.raises(
         ValueError, match=r"got 3 clips in .*num_frames=7.*2.mp4.*got 6 frames; expected at least 7"
     ):
@@ -256,7 +262,7 @@ def read_what_is_too_short(config: Path) -> None:
 
 
 def test_held_out_clips_that_cannot_be_used_are_reported_with_the_reason(tmp_path: Path) -> None:
-    """They are as long as their videos; the largest bucket may be longer, which the paths have nothing to do with."""
+    """They are as long as their videos; the largest bucket, unrelated to the paths, may be more."""
     (tmp_path / "train.py").write_text(
         TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n"
     )

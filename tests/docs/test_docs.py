@@ -1,4 +1,4 @@
-"""The documentation's commands: all are parsed, those of blocks marked so are run; see ``pages.py`` for the marks.
+"""The documentation's commands: all are parsed, marked blocks are run (marks: ``pages.py``).
 
 The light ones run in CI, all of them in ``make test-docs``.
 """
@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,19 @@ from opensora_sp.models import build_model
 from opensora_sp.sampling.run import preflight
 from opensora_sp.training.preflight import preflight as preflight_training
 
-ENTRY = f"#!{sys.executable}\nfrom opensora_sp.cli import main\n\nif __name__ == '__main__':\n    main()\n"
+ENTRY = f"""#!{sys.executable}
+from opensora_sp.cli import main
+
+if __name__ == "__main__":
+    main()
+"""
 
 
 def lay_out(folder: Path, *, trained: bool) -> None:
-    """A folder like the project's with what the pages take for given: clips, prompts, captions; and where nothing is
-    trained, a toy set and a checkpoint of the demo's model, drawn at random."""
+    """A folder like the project's with what the pages presuppose: clips, prompts, captions.
+
+    Where nothing is ``trained``, also a toy set and a random checkpoint of the demo's model.
+    """
     for name in ("configs", "scripts", "benchmarks", "Makefile"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
@@ -115,6 +123,7 @@ def check(words: list[str]) -> None:
     train = runpy.run_path(str(ROOT / "scripts/train.py"))["parser"]()
     ours = [word for word in words if re.fullmatch(r"(scripts|benchmarks)/\w+\.py", word)]
     assert all((ROOT / script).is_file() for script in ours), words
+
     if "scripts/train.py" in words:
         args = train.parse_args(after(words, "scripts/train.py"))
         load_train_config(args.config, args.cfg_options)
@@ -144,20 +153,21 @@ def test_every_command_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_runs_of_runnable_blocks_would_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run checks before it builds a model, for every training and sampling that make test-docs starts."""
+    """What a run checks before it builds a model, for all trainings and samplings of test-docs."""
     lay_out(tmp_path, trained=False)
     monkeypatch.chdir(tmp_path)
-    commands = [words for block in SHELL if block.runs for words in block.commands]
+    commands = list(chain.from_iterable(block.commands for block in SHELL if block.runs))
     samplings = [words for words in commands if "scripts/inference.py" in words]
     trainings = [words for words in commands if "scripts/train.py" in words]
-    trainings = [
-        words for words in trainings if "dataset.type=CachedFeatures" not in words
-    ]  # needs the command before
+    # Training from a feature cache needs the command that writes it.
+    trainings = [words for words in trainings if "dataset.type=CachedFeatures" not in words]
+
     assert len(samplings) >= 12 and len(trainings) >= 2
     for words in samplings:
         monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
         requests, _ = preflight(sampling.parse(after(words, "scripts/inference.py")))
         assert requests
+
     (tmp_path / "outputs" / "short" / "model.safetensors").unlink()
     for words in trainings:
         monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
@@ -202,6 +212,7 @@ def run_block(block: Block, place: Path) -> None:
         text=True,
         timeout=900,
     )
+
     assert done.returncode == 0, done.stderr[-3000:]
     if block.language == "console":
         assert done.stdout == block.printed

@@ -1,5 +1,7 @@
-"""What documentation says about the code: generated pages leave nothing out, quoted messages and drawings are current,
-and the README says the same in both languages."""
+"""What documentation says about the code: generated pages are complete, quotations are current.
+
+The README says the same in both languages.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +46,7 @@ def test_every_config_key_is_on_the_page() -> None:
     shared = table_keys(section(page, "Training and sampling"))
     for title, cls in (("Training alone", TrainConfig), ("Sampling alone", InferenceConfig)):
         assert sorted(shared + table_keys(section(page, title))) == sorted(cls.model_fields)
+
     nested = dict(reference_config.nested())
     assert {"dataset", "optimizer", "sequence_parallel", "validation", "prompts"} <= set(nested)
     for key, cls in nested.items():
@@ -52,6 +55,7 @@ def test_every_config_key_is_on_the_page() -> None:
         assert key in TrainConfig.model_fields
         for name in known:
             assert section(page, name)
+
     assert {f'"{name}"' for name in PRESETS} <= set(table_keys(page))
     for name, model in CLASSES.items():
         assert sorted(table_keys(section(page, name))) == sorted(
@@ -180,7 +184,7 @@ def test_readme_says_the_same_in_both_languages() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    """As GitHub shows them; pages of the site alone are made when it is built, which looks at these links as well."""
+    """As GitHub shows them. Pages that are made with the site are checked when it is built."""
     made = {"reference/config.md", "reference/cli.md", "reference/api.md", "reference/errors.md"}
     text = re.sub(
         r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
@@ -194,7 +198,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def test_benchmarks_are_the_figures_of_the_pages_they_come_from() -> None:
-    """Every figure with decimals on the page is one of the pages that it summarizes, or that rounded."""
+    """Every figure with decimals on the page is one of the pages that it summarizes, or rounded."""
     sources = [
         (DOCS / f"{name}.md").read_text()
         for name in ("communication", "architecture", "sampling", "data", "planner")

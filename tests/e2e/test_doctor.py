@@ -1,4 +1,4 @@
-"""The doctor says what would keep a run from starting: here, and on hosts that are well or are not."""
+"""The doctor reports what would keep a run from starting: here, and on healthy and faulty hosts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,18 @@ from opensora_sp.runtime.doctor.ssh import Remote, read_hostfile
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 LOOKED_AT = {
-    "opensora-sp", "python", "torch", "ColossalAI", "flash-attn", "packages", "torchrun", "memory", "shared memory",
-    "network", "environment",
-}  # fmt: skip
+    "opensora-sp",
+    "python",
+    "torch",
+    "ColossalAI",
+    "flash-attn",
+    "packages",
+    "torchrun",
+    "memory",
+    "shared memory",
+    "network",
+    "environment",
+}
 
 
 def test_a_machine_that_is_well(tmp_path: Path) -> None:
@@ -53,6 +62,7 @@ def test_a_port_in_use_fails_and_is_reported_as_a_table(
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit) as left:
             main(["doctor", "--no-collective", "--master-port", str(port)])
+
     reported = capsys.readouterr().out
     assert left.value.code == 1
     assert (
@@ -135,7 +145,7 @@ def test_hosts_that_are_well_are_compared_and_tried_together(
 
 
 def test_what_ails_a_host_is_reported(three: list[Host], tmp_path: Path) -> None:
-    """gamma has another ColossalAI, a clock that is 100 s ahead, and believes itself to be at 127.0.1.1.
+    """gamma has another ColossalAI, a clock 100 s ahead, and takes 127.0.1.1 for its address.
 
     One more host does not answer, and another is unknown.
     """
@@ -152,6 +162,7 @@ def test_what_ails_a_host_is_reported(three: list[Host], tmp_path: Path) -> None
     )
     (tmp_path / "hosts").write_text(f"alpha\ngamma\n{NOBODY}\nnowhere\n")
     done = alpha.run(*doctor(tmp_path / "hosts", "--json"))
+
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout)
     failing = {
@@ -167,6 +178,7 @@ def test_what_ails_a_host_is_reported(three: list[Host], tmp_path: Path) -> None
     )
     assert failing["nowhere"] == {"ssh": "unknown host name"}
     assert failing["gamma"]["same as alpha"] == "colossalai 0.4.9 (0.5.0 on alpha)"
+
     skew = float(failing["gamma"]["clock"].split()[0])
     assert failing["gamma"].keys() == {"same as alpha", "clock", "own address"} and 90 < skew < 110
     assert failing["gamma"]["own address"].startswith(

@@ -22,7 +22,10 @@ def ctrl_c(job: Job) -> None:
 
 
 def assert_interrupted(job: Job, launcher: str) -> int:
-    """A checkpoint of the last step, one line with the command to resume, no traceback of ours; returns the step."""
+    """A checkpoint of the last step, one line with the command to resume, no traceback of ours.
+
+    Returns the step.
+    """
     step = assert_stopped_well(job, "SIGINT")
     (line,) = [line for line in job.text.splitlines() if "resume with: " in line]
     command = line.partition("resume with: ")[2]
@@ -91,6 +94,7 @@ def test_a_second_ctrl_c_ends_at_once(
     interrupt()
     job.until(": SIGINT; stopping after this step, with a checkpoint")
     time.sleep(2)
+
     assert job.rank(1) in job.left()
     interrupt()
     job.until_gone(20)

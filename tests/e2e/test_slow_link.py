@@ -1,7 +1,7 @@
-"""On a slow link a switch is faster than exchanging heads, and overlapped switches are faster still.
+"""On a slow link a switch is faster than exchanging heads, and overlapped switches faster still.
 
-Runs benchmarks/slow_link.py on a small model. Timings on a shared machine are noisy, so the whole measurement may be
-repeated, up to three times, until both limits are kept.
+Runs benchmarks/slow_link.py on a small model. Timings on a shared machine are noisy, so the whole
+measurement may be repeated, up to three times, until both limits are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SMALL = ["--frames", "8", "--pairs", "2", "--chunks", "4", "--repeats", "2", "--
 
 
 def gives_namespaces() -> bool:
-    """Whether the kernel lets this process make a network namespace; containers may forbid it even to root."""
+    """Whether this process may make a network namespace; containers may forbid it even to root."""
     name = f"probe-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
     subprocess.run(["ip", "netns", "delete", name], capture_output=True)
@@ -38,11 +38,15 @@ def test_limits_are_kept() -> None:
     reports, limit = [], {"PYTHONPATH": str(ROOT), "BENCHMARK_TIME_LIMIT": "300"}
     for _ in range(ATTEMPTS):
         done = subprocess.run(
-            [sys.executable, "benchmarks/slow_link.py", *SMALL], cwd=ROOT, env={**os.environ, **limit},
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "benchmarks/slow_link.py", *SMALL],
+            cwd=ROOT,
+            env={**os.environ, **limit},
+            capture_output=True,
+            text=True,
+        )
         reports.append(done.stdout + done.stderr)
         if done.returncode == 0:
             break
+
     assert done.returncode == 0, "\n\n".join(reports)
     assert done.stdout.count(": kept\n") == 2, done.stdout

@@ -1,4 +1,4 @@
-"""What hangs ends with the stacks of all threads: tests by the limits of pyproject.toml, benchmarks by their own."""
+"""What hangs ends with the stacks of all threads: tests by pyproject.toml, benchmarks by theirs."""
 
 from __future__ import annotations
 

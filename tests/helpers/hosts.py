@@ -82,9 +82,13 @@ class Host:
         self, *command: str | Path, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(*command), env=self.environment(env), text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            self.command(*command),
+            env=self.environment(env),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
 
     def run(
         self, *command: str | Path, env: Mapping[str, str] | None = None, timeout: float = 120

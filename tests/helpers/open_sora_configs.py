@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+KEPT = (
+    "num_frames", "image_size", "resolution", "aspect_ratio", "sp_size", "seed", "model", "vae",
+    "text_encoder", "scheduler", "dataset", "bucket_config", "batch_size", "num_workers",
+    "grad_checkpoint", "grad_clip", "epochs", "warmup_steps", "ema_decay", "log_every",
+    "ckpt_every", "outputs", "wandb", "load", "mask_ratios", "fps", "save_fps", "prompt_path",
+    "loop", "condition_frame_length", "condition_frame_edit", "reference_path", "mask_strategy",
+    "aes", "flow", "camera_motion", "dataset.frame_interval", "model.type", "model.qk_norm",
+    "model.qk_norm_legacy", "model.input_sq_size", "model.space_scale", "model.time_scale",
+    "vae.type", "vae.from_pretrained", "vae.subfolder", "vae.micro_batch_size",
+    "vae.micro_frame_size", "text_encoder.type", "text_encoder.from_pretrained", "scheduler.type",
+    "scheduler.num_sampling_steps", "scheduler.cfg_scale", "scheduler.cfg_channel",
+    "scheduler.timestep_respacing", "scheduler.use_timestep_transform",
+    "scheduler.use_discrete_timesteps", "scheduler.sample_method",
+)  # fmt: skip
+"""Keys of public configs that have the same meaning here."""
+
 V1_0 = """
 num_frames = 16
 frame_interval = 2
@@ -30,7 +46,9 @@ model = dict(
 )
 mask_ratios = [0.6, 0.1, 0.1, 0.1, 0.1]
 vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
-text_encoder = dict(type="t5", from_pretrained="./pretrained/t5", model_max_length=120, shardformer=True)
+text_encoder = dict(
+    type="t5", from_pretrained="./pretrained/t5", model_max_length=120, shardformer=True
+)
 scheduler = dict(type="iddpm", timestep_respacing="")
 
 seed = 42
@@ -69,8 +87,16 @@ model = dict(
     enable_flash_attn=True,
     enable_layernorm_kernel=True,
 )
-vae = dict(type="VideoAutoencoderKL", from_pretrained="sd-vae", micro_batch_size=4, local_files_only=True)
-text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=200, shardformer=True, local_files_only=True)
+vae = dict(
+    type="VideoAutoencoderKL", from_pretrained="sd-vae", micro_batch_size=4, local_files_only=True
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained="t5",
+    model_max_length=200,
+    shardformer=True,
+    local_files_only=True,
+)
 scheduler = dict(type="iddpm-speed", timestep_respacing="")
 seed = 42
 outputs = "outputs"
@@ -85,7 +111,10 @@ grad_clip = 1.0
 """
 V1_2 = """
 dataset = dict(type="VariableVideoTextDataset", transform_name="resize_crop")
-bucket_config = {"144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27)}, "512": {1: (0.1, 141)}}
+bucket_config = {
+    "144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27)},
+    "512": {1: (0.1, 141)},
+}
 grad_checkpoint = True
 num_workers = 8
 num_bucket_build_workers = 16
@@ -100,7 +129,9 @@ model = dict(
     enable_layernorm_kernel=True,
     freeze_y_embedder=True,
 )
-vae = dict(type="OpenSoraVAE_V1_2", from_pretrained="hpcai/vae", micro_frame_size=17, micro_batch_size=4)
+vae = dict(
+    type="OpenSoraVAE_V1_2", from_pretrained="hpcai/vae", micro_frame_size=17, micro_batch_size=4
+)
 text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300, shardformer=True)
 scheduler = dict(type="rflow", use_timestep_transform=True, sample_method="logit-normal")
 mask_ratios = {"random": 0.2, "intepolate": 0.01, "quarter_head": 0.01, "image_head_tail": 0.05}
@@ -142,14 +173,20 @@ model = dict(
     enable_layernorm_kernel=True,
     force_huggingface=True,
 )
-vae = dict(type="OpenSoraVAE_V1_2", from_pretrained="vae", micro_frame_size=17, micro_batch_size=4, cache_dir=None)
+vae = dict(
+    type="OpenSoraVAE_V1_2",
+    from_pretrained="vae",
+    micro_frame_size=17,
+    micro_batch_size=4,
+    cache_dir=None,
+)
 text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300, cache_dir=None)
 scheduler = dict(type="rflow", use_timestep_transform=True, num_sampling_steps=30, cfg_scale=7.0)
 aes = 6.5
 flow = None
 """
-# What each rule makes of a value: the rest of the config, and the values expected here (None: no such key any more).
-# An error is expected where the text says what to write instead.
+# What each rule makes of a value: the value, the rest of the config, and the values expected here
+# (None: no such key any more). An error is expected where the text says what to write instead.
 CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "data_path": [("a.csv", {}, {"dataset.manifest": "a.csv", "dataset.clip_start": "random"})],
     "root": [(None, {}, {}), ("/data", {}, "relative to the manifest")],
@@ -161,59 +198,126 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         (0, {"fps": 24}, "expected a value of Open-Sora's"),
     ],
     "batch_size": [
-        (10, {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}}, {}),
+        (
+            10,
+            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
+            {},
+        ),
         (10, {"dataset.type": "VideoTextDataset"}, {"batch_size": 10}),
         (None, {}, {}),
     ],
-    "dataset.num_frames": [(16, {}, {"num_frames": 16}), (None, {}, {}),
-        (16, {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}}, {})],
-    "dataset.image_size": [((8, 9), {}, {"image_size": (8, 9)}), ((None, None), {}, {}),
-        ((8, 9), {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}}, {})],
+    "dataset.num_frames": [
+        (16, {}, {"num_frames": 16}),
+        (None, {}, {}),
+        (
+            16,
+            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
+            {},
+        ),
+    ],
+    "dataset.image_size": [
+        ((8, 9), {}, {"image_size": (8, 9)}),
+        ((None, None), {}, {}),
+        (
+            (8, 9),
+            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
+            {},
+        ),
+    ],
     "dataset.data_path": [("a.csv", {}, {"dataset.manifest": "a.csv"}), (None, {}, {})],
-    "dataset.transform_name": [("center", {}, {"dataset.transform": "resize_center_crop"}),
-        ("resize_crop", {}, {"dataset.transform": "resize_center_crop"}), ("flip", {}, "expected one of ['center'")],
+    "dataset.transform_name": [
+        ("center", {}, {"dataset.transform": "resize_center_crop"}),
+        ("resize_crop", {}, {"dataset.transform": "resize_center_crop"}),
+        ("flip", {}, "expected one of ['center'"),
+    ],
     "dataset.dummy_text_feature": [(False, {}, {}), (True, {}, "captions are encoded")],
-    "dataset.type": [("VideoTextDataset", {}, {"dataset.type": "VideoText", "dataset.clip_start": "random"}),
+    "dataset.type": [
+        ("VideoTextDataset", {}, {"dataset.type": "VideoText", "dataset.clip_start": "random"}),
         ("BatchFeatureDataset", {}, "clips are encoded in training"),
-        ("VariableVideoTextDataset", {"dataset.clip_start": "middle"}, {"dataset.clip_start": "middle"})],
+        (
+            "VariableVideoTextDataset",
+            {"dataset.clip_start": "middle"},
+            {"dataset.clip_start": "middle"},
+        ),
+    ],
     "num_bucket_build_workers": [(16, {}, {})],
     "prefetch_factor": [(2, {}, {})],
     "load_text_features": [(False, {}, {}), (True, {}, "captions are encoded")],
-    "mask_ratios": [([0.6, 0.1, 0.1, 0.1, 0.1], {}, {"mask_ratios.quarter_random": 0.1}),
-        ({"mask_head": 0.5, "intepolate": 0.1}, {}, {"mask_ratios": {"quarter_head": 0.5, "intepolate": 0.1}})],
-    "dtype": [("fp16", {"vae.type": "VideoAutoencoderKL"}, {"precision": "fp16", "vae.dtype": "fp16"}),
-        ("fp32", {"vae.type": "Mine"}, {"precision": "fp32", "vae.dtype": None})],
-    "plugin": [("zero2", {}, {"zero_stage": 2, "ema_decay": 0.9999}), 
+    "mask_ratios": [
+        ([0.6, 0.1, 0.1, 0.1, 0.1], {}, {"mask_ratios.quarter_random": 0.1}),
+        (
+            {"mask_head": 0.5, "intepolate": 0.1},
+            {},
+            {"mask_ratios": {"quarter_head": 0.5, "intepolate": 0.1}},
+        ),
+    ],
+    "dtype": [
+        ("fp16", {"vae.type": "VideoAutoencoderKL"}, {"precision": "fp16", "vae.dtype": "fp16"}),
+        ("fp32", {"vae.type": "Mine"}, {"precision": "fp32", "vae.dtype": None}),
+    ],
+    "plugin": [
+        ("zero2", {}, {"zero_stage": 2, "ema_decay": 0.9999}),
         ("zero2-seq", {"ema_decay": 0.9}, {"ema_decay": 0.9}),
-        ("ddp", {}, "expected one of ['zero1', 'zero2', 'zero2-seq']")],
+        ("ddp", {}, "expected one of ['zero1', 'zero2', 'zero2-seq']"),
+    ],
     "reduce_bucket_size_in_m": [(20, {}, {})],
     "record_time": [(True, {}, {}), (False, {}, {})],
-    "model.qk_norm": [(True, {"model.type": "STDiT2-XL/2", "lr": 1.0}, {"model.qk_norm_legacy": True}),
+    "model.qk_norm": [
+        (True, {"model.type": "STDiT2-XL/2", "lr": 1.0}, {"model.qk_norm_legacy": True}),
         (True, {"model.type": "STDiT2-XL/2"}, {"model.qk_norm_legacy": None}),
-        (True, {"model.type": "STDiT2-XL/2", "lr": 1.0, "model.qk_norm_legacy": False},
-            {"model.qk_norm_legacy": False})],
-    "model.enable_flash_attn": [(True, {}, {"model.attention": "auto"}), (False, {}, {"model.attention": "sdpa"})],
-    "model.enable_flashattn": [(True, {}, {"model.attention": "auto"}), (False, {}, {"model.attention": "sdpa"})],
+        (
+            True,
+            {"model.type": "STDiT2-XL/2", "lr": 1.0, "model.qk_norm_legacy": False},
+            {"model.qk_norm_legacy": False},
+        ),
+    ],
+    "model.enable_flash_attn": [
+        (True, {}, {"model.attention": "auto"}),
+        (False, {}, {"model.attention": "sdpa"}),
+    ],
+    "model.enable_flashattn": [
+        (True, {}, {"model.attention": "auto"}),
+        (False, {}, {"model.attention": "sdpa"}),
+    ],
     "model.enable_layernorm_kernel": [(True, {}, {})],
     "model.enable_sequence_parallelism": [(True, {}, {})],
     "model.use_x_mask": [(True, {}, {})],
     "model.no_temporal_pos_emb": [(False, {}, {}), (True, {}, "temporal position embeddings")],
     "model.skip_temporal": [(False, {}, {}), (True, {}, "temporal attention")],
     "model.force_huggingface": [(True, {}, {})],
-    "model.freeze_y_embedder": [(True, {}, {"freeze": ("y_embedder.*",)}), (False, {}, {"freeze": None}),
-        (True, {"fps": 24}, {"freeze": None})],
-    "model.only_train_temporal": [(True, {}, {"freeze": ("*", "!temporal_blocks.*")}), (True, {"fps": 24}, {}),
-        (True, {"freeze": ("x_embedder.*",)}, {"freeze": ("x_embedder.*", "*", "!temporal_blocks.*")})],
-    "model.freeze": [("text", {}, {"freeze": ("y_embedder.*",)}),
+    "model.freeze_y_embedder": [
+        (True, {}, {"freeze": ("y_embedder.*",)}),
+        (False, {}, {"freeze": None}),
+        (True, {"fps": 24}, {"freeze": None}),
+    ],
+    "model.only_train_temporal": [
+        (True, {}, {"freeze": ("*", "!temporal_blocks.*")}),
+        (True, {"fps": 24}, {}),
+        (
+            True,
+            {"freeze": ("x_embedder.*",)},
+            {"freeze": ("x_embedder.*", "*", "!temporal_blocks.*")},
+        ),
+    ],
+    "model.freeze": [
+        ("text", {}, {"freeze": ("y_embedder.*",)}),
         ("not_temporal", {}, {"freeze": ("*", "!*attn_temp.*")}),
-        ("all", {}, "neither of ['text', 'not_temporal']"), ("text", {"fps": 24}, {})],
+        ("all", {}, "neither of ['text', 'not_temporal']"),
+        ("text", {"fps": 24}, {}),
+    ],
     "load": [("run", {"lr": 1.0}, {"load": "run"}), (None, {"lr": 1.0}, {"load": None})],
     "start_from_scratch": [(True, {}, {})],
-    "model.from_pretrained": [("a", {}, {"load": "a"}), ("a", {"load": None}, {"load": "a"}),
+    "model.from_pretrained": [
+        ("a", {}, {"load": "a"}),
+        ("a", {"load": None}, {"load": "a"}),
         ("a", {"load": "b"}, {"load": "b"}),
-        ("a", {"fps": 24}, {"ckpt": "a"}), (None, {}, {"load": None})],
-    "vae.type": [("VideoAutoencoderPipeline", {}, "OpenSoraVAE_V1_2"),
-        ("PatchPoolVAE", {}, {"vae.type": "PatchPoolVAE"})],
+        ("a", {"fps": 24}, {"ckpt": "a"}),
+        (None, {}, {"load": None}),
+    ],
+    "vae.type": [
+        ("VideoAutoencoderPipeline", {}, "OpenSoraVAE_V1_2"),
+        ("PatchPoolVAE", {}, {"vae.type": "PatchPoolVAE"}),
+    ],
     "model.local_files_only": [(True, {}, {})],
     "vae.local_files_only": [(True, {}, {})],
     "text_encoder.local_files_only": [(True, {}, {})],
@@ -222,23 +326,61 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "vae.force_huggingface": [(True, {}, {})],
     "vae.freeze_vae_2d": [(True, {}, {})],
     "vae.cal_loss": [(True, {}, {})],
-    "text_encoder.type": [("clip", {}, "type='t5'"), ("classes", {}, "type='t5'"),
-        ("t5", {}, {"text_encoder.type": "t5"})],
-    "text_encoder.model_max_length": [(200, {}, {"text_encoder.max_length": 200, "model.model_max_length": 200,
-        "text_encoder.clean_captions": True})],
-    "text_encoder.shardformer": [(True, {}, {"text_encoder.dtype": "fp16"}), (False, {}, {"text_encoder.dtype": None})],
-    "scheduler.type": [("iddpm-speed", {}, {"scheduler.type": "iddpm"}), ("dpm-solver", {}, "num_sampling_steps=100")],
+    "text_encoder.type": [
+        ("clip", {}, "type='t5'"),
+        ("classes", {}, "type='t5'"),
+        ("t5", {}, {"text_encoder.type": "t5"}),
+    ],
+    "text_encoder.model_max_length": [
+        (
+            200,
+            {},
+            {
+                "text_encoder.max_length": 200,
+                "model.model_max_length": 200,
+                "text_encoder.clean_captions": True,
+            },
+        )
+    ],
+    "text_encoder.shardformer": [
+        (True, {}, {"text_encoder.dtype": "fp16"}),
+        (False, {}, {"text_encoder.dtype": None}),
+    ],
+    "scheduler.type": [
+        ("iddpm-speed", {}, {"scheduler.type": "iddpm"}),
+        ("dpm-solver", {}, "num_sampling_steps=100"),
+    ],
     "lr": [(1e-4, {}, {"optimizer.lr": 1e-4}), (1e-4, {"optimizer.lr": 1.0}, "got both lr")],
     "adam_eps": [(1e-15, {}, {"optimizer.eps": 1e-15})],
     "weight_decay": [(0.1, {}, {"optimizer.weight_decay": 0.1})],
-    **{key: [(None, {}, {})] for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")},
-    "prompt": [("a fox", {"fps": 24}, {"prompts": ["a fox"]}), (["a"], {"fps": 24}, {"prompts": ["a"]}),
-        (None, {"fps": 24}, {})],
-    "reference_path": [(["x.png", None], {"prompt": ["a", "b"]},
-        {"prompts": [{"prompt": "a", "reference_path": "x.png"}, {"prompt": "b"}], "reference_path": None}),
-        ("x.png", {"prompt": ["a"]}, {"reference_path": "x.png"}), (["x.png"], {"prompt": ["a", "b"]}, "one for each")],
-    "mask_strategy": [(["0", None], {"prompts": ["a", "b"]},
-        {"prompts": [{"prompt": "a", "mask_strategy": "0"}, {"prompt": "b"}]})],
+    **{
+        key: [(None, {}, {})]
+        for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")
+    },
+    "prompt": [
+        ("a fox", {"fps": 24}, {"prompts": ["a fox"]}),
+        (["a"], {"fps": 24}, {"prompts": ["a"]}),
+        (None, {"fps": 24}, {}),
+    ],
+    "reference_path": [
+        (
+            ["x.png", None],
+            {"prompt": ["a", "b"]},
+            {
+                "prompts": [{"prompt": "a", "reference_path": "x.png"}, {"prompt": "b"}],
+                "reference_path": None,
+            },
+        ),
+        ("x.png", {"prompt": ["a"]}, {"reference_path": "x.png"}),
+        (["x.png"], {"prompt": ["a", "b"]}, "one for each"),
+    ],
+    "mask_strategy": [
+        (
+            ["0", None],
+            {"prompts": ["a", "b"]},
+            {"prompts": [{"prompt": "a", "mask_strategy": "0"}, {"prompt": "b"}]},
+        )
+    ],
     "save_dir": [("out", {}, {"outputs": "out"})],
     "num_sample": [(3, {}, {"num_samples": 3})],
     "prompt_as_path": [(True, {}, {"skip_existing": True}), (False, {}, {"skip_existing": None})],
@@ -251,7 +393,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "start_index": [(0, {}, {}), (4, {}, "write only these prompts")],
     "end_index": [(4, {}, "write only these prompts")],
     "prompt_generator": [("", {}, {}), ("x", {}, "write the prompts into prompts")],
-}  # fmt: skip
+}
 # Configs for models that are not here, each with more that would be refused.
 OTHER_MODELS = {
     "DiT": """
@@ -264,7 +406,9 @@ dtype = "bf16"
 plugin = "zero2"
 model = dict(type="DiT-XL/2", no_temporal_pos_emb=True, enable_flashattn=True)
 vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
-text_encoder = dict(type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77)
+text_encoder = dict(
+    type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77
+)
 scheduler = dict(type="iddpm", timestep_respacing="")
 batch_size = 128
 lr = 1e-4
@@ -283,18 +427,32 @@ prompt_path = "./t2i.txt"
 save_dir = "./samples/"
 """,
     "Latte": """
-dataset = dict(type="VideoTextDataset", data_path=None, num_frames=16, frame_interval=3, image_size=(256, 256))
+dataset = dict(
+    type="VideoTextDataset",
+    data_path=None,
+    num_frames=16,
+    frame_interval=3,
+    image_size=(256, 256),
+)
 dtype = "bf16"
 plugin = "zero2"
 model = dict(type="Latte-XL/2", enable_flash_attn=True)
 vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
-text_encoder = dict(type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77)
+text_encoder = dict(
+    type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77
+)
 scheduler = dict(type="iddpm", timestep_respacing="")
 lr = 2e-5
 epochs = 1
 """,
     "autoencoders": """
-dataset = dict(type="VideoTextDataset", data_path=None, num_frames=17, frame_interval=1, image_size=(256, 256))
+dataset = dict(
+    type="VideoTextDataset",
+    data_path=None,
+    num_frames=17,
+    frame_interval=1,
+    image_size=(256, 256),
+)
 dtype = "bf16"
 plugin = "zero2"
 model = dict(type="OpenSoraVAE_V1_2", freeze_vae_2d=True, from_pretrained=None, cal_loss=True)

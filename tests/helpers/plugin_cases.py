@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from random_weights import draw_weights
 
 from opensora_sp.diffusion import velocity_loss
 from opensora_sp.models import build_model
@@ -12,14 +13,17 @@ GLOBAL_BATCH, STEPS = 6, 2
 
 def make_model() -> torch.nn.Module:
     model = build_model(
-        "STDiT3", in_channels=2, hidden_size=24, depth=2, num_heads=3, caption_channels=5,
-        model_max_length=6, mlp_ratio=2.0, pred_sigma=False,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
+        "STDiT3",
+        in_channels=2,
+        hidden_size=24,
+        depth=2,
+        num_heads=3,
+        caption_channels=5,
+        model_max_length=6,
+        mlp_ratio=2.0,
+        pred_sigma=False,
+    )
+    return draw_weights(model)
 
 
 def make_batch(step: int) -> dict[str, torch.Tensor]:

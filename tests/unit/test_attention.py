@@ -1,4 +1,4 @@
-"""All attention backends that a machine has agree, forward and backward; those it has not, by stand-ins."""
+"""All attention backends of a machine agree, forward and backward; stand-ins for those it lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opensora_sp.checkpoint import check_model_config, write_model_config
-from opensora_sp.config.components import check_values
+from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention
@@ -68,13 +68,14 @@ def by_definition(
                 strict=True,
             )
         )
+
     out = []
     for one_q, one_k, one_v in samples:
-        heads = [
-            ((one_q[:, h] @ one_k[:, h].T) / WIDTH**0.5).exp() for h in range(HEADS)
-        ]  # scores of drawn numbers are small
+        # Scores of drawn numbers are small.
+        heads = [((one_q[:, h] @ one_k[:, h].T) / WIDTH**0.5).exp() for h in range(HEADS)]
         heads = [(w / w.sum(1, keepdim=True)) @ one_v[:, h] for h, w in enumerate(heads)]
         out.append(torch.stack(heads, dim=1))
+
     return q * 1 if not out else torch.stack(out) if lengths is None else torch.cat(out)
 
 
@@ -87,11 +88,13 @@ def assert_equal_to_definition(
         attention(*ours, lengths=lengths, backend=backend),
         by_definition(*theirs, lengths),
     )
+
     assert found.shape == ours[0].shape and found.dtype == dtype
     probe = drawn(tuple(found.shape), 9)
     (found * probe.to(dtype)).sum().backward()
     (wanted * probe).sum().backward()
     torch.testing.assert_close(found.double(), wanted, rtol=tol, atol=tol)
+
     for a, b in zip(ours, theirs, strict=True):
         assert a.grad is not None, "a rank without tokens has gradients of zero, not none"
         torch.testing.assert_close(
@@ -128,12 +131,14 @@ def test_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         "_softmax",
         lambda q, k, v: seen.append(len(q) * q.shape[1] * k.shape[1]) or softmax(q, k, v),
     )
+
+    # Less than a row of scores, some queries, some rows, all.
     for bound in (
         7,
         40,
         100,
         MAX_SCORES,
-    ):  # less than a row of scores, some queries, some rows, all
+    ):
         monkeypatch.setattr(module, "MAX_SCORES", bound)
         assert_equal_to_definition((4, 5, 6), "reference")
         assert max(seen) * HEADS <= max(bound, HEADS * 6) and (len(seen) == 1) == (
@@ -181,9 +186,19 @@ class StandIn(types.ModuleType):
         return _explicit(q, k, v)
 
     def flash_attn_varlen_func(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1),
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+    ):
         self.check(q, k, v)
         assert q.ndim == 3 and k.shape == v.shape and not causal and not dropout_p
         self.calls.append("varlen")
@@ -229,15 +244,16 @@ def test_flash_attn_is_called_as_documented(
 def test_many_packed_samples_go_in_several_calls(
     flash: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_ROWS", 2)
+    monkeypatch.setattr(packing, "MAX_ROWS", 2)
     assert_equal_to_definition(([3, 1, 0, 0, 2], [2, 2, 1, 1, 3]), "flash", torch.float16, 1e-2)
     assert flash.calls == ["varlen", "varlen"]  # the two in the middle have no query
 
 
 class OnCpu:
-    """torch's operators for packed tokens, which have kernels on CUDA only, computed by the reference on CPU.
+    """torch's operators for packed tokens, which only CUDA has, computed by the reference on CPU.
 
-    ``calls`` counts them, forward and backward. The derivative that leads from one to the other is autograd's own.
+    ``calls`` counts them, forward and backward. The derivative that leads from one to the other is
+    autograd's own.
     """
 
     def __init__(self) -> None:
@@ -304,6 +320,7 @@ class OnCpu:
             grads[0][of_q] = torch.einsum("hqk,khd->qhd", grad_scores, k[of_k].float())
             grads[1][of_k] = torch.einsum("hqk,qhd->khd", grad_scores, q[of_q].float())
             grads[2][of_k] = torch.einsum("hqk,qhd->khd", weights, grad[of_q].float())
+
         return [z.to(q.dtype) for z in grads]
 
 
@@ -336,7 +353,7 @@ def test_torchs_own_kernels_take_unequal_samples_in_one_call(
 
 
 def test_gradients_of_repeated_keys_are_rounded_once() -> None:
-    """Sums over the pieces of a sample are those in fp32, rounded; adding piece by piece is off by much more."""
+    """Sums over the pieces of a sample are fp32 sums, rounded; adding pieces is much worse."""
     pieces = packing.Pieces((4,) * 300 + (5,), (3,) * 300 + (2,), ((3, 300), (2, 1), (4, 0)))
     z = torch.zeros(9, HEADS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.rand(902, HEADS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -352,7 +369,7 @@ PUBLIC = [(16, 256), (64, 1024), (15, 1590), (30, 3600)]  # frames, patches of a
 
 @pytest.mark.parametrize(("frames", "patches"), PUBLIC)
 def test_public_shapes_fill_an_h100(frames: int, patches: int) -> None:
-    """One caption of 300 tokens, 16 heads, 132 multiprocessors: blocks of the backward pass, on every rank."""
+    """One caption of 300 tokens, 16 heads, 132 multiprocessors: blocks of the backward kernel."""
     for ranks in (1, 8):
         for rows, length in ((frames, patches), (patches, frames)):
             for held in {
@@ -394,12 +411,11 @@ def test_edges_are_laid_out_once_for_all_blocks(
     x, y = torch.randn(2, 4, 2, 6, 6), torch.randn(2, 1, 3, 4)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     model(x, torch.tensor([10.0, 900.0]), y, mask).sum().backward()
-    assert flash.calls.count("varlen") == 2 * 3 * (
-        2 + 1
-    )  # cross-attention of 2 blocks and windows of one, 3 pairs
-    assert (
-        len(made) == 2 * 3
-    )  # edges of queries and of keys: of the text in either layout, of the windows
+
+    # Cross-attention of 2 blocks and windows of one, 3 pairs.
+    assert flash.calls.count("varlen") == 2 * 3 * (2 + 1)
+    # Offsets of queries and of keys: for the text in either layout, and for windows.
+    assert len(made) == 2 * 3
 
 
 def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
@@ -411,10 +427,12 @@ def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
         attention(q, k, v, backend="flash")
     with pytest.raises(ValueError, match=r"got attention 'flsh'; expected one of .*; choose one"):
         build_model("STDiT3", attention="flsh")
+
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             attention(q, k, v)
         attention(q.float(), k.float(), v.float(), backend="reference")
+
     assert [record.message for record in caplog.records] == [
         "attention backend: torch SDPA (the tensors are not on a GPU)",
         "attention backend: explicit softmax (asked for)",
@@ -468,7 +486,7 @@ def test_sdpa_is_not_taken_where_it_would_build_matrices(
     assert (found is None) == (obstacle is None) and (obstacle or "") in (found or "")
 
 
-def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_not_used_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, taken in (
         (None, False),
         (90100, False),
@@ -500,15 +518,15 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
         torch.randn(2, 4, 3, 4, 4), torch.tensor([10.0, 900.0]), torch.randn(2, 1, 3, 4), **numbers
     )
     cross = 2 if name == "STDiT3" else 1
+
     assert asked == ["reference"] * (2 + cross)
     write_model_config(tmp_path, name, model.config)
-    check_model_config(
-        tmp_path, name, build_model(name, **options, attention="sdpa").config
-    )  # no property of weights
+    # It is no property of the weights.
+    check_model_config(tmp_path, name, build_model(name, **options, attention="sdpa").config)
 
 
 def test_configs_know_the_backend() -> None:
-    assert check_values("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
+    assert check_options("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
 
 
 def test_chunks_of_the_definition_add_gradients_of_keys_in_fp32(

@@ -1,4 +1,4 @@
-"""What the plugin uses of ColossalAI 0.5.0 beside its documented interface: a move upstream shows here, by name."""
+"""What the plugin uses of ColossalAI 0.5.0 beside its documented interface, by name."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
     assert {"get_working_to_master_map", "update_master_params"} <= set(dir(zero))
     assert parameters(zero.get_working_grads_by_group_id) == ["group_id"]
     assert parameters(zero.get_working_grad_by_param_id) == ["param_id"]
+
     source = inspect.getsource(zero)
     used = (
         "_current_grad_norm",
@@ -44,11 +45,11 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
         "_reduce_bucket_size",
         "require_grad_sync",
     )
+
     for name in (f"self.{name}" for name in (*used, "optim.step()", "pg_to_bucket_store")):
         assert name in source, name
-    assert (
-        "flat_grads /= bucket_store.world_size" in source
-    )  # the average that the collectives are made for
+    # The average that the collectives are made for.
+    assert "flat_grads /= bucket_store.world_size" in source
     assert (
         'self.optim.param_groups[group_id]["params"] = self._master_param_groups_of_current_rank'
         in source
@@ -62,11 +63,12 @@ def test_a_step_can_be_left_before_anything_changes() -> None:
         step.index("self.optim.step()"),
     )
     assert step.index("self._compute_grad_norm(") < left_at < changes_at
+    # step_if_finite does this instead.
     assert (
         step.index('["params"] = real_master_params')
         < left_at
         < step.rindex('["params"] = self._master_param_groups_of_current_rank')
-    )  # which step_if_finite does in its place
+    )
 
 
 def test_master_weights_are_linked_where_ours_replace_them() -> None:
@@ -131,9 +133,11 @@ def test_the_plugin_is_what_ours_extends() -> None:
     ]
     assert parameters(plugin.add_lora_params_to_optimizer) == ["model", "optimizer"]
     assert parameters(plugin.no_sync) == ["model", "optimizer"]
+
     wanted = ["module", "precision", "overlap_allgather", "cast_inputs", "use_fp8"]
     assert parameters(model.__init__) == wanted
     assert {"_hook_context", "_force_wait_all_gather", "unwrap"} <= set(dir(model))
+
     source = inspect.getsource(plugin.__init__)
     for name in (
         "self.zero_optim_kwargs",
@@ -143,6 +147,7 @@ def test_the_plugin_is_what_ours_extends() -> None:
         "self.verbose",
     ):
         assert name in source, name
+
     assert 'setattr(self.__class__, "__name__"' in source  # when this goes, so can our repair
 
 
@@ -155,6 +160,9 @@ def test_the_checkpoint_interface_has_the_methods_that_ours_has() -> None:
                 name = f"{verb}_{form}_{kind}"
                 assert name in vars(NamedCheckpointIO), name
                 theirs = parameters(getattr(colossalai.LowLevelZeroCheckpointIO, name))
+                if verb == "load":
+                    # Passed by position. Ours are the same function for a file and for an index.
+                    theirs[1] = "checkpoint"
                 ours = parameters(getattr(NamedCheckpointIO, name))
                 named = [p for p in ours if p not in ("args", "kwargs")]
                 assert named == theirs[: len(named)], name

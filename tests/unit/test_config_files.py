@@ -1,4 +1,4 @@
-"""How files and options combine, where each value comes from, and mistakes reported with their file and line."""
+"""How files and options combine, the origin of each value, and mistakes with file and line."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ seed = int(os.environ.get("NO_SUCH_SEED", "7"))
 def helper(): pass
 """
     cfg = load_train_config(write(base, text))
+
     assert (
         cfg.outputs == f"{base}/run"
         and cfg.lr_schedule == "cosine"
@@ -89,6 +90,7 @@ def helper(): pass
         and cfg.model["depth"] == 3
         and cfg.model["num_heads"] == 3
     )
+
     gone = load_train_config(
         write(base, "_base_ = 'base.py'\noptimizer = dict(_delete_=True)\n", "gone.py")
     )
@@ -98,7 +100,7 @@ def helper(): pass
 def test_imports_work_wherever_the_environment_lies(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In some virtual environments mmengine takes no module for a builtin one and refuses imports."""
+    """In some virtual environments mmengine takes no module for a builtin one: imports fail."""
     monkeypatch.setattr(mmengine.config.config, "_is_builtin_module", lambda name: False)
     write(base, "import os\n" + BASE, "base.py")
     path = write(
@@ -130,48 +132,71 @@ def finish():
     for file in files:
         file.unlink()
 
-if sys.argv[2] == "finishes":
-    threading.Thread(target=finish).start()
 try:
-    print(load_train_config(sys.argv[1]).sp_size)
+    load_train_config(sys.argv[1])
 except ValueError as error:
     print(error)
+threading.Thread(target=finish).start()
+print("then", load_train_config(sys.argv[1]).sp_size)
 """
 
 
-@pytest.mark.parametrize(
-    ("other", "printed"),
-    [("finishes", r"2"), ("was killed", r"got a damaged cache of yapf.*; delete")],
-)
-def test_ranks_that_import_mmengine_for_the_first_time_together(
-    base: Path, tmp_path: Path, other: str, printed: str
-) -> None:
+def test_ranks_that_import_mmengine_for_the_first_time_together(base: Path, tmp_path: Path) -> None:
+    """An error where the other rank never ends its cache; nothing where it does."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", READ_BESIDE_A_WRITER, str(write(base, BASE, "run.py")), other]
+    command = [sys.executable, "-c", READ_BESIDE_A_WRITER, str(write(base, BASE, "run.py"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert re.match(printed, done.stdout), done.stdout + done.stderr
+    printed = r"got a damaged cache of yapf.*; delete .*\nthen 2\n"
+    assert re.fullmatch(printed, done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("sp_sise = 2", ["unknown key 'sp_sise'; expected a known one; did you mean 'sp_size'? [run.py:2]"]),
-        ("model = dict(\n    hiden_size=4,\n)", ["unknown key 'model.hiden_size'*'hidden_size'? [run.py:3]"]),
+        (
+            "sp_sise = 2",
+            ["unknown key 'sp_sise'; expected a known one; did you mean 'sp_size'? [run.py:2]"],
+        ),
+        (
+            "model = dict(\n    hiden_size=4,\n)",
+            ["unknown key 'model.hiden_size'*'hidden_size'? [run.py:3]"],
+        ),
         ("dataset = dict(manifst='x')", ["unknown key 'dataset.manifst'*'manifest'? [run.py:2]"]),
-        ("model = dict(hidden_size=25)", ["hidden_size 25 and num_heads 3*num_heads: base.py:*hidden_size: run.py:2]"]),
-        (TOO_SMALL, ["got 5 frames of 4x4 pixels*makes latents of (5, 0, 0)*[*image_size: run.py:2*]"]),
-        ("optimizer = 3", ["got optimizer = 3 in the place of an inherited dict (of base.py:*)*[run.py:2]"]),
-        ("mask_ratios = dict(random=2)", ["got mask_ratios['random'] = 2.0; expected a number from 0 to 1*[run.py:2]"]),
-        ("bucket_config = {'240p': {51: (1.0, 0)}}", ["expected a batch size of at least 1*[run.py:2]"]),
+        (
+            "model = dict(hidden_size=25)",
+            ["hidden_size 25 and num_heads 3*num_heads: base.py:*hidden_size: run.py:2]"],
+        ),
+        (
+            TOO_SMALL,
+            ["got 5 frames of 4x4 pixels*makes latents of (5, 0, 0)*[*image_size: run.py:2*]"],
+        ),
+        (
+            "optimizer = 3",
+            ["got optimizer = 3 in the place of an inherited dict (of base.py:*)*[run.py:2]"],
+        ),
+        (
+            "mask_ratios = dict(random=2)",
+            ["got mask_ratios['random'] = 2.0; expected a number from 0 to 1*[run.py:2]"],
+        ),
+        (
+            "bucket_config = {'240p': {51: (1.0, 0)}}",
+            ["expected a batch size of at least 1*[run.py:2]"],
+        ),
         ("epochs = 2", ["got max_steps 6 and epochs 2*[*epochs: run.py:2*]"]),
         ("model = dict(depth=7.5)", ["got model.depth = 7.5*valid integer*[run.py:2]"]),
         ("_base_ = 'run.py'", ["which is based on itself"]),
         ("seed = 1 / 0", ["ZeroDivisionError*[run.py:2]"]),
         (SEVERAL, ["num_heads 5*run.py:2]", "ema_decay = 2*run.py:3]", "'sp_sise'*run.py:4]"]),
-        ("precision = 'fp64'\nepochs = 2", ["got precision 'fp64'*run.py:2]", "epochs 2*run.py:3*]"]),
-        ("text_encoder = dict(max_length=13)\nprecision = 'fp64'", ["13 over model.model_max_length 12", "fp64"]),
+        (
+            "precision = 'fp64'\nepochs = 2",
+            ["got precision 'fp64'*run.py:2]", "epochs 2*run.py:3*]"],
+        ),
+        (
+            "text_encoder = dict(max_length=13)\nprecision = 'fp64'",
+            ["13 over model.model_max_length 12", "fp64"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_reported_together_with_file_and_line(
     base: Path, text: str, messages: list[str]
 ) -> None:
@@ -192,16 +217,16 @@ def test_a_mistake_in_a_base_is_reported_with_the_line_there(base: Path) -> None
     assert "got 'seed' in two files" in reported and "more.py:1" in reported
 
 
-def test_explain_says_where_each_value_comes_from(
-    base: Path, capsys: pytest.CaptureFixture
-) -> None:
-    text = "_base_ = 'base.py'\nmodel = dict(\n    depth=4,\n)\nimage_size = None\nresolution = '32x24'\n"
+def test_explain_prints_the_origin_of_each_value(base: Path, capsys: pytest.CaptureFixture) -> None:
+    text = "_base_ = 'base.py'\nmodel = dict(\n    depth=4,\n)\n"
+    text += "image_size = None\nresolution = '32x24'\n"
     main(["config", write(base, text), "--explain", "--cfg-options", "optimizer.lr=0.5", "seed=3"])
     reported = dict(line.split("#", 1) for line in capsys.readouterr().out.splitlines())
     reported = {
         key.split(" = ")[0]: (key.split(" = ")[1].strip(), place.strip())
         for key, place in reported.items()
     }
+
     assert reported["model.depth"] == ("4", "run.py:3")
     assert reported["model.hidden_size"] == ("24", f"base.py:{line_of(BASE, '    type=')}")
     assert reported["sp_size"] == ("2", f"base.py:{line_of(BASE, 'sp_size')}")
@@ -212,6 +237,7 @@ def test_explain_says_where_each_value_comes_from(
     )
     assert reported["image_size"] == ("(32, 24)", "from resolution, run.py:6")
     assert reported["resolution"] == ("None", "used up for image_size, run.py:6")
+
     main(["config", "run.py"])
     (base / "dump.py").write_text(capsys.readouterr().out)
     assert load_train_config("dump.py") == load_train_config("run.py")
@@ -262,6 +288,7 @@ def test_options_put_over_files(base: Path) -> None:
     added = load_train_config(
         "base.py", ["mask_ratios.image_head=0.2", "optimizer.lr=2.0", "keep_last=none"]
     )
+
     assert added.mask_ratios == {"random": 0.1, "image_head": 0.2} and added.optimizer.lr == 2.0
     for whole in (
         "{'image_head': 0.2}",
@@ -271,10 +298,12 @@ def test_options_put_over_files(base: Path) -> None:
         assert load_train_config("base.py", [f"mask_ratios={whole}"]).mask_ratios == {
             "image_head": 0.2
         }
+
     assert load_train_config("base.py", ["mask_ratios=None"]).mask_ratios is None
     assert "got mask_ratios = 0.5 in the place of a dict (of base.py:" in refused(
         "base.py", ["mask_ratios=0.5"]
     )
+
     buckets = (
         "num_frames = image_size = batch_size = None\ndataset = dict(type='VariableVideoText')\n"
     )
@@ -282,10 +311,12 @@ def test_options_put_over_files(base: Path) -> None:
         "bucket_config = {'144p': {1: (1.0, 2), 6: (1.0, 1)}}\nvae = dict(pool=(1, 16, 16))\n"
     )
     path = write(base, "_base_ = 'base.py'\n" + buckets)
+
     assert load_train_config(path, ["bucket_config.144p.6=(0.5, 3)"]).bucket_config["144p"][6] == (
         0.5,
         3,
     )
+
     reported = refused("base.py", ["sp_sise=2", "noequals", "seed=-1", "optimizer.lr=fast"])
     assert (
         "noequals" in reported
@@ -369,8 +400,9 @@ def test_every_key_is_described(schema: type) -> None:
 
 
 def test_lines_follow_later_statements(base: Path) -> None:
-    text = "model = dict(depth=1)\nmodel['depth'] = 2\nmodel.update(\n    num_heads=3)\nif True:\n    seed = 4\n"
-    draft = read_config(write(base, text + "vae, text_encoder = {'type': 'a'}, {}\n"))
+    text = "model = dict(depth=1)\nmodel['depth'] = 2\nmodel.update(\n    num_heads=3)\n"
+    text += "if True:\n    seed = 4\nvae, text_encoder = {'type': 'a'}, {}\n"
+    draft = read_config(write(base, text))
     assert draft.values["model"] == {"depth": 2, "num_heads": 3}
     wanted = {("model", "depth"): 2, ("model", "num_heads"): 4, ("seed",): 6, ("vae", "type"): 7}
     assert {key: draft.origin(key) for key in wanted} == {

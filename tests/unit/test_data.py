@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +43,9 @@ def test_toy_clips_are_deterministic_and_show_what_they_say() -> None:
         frames = clip.draw(5, 48)
         assert frames.shape == (5, 48, 48, 3) and np.array_equal(frames, clip.draw(5, 48))
         assert clip.colour != clip.background
-        assert np.allclose(
-            frames[:, 0, 0], COLOURS[clip.background]
-        )  # shapes stay inside the frame
+        # Shapes stay inside the frame.
+        assert np.allclose(frames[:, 0, 0], COLOURS[clip.background])
+
         seen = [
             np.argwhere((frame == COLOURS[clip.colour]).all(-1)).mean(0)
             for frame in (frames[0], frames[-1])
@@ -112,17 +113,17 @@ def test_the_sequence_of_samples_does_not_depend_on_the_world() -> None:
     plan = MicroBatchPlan(
         num_samples=23, batch_size=3, micro_batches_per_step=4, seed=5, shape=SHAPE
     )
-    taken = [one for step in range(4) for one in plan.step(step)]
+    taken = list(chain.from_iterable(map(plan.step, range(4))))
     first, second = taken[: plan.micro_batches_per_epoch], taken[plan.micro_batches_per_epoch :]
-    epoch = [index for one in first for index in one.ids]
+    epoch = list(chain.from_iterable(one.ids for one in first))
     assert len(set(epoch)) == len(epoch) == 21 and first[0].ids != second[0].ids  # epochs differ
-    assert [one.number for one in taken] == list(range(16)) and {
-        one.epoch for one in second[:7]
-    } == {1}
+    assert [one.number for one in taken] == list(range(16))
+    assert {one.epoch for one in second[:7]} == {1}
+
     for replicas in (1, 2, 3, 4, 5):
         shares = [micro_batches_of(plan.step(1), replica, replicas) for replica in range(replicas)]
         assert len({len(one) for one in shares}) == 1  # all join in as many backward passes
-        assert sorted(one for of_replica in shares for one in of_replica if one) == plan.step(1)
+        assert sorted(filter(None, chain.from_iterable(shares))) == plan.step(1)
     whole = list(ReplicaBatches(plan, start=0, stop=6, replica=1, num_replicas=3))
     later = list(ReplicaBatches(plan, start=4, stop=6, replica=1, num_replicas=3))
     assert whole[-len(later) :] == later and whole[0][1][0] == Sample(
@@ -158,8 +159,8 @@ def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> 
         assert sorted(micro_batches) == plan.step(number)
 
 
-def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path) -> None:
-    """Even one whose order would now be of fewer clips than a batch; other numbers of clips are refused."""
+def test_a_run_from_before_short_clips_were_skipped_can_be_resumed(tmp_path: Path) -> None:
+    """Even one whose order now has fewer clips than a batch; other numbers of clips are refused."""
     manifest = write_toy_set(tmp_path, 6)
     lines = manifest.read_text().splitlines()
     frames = [9, 1, 1, 1, 1, 1]
@@ -188,7 +189,7 @@ def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path
         check_resume(cfg, checkpoint, make_dataset(cfg))
 
 
-def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
+def test_clips_too_short_by_the_manifest_are_skipped(tmp_path: Path) -> None:
     """With their frame interval; those of which the manifest says nothing stay."""
     manifest = write_toy_set(tmp_path, 6)
     frames = [9, 8, "", 30, 1, 10]
@@ -197,28 +198,22 @@ def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
         "\n".join([f"{lines[0]},num_frames", *(f"{a},{b}" for a, b in zip(lines[1:], frames))])
     )
     (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
-    cfg = load_train_config(
-        tmp_path / "config.py", ["dataset.frame_interval=2", "batch_size=2"]
-    )  # 9 frames
+    # 9 frames.
+    cfg = load_train_config(tmp_path / "config.py", ["dataset.frame_interval=2", "batch_size=2"])
 
     plan = make_plan(cfg, make_dataset(cfg), 1)
     assert plan.too_short == (1, 4) and plan.describe()[0].startswith(
         "4 clips (2 of 6 skipped, too short for 5 fra"
     )
-    epochs = [
-        {index for step in range(2 * e, 2 * e + 2) for index in plan.step(step)[0].ids}
-        for e in range(8)
-    ]
-    assert epochs == [{0, 2, 3, 5}] * 8
-    stand_ins = {
-        plan.substitute(plan.step(0)[0], index, attempt)
-        for index in range(4)
-        for attempt in range(20)
-    }
+    for e in range(8):
+        assert {*plan.step(2 * e)[0].ids, *plan.step(2 * e + 1)[0].ids} == {0, 2, 3, 5}
+    draws = product(range(4), range(20))
+    stand_ins = {plan.substitute(plan.step(0)[0], index, attempt) for index, attempt in draws}
     assert stand_ins == {0, 2, 3, 5}
     assert order_state(cfg, plan, 6)["num_samples"] == 4
 
-    # Checkpoints of before clips were left out have the number of all clips: such runs keep their order.
+    # Checkpoints from before clips were skipped have the number of all clips: these runs keep their
+    # order.
     old = make_plan(cfg, make_dataset(cfg), 1, num_samples=6)
     assert old.clips.tolist() == list(range(6)) and order_state(cfg, old, 6)["num_samples"] == 6
     assert make_plan(cfg, make_dataset(cfg), 1, num_samples=4).clips.tolist() == [0, 2, 3, 5]

@@ -1,4 +1,4 @@
-"""Encoders: the stand-ins, and the real classes on tiny random models that were saved and loaded."""
+"""Encoders: the stand-ins, and the real classes on tiny random models, saved and loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from golden_vae import load, saved_pipeline
-from runs import run
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import write_model_config
@@ -32,7 +31,8 @@ from opensora_sp.encoders import (
 )
 from opensora_sp.encoders.huggingface import clean_caption
 from opensora_sp.models import build_model
-from opensora_sp.sampling.decoding import grouped
+from opensora_sp.sampling import parse, sample
+from opensora_sp.sampling.decoding import decoded_pieces
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 
@@ -71,9 +71,13 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     vae = AutoencoderKL(
-        block_out_channels=(8, 16), latent_channels=4, norm_num_groups=4, sample_size=16,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-    )  # fmt: skip
+        block_out_channels=(8, 16),
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
     folder = tmp_path_factory.mktemp("vae")
     vae.save_pretrained(folder / "vae")
     return folder
@@ -92,25 +96,29 @@ def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
     vae = encoder.frames.module
     vae.encoder.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     latents = encoder.encode(video)
+
     assert seen == [3, 3, 3, 1]
     assert isinstance(encoder, LatentEncoder) and encoder.channels == 4
     assert tuple(latents.shape[2:]) == encoder.latent_size(5, 16, 12) == (5, 8, 6)
+
     one = vae.encode(video[1, :, 3][None]).latent_dist.mode()[0] * vae.config.scaling_factor
     torch.testing.assert_close(latents[1, :, 3], one)
     decoded = encoder.decode(latents, num_frames=5)
     assert decoded.shape == video.shape
+
     frame = vae.decode(one[None] / vae.config.scaling_factor).sample[0]
     torch.testing.assert_close(decoded[1, :, 3], frame)
     other = ImageVAE(str(image_folder), subfolder="vae", micro_batch_size=None, scaling_factor=0.5)
     torch.testing.assert_close(other.encode(video) * other.scale, latents * encoder.scale)
+
     for one_of, calls in ((encoder, [3, 2]), (other, [5])):  # what sampling decodes at a time
-        pieces = grouped(independent_pieces(one_of, num_frames=5, latent_frames=5), one_of)
+        pieces = decoded_pieces(one_of, 5, 5)
         assert [piece.frames.stop - piece.frames.start for piece in pieces] == calls
 
 
 @pytest.mark.parametrize("num_frames", [1, 2, 3])
 def test_a_chunk_may_be_longer_than_a_clip(video_folder: Path, num_frames: int) -> None:
-    """Images and short clips are one piece, as large as `plan` says, and come back in their size."""
+    """Images and short clips are one piece, as large as `plan` says, and keep their size."""
     video = torch.rand(1, 3, num_frames, 16, 24) * 2 - 1
     whole = OpenSoraVAE(str(video_folder), micro_frame_size=None)
     chunked = dict(type="OpenSoraVAE_V1_2", from_pretrained=str(video_folder), micro_frame_size=17)
@@ -147,6 +155,7 @@ def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path
         (OpenSoraVAE(str(video_folder), micro_frame_size=2), 3),
     ]
     video = torch.rand(2, 3, 5, 16, 24) * 2 - 1
+
     for vae, count in encoders:
         latents = vae.encode(video)
         decoded = vae.decode(latents, num_frames=5)
@@ -159,6 +168,7 @@ def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path
                 torch.testing.assert_close(vae.encode(video[:, :, frames]), latents[:, :, places])
                 part = vae.decode(latents[:, :, places], num_frames=frames.stop - frames.start)
                 torch.testing.assert_close(part, decoded[:, :, frames])
+
     with pytest.raises(ValueError, match="got micro_batch_size 0; expected >= 1"):
         OpenSoraVAE(str(video_folder), micro_batch_size=0)
     with pytest.raises(
@@ -175,9 +185,16 @@ def t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("t5")
     (folder / "corpus.txt").write_text("a red circle moving right on a blue background\n" * 50)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "corpus.txt"), model_prefix=str(folder / "spiece"), vocab_size=40, hard_vocab_limit=False,
-        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
-    )  # fmt: skip
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
     T5Tokenizer(str(folder / "spiece.model"), extra_ids=0, legacy=True).save_pretrained(
         folder / "model"
     )
@@ -192,6 +209,7 @@ def test_t5(t5_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="opensora_sp"):
         y, mask = encoder.encode(["a", "a red circle moving right on a blue background, and on"])
         encoder.encode(["a red circle moving right on a blue background, and on"])
+
     assert isinstance(encoder, TextEncoder) and encoder.width == 16
     assert (
         y.shape == (2, 1, 12, 16)
@@ -199,14 +217,15 @@ def test_t5(t5_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         and mask[0].sum() < 12
         and mask[1].sum() == 12
     )
+
     said = [
         record.getMessage() for record in caplog.records if record.name.startswith("opensora_sp")
     ]
     assert len(said) == 1 and "is truncated to text_encoder.max_length = 12" in said[0]
+
     alone = encoder.encode(["a"])
-    torch.testing.assert_close(
-        alone[0][0, 0, : alone[1].sum()], y[0, 0, : mask[0].sum()]
-    )  # padding changes nothing
+    # Padding changes nothing.
+    torch.testing.assert_close(alone[0][0, 0, : alone[1].sum()], y[0, 0, : mask[0].sum()])
 
 
 def test_cleaned_captions(t5_folder: Path) -> None:
@@ -223,8 +242,10 @@ def test_cleaned_captions(t5_folder: Path) -> None:
 
 def test_half_precision(image_folder: Path, video_folder: Path, t5_folder: Path) -> None:
     video = torch.rand(1, 3, 5, 16, 16) * 2 - 1
-    for cls, options in [(ImageVAE, dict(from_pretrained=str(image_folder), subfolder="vae")),
-                         (OpenSoraVAE, dict(from_pretrained=str(video_folder)))]:  # fmt: skip
+    for cls, options in [
+        (ImageVAE, dict(from_pretrained=str(image_folder), subfolder="vae")),
+        (OpenSoraVAE, dict(from_pretrained=str(video_folder))),
+    ]:
         whole, half = cls(**options), cls(**options, dtype="bf16")
         assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
         for ours, theirs in [
@@ -238,13 +259,16 @@ def test_half_precision(image_folder: Path, video_folder: Path, t5_folder: Path)
                 ours.dtype == torch.float32
                 and 0 < (ours - theirs).abs().max() < 0.1 * theirs.abs().max()
             )
+
     vae = OpenSoraVAE(str(video_folder), dtype="fp16")
     assert vae.scale.dtype == vae.shift.dtype == torch.float32  # 3.85 is 3.84 in bf16
     assert vae.scale.flatten().tolist() == pytest.approx([3.85, 2.32, 2.33, 3.06])
+
     whole, half = (
         T5TextEncoder(str(t5_folder), max_length=12, dtype=dtype) for dtype in ("fp32", "bf16")
     )
     ours, theirs = half.encode(["a red circle"])[0], whole.encode(["a red circle"])[0]
+
     assert (
         ours.dtype == torch.float32 and 0 < (ours - theirs).abs().max() < 0.1 * theirs.abs().max()
     )
@@ -257,13 +281,21 @@ def test_offloaded_weights_are_on_the_device_only_while_they_work(
     device, video = torch.device("meta"), torch.rand(1, 3, 5, 16, 16)
     encoders = [
         (ImageVAE(str(image_folder), subfolder="vae", offload=True), lambda vae: vae.encode(video)),
-        (ImageVAE(str(image_folder), subfolder="vae", offload=True),
-         lambda vae: vae.decode(torch.rand(1, 4, 5, 8, 8), num_frames=5)),
+        (
+            ImageVAE(str(image_folder), subfolder="vae", offload=True),
+            lambda vae: vae.decode(torch.rand(1, 4, 5, 8, 8), num_frames=5),
+        ),
         (OpenSoraVAE(str(video_folder), offload=True), lambda vae: vae.encode(video)),
-        (OpenSoraVAE(str(video_folder), offload=True),
-         lambda vae: vae.decode(torch.rand(1, 4, 2, 2, 2), num_frames=5)),
-        (T5TextEncoder(str(t5_folder), max_length=8, offload=True), lambda t5: t5.encode(["a red circle"])[0]),
-    ]  # fmt: skip
+        (
+            OpenSoraVAE(str(video_folder), offload=True),
+            lambda vae: vae.decode(torch.rand(1, 4, 2, 2, 2), num_frames=5),
+        ),
+        (
+            T5TextEncoder(str(t5_folder), max_length=8, offload=True),
+            lambda t5: t5.encode(["a red circle"])[0],
+        ),
+    ]
+
     for encoder, work in encoders:
         before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
         assert encoder.to(device) is encoder and not any(
@@ -277,6 +309,7 @@ def test_offloaded_weights_are_on_the_device_only_while_they_work(
         with encoder.on_device():
             assert all(tensor.is_meta for tensor in encoder.state_dict().values())
         assert not any(tensor.is_meta for tensor in encoder.state_dict().values())
+
     with pytest.raises(RuntimeError, match="lost"), encoder.on_device():
         raise RuntimeError("lost")
     assert not any(tensor.is_meta for tensor in encoder.state_dict().values())
@@ -294,7 +327,8 @@ def test_missing_weights_name_the_local_folder_way(
     ):
         cls(str(tmp_path))
     monkeypatch.setattr(loading, "_hub_answers", lambda: False)
-    there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*the hub cannot be reached"
+    there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*"
+    there += "the hub cannot be reached"
     with pytest.raises(ValueError, match=rf"{there}.* set {key}.from_pretrained to a folder"):
         cls("nobody/nothing")
 
@@ -316,13 +350,15 @@ def test_incomplete_and_damaged_weights_are_refused(
     state = load_file(file)
     name = next(name for name in state if name.endswith("weight") and "norm" not in name)
     save_file({k: v for k, v in state.items() if k != name}, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"missing.*{name}|{name} is one"):
+
+    with pytest.raises(ValueError, match=f"(?i)missing.*{name}|{name} is one"):
         cls(str(folder))
     save_file({**state, name: state[name][..., :1].contiguous()}, file, metadata={"format": "pt"})
     with pytest.raises(
         ValueError, match=rf"got (weights of another autoencoder|{key}.from_pretrained)"
     ):
         cls(str(folder))
+
     save_file(state, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(
@@ -337,14 +373,16 @@ def test_released_layout_is_strict_and_takes_older_names(
     folder = shutil.copytree(video_folder, tmp_path / "copy")
     state = load_file(folder / "model.safetensors")
     save_file({**state, "spatial_vae.module.more": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="1 differences: unexpected spatial_vae.module.more"):
+    with pytest.raises(ValueError, match="Unexpected key.*spatial_vae.module.more"):
         OpenSoraVAE(str(folder))
+
     older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     renamed = dict(state)
     for name in state:
         for new, old in older.items():
             if f"attentions.0.{new}." in name:
                 renamed[name.replace(new, old)] = renamed.pop(name)
+
     assert sum(name not in state for name in renamed) == 16
     save_file(renamed, folder / "model.safetensors")
     video = torch.rand(1, 3, 3, 16, 16)
@@ -468,7 +506,7 @@ def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_sampling_with_offloaded_encoders(
     video_folder: Path, t5_folder: Path, tmp_path: Path
 ) -> None:
-    """From a config to a video, with the real classes: 6 frames in chunks of 5 are 3 latent frames."""
+    """From a config to a video, real classes: 6 frames in chunks of 5 are 3 latent frames."""
     config = tmp_path / "config.py"
     config.write_text(
         f"""
@@ -476,11 +514,22 @@ num_frames = 6
 image_size = (32, 24)
 fps = 8
 precision = "fp32"
-vae = dict(type="OpenSoraVAE_V1_2", from_pretrained={str(video_folder)!r}, micro_frame_size=5, offload=True)
-text_encoder = dict(type="t5", from_pretrained={str(t5_folder)!r}, max_length=20, clean_captions=True, offload=True)
+vae = dict(
+    type="OpenSoraVAE_V1_2",
+    from_pretrained={str(video_folder)!r},
+    micro_frame_size=5,
+    offload=True,
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained={str(t5_folder)!r},
+    max_length=20,
+    clean_captions=True,
+    offload=True,
+)
 model = dict(
-    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20, hidden_size=24, depth=1, num_heads=3,
-    pred_sigma=False,
+    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20,
+    hidden_size=24, depth=1, num_heads=3, pred_sigma=False,
 )
 scheduler = dict(type="rflow", num_sampling_steps=2)
 outputs = {str(tmp_path / "samples")!r}
@@ -490,7 +539,6 @@ outputs = {str(tmp_path / "samples")!r}
     model = build_model(name, **options)
     write_model_config(tmp_path, name, model.config)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    done = run("scripts/inference.py", config, "--ckpt", tmp_path, "--prompt", "a red circle")
-    assert done.returncode == 0, done.stderr
+    sample(parse([str(config), "--ckpt", str(tmp_path), "--prompt", "a red circle"]))
     frames = read_frames(tmp_path / "samples" / "000-a-red-circle.mp4")
     assert len(frames) == 6 and {frame.shape for frame in frames} == {(32, 24, 3)}

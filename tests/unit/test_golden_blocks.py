@@ -1,4 +1,4 @@
-"""Every case of the reference values of blocks is there, and what test_golden_models.py does not look at."""
+"""Every case of the reference values of blocks, and what test_golden_models.py does not check."""
 
 from __future__ import annotations
 
@@ -65,9 +65,11 @@ def test_queries_and_keys_before_and_after_norm_and_rotation() -> None:
         ).rows(TEMPORAL)
         attention(x, rows)
         before = attention.qkv(x).unflatten(-1, (3, case["heads"], -1)).unbind(2)[:2]
+
         for ours, after, name in zip(before, handed_on, "qk", strict=True):  # [R, L, H, D]
             close(ours.transpose(1, 2), tensors[f"{name}_in"])
             close(after.transpose(1, 2), tensors[f"{name}_out"])
+
     assert seen == 4
 
 

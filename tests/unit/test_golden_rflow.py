@@ -88,9 +88,7 @@ def test_timestep_transform() -> None:
     close(transform(tensors["first_is_image/t"], first), tensors["first_is_image/output"])
 
 
-def test_the_transform_by_latent_frames_agrees_where_the_legacy_count_is_right_and_works_below_17_frames() -> (
-    None
-):
+def test_the_transform_by_latent_frames_works_below_17_frames_and_else_agrees() -> None:
     t = torch.tensor([0.1, 0.5, 0.9])
 
     def transform(legacy: bool, frames: float) -> torch.Tensor:
@@ -133,15 +131,17 @@ def test_training_loss_and_its_gradient() -> None:
         mask = one.get("input/mask")
         flow = RectifiedFlow(**case["scheduler"])
         x_t = flow.noisy_input(x, noise, t, mask)
+
         close(x_t, one["network_x"])
-        output = toy_network(
-            x_t, t, one["input/y"].flatten(1).mean(1), None
-        )  # this network was not reported the mask
+        # This network does not get the mask.
+        output = toy_network(x_t, t, one["input/y"].flatten(1).mean(1), None)
         loss = velocity_loss(output, flow.target(x, noise), mask)
         assert torch.equal(loss, flow.losses(output, Noised.of(flow, x, noise, t, mask)))
+
         if "input/weights" in one:
             loss = loss * one["input/weights"][t]
         close(loss, one["loss"])
+
         loss.sum().backward()
         close_gradient(x.grad, one["grad/x_start"], floor=1e-5)
 
@@ -154,7 +154,7 @@ def test_a_sample_without_a_frame_that_counts_gives_zero() -> None:
 
 
 def test_training_timesteps() -> None:
-    """Uniform, whole, and logit-normal: the logit of t / N at a quantile is loc + scale x the normal quantile."""
+    """Uniform, discrete, logit-normal: logit(t / N) at a quantile is loc + scale x the normal's."""
     u = torch.tensor([0.0, 0.02, 0.25, 0.5, 0.9, 0.999, 1.0])
     close(RectifiedFlow().timesteps_from(u), u * 1000)
     assert RectifiedFlow(use_discrete_timesteps=True).timesteps_from(u).tolist() == [
@@ -166,6 +166,7 @@ def test_training_timesteps() -> None:
         999,
         999,
     ]
+
     for loc, scale in ((0.0, 1.0), (-0.5, 0.7)):
         flow = RectifiedFlow(sample_method="logit-normal", loc=loc, scale=scale)
         t = flow.timesteps_from(u)
@@ -174,9 +175,9 @@ def test_training_timesteps() -> None:
             assert ours == pytest.approx(
                 1000 / (1 + math.exp(-loc - scale * NormalDist().inv_cdf(quantile))), rel=1e-4
             )
-    geometry = geometry_of(
-        [512, 512, 4], 7
-    )  # the transform follows: a clip of 4 latent frames moves to the noise
+
+    # The transform follows: a clip of 4 latent frames moves to the noise.
+    geometry = geometry_of([512, 512, 4], 7)
     moved = RectifiedFlow(sample_method="logit-normal", use_timestep_transform=True).timesteps_from(
         u, geometry
     )

@@ -1,4 +1,4 @@
-"""The tolerance of the reference data: what another processor's rounding may change, and what not."""
+"""The tolerance of the reference data: what rounding on another processor may change."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ def test_allocations_and_frees() -> None:
         assert live.peak == 3 * ROW
         d = torch.tensor([1.0, 2.0])
         assert live.live == 3 * ROW + 8
+
     del b, c, d
     assert (live.live, live.peak) == (0, 3 * ROW + 8)  # frees after the exit are seen
 
@@ -85,13 +86,16 @@ def chain(depth: int, recompute: bool) -> LivePeak:
 
 
 def test_forward_and_backward_of_a_known_graph() -> None:
-    """Kept: two results of exp a step, the sum and its gradient; backward adds a gradient and then frees a result."""
+    """Kept: two results of exp a step, the sum and its gradient.
+
+    Backward adds a gradient and then frees a result.
+    """
     for depth in (3, 7):
         assert chain(depth, recompute=False).peak == (2 * depth + 1) * ROW + 8
 
 
 def test_gradient_checkpointing() -> None:
-    """Kept: the input of each step, and while one is recomputed its two results and the gradients on both sides."""
+    """Kept: the input of each step, and of the one recomputed two results and the gradients."""
     with_3, with_7 = chain(3, recompute=True).peak, chain(7, recompute=True).peak
     assert with_7 - with_3 == 4 * ROW
     assert (3 + 2) * ROW <= with_3 <= (3 + 4) * ROW + 8

@@ -40,24 +40,35 @@ def largest(name: str, T: int, side: int, masks: bool) -> tuple[LargestTensor, i
     width, text = 12, 40
     options = OPTIONS[name] | (dict(input_size=(T, side, side)) if name == "STDiT" else {})
     model = build_model(
-        name if name.startswith("STDiT") else "STDiT3", in_channels=2, hidden_size=width, depth=1, num_heads=2,
-        mlp_ratio=1.0, caption_channels=4, model_max_length=text, patch_size=(1, 1, 1), **options,
-    )  # fmt: skip
+        name if name.startswith("STDiT") else "STDiT3",
+        in_channels=2,
+        hidden_size=width,
+        depth=1,
+        num_heads=2,
+        mlp_ratio=1.0,
+        caption_channels=4,
+        model_max_length=text,
+        patch_size=(1, 1, 1),
+        **options,
+    )
     inputs = dict(
         x=torch.randn(2, 2, T, side, side),
         timestep=torch.tensor([1.0, 2.0]),
         y=torch.randn(2, 1, text, 4),
     )
+
     if name == "STDiT2":
         inputs.update(
             (size, torch.tensor([1.0, 2.0]))
             for size in ("num_frames", "height", "width", "ar", "fps")
         )
+
     if masks:
         inputs["mask"] = torch.arange(text) < torch.tensor([[25], [10]])
         inputs["x_mask"] = torch.rand(2, T) < 0.5
         inputs["video_mask"] = torch.ones(2, T, side, side, dtype=torch.bool)
         inputs["video_mask"][1, T // 2 :] = inputs["video_mask"][0, :, : side // 4] = False
+
     with LargestTensor() as seen:
         model(**inputs).square().sum().backward()
     return seen, 2 * T * side * side * width

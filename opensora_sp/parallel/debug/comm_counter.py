@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from opensora_sp.parallel.typed import is_backward_running
+from ..typed import is_backward_running
 
 PHASES = ("forward", "recompute", "backward")
 Key: TypeAlias = tuple[str, str]

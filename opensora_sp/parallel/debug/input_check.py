@@ -6,15 +6,16 @@ Split sizes follow from shapes and the model alone, so ranks that differ in them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten_with_path
 
-from opensora_sp.parallel.agreement import (
+from ..agreement import (
+    MODELS,
     Entries,
+    Kind,
     ModelForm,
     all_agree,
     describe,
@@ -22,27 +23,21 @@ from opensora_sp.parallel.agreement import (
     differences,
     digest,
     fields_of,
-    first_of,
     gathered,
-    refuse_models,
+    refuse_differences,
 )
-from opensora_sp.parallel.mesh import SequenceMesh
-
+from ..mesh import SequenceMesh
+from ..strategies import registered_strategies
 from .comm_counter import record
 from .comm_timing import communicating
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of entries that ranks compare."""
-
-    name: str
-    expected: str
-    remedy: str
-
-
 KINDS = (
     Kind("options", "the same options of parallelize", "pass them alike on every rank"),
+    Kind(
+        "strategies",
+        "the same ones, registered in the same order",
+        "call register_strategy alike on every rank",
+    ),
     Kind("plan", "the same ShardPlan", "register the same plan on every rank"),
     Kind(
         "modes",
@@ -87,11 +82,14 @@ class InputCheck:
             self._refuse(model, own)
 
     def _entries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entries:
-        """What decides which bytes are sent: options, plan, modes, and the form of the inputs.
+        """What decides which bytes are sent: options, strategies, plan, modes, and the form of the
+        inputs.
 
         Of inputs, also inside of containers, these are shapes, dtypes and plain values.
         """
         entries = dict(self._fixed)
+        # They may be registered at any time.
+        entries["strategies registered"] = describe([one.label for one in registered_strategies()])
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
         if hasattr(model, "grad_checkpoint"):
@@ -102,20 +100,14 @@ class InputCheck:
 
     def _refuse(self, model: nn.Module, own: Entries) -> None:
         """Raise the first reason that there is, the same on all ranks. Collective."""
-        group = self.mesh.host_group
-        models = gathered(describe_model(model), group)
-        if differences(models):
-            refuse_models(models, "of one sequence-parallel group")
+        group, which = self.mesh.host_group, "of one sequence-parallel group"
+        refuse_differences(MODELS, differences(gathered(describe_model(model), group)), which)
 
         found = differences(gathered(own, group))
         for kind in KINDS:
             prefix = f"{kind.name} "
             of_kind = [one.removeprefix(prefix) for one in found if one.startswith(prefix)]
-            if of_kind:
-                raise ValueError(
-                    f"got different {kind.name} on the ranks of one sequence-parallel group: "
-                    f"{first_of(of_kind)}; expected {kind.expected} on all of them; {kind.remedy}"
-                )
+            refuse_differences(kind, of_kind, which)
 
         # Only the digests of the models differ: parameters were added or removed since they were
         # made.

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from opensora_sp.parallel.mesh import SequenceMesh
+from ..mesh import SequenceMesh
 
 logger = logging.getLogger(__name__)
 
 # The attribute of a parallelized model that holds its engine.
 ATTRIBUTE = "_sequence_parallel"
+
+OUTPUT = "the output"  # beside names of parameters
 
 # Largest relative difference that rounding explains.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -43,7 +45,7 @@ class Verdict:
 
     @property
     def worst(self) -> tuple[str, float]:
-        found = {"the output": self.output, **self.gradients}
+        found = {OUTPUT: self.output, **self.gradients}
         name = max(found, key=lambda n: found[n] if found[n] == found[n] else float("inf"))
         return name, found[name]
 
@@ -76,43 +78,37 @@ def verify_step(
 
     with torch.random.fork_rng(), torch.inference_mode(False):
         with engine.detached():
-            wanted, wanted_gradients = _step(model, args, kwargs)
-        output, gradients = _step(model, args, kwargs)
+            wanted = _step(model, args, kwargs)
+        ours = _step(model, args, kwargs)
 
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
-    gradients = _averaged(gradients, engine.mesh)
 
-    largest = max((g.abs().max().item() for g in wanted_gradients.values()), default=0.0)
-    found = [_difference(output, wanted, 0.0)]
-    for name, theirs in wanted_gradients.items():
-        found.append(_difference(gradients[name], theirs, largest * NOISE_FLOOR))
-    first, *rest = _largest_over_ranks(found, engine.mesh)
+    names = [name for name in wanted if name != OUTPUT]
+    for name in names:
+        ours[name] = _averaged(ours[name], engine.mesh)
 
-    dtypes = {output.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)}
-    tolerance = max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes)
+    floor = NOISE_FLOOR * max((wanted[name].abs().max().item() for name in names), default=0.0)
+    found = [_difference(ours[OUTPUT], wanted[OUTPUT], 0.0)]
+    found += [_difference(ours[name], wanted[name], floor) for name in names]
+    output, *gradients = _largest_over_ranks(found, engine.mesh)
+
+    tolerance = max(TOLERANCE.get(tensor.dtype, 1e-3) for tensor in wanted.values())
     return Verdict(
-        output=first,
-        gradients=dict(zip(wanted_gradients, rest, strict=True)),
-        all_zero=tuple(
-            name
-            for name, theirs in wanted_gradients.items()
-            if not theirs.any() and not gradients[name].any()
-        ),
+        output=output,
+        gradients=dict(zip(names, gradients, strict=True)),
+        all_zero=tuple(name for name in names if not wanted[name].any() and not ours[name].any()),
         tolerance=tolerance if engine.options.comm_dtype is None else LOW_PRECISION_TOLERANCE,
     )
 
 
-def _averaged(gradients: dict[str, Tensor], mesh: SequenceMesh) -> dict[str, Tensor]:
-    """The mean of each gradient over the ranks of a group."""
-    means = {}
-    for name, gradient in gradients.items():
-        # Autograd expands or shares what it can.
-        whole = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=mesh.sp_group)
-        means[name] = whole / mesh.sp_size
-    return means
+def _averaged(gradient: Tensor, mesh: SequenceMesh) -> Tensor:
+    """Its mean over the ranks of a group."""
+    # Autograd expands or shares what it can.
+    whole = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(whole, group=mesh.sp_group)
+    return whole / mesh.sp_size
 
 
 def _largest_over_ranks(values: list[float], mesh: SequenceMesh) -> list[float]:
@@ -142,9 +138,7 @@ def verify_first_step(model: nn.Module) -> None:
     getattr(model, ATTRIBUTE).handles.append(handle)
 
 
-def _step(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
         args, kwargs = tree_map(_own, (args, kwargs))
@@ -152,15 +146,15 @@ def _step(
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
 
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        found: tuple[Tensor | None, ...] = ()
+        found: tuple[Tensor, ...] = ()
         if named:
             loss = (output * weights).sum()
-            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            # Unused ones get zeros.
+            found = torch.autograd.grad(
+                loss, list(named.values()), allow_unused=True, materialize_grads=True
+            )
 
-    gradients = {}
-    for (name, parameter), gradient in zip(named.items(), found, strict=True):
-        gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
-    return output.detach(), gradients
+    return {OUTPUT: output.detach(), **dict(zip(named, found, strict=True))}
 
 
 def _own(value: Any) -> Any:

@@ -5,12 +5,12 @@
 alone, so all ranks choose the same.
 """
 
-from .base import REPLICATED, BlockLayouts, Local, Strategy
+from .base import REPLICATED, BlockLayouts, Strategy
 from .branch_switch import BranchSwitch
 from .exchanges import AllGather, AllToAll, Exchange
 from .one_layout import OneLayout
 from .registry import (
-    choose_strategy,
+    applicable_strategy,
     register_strategy,
     registered_strategies,
     strategy_for,
@@ -32,7 +32,6 @@ __all__ = [
     "BlockLayouts",
     "BranchSwitch",
     "Exchange",
-    "Local",
     "OneLayout",
     "REPLICATED",
     "SplitAttention",
@@ -45,7 +44,7 @@ __all__ = [
     "SwitchRows",
     "Ulysses",
     "WholeSamples",
-    "choose_strategy",
+    "applicable_strategy",
     "register_strategy",
     "registered_strategies",
     "strategy_for",
@@ -53,12 +52,15 @@ __all__ = [
 ]
 
 # The last one of an option is asked first, so the default of all shapes comes before those of few.
-register_strategy(SwitchRows)
-register_strategy(SplitHeads)
-register_strategy(SplitWindows)
-register_strategy(SplitBoth)
-register_strategy(BranchSwitch)
-register_strategy(SplitClips)
-register_strategy(WholeSamples)
-register_strategy(Ulysses)
-register_strategy(SplitGather)
+for strategy in (
+    SwitchRows,
+    SplitHeads,
+    SplitWindows,
+    SplitBoth,
+    BranchSwitch,
+    SplitClips,
+    WholeSamples,
+    Ulysses,
+    SplitGather,
+):
+    register_strategy(strategy)

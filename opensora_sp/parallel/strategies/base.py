@@ -16,9 +16,7 @@ of a row. Volumes are elements sent per rank for a spatial and a temporal block,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,18 +25,17 @@ from ..layout import (
     SPATIAL_ROWS,
     TEMPORAL_ROWS,
     WINDOW_ROWS,
+    BatchAxes,
     ExchangePlan,
     plan_exchange,
-    runs,
+    rank_ranges,
 )
 from ..mesh import SequenceMesh
 from ..options import Options
 from ..protocols import Grid, Rows
-from ..typed import uncompiled
+from ..typed import Local, uncompiled
 from .exchanges import Exchange
 
-Result = TypeVar("Result")
-Local = Callable[..., Result]  # what a hook point does on one rank
 GridOrShape: TypeAlias = Grid | BatchShape
 REPLICATED = "replicated"  # in place of a layout: every rank attends to all tokens of the batch
 
@@ -107,18 +104,18 @@ class Strategy:
         """Whether recomputation under gradient checkpointing sends everything again."""
         return False
 
-    # Hook points: what ranks do with tensors.
+    # Local points: what ranks do with tensors.
 
-    def ends(self, rows: Rows) -> tuple[Rows, ...]:
+    def boundary_rows(self, rows: Rows) -> tuple[Rows, ...]:
         """The rows where tokens enter and where they leave, given all spatial rows; one element if
         both are the same.
         """
-        return rows, rows.turned()
+        return rows, rows.transposed()
 
-    def shard(self, local: Local[Rows], grid: Grid) -> Rows:
-        return self.held(self.ends(local(grid))[0])
+    def shard(self, local: Local, grid: Grid) -> Rows:
+        return self.local_rows(self.boundary_rows(local(grid))[0])
 
-    def _local(self, local: Local[Any], *args: Any, **options: Any) -> Any:
+    def _local(self, local: Local, *args: Any, **options: Any) -> Any:
         return local(*args, **options)
 
     # switch(local, x, rows) -> x and its rows in the other layout, x ``[R, L, C]``
@@ -126,47 +123,42 @@ class Strategy:
     #     rows, and is computed anew where it is left out
     # attend_spatial, attend_temporal(local, q, k, v, rows) -> output, all ``[R, L, H, D]``
     # segment(local, function, rows, *args, recompute, last) -> what the function returns
-    # rowwise(local, function, rows, x, *entries) -> what the function returns
-    switch = spatial = temporal = attend_spatial = attend_temporal = segment = rowwise = _local
+    # tokenwise(local, function, rows, x, *entries) -> what the function returns
+    switch = spatial = temporal = attend_spatial = attend_temporal = segment = tokenwise = _local
 
     # Which rows this rank holds, and its part in an exchange.
 
-    def layout(self, rows: Rows) -> str:
+    def layout_of(self, rows: Rows) -> str:
         """How rows are distributed to the ranks."""
         return self.rows_layout(rows.layout, rows.grid)
 
+    def axes(self, rows: Rows) -> BatchAxes:
+        """Sizes of the axes of the rows' whole batch."""
+        grid = rows.grid
+        return BatchAxes(
+            grid.num_samples, grid.frames, grid.patches_per_frame, self.heads, grid.windows
+        )
+
     @uncompiled
-    def runs(self, rows: Rows) -> list[tuple[int, int]]:
+    def row_ranges(self, rows: Rows) -> list[tuple[int, int]]:
         """The rows ``[start, stop)`` that each rank holds of all rows of a layout."""
-        entries = runs(axes_of(rows), self.layout(rows), self.mesh.sp_size, rows.grid.windows)
+        entries = rank_ranges(self.axes(rows), self.layout_of(rows), self.mesh.sp_size)
         return [(start // rows.length, stop // rows.length) for start, stop in entries]
 
-    def held(self, rows: Rows) -> Rows:
-        """This rank's run of all rows of a layout."""
-        return rows.take(*self.runs(rows)[self.mesh.sp_rank])
+    def row_counts(self, rows: Rows) -> list[int]:
+        """How many rows each rank holds of all rows of a layout."""
+        return [stop - start for start, stop in self.row_ranges(rows)]
 
-    def plans(
-        self, rows: Rows, left: str, entered: str, device: torch.device
-    ) -> Callable[..., ExchangePlan]:
-        """A function that plans this rank's part in an exchange of tokens, or of heads.
-
-        It is called with (chunk, num_chunks) and returns the plan of that chunk. It holds no
-        tensor of the batch, so it may outlive it.
-        """
-        axes = axes_of(rows, h=self.heads) if "h" in left.split() else axes_of(rows)
-        ranks, rank, windows = self.mesh.sp_size, self.mesh.sp_rank, rows.grid.windows
-        return partial(plan_exchange, axes, left, entered, ranks, rank, device, windows=windows)
+    def local_rows(self, rows: Rows) -> Rows:
+        """This rank's range of all rows of a layout."""
+        return rows.take(*self.row_ranges(rows)[self.mesh.sp_rank])
 
     @uncompiled  # plans are cached: they belong to no graph
-    def plan(self, rows: Rows, left: str, entered: str, device: torch.device) -> ExchangePlan:
-        return self.plans(rows, left, entered, device)()
+    def plan(self, rows: Rows, source: str, target: str, device: torch.device) -> ExchangePlan:
+        """This rank's part in an exchange of tokens, or of heads, of the rows' whole batch."""
+        ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
+        return plan_exchange(self.axes(rows), source, target, ranks, rank, device)
 
     @property
     def group(self) -> Any:
         return self.mesh.sp_group
-
-
-def axes_of(rows: Rows, **more: int) -> dict[str, int]:
-    """Sizes of the axes of the rows' whole batch."""
-    grid = rows.grid
-    return {"b": grid.num_samples, "t": grid.frames, "s": grid.patches_per_frame, **more}

@@ -11,7 +11,8 @@ from ..layout import SPATIAL_ROWS
 from ..low_precision import bytes_per_token, low_precision_exchange
 from ..options import Options
 from ..protocols import Rows
-from .base import BlockLayouts, GridOrShape, Local
+from ..typed import Local
+from .base import BlockLayouts, GridOrShape
 from .exchanges import AllToAll, Exchange
 from .one_layout import OneLayout
 
@@ -51,14 +52,14 @@ class BranchSwitch(OneLayout):
             AllToAll(shape.depth, SPATIAL_ROWS, temporal, token),
         ]
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        spatial = self.held(rows.turned())
+    def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+        spatial = self.local_rows(rows.transposed())
         received = self._exchange(x, rows, spatial)
         out = local(received.unflatten(0, (spatial.count, spatial.length)), spatial)
         return self._exchange(out, spatial, rows).view(x.shape)
 
-    def _exchange(self, x: Tensor, left: Rows, entered: Rows) -> Tensor:
-        plan = self.plan(left, self.layout(left), self.layout(entered), x.device)
+    def _exchange(self, x: Tensor, source: Rows, target: Rows) -> Tensor:
+        plan = self.plan(source, self.layout_of(source), self.layout_of(target), x.device)
         return low_precision_exchange(
             x.flatten(0, 1), plan, self.group, kind="branch", dtype=self.options.comm_dtype
         )

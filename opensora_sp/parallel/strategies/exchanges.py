@@ -31,22 +31,14 @@ class AllToAll:
     """``count`` exchanges of all entries from one layout to another; backward, in reverse."""
 
     count: int
-    left: str
-    entered: str
+    source: str
+    target: str
     entry_bytes: int
 
     def sent(self, shape: BatchShape, ranks: int) -> BytesSent:
         forward, backward = [], []
         for rank in range(ranks):
-            plan = plan_exchange(
-                shape.axes(self.left),
-                self.left,
-                self.entered,
-                ranks,
-                rank,
-                CPU,
-                windows=shape.windows,
-            )
+            plan = plan_exchange(shape.axes, self.source, self.target, ranks, rank, CPU)
             received = sum(plan.recv_splits) - plan.recv_splits[rank]
             forward.append(self.count * self.entry_bytes * plan.sent_elsewhere(rank))
             backward.append(self.count * self.entry_bytes * received)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -10,7 +9,8 @@ from torch import Tensor
 from ..collectives import keep_exchanged
 from ..options import Options
 from ..protocols import Rows
-from .base import BlockLayouts, GridOrShape, Local, Strategy
+from ..typed import Local
+from .base import BlockLayouts, GridOrShape, Strategy
 
 
 class OneLayout(Strategy):
@@ -20,35 +20,25 @@ class OneLayout(Strategy):
     unless ``recompute_communication`` trades this for memory.
     """
 
-    stays: ClassVar[str] = "temporal"
+    resident_layout: ClassVar[str] = "temporal"
     keeps_received: ClassVar[bool] = True
 
     @classmethod
     def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:
-        held = cls.rows_layout(cls.stays, grid)
+        held = cls.rows_layout(cls.resident_layout, grid)
         return BlockLayouts(held, held)
 
     @classmethod
     def resends(cls, options: Options) -> bool:
         return options.recompute_communication or not cls.keeps_received
 
-    def ends(self, rows: Rows) -> tuple[Rows, ...]:
-        return (rows if rows.layout == self.stays else rows.turned(),)
+    def boundary_rows(self, rows: Rows) -> tuple[Rows, ...]:
+        return (rows if rows.layout == self.resident_layout else rows.transposed(),)
 
-    def switch(
-        self, local: Local[tuple[Tensor, Rows]], x: Tensor, rows: Rows
-    ) -> tuple[Tensor, Rows]:
+    def switch(self, local: Local, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return x, rows
 
-    def segment(
-        self,
-        local: Local[Any],
-        function: Local[Any],
-        rows: Rows,
-        *args: Any,
-        recompute: bool,
-        last: bool,
-    ) -> Any:
+    def segment(self, local: Local, *args: Any, recompute: bool, **options: Any) -> Any:
         if recompute and not self.resends(self.options):
-            local = partial(local, context_fn=keep_exchanged)
-        return local(function, rows, *args, recompute=recompute, last=last)
+            options["context_fn"] = keep_exchanged
+        return local(*args, recompute=recompute, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..batch_shape import BatchShape
 from ..options import Options
-from ..protocols import Grid
 from .base import Strategy
 from .whole_samples import WholeSamples
 
@@ -38,18 +37,26 @@ def strategy_options() -> tuple[str, ...]:
     return tuple(dict.fromkeys(strategy.option for strategy in _REGISTERED))
 
 
-def choose_strategy(
-    options: Options, grid: Grid, hidden_size: int, num_heads: int, ranks: int
-) -> type[Strategy]:
-    """The strategy for a batch with the patches ``grid``, the same on all ranks."""
-    shape = BatchShape.of_grid(grid, hidden_size, num_heads)
-    return strategy_for(shape, options, ranks)
-
-
 def strategy_for(shape: BatchShape, options: Options, ranks: int) -> type[Strategy]:
-    """The strategy for a batch of this shape."""
+    """The strategy for a batch of this shape, the same on all ranks.
+
+    Raises:
+        ValueError: if none of the option's strategies applies.
+    """
+    strategy = applicable_strategy(shape, options, ranks)
+    if strategy is None:
+        raise ValueError(
+            f"got a batch to which no strategy of the option {options.strategy!r} applies: {shape} "
+            f"on {ranks} ranks; expected one of {strategy_options()} that does; choose another "
+            "one, or register a strategy of this option whose applies() is true"
+        )
+    return strategy
+
+
+def applicable_strategy(shape: BatchShape, options: Options, ranks: int) -> type[Strategy] | None:
+    """The strategy for a batch of this shape; None if none of the option's applies."""
     if ranks == 1:
         return WholeSamples
 
     candidates = [one for one in reversed(_REGISTERED) if one.option == options.strategy]
-    return next(one for one in candidates if one.applies(shape, options, ranks))
+    return next((one for one in candidates if one.applies(shape, options, ranks)), None)

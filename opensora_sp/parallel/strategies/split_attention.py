@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..batch_shape import BatchShape
 from ..collectives import exchange
-from ..layout import unit_runs
+from ..layout import unit_ranges
 from ..options import Options
 from ..protocols import Rows
-from ..typed import uncompiled
-from .base import Local, axes_of
+from ..typed import Local, uncompiled
 from .exchanges import AllToAll, Exchange
 from .one_layout import OneLayout
 
@@ -37,50 +38,40 @@ class SplitAttention(OneLayout):
                 found.append(AllToAll(shape.depth, attended, f"{held} h", head))
         return found
 
-    def attend_spatial(
-        self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
-    ) -> Tensor:
-        layout = self.attention_layouts(rows.grid).spatial
-        return self._attend(local, q, k, v, rows, layout)
+    def attend_spatial(self, local: Local, *args: Any) -> Any:
+        return self._attend(local, *args, block="spatial")
 
-    def attend_temporal(
-        self, local: Local[Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
-    ) -> Tensor:
-        layout = self.attention_layouts(rows.grid).temporal
-        return self._attend(local, q, k, v, rows, layout)
+    def attend_temporal(self, local: Local, *args: Any) -> Any:
+        return self._attend(local, *args, block="temporal")
 
     def _attend(
-        self,
-        local: Local[Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Rows,
-        layout: str,
-    ) -> Tensor:
-        """Attend with entries (token, head) in a layout; q, k, v are ``[R, L, H, D]``."""
+        self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows, *, block: str
+    ) -> Any:
+        """Attend with entries (token, head) in a block's layout; q, k, v are ``[R, L, H, D]``."""
+        layout = getattr(self.attention_layouts(rows.grid), block)
         if not has_heads(layout):
             return local(q, k, v, rows)
 
-        held = f"{self.layout(rows)} h"
+        held = f"{self.layout_of(rows)} h"
         there = self.plan(rows, held, layout, q.device)
         back = self.plan(rows, layout, held, q.device)
 
         # The last axis of the layout is the one that tokens of a row differ in.
         attended = "spatial" if layout.endswith("s") else "temporal"
-        rows = rows if rows.layout == attended else rows.turned()
+        rows = rows if rows.layout == attended else rows.transposed()
 
-        qkv = exchange(_stacked(q, k, v), there, self.group, kind="heads")
+        # [R, L, H, 3, D] -> entries [R * L * H, 3 * D], for one exchange.
+        qkv = torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)
+        qkv = exchange(qkv, there, self.group, kind="heads")
         qkv = qkv.view(-1, rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
-        out = local(*qkv.unbind(3), rows, self.units(rows, layout))
+        out = local(*qkv.unbind(3), rows, self.local_units(rows, layout))
         return exchange(out.flatten(0, 2), back, self.group, kind="heads").view(q.shape)
 
     @uncompiled
-    def units(self, rows: Rows, layout: str) -> list[int]:
+    def local_units(self, rows: Rows, layout: str) -> list[int]:
         """Numbers of the samples, rows or windows that attend here, in order, once per head."""
-        axes, windows = axes_of(rows, h=self.heads), rows.grid.windows
-        held = unit_runs(axes, layout, self.mesh.sp_size, windows)[self.mesh.sp_rank]
-        numbers = range(*held)
+        held = unit_ranges(self.axes(rows), layout, self.mesh.sp_size)
+        numbers = range(*held[self.mesh.sp_rank])
         if layout.startswith("h |"):  # every unit of the batch for each head
             return [*range(_num_units(rows))] * len(numbers)
         return [number // self.heads for number in numbers]
@@ -98,8 +89,3 @@ def _num_units(rows: Rows) -> int:
     if rows.layout == "spatial" or rows.grid.windows is None:
         return rows.total
     return rows.grid.num_samples * len(rows.grid.windows.sizes)
-
-
-def _stacked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Three ``[R, L, H, D]`` -> entries ``[R * L * H, 3 * D]``, for one exchange."""
-    return torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)

@@ -21,13 +21,11 @@ class SplitBoth(SplitAttention):
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
-        few_frames = shape.num_samples * shape.frames < ranks
-        return few_frames and few_windows(shape, options, ranks)
+        return shape.num_frames < ranks and few_windows(shape, options, ranks)
 
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
-        B = shape.num_samples
-        few = f"B*W={B * shape.num_windows} windows and B*T={B * shape.frames} frames"
+        few = f"B*W={shape.num_windows} windows and B*T={shape.num_frames} frames"
         return few_windows_reason(few, ranks)
 
     @classmethod

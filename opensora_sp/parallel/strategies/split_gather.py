@@ -11,7 +11,8 @@ from ..collectives import gather_rows
 from ..layout import WINDOW_COLUMNS
 from ..options import Options
 from ..protocols import Rows
-from .base import REPLICATED, BlockLayouts, GridOrShape, Local
+from ..typed import Local
+from .base import REPLICATED, BlockLayouts, GridOrShape
 from .exchanges import AllGather, Exchange
 from .one_layout import OneLayout
 
@@ -38,14 +39,14 @@ class SplitGather(OneLayout):
         held = cls.rows_layout("temporal", shape)
         return [AllGather(2 * shape.depth, held, shape.width * element_size)]
 
-    def spatial(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        everything, frames = rows.take(0, rows.total).turn(self._all(x, rows))  # [B * T, S, C]
-        out, _ = frames.turn(local(everything, frames))
+    def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+        everything, frames = rows.take(0, rows.total).transpose(self._all(x, rows))  # [B * T, S, C]
+        out, _ = frames.transpose(local(everything, frames))
         return out[rows.start : rows.stop]
 
-    def temporal(self, local: Local[Tensor], x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        return local(self._all(x, rows), rows.take(0, rows.total))[rows.start : rows.stop]
+    def temporal(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+        out: Tensor = local(self._all(x, rows), rows.take(0, rows.total))
+        return out[rows.start : rows.stop]
 
     def _all(self, x: Tensor, rows: Rows) -> Tensor:
-        sizes = [stop - start for start, stop in self.runs(rows)]
-        return gather_rows(x, sizes, self.group, kind="tokens")
+        return gather_rows(x, self.row_counts(rows), self.group, kind="tokens")

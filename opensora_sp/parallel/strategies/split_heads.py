@@ -23,8 +23,9 @@ class SplitHeads(SplitAttention):
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
-        few_frames = shape.num_samples * shape.frames < ranks
-        return few_frames and few_frames_costs(shape, options, ranks).heads_cost_less
+        if shape.num_frames >= ranks:
+            return False
+        return few_frames_costs(shape, options, ranks).heads_cost_less
 
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..batch_shape import BatchShape
-from ..layout import SPATIAL_ROWS
+from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS
 from ..options import Options
 from .base import BlockLayouts, GridOrShape
 from .split_attention import SplitAttention
@@ -18,7 +18,7 @@ class SplitWindows(SplitAttention):
     condition = "fewer windows (B*W) than ranks, where it costs less"
     moves = "heads of queries, keys, values and outputs of windows; no whole token"
 
-    stays = "spatial"
+    resident_layout = "spatial"
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
@@ -26,7 +26,7 @@ class SplitWindows(SplitAttention):
 
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
-        return few_windows_reason(f"B*W={shape.num_samples * shape.num_windows} windows", ranks)
+        return few_windows_reason(f"B*W={shape.num_windows} windows", ranks)
 
     @classmethod
     def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
@@ -35,17 +35,15 @@ class SplitWindows(SplitAttention):
 
 def few_windows(shape: BatchShape, options: Options, ranks: int) -> bool:
     """Whether windows are fewer than ranks, and cost less when split by heads."""
-    B, T, S = shape.num_samples, shape.frames, shape.patches
-    if shape.windows is None or B * shape.num_windows >= ranks:
+    if shape.windows is None or shape.num_windows >= ranks:
         return False
 
-    rows, length = (T, S) if ranks <= B * T else (S, T)
     costs = options.cost_model.few_units(
         shape,
         ranks,
-        unit=max(shape.windows.sizes) * T,
-        num_units=B * shape.num_windows,
-        held=-(-B * rows // ranks) * length,
+        unit=max(shape.windows.sizes) * shape.frames,
+        num_units=shape.num_windows,
+        row_layout=SPATIAL_ROWS if ranks <= shape.num_frames else TEMPORAL_ROWS,
     )
     return costs.heads_cost_less
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +12,19 @@ from torch import Tensor
 from ..batch_shape import BatchShape
 from ..collectives import exchange
 from ..cost_model import FewUnitsCosts
-from ..layout import ExchangePlan, run_sizes
+from ..layout import TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
 from ..protocols import Rows
-from ..typed import uncompiled
-from .base import Local, Strategy
+from ..typed import Local, uncompiled
+from .base import Strategy
 from .exchanges import AllToAll, Exchange
 
 
 class SwitchRows(Strategy):
     """One all-to-all between two blocks: 2 u.
 
-    The method of DSP (Zhao et al., 2024). Here runs of rows are balanced, so that nothing has to
+    The method of DSP (Zhao et al., 2024). Here ranges of rows are balanced, so that nothing has to
     divide and nothing is padded.
     """
 
@@ -34,11 +35,10 @@ class SwitchRows(Strategy):
 
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
-        frames = shape.num_samples * shape.frames
-        if frames >= ranks:
+        if shape.num_frames >= ranks:
             return (
-                f"B*T={frames} frames are enough for {ranks} ranks: each holds whole rows, and "
-                "tokens switch between spatial and temporal rows"
+                f"B*T={shape.num_frames} frames are enough for {ranks} ranks: each holds whole "
+                "rows, and tokens switch between spatial and temporal rows"
             )
         return few_frames_reason(shape, options, ranks, "whole frames go to some ranks")
 
@@ -51,30 +51,28 @@ class SwitchRows(Strategy):
             AllToAll(shape.depth - 1, temporal, spatial, token),  # tokens leave in temporal rows
         ]
 
-    def switch(
-        self, local: Local[tuple[Tensor, Rows]], x: Tensor | InFlightSwitch, rows: Rows
-    ) -> tuple[Tensor, Rows]:
-        turned = self.held(rows.turned())
+    def switch(self, local: Local, x: Tensor | InFlightSwitch, rows: Rows) -> tuple[Tensor, Rows]:
+        target = self.local_rows(rows.transposed())
         if isinstance(x, InFlightSwitch):
             tokens = x.wait()
         else:
-            tokens = exchange(x.flatten(0, 1), self._plans(rows, x.device)(), self.group)
-        return tokens.unflatten(0, (turned.count, turned.length)), turned
+            tokens = exchange(x.flatten(0, 1), self._chunk_plans(rows, x.device)(), self.group)
+        return tokens.unflatten(0, (target.count, target.length)), target
 
     def segment(
         self,
-        local: Local[Any],
-        function: Local[Any],
+        local: Local,
+        function: Local,
         rows: Rows,
         *args: Any,
-        recompute: bool,
         last: bool,
+        **options: Any,
     ) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:
-            return local(function, rows, *args, recompute=recompute, last=last)
+            return local(function, rows, *args, last=last, **options)
 
-        plans = self._plans(rows, args[0].device)
+        plans = self._chunk_plans(rows, args[0].device)
         in_flight = InFlightSwitch(
             plans, self.group, overlap_backward=self.options.overlap_backward
         )
@@ -82,24 +80,20 @@ class SwitchRows(Strategy):
         def started(*args: Any) -> InFlightSwitch:
             self.in_flight = in_flight
             try:
-                x = function(*args)  # its rowwise end has started the switch, if it has one
+                x = function(*args)  # its tokenwise end has started the switch, if it has one
             finally:
                 self.in_flight = None
             return x if isinstance(x, InFlightSwitch) else in_flight.start([x], 1)
 
-        return local(started, rows, *args, recompute=recompute, last=last)
+        return local(started, rows, *args, last=last, **options)
 
-    def rowwise(
-        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, x: Tensor, *entries: Tensor
-    ) -> Tensor | InFlightSwitch:
-        if self.options.overlap_chunks == 1 and not self.options.overlap_backward:
-            return local(function, rows, x, *entries)
-        return self._in_chunks(local, function, rows, x, *entries)
+    def tokenwise(self, local: Local, *args: Any) -> Any:
+        return self._in_chunks(local, *args) if self.options.overlaps else local(*args)
 
     @uncompiled  # each forward has an in-flight switch of its own, which belongs to no graph
     def _in_chunks(
-        self, local: Local[Tensor], function: Local[Tensor], rows: Rows, x: Tensor, *entries: Tensor
-    ) -> Tensor | InFlightSwitch:
+        self, local: Local, function: Local, rows: Rows, x: Tensor, *entries: Tensor
+    ) -> Any:
         if self.in_flight is None:
             return local(function, rows, x, *entries)
 
@@ -108,19 +102,24 @@ class SwitchRows(Strategy):
             # The bits of the plain switch: entries by row would be reduced in another order.
             return self.in_flight.start([function(x, *entries)], num_chunks)
 
-        sizes = run_sizes(rows.count, num_chunks)
-        entries_by_row = (_by_row(entry, rows.count).split(sizes, dim=1) for entry in entries)
-        chunks = zip(x.split(sizes), *entries_by_row, strict=True)
+        sizes = balanced_sizes(rows.count, num_chunks)
+        of_chunks = (_expand_rows(entry, rows.count).split(sizes, dim=1) for entry in entries)
+        chunks = zip(x.split(sizes), *of_chunks, strict=True)
         return self.in_flight.start((function(*chunk) for chunk in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
         """At most as many as configured, none small or empty; the same on all ranks."""
-        fewest = min(stop - start for start, stop in self.runs(rows))
+        fewest = min(self.row_counts(rows))
         worthwhile = fewest * rows.length // self.options.cost_model.min_chunk_tokens
         return max(1, min(self.options.overlap_chunks, worthwhile, fewest))
 
-    def _plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
-        return self.plans(rows, self.layout(rows), self.layout(rows.turned()), device)
+    def _chunk_plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
+        """Plans a switch of these rows, or its (chunk, num_chunks). It holds no tensor of the
+        batch, so it may outlive it.
+        """
+        source, target = self.layout_of(rows), self.layout_of(rows.transposed())
+        ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
+        return partial(plan_exchange, self.axes(rows), source, target, ranks, rank, device)
 
 
 def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnitsCosts:
@@ -129,8 +128,8 @@ def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnit
         shape,
         ranks,
         unit=shape.patches,
-        num_units=shape.num_samples * shape.frames,
-        held=-(-shape.num_samples * shape.patches // ranks) * shape.frames,  # in temporal rows
+        num_units=shape.num_frames,
+        row_layout=TEMPORAL_ROWS,
     )
 
 
@@ -138,12 +137,12 @@ def few_frames_reason(shape: BatchShape, options: Options, ranks: int, choice: s
     """Why frames fewer than ranks are distributed so."""
     costs = few_frames_costs(shape, options, ranks)
     return (
-        f"B*T={shape.num_samples * shape.frames} frames are fewer than {ranks} ranks: {choice}, "
+        f"B*T={shape.num_frames} frames are fewer than {ranks} ranks: {choice}, "
         f"which costs less ({costs.whole / 1e9:.3g} GFLOP-equivalents a spatial block by whole "
         f"frames, {costs.heads / 1e9:.3g} by frames x heads)"
     )
 
 
-def _by_row(entry: Tensor, count: int) -> Tensor:
+def _expand_rows(entry: Tensor, count: int) -> Tensor:
     """A modulation's entry ``[b, 1 or n, 1 or L, C]`` row by row, ``[1, count, 1 or L, C]``."""
     return entry.expand(-1, count // len(entry), -1, -1).flatten(0, 1)[None]

@@ -122,11 +122,11 @@ def _compare(reports: list[Report]) -> None:
     for report in with_facts[1:]:
         first = with_facts[0]
         name = f"same as {first.host}"
-        different = [
-            f"{fact} {report.facts.get(fact)} ({first.facts.get(fact)} on {first.host})"
-            for fact in sorted({*first.facts, *report.facts})
-            if first.facts.get(fact) != report.facts.get(fact)
-        ]
+        different = []
+        for fact in sorted({*first.facts, *report.facts}):
+            here, there = first.facts.get(fact), report.facts.get(fact)
+            if here != there:
+                different.append(f"{fact} {there} ({here} on {first.host})")
         if report.gpus != first.gpus:
             different.append(f"{report.gpus} GPUs ({first.gpus} on {first.host})")
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from opensora_sp.runtime.host_checks import (
     interfaces,
     shared_memory,
 )
-from opensora_sp.runtime.versions import ABSENT, PACKAGE, versions
+from opensora_sp.runtime.versions import ABSENT, PACKAGE, PACKAGES, versions
 
 GB = 1e9
 MIN_MEMORY, MIN_SHARED_MEMORY = 2 * GB, 1 * GB
@@ -31,7 +32,6 @@ MIN_MEMORY, MIN_SHARED_MEMORY = 2 * GB, 1 * GB
 # Variables that are sent to other hosts. No secrets: they are printed.
 FORWARDED = re.compile(r"(NCCL|GLOO|CUDA|OMP|TORCH|OPENSORA_SP)_\w+|(PYTHON|LD_LIBRARY_)?PATH")
 READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}  # in bash
-SHOWN_PACKAGES = ("transformers", "diffusers", "einops", "safetensors", "av")
 Status = Literal["ok", "warn", "FAIL"]
 
 
@@ -85,9 +85,11 @@ def examine(*, port: int | None = None, master: str | None = None) -> Report:
     if port:
         checks.append(_port(port))
 
-    checks.append(_network())
+    names = [f"{name} {addresses[0]}" for name, addresses in interfaces().items() if addresses]
+    checks.append(_run_check("network", ", ".join(names), check_interfaces))
     if master:
-        checks.append(_own_address(master))
+        check = partial(check_own_address, (master, 22))
+        checks.append(_run_check("own address", "other hosts can reach it", check))
 
     checks += _variables(several_hosts=master is not None)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -110,7 +112,8 @@ def _warn_if(problem: bool, name: str, found: str, advice: str) -> Check:
 def _software(facts: dict[str, str]) -> list[Check]:
     colossalai, flash = facts["colossalai"], facts["flash-attn"]
     without_flash = f"{ABSENT}, and not needed: torch SDPA is used"
-    others = ", ".join(f"{name} {facts[name]}" for name in SHOWN_PACKAGES)
+    others = set(PACKAGES) - {"colossalai", "flash-attn"}
+    packages = ", ".join(f"{name} {facts[name]}" for name in sorted(others))
     python = f"{platform.python_version()} in {sys.prefix}, {platform.platform()}"
     torch_version = f"{facts['torch']}, built for CUDA {facts['CUDA of torch']}{_driver()}"
     install = "pip install colossalai==0.5.0: training needs it"
@@ -123,7 +126,7 @@ def _software(facts: dict[str, str]) -> list[Check]:
         if colossalai == ABSENT
         else Check("ColossalAI", colossalai),
         Check("flash-attn", without_flash if flash == ABSENT else flash),
-        Check("packages", others),
+        Check("packages", packages),
         _torchrun(),
     ]
 
@@ -207,16 +210,6 @@ def _listener(port: int) -> str:
     except psutil.Error:
         pass
     return ""
-
-
-def _network() -> Check:
-    found = [f"{name} {addresses[0]}" for name, addresses in interfaces().items() if addresses]
-    return _run_check("network", ", ".join(found), check_interfaces)
-
-
-def _own_address(master: str) -> Check:
-    found = "other hosts can reach it"
-    return _run_check("own address", found, lambda: check_own_address((master, 22)))
 
 
 def _variables(*, several_hosts: bool) -> list[Check]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from opensora_sp.console import report_errors
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.runtime.environment import Launch
-from opensora_sp.runtime.host_checks import check_machine
+from opensora_sp.runtime.host_checks import check_machine, use_device
 from opensora_sp.runtime.rendezvous import JOIN_TIMEOUT, join_rendezvous
 
 PREFIX = "opensora_sp probe: "
@@ -41,10 +41,7 @@ def main() -> None:
     check_machine(launch)
     store = join_rendezvous()
 
-    device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        device, backend = torch.device("cuda", launch.local_rank), "nccl"
-        torch.cuda.set_device(device)
+    device, backend = use_device(launch.local_rank)
     dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
     del store  # the process group keeps it
 
@@ -68,14 +65,14 @@ def measure(device: torch.device) -> dict[str, Any]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     backend = dist.get_backend()
     one = torch.ones(1, device=device)
-    round_trip = _median_seconds(lambda: dist.all_reduce(one.fill_(1.0)), ROUND_TRIPS, device)
+    round_trip = _slowest_seconds(lambda: dist.all_reduce(one.fill_(1.0)), ROUND_TRIPS, device)
 
     # Rank r sends 1000 r + q to rank q.
     part = NUM_ELEMENTS[device.type] // ranks
     numbers = torch.arange(ranks, dtype=torch.float32, device=device).repeat_interleave(part)
     sent, expected = 1000 * rank + numbers, 1000 * numbers + rank
     received = torch.empty_like(sent)
-    transfer = _median_seconds(lambda: dist.all_to_all_single(received, sent), TRANSFERS, device)
+    transfer = _slowest_seconds(lambda: dist.all_to_all_single(received, sent), TRANSFERS, device)
 
     if one.item() != ranks or not torch.equal(received, expected):
         raise ValueError(
@@ -93,24 +90,24 @@ def measure(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _median_seconds(collective: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Median time of a collective on the slowest rank, after two runs of warm-up."""
-    taken = time_repeats(collective, repeats, device)
-    slowest = torch.tensor(median(taken), dtype=torch.float64, device=device)
+def _slowest_seconds(collective: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Median time of a collective on the slowest rank."""
+    seconds = median_seconds(collective, repeats, device)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
 
-def time_repeats(work: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
-    """Seconds of each of some runs, after two runs of warm-up."""
-    taken = []
+def median_seconds(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Median time of some runs, after two runs of warm-up."""
+    seconds = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return taken[2:]
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[2:])
 
 
 if __name__ == "__main__":

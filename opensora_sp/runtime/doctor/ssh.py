@@ -87,7 +87,8 @@ class Remote:
             seconds = time.perf_counter() - start
             done = self._run(f"cd {shlex.quote(folder)}")
         except Exception as error:  # fabric raises errors of paramiko, invoke and the system
-            return _explain(error, self.name)
+            found, advice = _explain(error, self.name)
+            return Check("ssh", found, "FAIL", advice)
 
         if done.failed:
             advice = "colossalai run starts in this folder: share it, or copy the project there"
@@ -143,30 +144,24 @@ class Remote:
         return self.connection.run(command, hide=True, warn=True, in_stream=False)
 
 
-def _explain(error: Exception, name: str) -> Check:
+def _explain(error: Exception, name: str) -> tuple[str, str]:
     """The cause of a failed login, and what to do about it."""
-
-    def failed(found: str, advice: str) -> Check:
-        return Check("ssh", found, "FAIL", advice)
-
     if isinstance(error, socket.gaierror):
-        return failed(
-            "unknown host name", "correct the hostfile, or add the name to DNS or /etc/hosts"
-        )
+        return "unknown host name", "correct the hostfile, or add the name to DNS or /etc/hosts"
     if isinstance(error, NoValidConnectionsError) and any(
         getattr(cause, "errno", None) == errno.ECONNREFUSED for cause in error.errors.values()
     ):
         found = "connection refused: no ssh server at this port"
-        return failed(found, "start sshd there, or pass --ssh-port")
+        return found, "start sshd there, or pass --ssh-port"
 
     if isinstance(error, (paramiko.AuthenticationException, paramiko.PasswordRequiredException)):
         advice = f"ssh-copy-id {name}; logging in must work without a password"
-        return failed("no key that it accepts", advice)
+        return "no key that it accepts", advice
     if isinstance(error, paramiko.SSHException) and "No authentication methods" in str(error):
         advice = f"ssh-keygen and ssh-copy-id {name}, or start an ssh agent"
-        return failed("no key to log in with", advice)
+        return "no key to log in with", advice
 
     if isinstance(error, OSError):
         found = f"not reachable: {error.strerror or error}"
-        return failed(found, "check that it runs, its address, and firewalls")
-    return failed(f"{type(error).__name__}: {error}", f"try: ssh {name} true")
+        return found, "check that it runs, its address, and firewalls"
+    return f"{type(error).__name__}: {error}", f"try: ssh {name} true"

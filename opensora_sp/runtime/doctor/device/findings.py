@@ -79,13 +79,14 @@ def relative_error(ours: Tensor, exact: Tensor, floor: float = 0.0) -> float:
     return difference / scale if scale else difference
 
 
-def worst_error(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative error of several tensors, and its name. NaN exceeds any number."""
-    largest = max((one.double().norm().item() for one in exact.values()), default=0.0)
-    errors = {n: relative_error(ours[n], one, NOISE_FLOOR * largest) for n, one in exact.items()}
-    return largest_of(errors)
+def relative_errors(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+    """The relative errors of several tensors, by name."""
+    largest = max(tensor.double().norm().item() for tensor in exact.values())
+    floor = NOISE_FLOOR * largest
+    return {name: relative_error(ours[name], tensor, floor) for name, tensor in exact.items()}
 
 
 def largest_of(errors: Mapping[str, float]) -> tuple[float, str]:
+    """The largest error and its name. NaN exceeds any number."""
     name = max(errors, key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])
     return errors[name], name

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.verification import small_batch
+from opensora_sp.verification import fill_zero_parameters, small_batch
 
-from .findings import NOISE_FLOOR, Finding, Setup, largest_of, relative_error, worst_error
+from .findings import Finding, Setup, largest_of, relative_error, relative_errors
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "STDiT": ("STDiT", {}),
@@ -50,11 +50,7 @@ def small_model(name: str, setup: Setup) -> tuple[Any, dict[str, Any]]:
         model_max_length=20,
         **options,
     ).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # STDiT initialises some to zero, which hides errors in everything before them.
-            if parameter.requires_grad and not parameter.any():
-                parameter.normal_(std=0.1)
+    fill_zero_parameters(model, std=0.1)
     return model, small_batch(model, (2, *latents))
 
 
@@ -96,9 +92,9 @@ def check_model(name: str, setup: Setup) -> Iterator[Finding]:
         # Both sides start from the same rounded weights and inputs.
         rounded = copy_to(cpu, dtype, model, inputs)
         exact = step(*copy_to(cpu, torch.float64, *rounded))
-        expected = errors(step(*rounded), exact)
+        expected = step_errors(step(*rounded), exact)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            found = errors(step(*copy_to(setup.device, dtype, model, inputs)), exact)
+            found = step_errors(step(*copy_to(setup.device, dtype, model, inputs)), exact)
 
         label = f"{name}, {str(dtype).removeprefix('torch.')}"
         ratios = {key: error / max(min_error, expected[key]) for key, error in found.items()}
@@ -113,14 +109,9 @@ def check_model(name: str, setup: Setup) -> Iterator[Finding]:
         yield Finding(f"{label}: {len(ratios)} gradients", worst, MAX_RATIO, "x CPU's", note=note)
 
 
-def errors(found: Step, exact: Step) -> dict[str, float]:
+def step_errors(found: Step, exact: Step) -> dict[str, float]:
     """Relative errors by name: of the output, and of each gradient."""
-    output, gradients = exact
-    floor = NOISE_FLOOR * max(gradient.norm().item() for gradient in gradients.values())
-    by_name = {OUTPUT: relative_error(found[0], output)}
-    for name, gradient in gradients.items():
-        by_name[name] = relative_error(found[1][name], gradient, floor)
-    return by_name
+    return {OUTPUT: relative_error(found[0], exact[0]), **relative_errors(found[1], exact[1])}
 
 
 def check_compiled(setup: Setup) -> Iterator[Finding]:
@@ -136,7 +127,7 @@ def check_compiled(setup: Setup) -> Iterator[Finding]:
     # Compiled code rounds less often: fused operators keep fp32 between them.
     bound = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
     yield Finding("compiled blocks: output", relative_error(found[0], expected[0]), bound)
-    worst, parameter = worst_error(found[1], expected[1])
+    worst, parameter = largest_of(relative_errors(found[1], expected[1]))
     yield Finding("compiled blocks: gradients", worst, bound, note=f"worst: {parameter}")
 
 

@@ -22,8 +22,9 @@ from opensora_sp.parallel import (
 )
 from opensora_sp.polling import wait_until
 from opensora_sp.runtime.doctor.probe import measure
+from opensora_sp.runtime.host_checks import use_device
 
-from .findings import Finding, Setup, worst_error
+from .findings import Finding, Setup, largest_of, relative_errors
 from .models import copy_to, small_model
 
 TIMEOUT = 90.0  # seconds for all checks of the ranks
@@ -69,7 +70,7 @@ def check_zero(setup: Setup) -> Iterator[Finding]:
         before = {name: p.detach().clone() for name, p in trained.items()}
         expected = _updates(before, _plain_step(copy.deepcopy(model), inputs))
         found = _updates(before, _zero_step(model, inputs, stage))
-        worst, name = worst_error(found, expected)
+        worst, name = largest_of(relative_errors(found, expected))
         label = f"ZeRO {stage}, {dist.get_world_size()} ranks"
         yield Finding(label, worst, ZERO_BOUND, note=f"worst: {name}")
 
@@ -166,11 +167,10 @@ def _wait_for(workers: Any) -> Exception | None:
 
 
 def _run_checks(rank: int, setup: Setup, store: str, results: Any) -> None:
-    if setup.device.type == "cuda":
-        device, backend = torch.device("cuda", rank), "nccl"
-        torch.cuda.set_device(device)
+    device, backend = setup.device, "gloo"
+    if device.type == "cuda":
+        device, backend = use_device(rank)
     else:
-        device, backend = setup.device, "gloo"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.num_ranks))
 
     os.environ["LOCAL_RANK"] = str(rank)

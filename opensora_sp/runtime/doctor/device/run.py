@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from opensora_sp.runtime.versions import versions
 
@@ -70,7 +70,8 @@ def examine_device(setup: Setup) -> Examination:
     """Run all checks; an error in one is a finding, and the next one runs."""
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
-    for name, check in CHECKS.items():
+    # disable=None: no bar unless this is a terminal.
+    for name, check in tqdm(CHECKS.items(), desc="doctor", unit="check", disable=None):
         start = time.perf_counter()
         try:
             findings += check(setup)
@@ -78,8 +79,6 @@ def examine_device(setup: Setup) -> Examination:
             findings.append(Finding.of_error(name, error))
 
         seconds[name] = round(time.perf_counter() - start, 2)
-        if sys.stderr.isatty():
-            sys.stderr.write(f"{name}: {seconds[name]:.1f} s\n")
     return Examination(_name(setup), findings, seconds)
 
 

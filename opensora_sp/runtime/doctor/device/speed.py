@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Any
 
 import torch
 
-from opensora_sp.runtime.doctor.probe import time_repeats
+from opensora_sp.runtime.doctor.probe import median_seconds
 
 from .findings import Finding, Setup
 
@@ -30,13 +29,13 @@ def check_ceilings(setup: Setup) -> Iterator[Finding]:
     target = torch.empty_like(source)
     matrix = torch.ones(side, side, dtype=torch.bfloat16, device=device)
 
-    def seconds(work: Callable[[], Any]) -> float:
-        return median(time_repeats(work, REPEATS, device))
+    def rate_of(work: Callable[[], Any], amount: float) -> float:
+        return amount / median_seconds(work, REPEATS, device)
 
     rates = {
-        "host to device": num_bytes / GB / seconds(lambda: source.copy_(host)),
-        "device to device": 2 * num_bytes / GB / seconds(lambda: target.copy_(source)),
-        "bf16 matrix product": 2 * side**3 / TERA / seconds(lambda: matrix @ matrix),
+        "host to device": rate_of(lambda: source.copy_(host), num_bytes / GB),
+        "device to device": rate_of(lambda: target.copy_(source), 2 * num_bytes / GB),
+        "bf16 matrix product": rate_of(lambda: matrix @ matrix, 2 * side**3 / TERA),
     }
     for name, rate in rates.items():
         bound = MIN_ON_GPU[name] if on_gpu else 0.0

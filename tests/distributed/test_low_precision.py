@@ -12,10 +12,11 @@ from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.low_precision import from_bytes, to_bytes
 
 pytestmark = pytest.mark.core
+# Largest relative L2 error of a gradient, bytes saved.
 BOUNDS = {
     "bf16": (0.01, 2.0),
     "fp8": (0.10, 3.5),
-}  # largest relative L2 error of a gradient, bytes saved
+}
 
 
 def gradients_sent_as(
@@ -23,10 +24,17 @@ def gradients_sent_as(
 ) -> tuple[dict[str, torch.Tensor], CommLedger]:
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3", hidden_size=96, depth=3, num_heads=4, mlp_ratio=2.0, caption_channels=8, model_max_length=6,
+        "STDiT3",
+        hidden_size=96,
+        depth=3,
+        num_heads=4,
+        mlp_ratio=2.0,
+        caption_channels=8,
+        model_max_length=6,
         patch_size=(1, 1, 1),
-    )  # fmt: skip
+    )
     generator = torch.Generator().manual_seed(1)
+
     with torch.no_grad():
         for (
             name,
@@ -36,6 +44,7 @@ def gradients_sent_as(
                 p.copy_(
                     torch.randn(p.shape, generator=generator) * (0.5 if "table" in name else 0.1)
                 )
+
     model.set_grad_checkpoint(checkpoint)
     parallelize(model, SequenceMesh(dist.get_world_size()), placement="branch", comm_dtype=dtype)
     x, target = (torch.randn(1, 4, 6, 8, 9, generator=generator) for _ in range(2))
@@ -47,6 +56,7 @@ def gradients_sent_as(
         if p.requires_grad:
             dist.all_reduce(p.grad)
             found[name] = p.grad / dist.get_world_size()
+
     return found, counter
 
 
@@ -66,17 +76,16 @@ def compare() -> list[tuple[str, float, float]]:
         assert sent[0] >= saved * sent[1], (dtype, sent)
         results.append((dtype, errors[worst], sent[0] / sent[1]))
         again, _ = gradients_sent_as(dtype, checkpoint=False)
-        assert all(
-            torch.equal(again[name], g) for name, g in found.items()
-        )  # checkpointing rounds the same
+        # Checkpointing rounds the same.
+        assert all(torch.equal(again[name], g) for name, g in found.items())
+
     return results
 
 
 def test_gradients_and_bytes() -> None:
     for dtype, error, saved in run_ranks(2, compare)[0]:
-        print(
-            f"{dtype}: largest relative L2 error of a gradient {error:.4f}, {saved:.2f} times fewer bytes"
-        )
+        report = f"{dtype}: largest relative L2 error of a gradient {error:.4f}"
+        print(f"{report}, {saved:.2f} times fewer bytes")
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+from opensora_sp.memory import LivePeak
 from opensora_sp.models import STDiT3
 from opensora_sp.parallel import (
     CommLedger,
     SequenceMesh,
     ShardPlan,
+    module_points,
     parallelize,
     register_plan,
     unwrap,
@@ -88,9 +91,13 @@ class Stream(Branches):
 
 
 PLAN = ShardPlan(
-    enter="enter", spatial=("spatial.*",), temporal=("temporal.*",), leave="head",
-    placement="branch", arguments={"mask": "b t s"},
-)  # fmt: skip
+    enter="enter",
+    spatial=("spatial.*",),
+    temporal=("temporal.*",),
+    leave="head",
+    placement="branch",
+    arguments={"mask": "b t s"},
+)
 STREAM_PLAN = replace(PLAN, enter="spatial.0", placement="stream")
 KEPT = [{}, dict(recompute_communication=True), dict(strategy="split_gather")]
 SIZES = [(1, 5, 7), (2, 3, 4), (1, 1, 5), (2, 4, 1)]  # with ranks without a frame, or a patch
@@ -121,11 +128,13 @@ def compare(
                 dist.all_reduce(gradient)
                 gradient /= mesh.sp_size
         results.append([output, *(g.clone() for g in gradients)])
+
     for ours, theirs in zip(*results, strict=True):
         if allowed is None:
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
         else:
             assert (ours - theirs).norm() <= allowed * theirs.norm() + 1e-11
+
     assert_bare(unwrap(model))
 
 
@@ -140,6 +149,7 @@ def planned_models() -> None:
     torch.manual_seed(1)
     register_plan(Branches, PLAN)
     register_plan(Stream, STREAM_PLAN)
+
     for size in SIZES:
         inputs = torch.randn(*size, 6).double(), torch.rand(*size).double()
         for model_class in (Branches, Stream):
@@ -149,9 +159,11 @@ def planned_models() -> None:
         for comm_dtype, allowed in [("bf16", 0.02), ("fp8", 0.3)]:
             low = dict(placement="branch", comm_dtype=comm_dtype)
             compare(Branches().double(), mesh, *inputs, allowed=allowed, **low)
+
     space: dict = {"__name__": "example"}
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.S)
     assert len(blocks) == 3
+
     for block in blocks:
         exec(block, space)
     with CommLedger() as counter:
@@ -161,6 +173,7 @@ def planned_models() -> None:
             torch.randn(3, 4, 5, 3, 3).double(),
             torch.rand(3, 5).double(),
         )
+
     assert counter.calls["switch", "backward"]
     checkpointed(space["MyDiT"], mesh)
 
@@ -226,6 +239,82 @@ def recomputed() -> None:
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+class InPlace(Attention):
+    """Changes its argument. Under a dispatch mode it could not be compiled."""
+
+    modes: set[bool] = set()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.modes.add(is_in_torch_dispatch_mode())
+        return super().forward(x.mul_(0.5), mask)
+
+
+class InPlaceBranches(Branches):
+    """Each branch, which normalizes a copy of the stream, is checkpointed, or not."""
+
+    is_checkpointed = True
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.spatial = nn.ModuleList(InPlace(width, "s") for _ in range(2))
+        self.temporal = nn.ModuleList(InPlace(width, "t") for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for pair in zip(self.spatial, self.temporal, strict=True):
+            for attention in pair:
+                branch = partial(self._branch, attention)
+                recomputed = partial(checkpoint, branch, use_reentrant=False)
+                x = x + (recomputed if self.is_checkpointed else branch)(x)
+        return self.head(x)
+
+    def _branch(self, attention: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return attention(nn.functional.layer_norm(x, x.shape[-1:])).mul_(2.0)
+
+
+def worked_in_place() -> None:
+    """Modules may change what they receive, also where it is kept, as with one sample."""
+    mesh = SequenceMesh(dist.get_world_size())
+    register_plan(InPlaceBranches, PLAN)
+    for batch_size in (1, 2):
+        x = torch.randn(batch_size, 5, 7, 6).double()
+        torch.manual_seed(3)
+        bare = InPlaceBranches().double()
+        model = parallelize(copy.deepcopy(bare), mesh)
+        for step in range(3):
+            for one in (bare, model):
+                one.zero_grad()
+                with CommLedger() as counter:
+                    one(x).square().sum().backward()
+            assert counter.calls["branch", "recompute"] == (0 if step else 4)
+            for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+                dist.all_reduce(ours.grad)
+                torch.testing.assert_close(ours.grad / mesh.sp_size, theirs.grad)
+    assert InPlace.modes == {False}
+
+
+def kept_no_longer() -> None:
+    """Nothing is kept once checkpointing is off, nor by a strategy that sends again."""
+    mesh = SequenceMesh(dist.get_world_size())
+    register_plan(InPlaceBranches, PLAN)
+    x = torch.randn(1, 5, 7, 6)
+    model = parallelize(InPlaceBranches(), mesh)
+    for is_checkpointed in (True, True, False):
+        model.is_checkpointed = is_checkpointed
+        model(x).sum().backward()
+
+    model.zero_grad(set_to_none=False)
+    with LivePeak() as live:
+        model(x).sum().backward()
+    assert live.live == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_points, "exchange_modes", None)
+        model = parallelize(InPlaceBranches(), mesh, strategy="split_gather")
+        for _ in range(2):
+            model(x).sum().backward()
+
+
 def refused_plans() -> None:
     mesh = SequenceMesh(dist.get_world_size())
     x = torch.randn(1, 4, 3, 6)
@@ -238,6 +327,7 @@ def refused_plans() -> None:
         ValueError, match=r"got 'mask' of shape \(1, 4, 4\); expected axes b t s of sizes"
     ):
         parallelize(Branches(), mesh)(x, torch.ones(1, 4, 4))
+
     with pytest.raises(ValueError, match="copy before parallelize"):
         copy.deepcopy(parallelize(Branches(), mesh).spatial[0])
     register_plan(Stream, STREAM_PLAN)
@@ -250,15 +340,18 @@ def refused_plans() -> None:
         with pytest.raises(ValueError, match=f"got .*ShardPlan .*expected .*{message}.*; "):
             parallelize(model, mesh, **options)
         assert_bare(model)
+
     wrong = replace(PLAN, spatial=PLAN.temporal, temporal=PLAN.spatial)
     register_plan(Branches, wrong)
     with pytest.raises(ValueError, match="got another result under sequence parallelism"):
         parallelize(Branches(), mesh, verify=True)(x)
+
     model = Branches()
     model.temporal[1] = model.temporal[0]
     register_plan(Branches, PLAN)
     with pytest.raises(ValueError, match=r"got 'temporal.0' twice in one forward"):
         parallelize(model, mesh)(x)
+
     for change, message in [
         (dict(enter="entry"), "got 'entry' as a hook point, which matches no module"),
         (dict(temporal=("temporal.*", "nothing.*")), r"got 'nothing.\*' as a hook point"),
@@ -270,9 +363,11 @@ def refused_plans() -> None:
         with pytest.raises(ValueError, match=message):
             parallelize(model, mesh)
         assert_bare(model)
+
     register_plan(Branches, replace(PLAN, placement="stream" if mesh.sp_rank else "branch"))
     with pytest.raises(ValueError, match="got different plan on .*: placement is 'branch' on "):
         parallelize(Branches(), mesh)(x)
+
     register_plan(Branches, PLAN)
     model = parallelize(Branches(), mesh, verify=True)
     unwrap(model)(x)  # without what would verify
@@ -286,9 +381,12 @@ def in_turn(*functions) -> None:
         function()
 
 
+PLANNED = (planned_models, recomputed, worked_in_place, kept_no_longer, refused_plans)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_model_without_points_gives_the_one_process_result(num_ranks: int) -> None:
-    run_ranks(num_ranks, in_turn, planned_models, recomputed, refused_plans)
+    run_ranks(num_ranks, in_turn, *PLANNED)
 
 
 def test_bad_plans_are_refused() -> None:

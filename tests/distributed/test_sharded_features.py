@@ -1,9 +1,11 @@
-"""One read and one encode for an SP group: who makes what, who gets what, and that results are those of one process."""
+"""An SP group reads and encodes each clip once: who does what, and one-process results."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_weights import draw_weights
 from ranks import run_ranks
 from runs import write_toy_set
 from torch import Tensor
@@ -31,7 +34,7 @@ from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE, Piece, independ
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.exchange import distribute_pieces
-from opensora_sp.features.sharded import SharedClips
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
@@ -46,7 +49,7 @@ def frames_of(count: int) -> list[Piece]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
+def test_pieces_are_distributed_once_and_evenly(num_ranks: int) -> None:
     chunked = SimpleNamespace(chunk_frames=4, chunk_latent_frames=2)
     kinds = [
         frames_of(1),
@@ -55,31 +58,26 @@ def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
     ]
     for pieces in kinds:
         for places in ([0], [0, 1], [2, 5, 6], list(range(7))):
-            dealt = distribute_pieces(places, pieces, num_ranks)
-            for axis, last in (
-                ("frames", pieces[-1].frames.stop),
-                ("latents", pieces[-1].latents.stop),
-            ):
-                runs = [getattr(portion, axis) for of_rank in dealt for portion in of_rank]
-                found = [
-                    (p.place, i)
-                    for of_rank in dealt
-                    for p in of_rank
-                    for i in range(*getattr(p, axis).indices(99))
-                ]
-                assert found == [(place, i) for place in places for i in range(last)] and all(
-                    r.start < r.stop for r in runs
-                )
+            shares = distribute_pieces(places, pieces, num_ranks)
+            portions = list(chain.from_iterable(shares))
+            for axis in ("frames", "latents"):
+                found, last = [], getattr(pieces[-1], axis).stop
+                for portion in portions:
+                    run = getattr(portion, axis)
+                    assert run.start < run.stop
+                    found += [(portion.place, i) for i in range(run.start, run.stop)]
+                assert found == list(product(places, range(last)))
+
             starts = [piece.frames.start for piece in pieces]
-            counts = [
-                sum(p.frames.start <= s < p.frames.stop for p in own for s in starts)
-                for own in dealt
-            ]
+            counts = []
+            for share in shares:
+                held = [sum(p.frames.start <= s < p.frames.stop for s in starts) for p in share]
+                counts.append(sum(held))
             assert max(counts) - min(counts) <= 1
-            assert sorted(p.place for own in dealt for p in own if p.has_caption) == places
+            assert sorted(p.place for p in portions if p.has_caption) == places
 
 
-def test_a_delivery_hands_everyone_what_it_wants() -> None:
+def test_a_delivery_sends_every_rank_what_it_needs() -> None:
     rng = torch.Generator().manual_seed(0)
     for ranks in (1, 2, 3, 5):
         for _ in range(20):
@@ -93,13 +91,13 @@ def test_a_delivery_hands_everyone_what_it_wants() -> None:
             sent = [
                 made[rank][plan.pack].split(plan.send_splits) for rank, plan in enumerate(plans)
             ]
+
             for rank, plan in enumerate(plans):
                 assert [len(of_sender[rank]) for of_sender in sent] == plan.recv_splits
                 arrived = torch.cat([of_sender[rank] for of_sender in sent])
                 assert torch.equal(arrived, plan.place)
-                assert torch.equal(
-                    arrived.sort().values, wanted[rank].nonzero().flatten()
-                )  # that, each once
+                # Each rank receives what it needs, once.
+                assert torch.equal(arrived.sort().values, wanted[rank].nonzero().flatten())
 
 
 def test_parts_of_a_clip_are_cut_from_the_same_place(tmp_path: Path) -> None:
@@ -115,7 +113,7 @@ def test_parts_of_a_clip_are_cut_from_the_same_place(tmp_path: Path) -> None:
 
 
 class Drawn:
-    """Clips of noise; ``unreadable(sample)`` says which this rank cannot read. Counts the frames that are read."""
+    """Clips of noise; ``unreadable(sample)`` says which fail on this rank. Counts frames read."""
 
     rows = [Entry(Path(f"{i}.mp4"), f"clip {i} of many") for i in range(9)]
 
@@ -136,7 +134,7 @@ class Drawn:
 
 
 class ChunkVAE(PatchPoolVAE):
-    """Two latent frames of each four, by themselves, as a user may write it; a clip's last chunk may be shorter."""
+    """A user's VAE: chunks of four frames are two latent frames; the last chunk may be shorter."""
 
     chunk = 4
 
@@ -168,9 +166,9 @@ class Counting(Encoders):
         self.frames += sum(item.video.shape[1] for item in items)
         return super().latents(items)
 
-    def texts(self, items: Sequence[Clip]) -> tuple[Tensor, Tensor]:
+    def text_features(self, items: Sequence[Clip]) -> list[Tensor]:
         self.captions += len(items)
-        return super().texts(items)
+        return super().text_features(items)
 
 
 MODEL = dict(
@@ -195,12 +193,7 @@ SHAPE = ClipShape(7, 28, 20)  # latents of 7 x 5, which patches of 2 do not divi
 def make_model(name: str) -> Any:
     kind, options = MODELS[name]
     torch.manual_seed(0)  # for its buffers
-    model = build_model(kind, **MODEL, **options).double()
-    rng = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=rng) * 0.2)
-    return model
+    return draw_weights(build_model(kind, **MODEL, **options).double(), seed=1, std=0.2)
 
 
 def gradients(
@@ -217,69 +210,80 @@ def gradients(
     return [losses.detach(), *found]
 
 
-def shared(
-    mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
-) -> dict[str, Any]:
-    """What this rank did for one micro-batch, after a comparison with one process that does all of it."""
+def encode_clips(
+    mesh: Any, model: Any, ids: list[int], encoder: str, shape: ClipShape
+) -> tuple[Any, Counting, Drawn]:
+    """Features of one micro-batch, with what this rank encoded and read for them."""
     plan = MicroBatchPlan(
         num_samples=9, batch_size=len(ids), micro_batches_per_step=1, seed=0, shape=shape
     )
     micro_batch = plan.step(0)[0]._replace(ids=tuple(ids))
-    scheduler = {"type": "iddpm"} if MODELS[name][1].get("pred_sigma") else {"type": "rflow"}
+    dataset, source = Drawn(), Counting(encoder)
+    corrupt = CorruptSamples(dataset.rows, mesh, 1.0)
+
+    clips = ShardedEncoder(mesh, model, dataset, plan, source, corrupt, CPU)
+    items = [dataset[sample] for sample in clips.samples(micro_batch)]
+    used, features = clips.encode(micro_batch, items)
+    assert used == ids and corrupt.read == len(ids)
+    return features, source, dataset
+
+
+def assert_mean_gradients_equal(found: list[Tensor], wanted: list[Tensor], ranks: int) -> None:
+    """The first tensor is the losses, of which ranks hold parts; the others are gradients."""
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        dist.all_reduce(ours)
+        mean = ours / ranks if number else ours
+        largest = float(theirs.abs().max() + 1e-30)
+        torch.testing.assert_close(mean, theirs.to(mean.dtype), rtol=1e-9, atol=1e-9 * largest)
+
+
+def shared(
+    mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
+) -> dict[str, Any]:
+    """What this rank did for one micro-batch, after a comparison with one process."""
+    kind, more = MODELS[name]
     cfg = SimpleNamespace(
         seed=3,
-        scheduler=scheduler,
+        scheduler={"type": "iddpm" if more.get("pred_sigma") else "rflow"},
         mask_ratios={"random": 0.7},
-        model_spec=ModelSpec.parse({"type": MODELS[name][0]}),
+        model_spec=ModelSpec.parse({"type": kind}),
     )
-
-    def features_of(mesh: Any, model: Any) -> tuple[Any, Counting, Drawn]:
-        dataset, source = Drawn(), Counting(encoder)
-        broken = CorruptSamples(dataset.rows, mesh, 1.0)
-        clips = SharedClips(mesh, model, dataset, plan, source, broken, CPU)
-        used, features = clips.take(
-            micro_batch, [dataset[sample] for sample in clips.samples(micro_batch)]
-        )
-        assert used == ids and broken.read == len(ids)
-        return features, source, dataset
-
     model = make_model(name)
     maker = BatchMaker(cfg, model.config, Counting(encoder), CPU)
-    alone, _, _ = features_of(SimpleNamespace(sp_size=1, sp_rank=0), model)
+
+    alone, *_ = encode_clips(SimpleNamespace(sp_size=1, sp_rank=0), model, ids, encoder, shape)
     assert not alone.latents.isnan().any()
     wanted = gradients(model, maker, ids, alone, 1, False)
+
     parallelize(model, mesh, **options)
     with CommLedger() as counter:
-        features, source, dataset = features_of(mesh, model)
+        features, source, dataset = encode_clips(mesh, model, ids, encoder, shape)
     found = gradients(model, maker, ids, features, mesh.sp_size, True)
-    for tensor in found:
-        dist.all_reduce(tensor)
-    found = [found[0], *(g / mesh.sp_size for g in found[1:])]
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(
-            ours, theirs.to(ours.dtype), rtol=1e-9, atol=1e-9 * float(theirs.abs().max() + 1e-30)
-        )
-    assert features.text_lengths == alone.mask.sum(1).tolist() and all(features.text_lengths)
+    assert_mean_gradients_equal(found, wanted, mesh.sp_size)
+
     here = ~features.latents.isnan()
-    assert torch.equal(features.latents[here], alone.latents[here]) and torch.equal(
-        features.fps, alone.fps
-    )
     held = here.flatten(1).any(1)
-    assert torch.equal(features.y[held], alone.y[held]) and torch.equal(
-        features.mask[held], alone.mask[held]
-    )
-    sent = counter.bytes["data", "forward"]
+    assert features.text_lengths == alone.mask.sum(1).tolist() and all(features.text_lengths)
+    assert torch.equal(features.latents[here], alone.latents[here])
+    assert torch.equal(features.fps, alone.fps)
+    assert torch.equal(features.y[held], alone.y[held])
+    assert torch.equal(features.mask[held], alone.mask[held])
     return dict(
-        read=dataset.frames, encoded=source.frames, captions=source.captions, sent=sent, needed=int(here[:, 0].sum()),
-        held=int(held.sum()), calls=counter.calls["data", "forward"], pieces=len(source.pieces(shape)),
+        read=dataset.frames,
+        encoded=source.frames,
+        captions=source.captions,
+        sent=counter.bytes["data", "forward"],
+        needed=int(here[:, 0].sum()),
+        held=int(held.sum()),
+        calls=counter.calls["data", "forward"],
+        pieces=len(source.pieces(shape)),
         agreed=counter.bytes["clips", "forward"],
-    )  # fmt: skip
+    )
 
 
 CASES: list[tuple[str, str, list[int], dict, ClipShape]] = [
     ("STDiT3", encoder, ids, {}, SHAPE)
-    for encoder in VAES
-    for ids in ([4], [1, 7], [3, 0, 8, 5, 2])
+    for encoder, ids in product(VAES, ([4], [1, 7], [3, 0, 8, 5, 2]))
 ]
 CASES += [(name, "frames", [2, 6, 1], {}, SHAPE) for name in MODELS if name != "STDiT3"]
 CASES += [
@@ -308,7 +312,7 @@ def share_in_worlds() -> list:
 
 @pytest.mark.slow
 def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
-    """Losses and all gradients in float64 are checked inside, against one process that reads and encodes everything."""
+    """Losses and gradients are compared inside, in float64, with one process that does it all."""
     of_ranks = run_ranks(4, share_in_worlds, timeout=300)
     for place, world in enumerate(WORLDS):
         for number, (name, encoder, ids, options, shape) in enumerate(CASES):
@@ -316,21 +320,23 @@ def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
             case = (world, name, encoder, ids, options)
             total, pieces = len(ids) * shape.num_frames, len(ids) * reported[0]["pieces"]
             per_piece = {"frames": 1, "chunks": ChunkVAE.chunk, "clips": shape.num_frames}[encoder]
+
             assert [one["read"] for one in reported] == [one["encoded"] for one in reported], case
             assert sum(one["read"] for one in reported) == total, case  # every frame once
             assert max(one["read"] for one in reported) <= -(-pieces // world) * per_piece, case
             assert sum(one["captions"] for one in reported) == len(ids), case
             assert {one["calls"] for one in reported} == {int(world > 1)}, case
-            # Numbers that travel: latents that a rank needs and has not made, and captions likewise.
+
+            # Numbers sent: latents that a rank needs and has not made, and captions likewise.
             latents, captions = (
                 sum(one["needed"] for one in reported) * 3,
                 sum(one["held"] for one in reported) * WORDS * 8,
             )
+
             assert {one["agreed"] for one in reported} == {2 * 8 * len(ids) * int(world > 1)}, case
             assert sum(one["sent"] for one in reported) <= 4 * (latents + captions), case
-            if (
-                world > 1 and len(ids) % world == 0 and not options
-            ):  # whole samples, made where they are needed
+            # Whole samples, made where they are needed.
+            if world > 1 and len(ids) % world == 0 and not options:
                 assert sum(one["sent"] for one in reported) == 0, case
 
 
@@ -343,14 +349,16 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     )
     batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
 
-    def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> SharedClips:
+    def clips_of(dataset: Drawn, max_bad_fraction: float, whole: bool = False) -> ShardedEncoder:
         broken = CorruptSamples(dataset.rows, mesh, max_bad_fraction)
-        return SharedClips(mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole)
+        return ShardedEncoder(
+            mesh, model, dataset, plan, Counting("frames"), broken, CPU, whole=whole
+        )
 
     clips = clips_of(Drawn(lambda sample: rank == 1 and sample.clip % 2 == 1), 0.25)
     for _ in range(2):  # the same clips are broken in the next epoch too
         with CommLedger() as counter:
-            ids, features = clips.take(
+            ids, features = clips.encode(
                 batch, [clips.dataset[sample] for sample in clips.samples(batch)]
             )
         replaced = clips.corrupt.report(CPU)
@@ -365,10 +373,10 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     with pytest.raises(
         ValueError, match=r"got no readable clip in 20 tries.*check the manifest's paths"
     ):
-        hopeless.take(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
+        hopeless.encode(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
     verified = clips_of(Drawn(), 1.0, whole=True)  # all of the first batch, for the bare model
     read = [verified.dataset[sample] for sample in verified.samples(batch)]
-    assert [verified.take(batch, read)[1].latents.isnan().any().item() for _ in range(2)] == [
+    assert [verified.encode(batch, read)[1].latents.isnan().any().item() for _ in range(2)] == [
         False,
         True,
     ]
@@ -394,11 +402,52 @@ def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_pa
         num_samples=9, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE
     )
     assert ids[:3] == [0, 1, 2] and fps == [8.0 + i for i in ids]
-    assert ids[3] == plan.substitute(
-        plan.step(0)[0], 3, attempts(plan) - 1
-    )  # from (seed, epoch, index) alone
+    # From (seed, epoch, index) alone.
+    assert ids[3] == plan.substitute(plan.step(0)[0], 3, attempts(plan) - 1)
     assert replaced == 2 and "3.mp4" in broken
+
     reported = (tmp_path / "log").read_text().splitlines()
     assert sorted(reported) == [
         f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken
     ]
+
+
+class Miscounting(HashedBagOfWords):
+    """Counts two tokens too few in the caption of one clip."""
+
+    def num_tokens(self, text: str) -> int:
+        return super().num_tokens(text) - 2 * (text == "clip 3 of many")
+
+
+def miscount(sp_size: int) -> tuple[bool, str]:
+    """Whether this rank has encoded the caption, and what the report raises."""
+    mesh = SequenceMesh(sp_size)
+    model = parallelize(make_model("STDiT3"), mesh)
+    plan = MicroBatchPlan(
+        num_samples=9, batch_size=2, micro_batches_per_step=2, seed=0, shape=SHAPE
+    )
+    ids = (1, 3) if mesh.dp_rank + 1 == mesh.dp_size else (0, 2)
+    batch = plan.step(0)[0]._replace(ids=ids)
+    dataset, source = Drawn(), Counting("frames")
+    source.text_encoder = Miscounting(8, WORDS)
+    corrupt = CorruptSamples(dataset.rows, mesh, 1.0)
+    encoder = ShardedEncoder(mesh, model, dataset, plan, source, corrupt, CPU)
+
+    corrupt.report(CPU)
+    own = encoder.samples(batch)
+    encoder.encode(batch, [dataset[sample] for sample in own])
+    with pytest.raises(ValueError) as error:
+        corrupt.report(CPU)
+    return 3 in [sample.clip for sample in own], str(error.value)
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_a_text_encoder_that_miscounts_is_refused_by_all_ranks(sp_size: int) -> None:
+    """Though only the rank that encodes the caption can know, and the other one must not wait."""
+    ranks = run_ranks(2, miscount, sp_size)
+    assert [has_encoded for has_encoded, _ in ranks] == [False, True]
+    assert ranks[0][1] == ranks[1][1]
+    assert re.match(
+        "got features of 6 tokens for the caption 'clip 3 of many', of which num_tokens counts 5 ",
+        ranks[0][1],
+    )

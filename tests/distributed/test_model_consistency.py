@@ -1,4 +1,4 @@
-"""Ranks that share a batch hold the same model, or all of them raise the same error before anything is sent."""
+"""Ranks that share a batch hold the same model, or all raise the same error before any exchange."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from opensora_sp.parallel import CommLedger, SequenceMesh, ShardPlan, paralleliz
 from opensora_sp.parallel.agreement import ModelForm, describe_model
 
 MODEL = dict(
-    in_channels=2, hidden_size=24, depth=2, num_heads=2, caption_channels=5, model_max_length=6, mlp_ratio=2.0,
+    in_channels=2,
+    hidden_size=24,
+    depth=2,
+    num_heads=2,
+    caption_channels=5,
+    model_max_length=6,
+    mlp_ratio=2.0,
     pred_sigma=False,
-)  # fmt: skip
+)
 
 
 def make_model(kind: str = "STDiT3", **options: Any) -> Any:
@@ -162,26 +168,28 @@ def test_models_of_others_and_of_replicas_are_compared() -> None:
     assert (
         "parameter linear.weight is [4, 4] float32 trainable on rank 0, [5, 4] float32" in planned
     )
-    assert (
-        "parameter t_block.1.weight is [144, 24] float32 trainable on rank 0, [144, 24] float32 frozen"
-        in boosted
-    )
+    difference = "[144, 24] float32 trainable on rank 0, [144, 24] float32 frozen"
+    assert f"parameter t_block.1.weight is {difference}" in boosted
     assert "(and 1 more entry)" in boosted
 
 
-def test_a_description_is_made_again_only_when_a_flag_changes() -> None:
+def test_a_description_is_made_again_only_when_the_model_changes() -> None:
     model = make_model()
     form, digests = ModelForm(model), set()
     made: list[int] = []
     named, model.named_parameters = model.named_parameters, lambda: made.append(1) or named()
+
     for change in (
         lambda: None,
         lambda: None,
         lambda: model.t_block.requires_grad_(False),
         lambda: model.double(),
+        lambda: setattr(model.t_block, "1", nn.Linear(24, 144, dtype=torch.double)),
+        lambda: setattr(model.t_block[1], "bias", nn.Parameter(torch.zeros(1, 144))),
     ):
         change()
         digests.add(form.digest())
-    assert len(digests) == 3 == len(made)
-    assert describe_model(model)["parameter t_block.1.bias"] == "[144] float64 frozen"
+
+    assert len(digests) == 5 == len(made)
+    assert describe_model(model)["parameter t_block.1.bias"] == "[1, 144] float32 trainable"
     assert describe_model(model)["config.patch_size"] == "[1, 2, 2]"

@@ -1,0 +1,44 @@
+"""Speeds of GPUs, by which step times are predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opensora_sp.parallel.cost_model import H100 as H100_LINKS
+from opensora_sp.parallel.cost_model import H200 as H200_LINKS
+from opensora_sp.parallel.cost_model import CostModel
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a GPU reaches, in FLOP/s, bytes per second and seconds.
+
+    Args:
+        peak: of dense bf16 products, from the data sheet: model FLOPs utilisation is a share of it.
+        matmul: that matrix products of a transformer reach.
+        attention_forward, attention_backward: of FlashAttention-2, on its padded tiles.
+        bandwidth: of memory, that elementwise kernels reach.
+        memory: bytes.
+        shortest_kernel: seconds of a kernel that has nothing to do.
+        launch: seconds in which the host queues an operator.
+        links: bandwidth and latency of an all-to-all among the GPUs of a node.
+    """
+
+    peak: float
+    matmul: float
+    attention_forward: float
+    attention_backward: float
+    bandwidth: float
+    memory: float
+    shortest_kernel: float
+    launch: float
+    links: CostModel
+
+
+# 90 % of what was measured on one H200: 790 TFLOP/s in bf16 products and 4.3 TB/s in copies.
+# FlashAttention-2 at its published rates on padded tiles, 55 to 83 ms for 13,800 launches.
+# An H100 differs in its memory alone: 3.0 TB/s in copies are assumed.
+GPUS = {
+    "H100": Gpu(989e12, 711e12, 330e12, 280e12, 2.7e12, 80e9, 2e-6, 5e-6, H100_LINKS),
+    "H200": Gpu(989e12, 711e12, 330e12, 280e12, 3.87e12, 141e9, 2e-6, 5e-6, H200_LINKS),
+}

@@ -1,0 +1,170 @@
+"""Time of a training step on a GPU, predicted from what its operators compute and move.
+
+A kernel takes as long as its FLOPs or its bytes at the rates of ``gpus.py``, whichever is longer.
+Kernels run one after the other, or as fast as the host launches them. Nothing here was measured on
+the GPU itself: compare with ``docs/benchmarks.md``, and expect real steps to be slower by a fifth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opensora_sp.parallel import Options, SequenceMesh, parallelize
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.strategies import strategy_for
+
+from .flops import ModelFlops
+from .gpus import Gpu
+from .operators import OperatorCounter, Work
+from .trace import meta_device_module, meta_model, run_step
+from .traffic import traffic
+
+EXCHANGES, OPTIMIZER, ZERO = "all-to-all", "optimizer step", "ZeRO's collectives"
+
+# AdamW reads a gradient in 16 bits, reads and writes master weight, two moments and EMA in fp32,
+# and writes the weight in 16 bits; the norm reads the gradient once before.
+OPTIMIZER_BYTES = 2 + 8 + 8 + 8 + 8 + 2 + 2
+OPTIMIZER_FLOPS = 20
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted optimizer step of the busiest rank.
+
+    Attributes:
+        work: FLOPs, bytes, operators and seconds by kind of operator.
+        seconds: of the whole step.
+        mfu: model FLOPs utilisation: FLOPs of forward and backward, without recomputation, per
+            second, as a share of the GPU's dense bf16 peak.
+    """
+
+    work: dict[str, Work]
+    seconds: float
+    mfu: float
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether the host launches operators more slowly than the GPU runs them."""
+        return self.seconds > sum(one.seconds for one in self.work.values())
+
+
+def predict_step(
+    name: str,
+    config: Any,
+    latents: tuple[int, ...],
+    *,
+    gpu: Gpu,
+    options: Options,
+    ranks: int,
+    world: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    micro_batches: int = 1,
+) -> StepTime:
+    """Predict an optimizer step of the busiest rank, in eager mode.
+
+    Args:
+        name, config: a model's registered name and its whole configuration.
+        latents: ``(B, c, frames, height, width)`` of a micro-batch.
+        ranks: of a sequence-parallel group.
+        world: all ranks, over which ZeRO shards the optimizer.
+
+    Raises:
+        ValueError: if ``dtype`` is not of 16 bits, for which the rates of GPUs are.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"got {dtype}; expected torch.bfloat16 or torch.float16, for which the speeds of GPUs "
+            "are known; set precision"
+        )
+
+    shape = BatchShape.of(config, latents[0], latents[2:])  # type: ignore[arg-type]
+    passes = _passes(name, config, latents, gpu, options, ranks, dtype, checkpointing)
+    passes[EXCHANGES] = _exchanges(shape, options, gpu, ranks, dtype, checkpointing)
+    work = {kind: Work().plus(one, micro_batches) for kind, one in passes.items()}
+
+    model = meta_model(name, config, dtype)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    work[OPTIMIZER] = _optimizer(trained / world, gpu)
+    work[ZERO] = _zero(trained * dtype.itemsize, gpu, world)
+
+    operators = sum(one.operators for one in work.values())
+    seconds = max(sum(one.seconds for one in work.values()), operators * gpu.launch)
+    text = float(latents[0] * config.model_max_length)
+    useful = ModelFlops.of(model).step(latents, text) * micro_batches / ranks
+    return StepTime(work, seconds, mfu=useful / seconds / gpu.peak)
+
+
+def _passes(
+    name: str,
+    config: Any,
+    latents: tuple[int, ...],
+    gpu: Gpu,
+    options: Options,
+    ranks: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+) -> dict[str, Work]:
+    """Forward and backward of one micro-batch: each further pair adds as much as the second."""
+    counted = []
+    for depth in (1, 2):
+        small = dataclasses.replace(config, depth=depth)
+        model = meta_model(name, small, dtype)
+        model.set_grad_checkpoint(checkpointing)
+        mesh = SequenceMesh.imagined(ranks, ranks - 1)
+        parallelize(model, mesh, dataclasses.replace(options, verify=False))
+
+        counter = OperatorCounter(gpu)
+        with meta_device_module(), counter.watching(model), counter:
+            for _ in run_step(model, latents, ranks=ranks, training=True, device="meta"):
+                pass
+        counted.append(counter.work)
+
+    one, two = counted
+    work = {}
+    for kind, of_two in two.items():
+        pair = of_two.plus(one.get(kind, Work()), -1)
+        work[kind] = of_two.plus(pair, config.depth - 2)
+    return work
+
+
+def _exchanges(
+    shape: BatchShape,
+    options: Options,
+    gpu: Gpu,
+    ranks: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+) -> Work:
+    """The links: what the busiest rank sends, and a latency for each collective."""
+    if ranks == 1:
+        return Work()
+    sent = traffic(
+        shape,
+        options,
+        ranks,
+        element_size=dtype.itemsize,
+        checkpointing=checkpointing,
+        training=True,
+    )
+    strategy = strategy_for(shape, options, ranks)
+    exchanges = strategy.exchanges(shape, options, dtype.itemsize)
+    calls = sum(getattr(exchange, "count", 1) for exchange in exchanges)
+    calls *= 3 if any(sent.recompute) else 2
+    seconds = sent.busiest / gpu.links.bandwidth + calls * gpu.links.latency
+    return Work(bytes=float(sent.busiest), operators=float(calls), seconds=seconds)
+
+
+def _optimizer(parameters: float, gpu: Gpu) -> Work:
+    moved = parameters * OPTIMIZER_BYTES
+    return Work(parameters * OPTIMIZER_FLOPS, moved, seconds=moved / gpu.bandwidth)
+
+
+def _zero(weight_bytes: float, gpu: Gpu, world: int) -> Work:
+    """Gradients are reduced and weights are gathered, each once over the links."""
+    sent = 2 * weight_bytes * (world - 1) / world
+    return Work(bytes=sent, seconds=sent / gpu.links.bandwidth)

@@ -1,0 +1,139 @@
+"""Predicted step times: what operators compute and move, and how that adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import Options
+from opensora_sp.planner.flops import ModelFlops
+from opensora_sp.planner.gpus import GPUS
+from opensora_sp.planner.operators import (
+    CROSS,
+    ELEMENTWISE,
+    PRODUCTS,
+    SPATIAL,
+    TEMPORAL,
+    OperatorCounter,
+)
+from opensora_sp.planner.step_time import EXCHANGES, StepTime, predict_step
+from opensora_sp.planner.trace import meta_model
+
+H200 = GPUS["H200"]
+BF16 = torch.bfloat16
+XL2 = dataclasses.replace(resolve_config("STDiT3-XL/2"), depth=4)
+ATTENTIONS = (SPATIAL, TEMPORAL, CROSS)
+
+
+def predict(*latents: int, **options: object) -> StepTime:
+    defaults = dict(gpu=H200, options=Options(), ranks=1, world=1, dtype=BF16, checkpointing=False)
+    return predict_step("STDiT3", XL2, latents, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+def counted(function, *shapes):
+    tensors = [torch.empty(shape, dtype=BF16, device="meta") for shape in shapes]
+    with OperatorCounter(H200) as counter:
+        function(*tensors)
+    return counter.work
+
+
+def test_bytes_of_elementwise_operators():
+    work = counted(lambda a, b: a * b, (8, 16), (8, 16))[ELEMENTWISE]
+    assert (work.bytes, work.operators) == (3 * 8 * 16 * 2, 1)
+
+    # Each tensor is read once; an expanded one has the bytes of its numbers.
+    assert counted(lambda a: a * a, (8, 16))[ELEMENTWISE].bytes == 2 * 8 * 16 * 2
+    expanded = counted(lambda a, b: a + b.expand(8, 16), (8, 16), (1, 16))[ELEMENTWISE]
+    assert expanded.bytes == (2 * 8 * 16 + 16) * 2
+
+
+def test_views_and_allocations_cost_nothing():
+    assert not counted(lambda a: (a.view(4, 32).transpose(0, 1), torch.empty_like(a)), (8, 16))
+
+
+def test_gathers_and_copies():
+    index = torch.zeros(3, dtype=torch.long, device="meta")
+    work = counted(lambda a: a.index_select(0, index), (100, 16))[ELEMENTWISE]
+    assert work.bytes == 2 * 3 * 16 * 2 + 3 * 8
+
+    # A copy reads its source and writes its target.
+    assert counted(lambda a, b: a.copy_(b), (8, 16), (8, 16))[ELEMENTWISE].bytes == 2 * 8 * 16 * 2
+
+
+def test_flops_of_matrix_products():
+    linear = counted(F.linear, (10, 32), (64, 32), (64,))[PRODUCTS]
+    assert linear.flops == 2 * 10 * 32 * 64
+    assert counted(torch.bmm, (4, 10, 32), (4, 32, 8))[PRODUCTS].flops == 2 * 4 * 10 * 32 * 8
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_flops_are_those_of_the_model(checkpointing):
+    """Matrix products and scores, with recomputation of all but the attention's own backward."""
+    latents = (2, 4, 8, 32, 32)
+    work = predict(*latents, checkpointing=checkpointing).work
+    model = meta_model("STDiT3", XL2, BF16)
+    expected = ModelFlops.of(model).forward(latents, 2.0 * XL2.model_max_length)
+
+    passes = 4 if checkpointing else 3
+    attention = sum(work[kind].flops for kind in ATTENTIONS)
+    # FlashAttention computes 3.5 times its forward, and once more if it is recomputed.
+    scores = attention / (passes + 0.5)
+    products = work[PRODUCTS].flops / passes
+    # Embedders and text projections are not recomputed; the model counts neither of the first.
+    assert (products + scores) / expected == pytest.approx(1, abs=0.02)
+
+
+def test_attentions_are_distinguished():
+    work = predict(1, 4, 6, 64, 64).work
+    frames, patches, width = 6, 32 * 32, 1152
+    calls = 3.5 * 4 * width * 4  # forward and backward of a score, 4 blocks
+    assert work[SPATIAL].flops == calls * frames * patches**2
+    assert work[TEMPORAL].flops == calls * patches * frames**2
+    assert work[CROSS].flops == pytest.approx(2 * calls * frames * patches * 300, rel=1e-6)
+
+
+def test_further_pairs_add_alike():
+    deep = dataclasses.replace(XL2, depth=6)
+    predicted = predict_step(
+        "STDiT3",
+        deep,
+        (1, 4, 4, 16, 16),
+        gpu=H200,
+        options=Options(),
+        ranks=2,
+        world=2,
+        dtype=BF16,
+        checkpointing=True,
+    )
+    shallow = predict(1, 4, 4, 16, 16, ranks=2, world=2, checkpointing=True)
+    pair = predicted.work[PRODUCTS].plus(shallow.work[PRODUCTS], -1)
+    assert pair.flops > 0
+    assert pair.operators == pytest.approx(2 * 2 * 30, rel=0.2)
+
+
+def test_ranks_share_the_work_and_pay_for_the_links():
+    one, eight = predict(1, 4, 16, 32, 32), predict(1, 4, 16, 32, 32, ranks=8, world=8)
+    # Each rank projects the whole text.
+    assert eight.work[PRODUCTS].flops == pytest.approx(one.work[PRODUCTS].flops / 8, rel=0.1)
+    for kind in ATTENTIONS:
+        assert eight.work[kind].flops == pytest.approx(one.work[kind].flops / 8, rel=1e-6)
+    assert EXCHANGES not in one.work or not one.work[EXCHANGES].seconds
+    assert eight.work[EXCHANGES].operators == 2 * (2 * 4 - 1)
+    assert one.seconds / 8 < eight.seconds < one.seconds
+    assert eight.mfu < one.mfu
+
+
+def test_small_batches_are_bound_by_launches():
+    assert predict(1, 4, 1, 8, 8).is_launch_bound
+    large = predict(1, 4, 64, 64, 64)
+    assert not large.is_launch_bound
+    assert large.seconds == pytest.approx(sum(one.seconds for one in large.work.values()))
+
+
+def test_single_precision_is_refused():
+    with pytest.raises(ValueError, match="for which the speeds of GPUs are known; set precision"):
+        predict(1, 4, 1, 8, 8, dtype=torch.float32)
