@@ -310,8 +310,6 @@ class _Run:
             stage=self.cfg.zero_stage,
             element_size=self.dtype.itemsize,
             accumulates=self.micro_batches > 1,
-            fused=self.cfg.optimizer.type == "HybridAdam",
-            foreach=self.device == "cuda",
         )
         state = Persistent.training(self.sizes, zero)
 

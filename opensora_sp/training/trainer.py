@@ -317,10 +317,9 @@ class Trainer:
 
         with record_function("optimizer"):
             taken = self.optimizer.step_if_finite(sums[0])
-        if taken:
-            self.ema.update(step)
+        self.ema.update(step, taken)
         total, stop = sums.tolist()
-        return Outcome(total, taken, stop > 0)
+        return Outcome(total, bool(taken), stop > 0)
 
     def _count(self, outcome: Outcome, done: int) -> None:
         """Count an outcome; raises ValueError after ``max_bad_steps`` skipped steps in a row."""
@@ -362,6 +361,7 @@ class Trainer:
     def _measure(self, done: int) -> dict[str, float | None]:
         """The numbers of the interval, by their names in ``metrics.jsonl``. Collective."""
         substituted = self.corrupt.report(self.device)
+        grad_norm = self.optimizer.get_grad_norm()
         seconds, losses = time.perf_counter() - self.interval.start, self.interval.losses
         measured = self.meter.measure(
             self.loader.take_waited(),
@@ -371,7 +371,7 @@ class Trainer:
         )
         return {
             "loss": sum(losses) / len(losses) if losses else None,
-            "grad_norm": float(self.optimizer.get_grad_norm() or 0.0),
+            "grad_norm": 0.0 if grad_norm is None else float(grad_norm),
             "lr": learning_rate(self.cfg, done - 1),
             "tokens_per_s": self.interval.tokens / seconds,
             "replaced_clips": substituted,

@@ -232,7 +232,7 @@ def measured_peak(cfg: TrainConfig) -> int:
                 booster.backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-            ema.update(step)
+            ema.update(step, torch.tensor(True))
     assert fixed
     return live.peak
 
