@@ -205,9 +205,9 @@ class RotaryEmbedding(nn.Module):
         ``in_frame``: for attention within a frame, not over frames.
         """
         angles = self.angles(rows, in_frame, device)[:, :, None]
-        cosine, sine = angles.cos(), angles.sin()
-        pairs = torch.stack([torch.stack([cosine, cosine], -1), torch.stack([-sine, sine], -1)])
-        return pairs.flatten(-2)
+        # The first channel of a pair takes minus the sine of the second.
+        angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
+        return torch.stack([angles.cos(), angles.sin()])
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, 1 or L, D/2]``, by the frame."""
