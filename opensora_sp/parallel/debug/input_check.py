@@ -104,7 +104,9 @@ class InputCheck:
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
         if hasattr(model, "grad_checkpoint"):
-            entries["modes gradient checkpointing"] = "on" if model.grad_checkpoint else "off"
+            setting: Any = model.grad_checkpoint
+            switched = {"True": "on", "False": "off"}
+            entries["modes gradient checkpointing"] = switched.get(str(setting), str(setting))
 
         leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         return entries | {f"inputs {_name(path)}": describe(value) for path, value in leaves}
