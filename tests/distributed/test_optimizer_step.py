@@ -1,4 +1,4 @@
-"""The fused step against AdamW, clipping and EMA as they are defined, one tensor after the other."""
+"""The fused step against AdamW, clipping and EMA by their definitions, tensor by tensor."""
 
 from __future__ import annotations
 
