@@ -28,8 +28,13 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def with_zero_gradients(x: Tensor, *unused: Tensor) -> Tensor:
-    """``x``, with zeros as gradients of tensors that it does not depend on."""
-    return _Unused.apply(x, *unused)
+    """``x``, with zeros as gradients of tensors that it does not depend on.
+
+    The last one's gradient comes first, as if they had been used one after the other.
+    """
+    for tensor in unused:
+        x = _Unused.apply(x, tensor)
+    return x
 
 
 class _Normalize(torch.autograd.Function):
@@ -72,16 +77,16 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, *, direction: int) -> Tens
 
 
 class _Unused(torch.autograd.Function):
-    """Forward returns the first tensor. Backward returns zeros for the others."""
+    """Forward returns the first tensor. Backward returns zeros for the other one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *unused: Tensor) -> Tensor:
-        ctx.shapes = [tensor.shape for tensor in unused]
+    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
+        ctx.shape = unused.shape
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(grad.new_zeros(shape) for shape in ctx.shapes)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_zeros(ctx.shape)
 
 
 def _rounded(like: Tensor, operator: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:

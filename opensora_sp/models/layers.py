@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -25,7 +26,7 @@ from .functions import normalize, rotate, with_zero_gradients
 from .hook_points import Attend, Point
 from .packing import Packing
 from .take import take
-from .token_layout import Rows
+from .token_layout import SPATIAL, TEMPORAL, Rows
 
 
 def position_angles(positions: Tensor, per_position: Tensor) -> Tensor:
@@ -148,11 +149,16 @@ class RotaryEmbedding(nn.Module):
         """Rotate queries or keys ``[R, L, H, D]``."""
         return rotate(q, rotation)
 
+    @uncompiled  # computed once for all blocks: no part of a block's graph
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """Cosine and sine for each channel of queries and keys, ``[2, 1 or R, 1 or L, 1, D]``.
 
         ``in_frame``: for attention within a frame, not over frames.
         """
+        key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
+        return rows.grid.cached(key, lambda: self._rotation(rows, in_frame, device))
+
+    def _rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         angles = self.angles(rows, in_frame, device)[:, :, None]
         # The first channel of a pair takes minus the sine of the second.
         angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
@@ -174,12 +180,6 @@ class RotaryEmbedding3D(RotaryEmbedding):
 
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
-
-    @uncompiled  # made once for all blocks: no part of a block's graph
-    def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
-        key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
-        compute = super().rotation
-        return rows.grid.cached(key, lambda: compute(rows, in_frame, device))
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, L, D/2]``."""
@@ -217,8 +217,8 @@ class SelfAttention(Point):
         super().__init__()
         self.num_heads, self.norm_last, self.in_frame = num_heads, norm_last, in_frame
         self.qkv = nn.Linear(width, 3 * width)
-        self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
+        norm = partial(RMSNorm, width // num_heads) if qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
         self.proj = nn.Linear(width, width)
         self.attend = Attend()
         # In a list: the model owns the parameter, not its blocks.
@@ -226,7 +226,9 @@ class SelfAttention(Point):
 
     def local(self, x: Tensor, rows: Rows, rotation: Tensor | None = None) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``; ``rotation`` is that of the rows, if precomputed."""
-        if rows.are_sequences and rows.length == 1:
+        # Tokens may be held in other rows than they attend in, under sequence parallelism.
+        attended = rows.grid.rows(SPATIAL if self.in_frame else TEMPORAL)
+        if attended.are_sequences and attended.length == 1:
             v = self._values(x)
             return self.proj(self.attend(v, v, v, rows).flatten(-2))
 
@@ -254,8 +256,7 @@ class SelfAttention(Point):
             v = F.linear(x, self.qkv.weight[-width:], self.qkv.bias[-width:])
         else:
             v = self.qkv(x)[..., -width:]
-        for norm in (self.q_norm, self.k_norm):
-            v = with_zero_gradients(v, *norm.parameters())
+        v = with_zero_gradients(v, *self.q_norm.parameters(), *self.k_norm.parameters())
         return v.unflatten(-1, (self.num_heads, -1))
 
 
