@@ -71,13 +71,13 @@ def test_a_step_of_the_plugin(stage, overlap):
     assert sent(step) == {"all_reduce": 1, "all_gather_into_tensor": 1}
     assert not sent(step, "host") and not sent(backward, "host")
 
-    assert not forward.syncs
-    assert len(backward.syncs) <= (1 if overlap else 0), backward.syncs
+    assert not forward.syncs and not backward.syncs, backward.syncs
     assert len(step.syncs) <= 3, step.syncs
 
 
 def on_training(config):
     from opensora_sp.plugin import current_device
+    from opensora_sp.training.outcomes import PendingOutcome
     from opensora_sp.training.preflight import preflight
     from opensora_sp.training.trainer import Trainer
 
@@ -85,15 +85,16 @@ def on_training(config):
     options = ["precision=bf16", "max_steps=3", "ckpt_every=100", "num_workers=0", "log_every=1"]
     cfg = load_train_config(config, options)
     run = Trainer(cfg, *preflight(cfg, None, None), current_device())
-    one_step = run._step
+    one_step, read = run._step, PendingOutcome.read
 
     def step(number, *args):
         phase(f"step {number}")
-        outcome = one_step(number, *args)
+        pending = one_step(number, *args)
         phase(f"after {number}")
-        # What the loop decides by numbers that were never computed.
-        return replace(outcome, loss=1.0, taken=True, stop=False)
+        return pending
 
+    # What the loop decides by numbers that were never computed.
+    PendingOutcome.read = lambda pending: replace(read(pending), loss=1.0, taken=True, stop=False)
     # The checkpoint's content would be garbage.
     run._step, run.checkpoints.save = step, lambda *args: None
     Path(cfg.outputs).mkdir(parents=True)
