@@ -38,7 +38,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python scripts/check_demo.py $(DEMO)
 	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.png"
 
-# The tiers of tests (tests/README.md). What measures time or uses what the machine has once runs alone, afterwards.
+# The tiers of tests (tests/README.md). What needs the machine for itself is slow, and runs alone after the others.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 # A file goes to one worker; unit tests, short and many, come last and even out the workers.
@@ -47,8 +47,7 @@ FAST := not slow and not grid
 SLOW := slow and not grid
 
 test: $(VENV)/.installed
-	$(PARALLEL) -m "$(FAST) and not serial"
-	$(PYTEST) -m "$(FAST) and serial"
+	$(PARALLEL) -m "$(FAST)"
 
 test-all: test
 	$(PARALLEL) -m "$(SLOW) and not serial"

@@ -55,8 +55,8 @@ MUTATIONS = [
     Mutation(
         "a wrong adjoint of the gather",
         "opensora_sp/parallel/collectives.py",
-        "parts.unflatten(0, (num_ranks, ctx.rows)).sum(0)",
-        "parts.unflatten(0, (num_ranks, ctx.rows)).mean(0)",
+        "parts.unflatten(0, (len(own), own[0])).sum(0)",
+        "parts.unflatten(0, (len(own), own[0])).mean(0)",
         ("tests/distributed/test_sp_parity.py",),
     ),
     Mutation(
@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "a layout cut off by one",
         "opensora_sp/parallel/layout.py",
-        "return torch.bucketize(positions, torch.tensor(stops), right=True)",
-        "return torch.bucketize(positions, torch.tensor(stops), right=False)",
+        "return torch.bucketize(positions, stops, right=True)",
+        "return torch.bucketize(positions, stops, right=False)",
         ("tests/unit/test_layout.py",),
     ),
     Mutation(
@@ -97,8 +97,8 @@ MUTATIONS = [
     Mutation(
         "EMA from working weights",
         "opensora_sp/training/ema.py",
-        "list(self.master_weights.values())",
-        "[weight.bfloat16().float() for weight in self.master_weights.values()]",
+        "average.lerp_(buffer, ",
+        "average.lerp_(buffer.bfloat16().float(), ",
         ("tests/unit/test_ema.py",),
     ),
     Mutation(

@@ -31,13 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each tier has its time limit; a case of the grid is that, also where its test is slow."""
+    """Each tier has its time limit; a case of the grid is that, also where its test is slow.
+
+    What is serial is slow, so that the fast tier is one parallel run.
+    """
     for item in items:
         tier = next((tier for tier in SECONDS if item.get_closest_marker(tier)), None)
         if tier and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS[tier]))
-        if item.get_closest_marker("serial"):
-            item.add_marker(pytest.mark.xdist_group("serial"))
+        if item.get_closest_marker("serial") and not tier:
+            raise pytest.UsageError(f"{item.nodeid} is serial and not slow; make test skips it")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

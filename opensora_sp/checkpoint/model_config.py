@@ -6,7 +6,9 @@ import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from opensora_sp.models.registry import CLASSES, PRESETS, model_class, resolve_config
 
@@ -46,23 +48,23 @@ def write_model_config(folder: Path, name: str, config: Any) -> None:
 
 
 def parse_model_config(
-    saved: dict[str, Any], place: Path
+    saved: dict[str, Any], source: Path
 ) -> tuple[str, dict[str, Any], tuple[str, ...]]:
     """The model's class, its settings, and notes on keys that were ignored or added.
 
     Args:
         saved: content of a ``config.json``.
-        place: of the file, for messages.
+        source: the weights that it belongs to, for messages.
 
     Raises:
         ValueError: if it is of another kind of model, or has settings whose effect is not known.
     """
-    name = _class_name(saved, place)
+    name = _class_name(saved, source)
     known = {field.name for field in dataclasses.fields(CLASSES[name].Config)}
     values = {key: value for key, value in saved.items() if key in known}
 
     others = saved.keys() - known - {"_class_name"}
-    _refuse_unknown(name, {key: saved[key] for key in saved if key in others}, place, known)
+    _refuse_unknown(name, {key: saved[key] for key in saved if key in others}, source, known)
     notes = [f"config.json: ignored {', '.join(sorted(others))}"] if others else []
 
     # Open-Sora writes every key of its version, so the keys identify the version.
@@ -82,7 +84,7 @@ def parse_model_config(
     return name, values, tuple(notes)
 
 
-def _class_name(saved: dict[str, Any], place: Path) -> str:
+def _class_name(saved: dict[str, Any], source: Path) -> str:
     architectures = saved.get("architectures") or ()
     names = [saved.get("_class_name"), *architectures, saved.get("model_type")]
     for name in names:
@@ -91,12 +93,12 @@ def _class_name(saved: dict[str, Any], place: Path) -> str:
 
     found = [name for name in names if name] or "no model"
     raise ValueError(
-        f"got {place} with a config.json of {found}; expected one of {list(CLASSES)} under "
+        f"got {source} with a config.json of {found}; expected one of {list(CLASSES)} under "
         "_class_name, architectures or model_type; check the path, or correct the file"
     )
 
 
-def _refuse_unknown(name: str, others: dict[str, Any], place: Path, known: set[str]) -> None:
+def _refuse_unknown(name: str, others: dict[str, Any], source: Path, known: set[str]) -> None:
     unknown = [
         f"{key} = {value!r}"
         for key, value in others.items()
@@ -104,19 +106,19 @@ def _refuse_unknown(name: str, others: dict[str, Any], place: Path, known: set[s
     ]
     if unknown:
         raise ValueError(
-            f"got {place} with {', '.join(unknown[:6])} in config.json; expected settings of "
+            f"got {source} with {', '.join(unknown[:6])} in config.json; expected settings of "
             f"{name} ({', '.join(sorted(known))}); the effect of other settings on the weights is "
             "not known: remove them if they change nothing"
         )
 
 
 def choose_config(
-    place: Path, saved: dict[str, Any] | None, model: str | None, overrides: dict[str, Any]
+    source: Path, saved: dict[str, Any] | None, model: str | None, overrides: dict[str, Any]
 ) -> tuple[str, Any, tuple[str, ...]]:
     """Class, configuration and notes: from ``config.json`` if there is one, else from ``model``.
 
     Args:
-        place: of the weights.
+        source: path of the weights.
         saved: content of their ``config.json``.
         model: class or preset.
         overrides: settings that replace those of ``config.json`` or of the preset.
@@ -127,7 +129,7 @@ def choose_config(
     if saved is None:
         if model is None:
             raise ValueError(
-                f"got {place} without config.json; expected the name of the model; pass model= "
+                f"got {source} without config.json; expected the name of the model; pass model= "
                 f"(--model), one of {[*CLASSES, *PRESETS]}, and the options that it was trained "
                 "with"
             )
@@ -135,12 +137,12 @@ def choose_config(
         note = f"no config.json: configured as {model}, {overrides}"
         return model_class(model).__name__, resolve_config(model, **overrides), (note,)
 
-    name, values, notes = parse_model_config(saved, place)
+    name, values, notes = parse_model_config(saved, source)
     if model is not None:
         preset = PRESETS[model][1] if model in PRESETS else {}
         wanted = {key: value for key, value in preset.items() if key not in overrides}
         wanted["_class_name"] = model_class(model).__name__
-        _refuse_differing(place, wanted, _with_defaults(name, values))
+        _refuse_differing(source, wanted, name, values)
     if overrides:
         notes = (*notes, f"config.json: overridden by {overrides}")
 
@@ -149,7 +151,7 @@ def choose_config(
         return name, resolve_config(name, **{**values, **overrides}), notes
     except ValueError as error:
         what = f"config.json, overridden by {overrides}," if overrides else "config.json"
-        raise ValueError(f"got {place}, of whose {what} no model can be built: {error}") from None
+        raise ValueError(f"got {source}, of whose {what} no model can be built: {error}") from None
 
 
 def check_model_config(
@@ -177,8 +179,9 @@ def check_model_config(
 
     saved_name, values, _ = parse_model_config(saved, folder)
     may_differ = MAY_DIFFER.union(*(CONVERSIONS[one].config_keys for one in convert))
-    wanted = {key: value for key, value in _plain(config).items() if key not in may_differ}
-    _refuse_differing(folder, {"_class_name": name, **wanted}, _with_defaults(saved_name, values))
+    settings = dataclasses.asdict(config).items()
+    wanted = {key: value for key, value in settings if key not in may_differ}
+    _refuse_differing(folder, {"_class_name": name, **wanted}, saved_name, values)
 
 
 def check_encoders(model_config: Any, vae: Any, text_encoder: Any) -> None:
@@ -187,11 +190,16 @@ def check_encoders(model_config: Any, vae: Any, text_encoder: Any) -> None:
     _check_width(
         "text features", "text_encoder", text_encoder.width, "caption_channels", model_config
     )
-    if text_encoder.max_length > model_config.model_max_length:
+    check_text_length(text_encoder.max_length, model_config)
+
+
+def check_text_length(max_length: int, model_config: Any) -> None:
+    """Raise ValueError if captions can be longer than a model's configuration allows."""
+    limit = model_config.model_max_length
+    if max_length > limit:
         raise ValueError(
-            f"got text_encoder.max_length {text_encoder.max_length} over model.model_max_length "
-            f"{model_config.model_max_length}; expected at most that; lower the one or raise the "
-            "other"
+            f"got text_encoder.max_length {max_length} over model.model_max_length {limit}; "
+            "expected at most that; lower the one or raise the other"
         )
 
 
@@ -205,31 +213,31 @@ def _check_width(what: str, encoder: str, width: int, key: str, model_config: An
 
 
 def _check_types(name: str, values: dict[str, Any]) -> None:
-    """Raise ValueError if a setting has another type than its default: dataclasses do not check."""
-    compatible: dict[type, tuple[type, ...]] = {
-        bool: (bool,),
-        int: (int,),
-        float: (int, float),
-        tuple: (tuple, list),
-        str: (str,),
-    }
-    for key, default in vars(model_class(name).Config()).items():
-        types = compatible.get(type(default))
-        if types is None or key not in values:
+    """Raise ValueError if a setting has another type than annotated: dataclasses do not check."""
+    config = model_class(name).Config
+    types = get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name not in values:
             continue
 
-        value = values[key]
-        # In Python a bool is an int.
-        is_stray_bool = isinstance(value, bool) and not isinstance(default, bool)
-        if not isinstance(value, types) or is_stray_bool:
+        value, annotated = values[field.name], types[field.name]
+        try:
+            # Strict: a string of digits is no number. In JSON, tuples are lists.
+            TypeAdapter(annotated).validate_json(json.dumps(value), strict=True)
+        except (ValidationError, TypeError):
+            expected = getattr(annotated, "__name__", annotated)
             raise ValueError(
-                f"got {key} = {value!r} for {name}; expected {type(default).__name__}; correct it"
-            )
+                f"got {field.name} = {value!r} for {name}; expected {expected}; correct it"
+            ) from None
 
 
-def _refuse_differing(place: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> None:
+def _refuse_differing(
+    source: Path, wanted: dict[str, Any], name: str, values: dict[str, Any]
+) -> None:
+    """Raise ValueError unless the model ``name`` of saved ``values`` has the wanted settings."""
+    saved = {**dataclasses.asdict(CLASSES[name].Config()), **values, "_class_name": name}
     # Tuples are lists in JSON.
-    wanted = json.loads(json.dumps(wanted))
+    wanted, saved = json.loads(json.dumps([wanted, saved]))
     differing = [
         f"{key} is {saved.get(key)!r} there, {value!r} here"
         for key, value in wanted.items()
@@ -237,16 +245,6 @@ def _refuse_differing(place: Path, wanted: dict[str, Any], saved: dict[str, Any]
     ]
     if differing:
         raise ValueError(
-            f"got checkpoint {place} of another model ({', '.join(differing[:4])}); expected one "
+            f"got checkpoint {source} of another model ({', '.join(differing[:4])}); expected one "
             "of the configured model; change the checkpoint or the config's model"
         )
-
-
-def _with_defaults(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """A model's class and complete settings, as JSON values."""
-    return {**_plain(CLASSES[name].Config()), **values, "_class_name": name}
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    return plain

@@ -81,29 +81,29 @@ def find_weights(path: str | Path, *, ema: bool = False) -> Path:
     Raises:
         ValueError: if there are no weights, or several files without an index.
     """
-    place = Path(path)
-    if place.is_file():
-        return place
-    _check_folder(place, str(path))
+    name, path = str(path), Path(path)
+    if path.is_file():
+        return path
+    _check_folder(path, name)
 
-    if any((place / name).is_file() for name in _KNOWN_SAFETENSORS + _KNOWN_PICKLES):
-        return place
+    if any((path / name).is_file() for name in _KNOWN_SAFETENSORS + _KNOWN_PICKLES):
+        return path
 
-    checkpoint = newest_checkpoint(place)
+    checkpoint = newest_checkpoint(path)
     if checkpoint is not None:
         return checkpoint / ("ema" if ema else "model")
 
     # A folder step_... without COMMIT is an interrupted save of ours, not one of Open-Sora 1.x.
-    if (place / "model").exists() and checkpoint_step(place) is None:
-        return _ema_weights(place) if ema else place / "model"
+    if (path / "model").exists() and checkpoint_step(path) is None:
+        return _ema_weights(path) if ema else path / "model"
 
-    weight_file(place)
-    return place
+    weight_file(path)
+    return path
 
 
-def _check_folder(place: Path, name: str) -> None:
-    """Raise ValueError unless ``place`` is a folder that may hold whole weights."""
-    if not place.is_dir():
+def _check_folder(path: Path, name: str) -> None:
+    """Raise ValueError unless ``path`` is a folder that may hold whole weights."""
+    if not path.is_dir():
         hint = "check the path"
         if _HUB_NAME.fullmatch(name):
             hint += f", or download it: hf download {name} --local-dir DIR"
@@ -111,7 +111,7 @@ def _check_folder(place: Path, name: str) -> None:
             f"got checkpoint {name!r}, which is not on disk; expected a file or a folder; {hint}"
         )
 
-    if (place / "adapter_config.json").is_file():
+    if (path / "adapter_config.json").is_file():
         raise ValueError(
             f"got checkpoint {name!r}, which holds LoRA adapters; expected the weights of a whole "
             "model; merge the adapters into it (peft: merge_and_unload) and save that with "
@@ -119,41 +119,41 @@ def _check_folder(place: Path, name: str) -> None:
         )
 
 
-def weight_file(place: Path) -> Path:
-    """The first file to open: ``place`` itself, or a folder's file of weights or index of shards.
+def weight_file(path: Path) -> Path:
+    """The first file to open: ``path`` itself, or a folder's file of weights or index of shards.
 
     Raises:
         ValueError: if there is none, or several files without an index.
     """
-    if place.is_file():
-        return place
+    if path.is_file():
+        return path
 
     for pattern in _WEIGHTS:
         found = sorted(
-            path
-            for path in place.glob(pattern)
-            if not path.name.startswith(("optim", "pytorch_optim"))
+            file
+            for file in path.glob(pattern)
+            if not file.name.startswith(("optim", "pytorch_optim"))
         )
         if len(found) > 1:
-            names = ", ".join(path.name for path in found[:6])
+            names = ", ".join(file.name for file in found[:6])
             more = ", ..." if len(found) > 6 else ""
             raise ValueError(
-                f"got {place}, which holds {len(found)} files of weights ({names}{more}) and no "
+                f"got {path}, which holds {len(found)} files of weights ({names}{more}) and no "
                 "index of them; expected one; pass the path of the file"
             )
         if found:
             return found[0]
 
     raise ValueError(
-        f"got checkpoint {str(place)!r}, which holds no weights; expected a file of weights, a "
+        f"got checkpoint {str(path)!r}, which holds no weights; expected a file of weights, a "
         "folder with one (or with shards and their index), a run's folder or a committed "
         "checkpoint; check the path"
     )
 
 
-def weight_files(place: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """All files of the weights at a path: one, or an index and its shards."""
-    first = weight_file(place)
+    first = weight_file(path)
     if not is_index(first):
         return [first]
 

@@ -75,16 +75,16 @@ def from_pretrained(
 
 def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:
     """Raise ValueError if rounding would overflow, as fp16 does from 65,520."""
-    lost = [
+    overflowing = [
         name
         for name, p in model.named_parameters()
         if bool((p.isfinite() & ~p.to(dtype).isfinite()).any())
     ]
-    if lost:
+    if overflowing:
         raise ValueError(
-            f"got {len(lost)} tensors with numbers too large for {dtype} ({lost[0]} is one); "
-            f"expected at most {torch.finfo(dtype).max:.4g}; use bf16, or keep the dtype of the "
-            "weights"
+            f"got {len(overflowing)} tensors with numbers too large for {dtype} "
+            f"({overflowing[0]} is one); expected at most {torch.finfo(dtype).max:.4g}; "
+            "use bf16, or keep the dtype of the weights"
         )
 
 

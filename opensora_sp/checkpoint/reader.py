@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .paths import find_weights, weight_file
 from .shard_index import ShardIndex, is_index
@@ -26,7 +27,7 @@ from .tensor_file import is_safetensors
 logger = logging.getLogger(__name__)
 
 # Versions of torch below which loading with weights_only=True can still run code from the file.
-HOLES = {(2, 6): "CVE-2025-32434", (2, 10): "CVE-2026-24747"}
+VULNERABILITIES = {"2.6": "CVE-2025-32434", "2.10": "CVE-2026-24747"}
 WRAPPERS = ("state_dict", "model", "module")
 # Of DistributedDataParallel and torch.compile.
 PREFIXES = ("module.", "_orig_mod.")
@@ -85,31 +86,31 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
         path: see ``find_weights``. Safetensors are preferred to pickles.
         ema: open the EMA weights of a checkpoint, or of a file that holds both.
         allow_pickle: also open pickled files (.pt, .pth, .bin), with ``weights_only=True``. Only
-            for files from a source you trust: see ``HOLES``.
+            for files from a source you trust: see ``VULNERABILITIES``.
 
     Raises:
         ValueError: if there are none, they are pickled and that is not allowed, damaged, or not a
             state dict.
     """
-    place = find_weights(path, ema=ema)
-    file = weight_file(place)
+    path = find_weights(path, ema=ema)
+    file = weight_file(path)
     if is_index(file):
         weights = _open_shards(file, ema=ema, allow_pickle=allow_pickle)
     else:
         weights = _open_file(file, ema=ema, allow_pickle=allow_pickle)
 
-    return replace(_without_prefix(weights), path=place, config=saved_config(place))
+    return replace(_without_prefix(weights), path=path, config=saved_config(path))
 
 
-def saved_config(place: Path) -> dict[str, Any] | None:
+def saved_config(path: Path) -> dict[str, Any] | None:
     """``config.json`` of a folder, of the folder of a file, or of ``model`` beside ``ema``.
 
     Raises:
         ValueError: if it is not a JSON object.
     """
-    folders = [place if place.is_dir() else place.parent]
-    if place.stem == "ema":
-        folders.append(place.parent / "model")
+    folders = [path if path.is_dir() else path.parent]
+    if path.stem == "ema":
+        folders.append(path.parent / "model")
 
     files = [folder / "config.json" for folder in folders]
     file = next((file for file in files if file.is_file()), None)
@@ -135,11 +136,11 @@ def _open_shards(path: Path, **options: bool) -> Weights:
     index.check_complete()
     shards = {file.name: _open_file(file, **options) for file in index.files}
 
-    lost = [name for name, file in index.weight_map.items() if name not in shards[file].tensors]
-    if lost:
+    absent = [name for name, file in index.weight_map.items() if name not in shards[file].tensors]
+    if absent:
         raise ValueError(
-            f"got {path}, which has {lost[0]} in {index.weight_map[lost[0]]}, where it is not "
-            f"({len(lost)} such tensors); expected an index of these shards; download both again"
+            f"got {path}, which has {absent[0]} in {index.weight_map[absent[0]]}, where it is not "
+            f"({len(absent)} such tensors); expected an index of these shards; download both again"
         )
 
     first = next(iter(shards.values()))
@@ -196,7 +197,7 @@ def _unpickle(file: Path, *, mmap: bool, allow_pickle: bool) -> Any:
             "(--allow-pickle), or convert it once with opensora-sp convert"
         )
 
-    _warn_of_holes(torch.__version__)
+    _warn_of_vulnerabilities(torch.__version__)
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
@@ -214,13 +215,12 @@ def _unpickle(file: Path, *, mmap: bool, allow_pickle: bool) -> Any:
 
 
 @cache
-def _warn_of_holes(version: str) -> None:
+def _warn_of_vulnerabilities(version: str) -> None:
     """Warn, once per process, of vulnerabilities that this version of torch still has."""
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     open_here = [
-        f"{name} (closed in {fixed[0]}.{fixed[1]})"
-        for fixed, name in HOLES.items()
-        if numbers < fixed
+        f"{name} (closed in {fixed})"
+        for fixed, name in VULNERABILITIES.items()
+        if TorchVersion(version) < fixed
     ]
     if open_here:
         logger.warning(

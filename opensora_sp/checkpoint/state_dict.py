@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # Names, or patterns of names, of each kind of difference that a report shows.
-SHOWN = 12
+MAX_SHOWN = 12
 TEXT = "y_embedder.y_embedding"
 Tensors = dict[str, Stored]
 
@@ -142,22 +142,14 @@ class Differences:
 
 
 def check_names(
-    source: Any,
-    found: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, Tensor],
-    *,
-    exact: bool = True,
+    source: Any, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError unless every tensor of ``wanted`` is found in its shape.
+    """Raise ValueError unless the tensors of ``wanted`` are found in their shapes, and no others.
 
     Args:
         source: of the tensors, for the message.
         found: shapes by name.
-        exact: refuse other names among ``found``.
     """
-    if not exact:
-        found = {name: shape for name, shape in found.items() if name in wanted}
-
     differences = Differences.between(found, wanted)
     if differences:
         raise ValueError(
@@ -235,5 +227,5 @@ def _listed(names: Iterable[str], shapes: Mapping[str, str] | None = None) -> st
         several = len(matches) > 1
         lines.append(f"{pattern} ({len(matches)} times)" if several else matches[0])
 
-    more = f", and {len(lines) - SHOWN} more kinds of names" if len(lines) > SHOWN else ""
-    return ", ".join(lines[:SHOWN]) + more
+    more = f", and {len(lines) - MAX_SHOWN} more kinds of names" if len(lines) > MAX_SHOWN else ""
+    return ", ".join(lines[:MAX_SHOWN]) + more

@@ -79,14 +79,14 @@ class TensorFile:
 
     def append(self, name: str, chunks: Iterable[Tensor]) -> None:
         """Write a tensor in consecutive chunks of its elements; padding at the end is cut off."""
-        left = self.specs[name].num_bytes
+        remaining = self.specs[name].num_bytes
         for chunk in chunks:
-            data = as_bytes(chunk)[:left]
-            left -= data.numel()
+            data = as_bytes(chunk)[:remaining]
+            remaining -= data.numel()
             if data.numel():
                 self._write(data.numpy().data)
 
-        assert left == 0, f"{left} bytes of {name} are missing"
+        assert remaining == 0, f"{remaining} bytes of {name} are missing"
 
     def close(self) -> dict[str, Any]:
         """Flush the file; returns its size and SHA-256."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -129,21 +129,16 @@ class Saver:
     def __init__(self) -> None:
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._group = dist.new_group(backend=host_backend()) if self._world > 1 else None
-        self._thread: threading.Thread | None = None
-        self._failure: Failure | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
+        self._saving: Future[None] | None = None
 
     def save(self, job: SaveJob, *, in_background: bool = False) -> None:
         """Write the job, or start to write it, after the previous one is complete."""
         self.wait()
-        if not in_background:
+        if in_background:
+            self._saving = self._executor.submit(self._run, job.snapshot())
+        else:
             self._run(job)
-            self._raise_failure()
-            return
-
-        self._thread = threading.Thread(
-            target=self._run, args=(job.snapshot(),), name="checkpoint writer"
-        )
-        self._thread.start()
 
     def wait(self) -> None:
         """Wait for a save in the background.
@@ -151,22 +146,21 @@ class Saver:
         Raises:
             ValueError, RuntimeError: what failed on rank 0.
         """
-        self.join()
-        self._raise_failure()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def join(self) -> None:
         """Wait for a save in the background; its error is kept for ``wait``."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            failure.raise_("saving a checkpoint")
+        if self._saving is not None:
+            wait([self._saving])
 
     def _run(self, job: SaveJob) -> None:
-        """Rank 0 writes, the others send all of their parts, also after an error of the writer."""
+        """Rank 0 writes, the others send all of their parts, also after an error of the writer.
+
+        Raises:
+            ValueError, RuntimeError: on every rank, what failed on rank 0.
+        """
         outcome: list[Any] = [None]
         if _rank() == 0:
             outcome = [self._write(job)]
@@ -177,7 +171,8 @@ class Saver:
 
         if self._world > 1:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
-        self._failure = outcome[0]
+        if outcome[0] is not None:
+            outcome[0].raise_("saving a checkpoint")
 
     def _write(self, job: SaveJob) -> Failure | None:
         """On rank 0: write what all ranks send; returns the failure for all of them."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from opensora_sp.checkpoint import check_conversions
+from opensora_sp.data import ClipShape
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.registry import model_class
 
@@ -23,13 +24,30 @@ from .components import (
     split_type,
 )
 from .findings import raise_together
-from .geometry import check_latents, check_text_length, latent_size
+from .geometry import check_latents, check_text, latent_size
 from .model_spec import ModelSpec
 from .sections import (
     Frames,
     SequenceParallel,
     Strict,
     frame_size,
+)
+
+
+def _checked_model(value: dict[str, Any]) -> dict[str, Any]:
+    name, options = split_type("model", value)
+    checked = {"type": name, **check_options("model", options, model_class(name).Config)}
+    ModelSpec.parse(checked)
+    return checked
+
+
+def _checked_scheduler(value: dict[str, Any]) -> dict[str, Any]:
+    return check_component("scheduler", {"type": "rflow", **value}, SCHEDULERS)
+
+
+_checked_vae = partial(check_component, "vae", known=LATENT_ENCODERS, protocol=LatentEncoder)
+_checked_text_encoder = partial(
+    check_component, "text_encoder", known=TEXT_ENCODERS, protocol=TextEncoder
 )
 
 
@@ -63,25 +81,25 @@ class Common(Strict):
     seed: int = Field(42, ge=0)
     """Seed of all random draws."""
 
-    model: dict[str, Any]
+    model: Annotated[dict[str, Any], AfterValidator(_checked_model)]
     """dict(type=..., ...): model class or preset, and its options."""
 
     compile: Literal["blocks"] | None = None
     """'blocks' compiles each block with torch.compile; None is eager mode."""
 
-    vae: dict[str, Any]
+    vae: Annotated[dict[str, Any], AfterValidator(_checked_vae)]
     """dict(type=..., ...): video autoencoder, and its options."""
 
-    text_encoder: dict[str, Any]
+    text_encoder: Annotated[dict[str, Any], AfterValidator(_checked_text_encoder)]
     """dict(type=..., ...): text encoder, and its options."""
 
-    scheduler: dict[str, Any] = {"type": "rflow"}
+    scheduler: Annotated[dict[str, Any], AfterValidator(_checked_scheduler)] = {"type": "rflow"}
     """dict(type=..., ...): diffusion process, and its options."""
 
     allow_pickle: bool = False
     """Also read pickled weights, which can execute code."""
 
-    convert: tuple[str, ...] = ()
+    convert: Annotated[tuple[str, ...], AfterValidator(check_conversions)] = ()
     """Conversions of the initial weights, by name; see docs/weights.md."""
 
     @model_validator(mode="after")
@@ -121,7 +139,7 @@ class Common(Strict):
         if "input_size" in self.model or self.model_spec.input_size is None:
             return
 
-        latents = latent_size(self.vae, self.num_frames, *self.size)
+        latents = latent_size(self.vae, self.clip_shape)
         if latents is not None and min(latents) > 0:
             sized = {**self.model, "input_size": latents}
             ModelSpec.parse(sized)  # raises if the model cannot take this size
@@ -130,51 +148,28 @@ class Common(Strict):
     def _rules(self) -> Iterator[Callable[[], object]]:
         """Checks of several values together; each raises ValueError on its own."""
         yield self._scheduler_fits_model
-        yield lambda: check_text_length(self.text_encoder, self.model_spec.config)
+        yield lambda: check_text(self.text_encoder, self.model_spec.config)
         for clip in self._clips():
-            yield partial(check_latents, self.vae, *clip)
+            yield partial(check_latents, self.vae, clip)
 
-    def _clips(self) -> list[tuple[int, int, int]]:
-        """Frames, height and width in pixels of all shapes of clips."""
-        return [(self.num_frames, *self.size)]
+    def _clips(self) -> list[ClipShape]:
+        """All shapes of clips."""
+        return [self.clip_shape]
 
     def _scheduler_fits_model(self) -> None:
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
 
-    @field_validator("vae")
-    @classmethod
-    def _vae(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("vae", value, LATENT_ENCODERS, LatentEncoder)
-
-    @field_validator("text_encoder")
-    @classmethod
-    def _text_encoder(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("text_encoder", value, TEXT_ENCODERS, TextEncoder)
-
-    @field_validator("convert")
-    @classmethod
-    def _convert(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return check_conversions(value)
-
-    @field_validator("scheduler")
-    @classmethod
-    def _scheduler(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_component("scheduler", {"type": "rflow", **value}, SCHEDULERS)
-
-    @field_validator("model")
-    @classmethod
-    def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
-        name, options = split_type("model", value)
-        checked = {"type": name, **check_options("model", options, model_class(name).Config)}
-        ModelSpec.parse(checked)
-        return checked
-
     @property
     def model_spec(self) -> ModelSpec:
         """``model``, parsed."""
         return ModelSpec.parse(self.model)
+
+    @property
+    def clip_shape(self) -> ClipShape:
+        """Frames, height and width of a clip; of the largest, with buckets."""
+        return ClipShape(self.num_frames, *self.size)
 
     @property
     def size(self) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def check_options(key: str, options: dict[str, Any], cls: Any) -> dict[str, Any]
     Raises:
         ValueError: with all options that are unknown, missing, or of another type.
     """
-    schema = _option_types(cls)
+    schema = _option_types(cls, options)
     try:
         checked: dict[str, Any] = TypeAdapter(schema).validate_python(options)
         return checked
@@ -68,22 +68,26 @@ def check_options(key: str, options: dict[str, Any], cls: Any) -> dict[str, Any]
         raise ConfigError(messages) from None
 
 
-def _option_types(cls: Any) -> Any:
-    """The arguments of a constructor, as a ``TypedDict`` that pydantic can check."""
+def _option_types(cls: Any, options: dict[str, Any]) -> Any:
+    """The arguments of a constructor, as a ``TypedDict`` that pydantic can check.
+
+    Only those in ``options`` have their types: custom classes may use types unknown to pydantic.
+    """
     try:
         hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)
     except NameError:
-        # Custom classes may be annotated with names that only a type checker imports.
+        # Names that only a type checker imports.
         hints = {}
 
     types: dict[str, Any] = {}
-    config = ConfigDict(extra="forbid")
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     for name, parameter in inspect.signature(cls).parameters.items():
         if parameter.kind == parameter.VAR_KEYWORD:
             config["extra"] = "allow"
         elif parameter.kind != parameter.VAR_POSITIONAL:
             is_required = parameter.default is parameter.empty
-            types[name] = (Required if is_required else NotRequired)[hints.get(name, Any)]
+            hint = hints.get(name, Any) if name in options else Any
+            types[name] = (Required if is_required else NotRequired)[hint]
     return with_config(config)(TypedDict("Options", types))  # type: ignore[operator]
 
 

@@ -12,6 +12,11 @@ DELETE = "_delete_"
 """In a dict: replace the inherited dict instead of merging into it."""
 
 
+def key_of(name: str | Key) -> Key:
+    """``"model.depth"`` -> ``("model", "depth")``."""
+    return tuple(name.split(".")) if isinstance(name, str) else name
+
+
 def dotted(key: Key) -> str:
     """``("model", "depth")`` -> ``"model.depth"``."""
     return ".".join(str(part) for part in key)
@@ -20,7 +25,8 @@ def dotted(key: Key) -> str:
 class Draft:
     """Nested values, and ``origins``: key -> place where it was set.
 
-    Keys below a key have its origin, unless they have their own.
+    Methods take keys, or their dotted names if all parts are texts. Keys below a key have its
+    origin, unless they have their own.
 
     Attributes:
         notes: messages about translated keys of Open-Sora.
@@ -35,33 +41,35 @@ class Draft:
         self.notes: list[str] = []
         self.foreign = False
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: str | Key) -> bool:
         return self.get(key, _MISSING) is not _MISSING
 
-    def get(self, key: Key, default: Any = None) -> Any:
+    def get(self, key: str | Key, default: Any = None) -> Any:
         found: Any = self.values
-        for part in key:
+        for part in key_of(key):
             if not isinstance(found, dict) or part not in found:
                 return default
             found = found[part]
         return found
 
-    def origin(self, key: Key) -> str | None:
+    def origin(self, key: str | Key) -> str | None:
         """Where a value was set; None if it was not."""
+        key = key_of(key)
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
                 return self.origins[key[:length]]
         return None
 
-    def set(self, key: Key, value: Any, origin: str) -> None:
+    def set(self, key: str | Key, value: Any, origin: str) -> None:
         """Set a value. A dict replaces an existing one, and None removes it.
 
         Raises:
             ValueError: if a key above is not a dict, or another value would replace a dict.
         """
-        parent = self._parent(key, origin)
-        last = _as_known(parent, key[-1])
-        key = (*key[:-1], last)
+        *above, last = key_of(key)
+        parent = self._parent(above, origin)
+        last = _as_known(parent, last)
+        key = (*above, last)
 
         replaces_dict = isinstance(parent.get(last), dict) and not isinstance(value, dict)
         if replaces_dict and value is not None:
@@ -75,27 +83,27 @@ class Draft:
         parent[last] = _without_delete(value)
         self.origins[key] = origin
 
-    def pop(self, key: Key) -> Any:
-        """Remove and return a value, with its origin and the origins below it."""
-        *above, last = key
-        value = self.get(tuple(above)).pop(last)
-        self.forget(key)
-        return value
+    def pop(self, key: str | Key) -> None:
+        """Remove a value, if there is one, with its origin and the origins below it."""
+        key = key_of(key)
+        if key in self:
+            del self.get(key[:-1])[key[-1]]
+            self.forget(key)
 
     def forget(self, key: Key) -> None:
         """Remove the origins of a key and of all below it."""
         for known in [one for one in self.origins if one[: len(key)] == key]:
             del self.origins[known]
 
-    def _parent(self, key: Key, origin: str) -> dict[Any, Any]:
-        """The dict that holds ``key``, made if it does not exist."""
+    def _parent(self, above: list[Any], origin: str) -> dict[Any, Any]:
+        """The dict at a key, made if it does not exist."""
         parent: dict[Any, Any] = self.values
-        for i, part in enumerate(key[:-1]):
+        for i, part in enumerate(above):
             parent = parent.setdefault(_as_known(parent, part), {})
             if not isinstance(parent, dict):
                 raise ValueError(
-                    f"got {origin}, but {dotted(key[: i + 1])} is {parent!r}; expected a dict "
-                    "there; check the key"
+                    f"got {origin}, but {dotted(tuple(above[: i + 1]))} is {parent!r}; expected a "
+                    "dict there; check the key"
                 )
         return parent
 

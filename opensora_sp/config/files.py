@@ -19,7 +19,7 @@ from typing import Any
 
 from .draft import Draft, Key, dotted, leaves
 from .findings import raise_together
-from .lines import set_lines
+from .lines import SetLines
 
 BASE = "_base_"
 _FOLDER = re.compile(r"\{\{\s*fileDirname\s*\}\}")
@@ -61,9 +61,10 @@ def _read(path: str, *, within: tuple[str, ...]) -> Draft:
     inherited = _joined(path, bases)
 
     draft = Draft(_values(path, tree), dict(inherited.origins))
-    lines, whole = set_lines(tree)
-    for key, line in lines.items():
-        if key in whole:
+    found = SetLines()
+    found.visit(tree)
+    for key, line in found.lines.items():
+        if key in found.replacing:
             draft.forget(key)
         draft.origins[key] = f"{path}:{line}"
 
@@ -87,13 +88,13 @@ def _bases(path: str, tree: ast.Module) -> list[str]:
         if not isinstance(node, ast.Assign) or BASE not in map(_name, node.targets):
             continue
 
-        place = f"[{path}:{node.lineno}]"
+        where = f"[{path}:{node.lineno}]"
         try:
             listed = ast.literal_eval(node.value)
         except ValueError as error:
             raise ValueError(
                 "got a _base_ that is computed; expected a path or a list of paths; write them "
-                f"out {place}"
+                f"out {where}"
             ) from error
 
         bases = []
@@ -102,7 +103,7 @@ def _bases(path: str, tree: ast.Module) -> list[str]:
             if not Path(base).is_file():
                 raise ValueError(
                     f"got the base {base!r}, which cannot be loaded (FileNotFoundError); "
-                    f"expected a file; correct _base_ {place}"
+                    f"expected a file; correct _base_ {where}"
                 )
             bases.append(base)
         return bases
@@ -167,8 +168,8 @@ def _joined(path: str, bases: list[Draft]) -> Draft:
         both = [key for key in joined.values if key in base.values and not key.startswith("_")]
         raise_together(
             *(
-                f"got {key!r} in two files that {path} is based on ({joined.origin((key,))}, "
-                f"{base.origin((key,))}); expected each key in one of them; base one of the two "
+                f"got {key!r} in two files that {path} is based on ({joined.origin(key)}, "
+                f"{base.origin(key)}); expected each key in one of them; base one of the two "
                 "on the other"
                 for key in both
             )

@@ -47,20 +47,20 @@ def raise_together(*checks: Callable[[], object] | str) -> None:
 
 
 def explain(
-    error: ValidationError, schema: type[BaseModel], place: str, draft: Draft | None = None
+    error: ValidationError, schema: type[BaseModel], source: str, draft: Draft | None = None
 ) -> str:
     """The message for a pydantic error: one line per finding, with the origins of its keys.
 
     Args:
-        place: the config, for example its path.
+        source: of the values, such as the path of the config.
         draft: the origins of keys; None for values without a config file.
     """
     lines = []
     for finding in error.errors():
         for message in _messages(finding, schema):
-            where = "" if draft is None else _places(draft, tuple(finding["loc"]), message)
+            where = "" if draft is None else _origins(draft, tuple(finding["loc"]), message)
             lines.append(message + where)
-    return f"in {place}:\n  " + "\n  ".join(dict.fromkeys(lines))
+    return f"in {source}:\n  " + "\n  ".join(dict.fromkeys(lines))
 
 
 def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
@@ -82,7 +82,7 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
     return [f"got {key} = {shown}; {finding['msg']}; change {key}"]
 
 
-def _places(draft: Draft, loc: Key, message: str) -> str:
+def _origins(draft: Draft, loc: Key, message: str) -> str:
     """Origins of a finding's keys: the keys in the message one level below ``loc``, or ``loc``."""
     got = message.partition("; ")[0]
     inside = [key for key in draft.origins if key[: len(loc)] == loc and len(key) > len(loc)]
@@ -105,7 +105,7 @@ def _places(draft: Draft, loc: Key, message: str) -> str:
 def _known_keys(schema: type[BaseModel], path: Key) -> list[str]:
     for part in path:
         if isinstance(part, int):
-            continue  # a place in a list
+            continue  # an index of a list
         annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
         models = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
         found = next((one for one in models if issubclass(one, BaseModel)), None)

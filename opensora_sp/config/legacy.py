@@ -1,7 +1,7 @@
 """Translation rules for the keys of Open-Sora 1.0 to 1.2 configs of STDiT models.
 
-``translate.py`` applies ``RULES``. A key without a rule has the same meaning here (``KEPT``), or is
-refused as unknown.
+``translate.py`` applies ``RULES``. A key without a rule has the same meaning here, or is refused as
+unknown.
 """
 
 from __future__ import annotations
@@ -15,22 +15,6 @@ from .draft import Draft
 Run = Literal["train", "sample"]
 DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "VariableVideoText"}
 VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2")
-
-KEPT = (
-    "num_frames", "image_size", "resolution", "aspect_ratio", "sp_size", "seed", "model", "vae",
-    "text_encoder", "scheduler", "dataset", "bucket_config", "batch_size", "num_workers",
-    "grad_checkpoint", "grad_clip", "epochs", "warmup_steps", "ema_decay", "log_every",
-    "ckpt_every", "outputs", "wandb", "load", "mask_ratios", "fps", "save_fps", "prompt_path",
-    "loop", "condition_frame_length", "condition_frame_edit", "reference_path", "mask_strategy",
-    "aes", "flow", "camera_motion", "dataset.frame_interval", "model.type", "model.qk_norm",
-    "model.qk_norm_legacy", "model.input_sq_size", "model.space_scale", "model.time_scale",
-    "vae.type", "vae.from_pretrained", "vae.subfolder", "vae.micro_batch_size",
-    "vae.micro_frame_size", "text_encoder.type", "text_encoder.from_pretrained", "scheduler.type",
-    "scheduler.num_sampling_steps", "scheduler.cfg_scale", "scheduler.cfg_channel",
-    "scheduler.timestep_respacing", "scheduler.use_timestep_transform",
-    "scheduler.use_discrete_timesteps", "scheduler.sample_method",
-)  # fmt: skip
-"""Keys of public configs that have the same meaning here."""
 
 AUTOENCODER = "use a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
 OTHER_MODEL = "use an STDiT model, or parallelize a custom model (docs/custom_model.md)"
@@ -67,7 +51,7 @@ class Rule:
     note: str = ""
     run: Run | None = None
     value: Callable[[Any, Draft], Any] | Mapping[Any, Any] | None = None
-    inert: tuple[Any, ...] = (None,)
+    inert: tuple[Any, ...] = (None, False)
     refused: str | Mapping[Any, str] | None = None
     when: Callable[[Draft], bool] | None = None
     also: Callable[[Any, Draft], dict[str, Any]] | None = None
@@ -75,12 +59,12 @@ class Rule:
 
 
 def _is_bucketed(draft: Draft) -> bool:
-    is_variable = str(draft.get(("dataset", "type"))).startswith("Variable")
-    return bool(draft.get(("bucket_config",))) and is_variable
+    is_variable = str(draft.get("dataset.type")).startswith("Variable")
+    return bool(draft.get("bucket_config")) and is_variable
 
 
 def _vae_precision(value: Any, draft: Draft) -> dict[str, Any]:
-    return {"vae.dtype": value} if draft.get(("vae", "type")) in VAES_WITH_DTYPE else {}
+    return {"vae.dtype": value} if draft.get("vae.type") in VAES_WITH_DTYPE else {}
 
 
 def _random_start(value: Any, draft: Draft) -> dict[str, Any]:
@@ -92,19 +76,19 @@ def _text(value: Any, draft: Draft) -> dict[str, Any]:
 
 
 def _qk_norm(value: Any, draft: Draft) -> dict[str, Any]:
-    of_1_1 = str(draft.get(("model", "type"))).startswith("STDiT2") and draft.foreign
+    of_1_1 = str(draft.get("model.type")).startswith("STDiT2") and draft.foreign
     return {"model.qk_norm_legacy": True} if of_1_1 and value else {}
 
 
 def _frozen(*patterns: str) -> Callable[[Any, Draft], tuple[str, ...]]:
-    return lambda value, draft: (*draft.get(("freeze",), ()), *patterns)
+    return lambda value, draft: (*draft.get("freeze", ()), *patterns)
 
 
 def _frozen_by_name(value: Any, draft: Draft) -> tuple[str, ...]:
     known = {"text": ("y_embedder.*",), "not_temporal": ("*", "!*attn_temp.*")}
     if value not in known:
         raise ValueError(f"neither of {list(known)}")
-    return (*draft.get(("freeze",), ()), *known[value])
+    return (*draft.get("freeze", ()), *known[value])
 
 
 def _masks(value: Any, draft: Draft) -> Any:
@@ -136,8 +120,7 @@ RULES: tuple[Rule, ...] = (
          note="a file with the columns path,text; clips begin at a random frame, as in Open-Sora"),
     Rule("root", run="train",
          refused="write paths relative to the manifest, or absolute ones, into it"),
-    Rule("use_image_transform", run="train", inert=(None, False),
-         note="images are recognised by their file type"),
+    Rule("use_image_transform", run="train", note="images are recognised by their file type"),
     Rule("frame_interval", "dataset.frame_interval", run="train"),
     Rule("batch_size", run="train", when=_is_bucketed,
          note="the buckets have batch sizes of their own"),
@@ -153,8 +136,7 @@ RULES: tuple[Rule, ...] = (
     Rule("dataset.transform_name", "dataset.transform", run="train",
          note="both crop at the centre",
          value={"center": "resize_center_crop", "resize_crop": "resize_center_crop"}),
-    Rule("dataset.dummy_text_feature", run="train", inert=(None, False),
-         refused="captions are encoded here; remove it"),
+    Rule("dataset.dummy_text_feature", run="train", refused="captions are encoded here; remove it"),
     Rule("dataset.type", "dataset.type", run="train", value=DATASETS, also=_random_start,
          note="clips begin at a random frame, as in Open-Sora",
          refused={"BatchFeatureDataset":
@@ -163,8 +145,7 @@ RULES: tuple[Rule, ...] = (
                   "training"}),
     Rule("num_bucket_build_workers", run="train", note="one process builds the buckets"),
     Rule("prefetch_factor", run="train", note="the loader uses its default"),
-    Rule("load_text_features", run="train", inert=(None, False),
-         refused="captions are encoded here; remove it"),
+    Rule("load_text_features", run="train", refused="captions are encoded here; remove it"),
     Rule("mask_ratios", "mask_ratios", run="train", value=_masks,
          note="1 to 4 frames are quarter_*, 1 to a quarter of the frames"),
     # acceleration
@@ -174,34 +155,28 @@ RULES: tuple[Rule, ...] = (
          note="sp_size alone is the size of an SP group; ema_decay is 0.9999 by default, as in "
               "Open-Sora"),
     Rule("reduce_bucket_size_in_m", run="train", note="ColossalAI uses its default"),
-    Rule("record_time", run="train", inert=(None, False), note="the log has step times"),
+    Rule("record_time", run="train", note="the log has step times"),
     # models
-    Rule("model.qk_norm", "model.qk_norm", also=_qk_norm,
+    Rule("model.qk_norm", "model.qk_norm", inert=(None,), also=_qk_norm,
          note="for STDiT2 it sets qk_norm_legacy=True, as in Open-Sora 1.1"),
-    Rule("model.enable_flash_attn", "model.attention", value={True: "auto", False: "sdpa"}),
-    Rule("model.enable_flashattn", "model.attention", value={True: "auto", False: "sdpa"}),
-    Rule("model.enable_layernorm_kernel", inert=(None, False),
-         note="torch's layer norm is used; apex is not needed"),
-    Rule("model.enable_sequence_parallelism", inert=(None, False),
-         note="sp_size alone turns it on"),
-    Rule("model.use_x_mask", inert=(None, False), note="every model takes frame masks"),
-    Rule("model.no_temporal_pos_emb", inert=(None, False),
+    *(Rule(f"model.{key}", "model.attention", inert=(None,), value={True: "auto", False: "sdpa"})
+      for key in ("enable_flash_attn", "enable_flashattn")),
+    Rule("model.enable_layernorm_kernel", note="torch's layer norm is used; apex is not needed"),
+    Rule("model.enable_sequence_parallelism", note="sp_size alone turns it on"),
+    Rule("model.use_x_mask", note="every model takes frame masks"),
+    Rule("model.no_temporal_pos_emb",
          refused="all models here have temporal position embeddings; remove it"),
-    Rule("model.skip_temporal", inert=(None, False),
-         refused="all models here have temporal attention; remove it"),
-    Rule("model.force_huggingface", inert=(None, False),
-         note="the format of weights is recognised"),
-    Rule("model.freeze_y_embedder", "freeze", run="train", inert=(None, False),
-         value=_frozen("y_embedder.*")),
-    Rule("model.only_train_temporal", "freeze", run="train", inert=(None, False),
+    Rule("model.skip_temporal", refused="all models here have temporal attention; remove it"),
+    Rule("model.force_huggingface", note="the format of weights is recognised"),
+    Rule("model.freeze_y_embedder", "freeze", run="train", value=_frozen("y_embedder.*")),
+    Rule("model.only_train_temporal", "freeze", run="train",
          value=_frozen("*", "!temporal_blocks.*")),
     Rule("model.freeze", "freeze", run="train", value=_frozen_by_name),
-    *(Rule(f"model.{key}", run="sample", inert=(None, False), note="nothing is trained")
+    *(Rule(f"model.{key}", run="sample", note="nothing is trained")
       for key in ("freeze_y_embedder", "only_train_temporal", "freeze")),
     Rule("load", "load", run="train", when=lambda draft: draft.foreign,
          note="initial weights, from step 0; --resume PATH resumes a run of opensora_sp"),
-    Rule("start_from_scratch", run="train", inert=(None, False),
-         note="load always begins at step 0"),
+    Rule("start_from_scratch", run="train", note="load always begins at step 0"),
     Rule("model.from_pretrained", "load", run="train", yields=True),
     Rule("model.from_pretrained", "ckpt", run="sample"),
     # encoders
@@ -209,14 +184,12 @@ RULES: tuple[Rule, ...] = (
          refused={"VideoAutoencoderPipeline":
                   "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
                   "from_pretrained=...)"}),
-    *(Rule(f"{part}.local_files_only", inert=(None, False),
-           note="set HF_HUB_OFFLINE=1 in the environment instead")
+    *(Rule(f"{part}.local_files_only", note="set HF_HUB_OFFLINE=1 in the environment instead")
       for part in ("model", "vae", "text_encoder")),
     *(Rule(f"{part}.cache_dir", refused="set HF_HOME=FOLDER in the environment")
       for part in ("vae", "text_encoder")),
-    Rule("vae.force_huggingface", inert=(None, False),
-         note="the format of weights is recognised"),
-    *(Rule(f"vae.{key}", inert=(None, False), note="the autoencoder is never trained")
+    Rule("vae.force_huggingface", note="the format of weights is recognised"),
+    *(Rule(f"vae.{key}", note="the autoencoder is never trained")
       for key in ("freeze_vae_2d", "cal_loss")),
     Rule("text_encoder.type", "text_encoder.type",
          refused=dict.fromkeys(
@@ -224,7 +197,7 @@ RULES: tuple[Rule, ...] = (
              "models here take T5 features; write text_encoder=dict(type='t5', ...)")),
     Rule("text_encoder.model_max_length", "text_encoder.max_length", also=_text,
          note="also of the model; captions are cleaned, as in Open-Sora"),
-    Rule("text_encoder.shardformer", "text_encoder.dtype", inert=(None, False),
+    Rule("text_encoder.shardformer", "text_encoder.dtype",
          value={True: "fp16"}, note="as with the release's shardformer, which calls .half()"),
     # diffusion
     Rule("scheduler.type", "scheduler.type", value={"iddpm-speed": "iddpm"},
@@ -243,21 +216,20 @@ RULES: tuple[Rule, ...] = (
     *(Rule(key, key, run="sample", value=_one_by_one, note="one entry for each prompt")
       for key in ("reference_path", "mask_strategy")),
     Rule("frame_interval", "save_fps", run="sample", inert=(None, 1), yields=True,
-         value=lambda value, draft: draft.get(("fps",), 24) / value,
+         value=lambda value, draft: draft.get("fps", 24) / value,
          note="the files have fps / frame_interval"),
     Rule("save_dir", "outputs", run="sample"),
     Rule("num_sample", "num_samples", run="sample"),
-    Rule("prompt_as_path", "skip_existing", run="sample", inert=(None, False),
+    Rule("prompt_as_path", "skip_existing", run="sample",
          note="file names are the position and the prompt"),
     Rule("sample_name", run="sample", note="file names are the position and the prompt"),
     Rule("multi_resolution", run="sample", note="sizes are passed to every model that takes them"),
     Rule("align", run="sample",
          note="reference frames are always aligned to the chunks of the autoencoder"),
     Rule("verbose", run="sample", note="there is one log"),
-    Rule("llm_refine", run="sample", inert=(None, False),
+    Rule("llm_refine", run="sample",
          refused="no external service is used; write the refined prompts"),
-    Rule("watermark", run="sample", inert=(None, False),
-         refused="watermarks are not supported; remove it"),
+    Rule("watermark", run="sample", refused="watermarks are not supported; remove it"),
     Rule("start_index", run="sample", inert=(None, 0),
          refused="write only these prompts into prompts or prompt_path"),
     Rule("end_index", run="sample", refused="write only these prompts into prompts or prompt_path"),

@@ -3,55 +3,63 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from itertools import chain
-from typing import TypeGuard
+from typing import Any
 
 from .draft import DELETE, Key
 
 
-def set_lines(tree: ast.Module) -> tuple[dict[Key, int], set[Key]]:
-    """Key -> line of the last statement that sets it, and the keys that replace inherited values.
+class SetLines(ast.NodeVisitor):
+    """Visits the statements of a file in their order. Functions and classes are skipped.
 
-    Keys inside dict literals, ``dict(...)`` or ``{...}``, have entries of their own. Bodies of
-    functions are ignored. Other keys are dicts that are merged into the inherited dict.
+    Keys inside dict literals, ``dict(...)`` or ``{...}``, have entries of their own.
+
+    Attributes:
+        lines: key -> line of the last statement that sets it.
+        replacing: the keys that replace inherited values. Other keys are dicts that are merged into
+            the inherited dict.
     """
-    lines: dict[Key, int] = {}
-    whole: set[Key] = set()
-    for key, value, line in sorted(_settings(tree), key=lambda setting: setting[2]):
-        for known in [one for one in lines if one[: len(key)] == key]:
-            del lines[known]
-            whole.discard(known)
 
-        for inner, at, is_whole in _inside(key, value, line):
-            lines[inner] = at
-            if is_whole:
-                whole.add(inner)
-    return lines, whole
+    def __init__(self) -> None:
+        self.lines: dict[Key, int] = {}
+        self.replacing: set[Key] = set()
 
-
-def _settings(tree: ast.Module) -> Iterator[tuple[Key, ast.expr | None, int]]:
-    """(key, value, line) of assignments and calls of ``update`` outside of functions."""
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
+    def visit(self, node: ast.AST) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            continue
-        todo += ast.iter_child_nodes(node)
+            return
 
+        self.generic_visit(node)
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                yield from ((key, node.value, node.lineno) for key in _keys(target))
+                self._assign(target, node.value, node.lineno)
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-            yield from ((key, node.value, node.lineno) for key in _keys(node.target))
-        elif isinstance(node, ast.Call) and _is_update(node.func):
-            named = [keyword for keyword in node.keywords if keyword.arg]
-            for key in _keys(node.func.value):
-                yield from (((*key, one.arg), one.value, one.value.lineno) for one in named)
+            self._assign(node.target, node.value, node.lineno)
+        elif isinstance(node, ast.Call):
+            self._update(node)
 
+    def _assign(self, target: ast.expr, value: ast.expr | None, line: int) -> None:
+        for key in _keys(target):
+            self._set(key, value, line)
 
-def _is_update(function: ast.expr) -> TypeGuard[ast.Attribute]:
-    return isinstance(function, ast.Attribute) and function.attr == "update"
+    def _update(self, call: ast.Call) -> None:
+        """``model.update(depth=4)``."""
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "update":
+            for part, value in _keywords(call).items():
+                self._assign(ast.Attribute(call.func.value, part), value, value.lineno)
+
+    def _set(self, key: Key, value: ast.expr | None, line: int) -> None:
+        for known in [known for known in self.lines if known[: len(key)] == key]:
+            del self.lines[known]
+            self.replacing.discard(known)
+
+        self.lines[key] = line
+        entries = _entries(value)
+        if entries is None or DELETE in entries:
+            self.replacing.add(key)
+
+        for part, inner in (entries or {}).items():
+            if part != DELETE:
+                self._set((*key, part), inner, inner.lineno)
 
 
 def _keys(target: ast.expr) -> list[Key]:
@@ -67,21 +75,15 @@ def _keys(target: ast.expr) -> list[Key]:
     return []
 
 
-def _inside(key: Key, value: ast.expr | None, line: int) -> Iterator[tuple[Key, int, bool]]:
-    """(key, line, whether it replaces an inherited value), also of the keys in a dict literal."""
-    entries: list[tuple[object, ast.expr]] | None = None
+def _entries(value: ast.expr | None) -> dict[Any, ast.expr] | None:
+    """The entries of a dict literal; None for any other value."""
     if isinstance(value, ast.Dict):
-        entries = [
-            (one.value, inner)
-            for one, inner in zip(value.keys, value.values)
-            if isinstance(one, ast.Constant)
-        ]
-    elif (
-        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict"
-    ):
-        entries = [(keyword.arg, keyword.value) for keyword in value.keywords if keyword.arg]
+        pairs = zip(value.keys, value.values)
+        return {key.value: inner for key, inner in pairs if isinstance(key, ast.Constant)}
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict":
+        return _keywords(value)
+    return None
 
-    yield key, line, entries is None or any(part == DELETE for part, _ in entries)
-    for part, inner in entries or []:
-        if part != DELETE:
-            yield from _inside((*key, part), inner, inner.lineno)
+
+def _keywords(call: ast.Call) -> dict[str, ast.expr]:
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}

@@ -54,7 +54,7 @@ def load_either(
 ) -> tuple[TrainConfig | InferenceConfig, Draft]:
     """A training config or else a sampling config, by its keys, and the origins of its values."""
     draft = read_config(path)
-    trains = any((key,) in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
+    trains = any(key in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
     run: Run = "train" if trains else "sample"
     draft = load_draft(path, overrides, run=run)
     return _checked(SCHEMAS[run], draft, path), draft  # type: ignore[return-value]
@@ -72,23 +72,20 @@ def load_draft(
     Logs a line for each translated key.
     """
     draft = read_config(path)
-    place = str(path)
 
     try:
         apply_options(draft, overrides or [])
         if values and "resolution" in values:
             for key in ("image_size", "aspect_ratio"):
-                if (key,) in draft:
-                    draft.pop((key,))
+                draft.pop(key)
         settings = (
-            partial(draft.set, tuple(key.split(".")), value, _flag(key))
-            for key, value in (values or {}).items()
+            partial(draft.set, key, value, _flag(key)) for key, value in (values or {}).items()
         )
         raise_together(*settings)
         check_family(draft)
         translate(draft, run)
     except ValueError as error:
-        raise ValueError(f"in {place}:\n  {error}") from None
+        raise ValueError(f"in {path}:\n  {error}") from None
 
     # An empty dict is an inherited one that was removed with _delete_.
     draft.values = {key: value for key, value in draft.values.items() if value != {}}
@@ -116,14 +113,14 @@ def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
     """(key, value, origin) of all values: file and line, option, another key, or the default."""
     for key, value in leaves(config.model_dump()):
         name, is_set = dotted(key), draft.get(key) is not None
-        sources_of = [one for one in DERIVED_FROM.get(name, ()) if (one,) in draft]
+        sources_of = [one for one in DERIVED_FROM.get(name, ()) if one in draft]
 
         if is_set and value is None:
             yield name, value, f"used up for image_size, {draft.origin(key)}"
         elif is_set or (key in draft and not sources_of):
             yield name, value, draft.origin(key) or ""
         elif sources_of:
-            yield name, value, f"from {sources_of[0]}, {draft.origin((sources_of[0],))}"
+            yield name, value, f"from {sources_of[0]}, {draft.origin(sources_of[0])}"
         else:
             yield name, value, "default"
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opensora_sp.data.buckets import Buckets
+from opensora_sp.data import Buckets, ClipShape
 from opensora_sp.diffusion import check_mask_ratios
 
 from .common import Common
@@ -82,8 +82,10 @@ class TrainConfig(Common):
     grad_clip: float = Field(0.0, ge=0)
     """Largest global norm of the gradients; 0 is no clipping."""
 
-    grad_checkpoint: bool = False
-    """Gradient checkpointing: recompute activations in backward to save memory."""
+    grad_checkpoint: bool | int | Literal["auto"] = False
+    """Gradient checkpointing: recompute activations in backward to save memory. True for all
+    blocks, a number for as many, "auto" for as little as the device's memory allows.
+    """
 
     deterministic: bool = False
     """Deterministic CUDA kernels: the same step gives the same bits, but is slower."""
@@ -182,14 +184,14 @@ class TrainConfig(Common):
         yield self._buckets_fit
         yield self._training_precision
 
-    def _clips(self) -> list[tuple[int, int, int]]:
+    def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:
             return super()._clips()
         entries = Buckets.of(self.bucket_config).entries
         return [entry.shape_at(9 / 16) for entry in entries if entry.batch_size]
 
     def _latents_fit_model(self) -> None:
-        check_input_size(self.model_spec.input_size, self.vae, self.num_frames, *self.size)
+        check_input_size(self.model_spec.input_size, self.vae, self.clip_shape)
 
     def _one_length(self) -> None:
         if (self.max_steps == 0) == (self.epochs is None):

@@ -28,7 +28,7 @@ Cost = Callable[[ClipShape, int], float]
 CLIPS_PER_CHUNK = 1 << 16
 # Substitutes that are looked for in a clip's own bucket, before any file that is long enough is
 # used.
-SAME_BUCKET = 5
+SAME_BUCKET_ATTEMPTS = 5
 
 
 class Batch(NamedTuple):
@@ -52,10 +52,10 @@ class Epoch:
     """One pass over the clips."""
 
     number: int
-    found: np.ndarray  # [N], the entry of each clip, or a key of ``DROPPED``
+    entry_of_clip: np.ndarray  # [N], the entry of each clip, or a key of ``DROPPED``
     steps: list[list[Batch]]
     members: dict[ClipShape, np.ndarray]  # ids of the clips of a shape
-    table: dict[int, EntryCounts]  # by entry
+    counts: dict[int, EntryCounts]  # by entry
 
 
 class BucketPlan:
@@ -91,8 +91,8 @@ class BucketPlan:
 
         self.num_frames = rows.column("num_frames")
         self.height, self.width = rows.column("height"), rows.column("width")
-        sizes, of_clip = np.unique(np.stack([self.height, self.width]), axis=1, return_inverse=True)
-        self.sizes, self.size_of_clip = sizes.T, of_clip.reshape(-1)  # [U, 2], [N]
+        sizes, inverse = np.unique(np.stack([self.height, self.width]), axis=1, return_inverse=True)
+        self.sizes, self.size_of_clip = sizes.T, inverse.reshape(-1)  # [U, 2], [N]
 
         self.epoch = lru_cache(maxsize=2)(self._epoch)
         # First step of each epoch so far, and of the next one.
@@ -133,7 +133,7 @@ class BucketPlan:
         """A clip of the same bucket; after some attempts any file that is long enough to be cut."""
         shape = micro_batch.shape
         pool = self.epoch(micro_batch.epoch).members[shape]
-        if attempt >= SAME_BUCKET or len(pool) == 1:
+        if attempt >= SAME_BUCKET_ATTEMPTS or len(pool) == 1:
             span = (shape.num_frames - 1) * self.frame_interval + 1
             pool = np.flatnonzero(self.num_frames >= span)
         drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
@@ -148,7 +148,7 @@ class BucketPlan:
         """The report before training: the contents of each bucket, and why clips were dropped."""
         epoch = self.epoch(0) if step == 0 else self.epoch_of(step)
         lines = [f"{'bucket':>14} {'clips':>9} {'batch size':>11} {'batches':>8} {'shapes':>7}"]
-        for number, counts in epoch.table.items():
+        for number, counts in epoch.counts.items():
             entry = self.buckets.entries[number]
             lines.append(
                 f"{entry.name:>14} {counts.clips:>9,} {entry.batch_size:>11} "
@@ -156,24 +156,24 @@ class BucketPlan:
             )
 
         for reason, why in DROPPED.items():
-            if count := int((epoch.found == reason).sum()):
+            if count := int((epoch.entry_of_clip == reason).sum()):
                 lines.append(f"{'dropped':>14} {count:>9,}  {why}")
-        trained = int((epoch.found >= 0).sum())
+        trained = int((epoch.entry_of_clip >= 0).sum())
         lines.append(
-            f"epoch {epoch.number}: {trained:,} of {len(epoch.found):,} clips in "
+            f"epoch {epoch.number}: {trained:,} of {len(epoch.entry_of_clip):,} clips in "
             f"{len(epoch.steps):,} steps of up to {self.micro_batches_per_step} micro-batches"
         )
         return lines
 
     def _epoch(self, number: int) -> Epoch:
-        found, rng = self._assign(number), generator(self.seed, "order", number)
+        entry_of_clip, rng = self._assign(number), generator(self.seed, "order", number)
         batches: list[Batch] = []
-        table: dict[int, EntryCounts] = {}
+        counts: dict[int, EntryCounts] = {}
         members: dict[ClipShape, np.ndarray] = {}
-        for place, entry in enumerate(self.buckets.entries):
+        for index, entry in enumerate(self.buckets.entries):
             if not entry.batch_size:
                 continue
-            clips, before = np.flatnonzero(found == place), len(batches)
+            clips, before = np.flatnonzero(entry_of_clip == index), len(batches)
             by_shape = self._by_shape(entry, clips)
             for shape, ids in by_shape.items():
                 members[shape] = np.concatenate([members.get(shape, ids[:0]), ids])
@@ -181,8 +181,8 @@ class BucketPlan:
                 for first in range(0, len(ids), entry.batch_size):
                     part = tuple(shuffled[first : first + entry.batch_size])
                     batches.append(Batch(shape, part, self.cost(shape, len(part))))
-            table[place] = EntryCounts(len(clips), len(batches) - before, len(by_shape))
-        return Epoch(number, found, self._steps(batches, rng), members, table)
+            counts[index] = EntryCounts(len(clips), len(batches) - before, len(by_shape))
+        return Epoch(number, entry_of_clip, self._steps(batches, rng), members, counts)
 
     def _assign(self, epoch: int) -> np.ndarray:
         """The entry of each clip, in chunks: draws for millions of clips would fill gigabytes."""
@@ -200,16 +200,16 @@ class BucketPlan:
 
     def _by_shape(self, entry: BucketEntry, clips: np.ndarray) -> dict[ClipShape, np.ndarray]:
         """The clips of an entry, divided by their aspect ratio."""
-        sizes, of_clip = np.unique(self.size_of_clip[clips], return_inverse=True)
+        sizes, inverse = np.unique(self.size_of_clip[clips], return_inverse=True)
         shapes = [entry.shape_at(height / width) for height, width in self.sizes[sizes]]
         known = sorted(set(shapes))
-        number = np.array([known.index(shape) for shape in shapes], dtype=np.int64)[of_clip]
-        return {shape: clips[number == place] for place, shape in enumerate(known)}
+        number = np.array([known.index(shape) for shape in shapes], dtype=np.int64)[inverse]
+        return {shape: clips[number == index] for index, shape in enumerate(known)}
 
     def _steps(self, batches: list[Batch], rng: np.random.Generator) -> list[list[Batch]]:
         """Steps cut from the micro-batches in order of cost; ties and steps are shuffled."""
-        shuffled = [batches[place] for place in rng.permutation(len(batches))]
+        shuffled = [batches[index] for index in rng.permutation(len(batches))]
         ordered = sorted(shuffled, key=lambda batch: -batch.cost)
         size = self.micro_batches_per_step
         steps = [ordered[first : first + size] for first in range(0, len(ordered), size)]
-        return [steps[place] for place in rng.permutation(len(steps))]
+        return [steps[index] for index in rng.permutation(len(steps))]

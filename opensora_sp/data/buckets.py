@@ -22,7 +22,7 @@ from opensora_sp.resolutions import SIZES, closest_aspect, num_pixels
 from .dataset import ClipShape
 
 # Share of a resolution's pixels that a clip must have.
-ENOUGH = 0.8
+MIN_PIXEL_SHARE = 0.8
 UNKNOWN, SMALL, SHORT, CHANCE = -1, -2, -3, -4
 DROPPED = {
     UNKNOWN: "frames or size not in the manifest (opensora-sp index fills them in)",
@@ -117,27 +117,27 @@ class Buckets:
             int64 ``[N]``: numbers of entries, or keys of ``DROPPED``.
         """
         pixels = height * width
-        found = np.where(np.isnan(pixels) | np.isnan(num_frames), UNKNOWN, SMALL)
+        assigned = np.where(np.isnan(pixels) | np.isnan(num_frames), UNKNOWN, SMALL)
         for first, last in self._resolutions():
-            enough = pixels >= ENOUGH * num_pixels(self.entries[first].resolution)
-            here = (found < 0) & enough
-            found[here & (found == SMALL)] = SHORT
+            enough = pixels >= MIN_PIXEL_SHARE * num_pixels(self.entries[first].resolution)
+            candidates = (assigned < 0) & enough
+            assigned[candidates & (assigned == SMALL)] = SHORT
 
             for number in range(first, last):
                 entry, drawn = self.entries[number], draws[:, number]
                 fits = num_frames > entry.num_frames * interval
                 if entry.num_frames == 1:
                     fits = num_frames == 1
-                tries = taken = here & fits
+                tries = taken = candidates & fits
                 if entry.keep_frames is not None:
                     taken = tries & (drawn[:, 0] <= entry.keep_frames)
 
-                found[tries] = CHANCE
+                assigned[tries] = CHANCE
                 kept = drawn[:, 0 if entry.keep_frames is None else 1] < entry.keep
-                found[taken & kept] = number
+                assigned[taken & kept] = number
                 # A clip that is not kept tries the next resolution.
-                here &= ~taken
-        return found
+                candidates &= ~taken
+        return assigned
 
     def _resolutions(self) -> Iterator[tuple[int, int]]:
         """The entries ``[first, last)`` of each resolution."""

@@ -261,15 +261,15 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
             return corrupt
 
         columns = self._latents[sample.shape]
-        place = _find(columns.clips, sample.clip)
+        row = _find(columns.clips, sample.clip)
         first, stop = sample.frames or (0, self.sizes[sample.shape][0])
         name = f"latents/{sample.clip}/{shape_name(sample.shape)}"
-        latents = self._read(columns.shards[place], name, slice(first, stop))
+        latents = self._read(columns.shards[row], name, slice(first, stop))
 
         text = None
         if first == 0:
             text = self._read(self._text_shards[sample.clip], f"text/{sample.clip}")
-        return CachedClip(latents, text, float(columns.fps[place]))
+        return CachedClip(latents, text, float(columns.fps[row]))
 
     def _read(self, shard: int, name: str, frames: slice | None = None) -> Tensor:
         from safetensors import safe_open
@@ -281,10 +281,10 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
 
 def _find(clips: np.ndarray, clip: int) -> int:
-    place = int(np.searchsorted(clips, clip))
-    if place == len(clips) or clips[place] != clip:
+    row = int(np.searchsorted(clips, clip))
+    if row == len(clips) or clips[row] != clip:
         raise KeyError(clip)
-    return place
+    return row
 
 
 def shape_name(shape: Iterable[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +42,13 @@ def find_files(folder: Path) -> list[Path]:
     found: list[Path] = []
     visited: set[str] = set()
     for root, folders, names in os.walk(folder, followlinks=True):
-        place = os.path.realpath(root)
+        real_path = os.path.realpath(root)
         # A link to a parent folder, or the second of two links to one folder.
-        if place in visited:
+        if real_path in visited:
             folders.clear()
             continue
 
-        visited.add(place)
+        visited.add(real_path)
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if Path(name).suffix.lower() in known and not name.startswith("."):
@@ -94,13 +94,14 @@ def index_files(
         on_file: called without arguments for each file done.
     """
     entries, corrupt = [], []
-    for found in _probed(files, workers or os.cpu_count() or 1):
-        on_file()
-        if isinstance(found, CorruptSample):
-            corrupt.append(found)
-        else:
-            text = (captions or {}).get(found.path.resolve()) or sidecar_caption(found.path)
-            entries.append(found._replace(text=text))
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        for found in pool.map(_probe, files):
+            on_file()
+            if isinstance(found, CorruptSample):
+                corrupt.append(found)
+            else:
+                text = (captions or {}).get(found.path.resolve()) or sidecar_caption(found.path)
+                entries.append(found._replace(text=text))
     return Index(entries, corrupt)
 
 
@@ -110,11 +111,6 @@ def sidecar_caption(path: Path) -> str:
     if not file.is_file():
         return ""
     return " ".join(file.read_text(encoding="utf-8", errors="replace").split())
-
-
-def _probed(files: list[Path], workers: int) -> Iterator[Entry | CorruptSample]:
-    with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(_probe, files)
 
 
 def _probe(path: Path) -> Entry | CorruptSample:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+
+from .atomic import atomic_write
 
 
 class Entry(NamedTuple):
@@ -89,12 +90,8 @@ def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:
     """
     path = Path(path)
     check_suffix(path)
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
+    with atomic_write(path) as partial:
         _write(partial, [{**entry._asdict(), "path": str(entry.path)} for entry in entries])
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -133,7 +130,7 @@ def _check_columns(path: Path, columns: dict[str, list[Any]]) -> None:
         raise ValueError(
             f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
         )
-    without = [place for place, one in enumerate(columns["path"]) if one is None or one == ""]
+    without = [row for row, one in enumerate(columns["path"]) if one is None or one == ""]
     if without:
         raise ValueError(
             f"got manifest {str(path)!r} with {len(without)} clips without a path, clip "
@@ -157,10 +154,8 @@ def _read_columns(path: Path) -> dict[str, list[Any]]:
         # utf-8-sig: Excel begins UTF-8 with a byte-order mark.
         with path.open(newline="", encoding="utf-8-sig") as file:
             if path.suffix == ".csv":
-                reader = csv.reader(file)
-                names = next(reader, [])
-                rows: Iterator[dict[str, Any]] = (dict(zip(names, line)) for line in reader if line)
-                return _by_column(rows, names)
+                reader = csv.DictReader(file, restkey="cells without a column")
+                return _by_column(reader, reader.fieldnames or [])
             return _by_column((_parsed(path, line) for line in file if line.strip()), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
@@ -208,17 +203,17 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
 
 def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndarray:
     numbers = np.full(count, np.nan)
-    for place, value in enumerate(values):
+    for row, value in enumerate(values):
         if value is None or value == "":
             continue
         try:
-            numbers[place] = number = float(value)
+            numbers[row] = number = float(value)
             if number < 0 or math.isinf(number) or (name in WHOLE and number % 1 > 0):
                 raise ValueError
         except (TypeError, ValueError):
             kind = "a whole number" if name in WHOLE else "a number"
             raise ValueError(
-                f"got {name} {value!r} for clip {place + 1} of {str(path)!r}; expected {kind} or "
+                f"got {name} {value!r} for clip {row + 1} of {str(path)!r}; expected {kind} or "
                 "nothing; correct it"
             ) from None
     return numbers

@@ -107,8 +107,8 @@ class MicroBatchPlan:
 
     def _micro_batch(self, number: int) -> MicroBatch:
         epoch, position = divmod(number, self.micro_batches_per_epoch)
-        here = slice(position * self.batch_size, (position + 1) * self.batch_size)
-        ids = self.clips[_order(self.seed, epoch, len(self.clips))[here]]
+        span = slice(position * self.batch_size, (position + 1) * self.batch_size)
+        ids = self.clips[_order(self.seed, epoch, len(self.clips))[span]]
         return MicroBatch(number, epoch, self.shape, tuple(ids.tolist()), 1.0)
 
     def substitute(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
@@ -140,26 +140,26 @@ def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 
 
 def snake_order(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:
-    """For each replica the places in ``costs`` of its micro-batches, all equally many.
+    """For each replica the indices in ``costs`` of its micro-batches, all equally many.
 
     Replicas average gradients after each micro-batch, so those of one round shall cost the same.
     Rounds are cut from the order of decreasing costs and distributed in snake order: every second
     round in reverse. In the last round, replicas without a micro-batch get None.
     """
-    order: list[int | None] = [*sorted(range(len(costs)), key=lambda place: -costs[place])]
+    order: list[int | None] = [*sorted(range(len(costs)), key=lambda index: -costs[index])]
     order += [None] * (-len(order) % num_replicas)
 
     rounds = [order[first : first + num_replicas] for first in range(0, len(order), num_replicas)]
-    rounds[1::2] = [places[::-1] for places in rounds[1::2]]
-    return [[places[replica] for places in rounds] for replica in range(num_replicas)]
+    rounds[1::2] = [indices[::-1] for indices in rounds[1::2]]
+    return [[indices[replica] for indices in rounds] for replica in range(num_replicas)]
 
 
 def micro_batches_of(
     micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int
 ) -> list[MicroBatch | None]:
     """One replica's micro-batches of a step, round by round; None where it has none left."""
-    places = snake_order([one.cost for one in micro_batches], num_replicas)[replica]
-    return [None if place is None else micro_batches[place] for place in places]
+    indices = snake_order([one.cost for one in micro_batches], num_replicas)[replica]
+    return [None if index is None else micro_batches[index] for index in indices]
 
 
 class ReplicaBatches:

@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TRANSFORMS = ("resize_center_crop", "resize_random_crop")
-
 
 def resize_and_crop(
     frames: np.ndarray, size: tuple[int, int], place: tuple[float, float] | None = None

@@ -5,7 +5,6 @@ Frames are uint8 RGB arrays ``[F, height, width, 3]``.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from typing import Any
 
 import av
 import numpy as np
+
+from .atomic import atomic_write
 
 IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
@@ -200,12 +201,10 @@ def read_frames(path: str | Path) -> np.ndarray:
 
 def write_video(path: str | Path, frames: np.ndarray, *, fps: float) -> None:
     """Write frames as H.264 mp4; odd sizes lose their last line. The file appears when complete."""
-    path = Path(path)
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     # yuv420p halves both sides.
     height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
 
-    with av.open(str(partial), mode="w") as container:
+    with atomic_write(Path(path)) as partial, av.open(str(partial), mode="w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.options = {"crf": "12", "preset": "veryfast", "threads": "1"}
@@ -214,4 +213,3 @@ def write_video(path: str | Path, frames: np.ndarray, *, fps: float) -> None:
             container.mux(stream.encode(frame))
         # What the encoder still holds back.
         container.mux(stream.encode())
-    os.replace(partial, path)

@@ -202,7 +202,8 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if backend.name == "reference" or not q.numel():
         return _explicit(q, k, v)
     if k.shape[1] == 1:
-        return _OneKey.apply(q, k, v)
+        # One key has all the weight. Kernels would fill a tile of 64 or 128 queries for each row.
+        return v if q is v else with_zero_gradients(v.expand(q.shape).contiguous(), q, k)
 
     kernel = _flash_attn("flash_attn_func", backend) if backend.name == "flash" else _sdpa_rows
     parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
@@ -352,22 +353,22 @@ def _sdpa_backends() -> list[SDPBackend]:
     return [*fused, SDPBackend.CUDNN_ATTENTION] if cudnn_is_safe else fused
 
 
-class _OneKey(torch.autograd.Function):
-    """One key has all the weight, so the result is its value; queries and keys get no gradient.
+def with_zero_gradients(x: Tensor, *unused: Tensor) -> Tensor:
+    """``x``, with zeros as gradients of tensors that it does not depend on."""
+    return _Unused.apply(x, *unused)
 
-    Forward repeats the values, backward sums over the queries. Images are such rows, one for each
-    patch. Kernels would fill a tile of 64 or 128 queries for each.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.q_shape = q.shape
-        return v.expand(q.shape).contiguous()
+class _Unused(torch.autograd.Function):
+    """Forward returns the first tensor. Backward returns zeros for the others."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grad_v = grad.sum(1, keepdim=True)
-        return grad.new_zeros(ctx.q_shape), torch.zeros_like(grad_v), grad_v
+    def forward(ctx: Any, x: Tensor, *unused: Tensor) -> Tensor:
+        ctx.shapes = [tensor.shape for tensor in unused]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(grad.new_zeros(shape) for shape in ctx.shapes)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

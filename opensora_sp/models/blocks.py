@@ -26,6 +26,7 @@ from .conditioning import Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
 from .hook_points import Tokenwise
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
+from .recompute import EVERYTHING
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
 ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
@@ -55,7 +56,10 @@ class ModulatedBlock(nn.Module):
 
     ``scale_shift_table`` is added to the modulation. Blocks take tokens ``[R, L, C]`` and return as
     many. ``branch_scale`` ``[B]`` multiplies the modulated branches of each sample (drop-path).
+    ``checkpoint_level`` is what forward keeps for backward (``recompute.py``).
     """
+
+    checkpoint_level: int = EVERYTHING
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from opensora_sp.transfer import to_device
 
-from .attention import Backend, Lengths, attention
+from .attention import Backend, Lengths, attention, with_zero_gradients
 from .compile import uncompiled
 from .hook_points import Attend, Point
 from .packing import Packing
@@ -67,6 +68,13 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
+def _rounded(like: Tensor, operator: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """The result of an operator in the dtype of ``like``, without another tensor that is wider."""
+    if torch.compiler.is_compiling():  # which fuses the two, and takes no ``out``
+        return operator(*args, **options).to(like.dtype)
+    return operator(*args, **options, out=torch.empty_like(like))
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim (Zhang & Sennrich, 2019), in at least float32."""
 
@@ -76,11 +84,30 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # The norm of a vector, unlike a mean of squares, writes no tensor of squares.
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        wide = wide * torch.rsqrt(length.square() / x.shape[-1] + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * _Normalize.apply(x, self.eps)
+
+
+class _Normalize(torch.autograd.Function):
+    """``y = x / rms(x)``; backward is ``(grad - y * mean(grad * y)) / rms(x)``.
+
+    No tensor of x's size is written in float32, or kept beside y.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
+        y = _rounded(x, torch.mul, x, inverse)
+        ctx.save_for_backward(y, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, inverse = ctx.saved_tensors
+        mean = (grad * y).mean(-1, keepdim=True, dtype=inverse.dtype)
+        wide = torch.addcmul(grad, y, mean, value=-1)
+        return _rounded(grad, torch.mul, wide, inverse), None
 
 
 class PatchEmbed3D(nn.Module):
@@ -124,6 +151,26 @@ class PositionEmbedding2D(nn.Module):
         return torch.cat(halves, dim=-1)
 
 
+class _Rotate(torch.autograd.Function):
+    """Rotates pairs of channels. The transpose of a rotation, backward, is the one back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotation: Tensor) -> Tensor:
+        ctx.save_for_backward(rotation)
+        return _rotated(x, rotation, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rotation,) = ctx.saved_tensors
+        return _rotated(grad, rotation, -1), None
+
+
+def _rotated(x: Tensor, rotation: Tensor, direction: int) -> Tensor:
+    cosine, sine = rotation
+    swapped = torch.stack([x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return _rounded(x, torch.addcmul, x * cosine, swapped, sine, value=direction)
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding over the frames (Su et al., 2021).
 
@@ -149,17 +196,18 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, q: Tensor, rotation: Tensor) -> Tensor:
         """Rotate queries or keys ``[R, L, H, D]``."""
-        wide = q.to(torch.promote_types(q.dtype, torch.float32))
-        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
-        return torch.view_as_real(pairs * rotation).flatten(-2).to(q.dtype)
+        rotated: Tensor = _Rotate.apply(q, rotation)
+        return rotated
 
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
-        """Complex factors of length 1 for queries and keys, ``[1 or R, 1 or L, 1, D/2]``.
+        """Cosine and sine for each channel of queries and keys, ``[2, 1 or R, 1 or L, 1, D]``.
 
         ``in_frame``: for attention within a frame, not over frames.
         """
         angles = self.angles(rows, in_frame, device)[:, :, None]
-        return torch.polar(torch.ones_like(angles), angles)
+        cosine, sine = angles.cos(), angles.sin()
+        pairs = torch.stack([torch.stack([cosine, cosine], -1), torch.stack([-sine, sine], -1)])
+        return pairs.flatten(-2)
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, 1 or L, D/2]``, by the frame."""
@@ -229,6 +277,10 @@ class SelfAttention(Point):
 
     def local(self, x: Tensor, rows: Rows, rotation: Tensor | None = None) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``; ``rotation`` is that of the rows, if precomputed."""
+        if rows.are_sequences and rows.length == 1:
+            v = self._values(x)
+            return self.proj(self.attend(v, v, v, rows).flatten(-2))
+
         qkv = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
         q, k, v = qkv
         if not self.norm_last:
@@ -240,6 +292,22 @@ class SelfAttention(Point):
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.proj(self.attend(q, k, v, rows).flatten(-2))
+
+    def _values(self, x: Tensor) -> Tensor:
+        """The values ``[R, 1, H, D]``, which are what single tokens get, such as those of images.
+
+        The weights of queries and keys get zeros as gradients, in the order of other clips: ZeRO
+        sums gradients over ranks in the order in which they come.
+        """
+        width = x.shape[-1]
+        # Other layers in its place, such as peft's, have no weight that can be cut.
+        if type(self.qkv) is nn.Linear:
+            v = F.linear(x, self.qkv.weight[-width:], self.qkv.bias[-width:])
+        else:
+            v = self.qkv(x)[..., -width:]
+        for norm in (self.q_norm, self.k_norm):
+            v = with_zero_gradients(v, *norm.parameters())
+        return v.unflatten(-1, (self.num_heads, -1))
 
 
 class CrossAttention(nn.Module):

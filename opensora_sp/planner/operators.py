@@ -73,7 +73,7 @@ class Work:
 class OperatorCounter(TorchDispatchMode):
     """Counts the operators inside of this context, by kind, as a GPU would run them.
 
-    Attention is told apart by the module that calls it; its backward by the shapes of forward.
+    Attention is distinguished by the module that calls it; its backward by the shapes of forward.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -85,7 +85,7 @@ class OperatorCounter(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Tell spatial, temporal and cross-attention of this model apart."""
+        """Distinguish spatial, temporal and cross-attention of this model."""
         hooks = []
         for name, module in model.named_modules():
             kind = _attention_kind(name, module)

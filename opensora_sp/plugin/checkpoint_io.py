@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from opensora_sp.checkpoint import (
     FileSystem,
@@ -57,7 +58,6 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
     def __init__(self, *, allow_pickle: bool = False) -> None:
         self.allow_pickle = allow_pickle
         self._saver: Saver | None = None
-        self._has_warned = False
         super().__init__()
 
     def wait(self) -> None:
@@ -79,9 +79,9 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         use_safetensors: bool,
         use_async: bool = False,
     ) -> None:
-        self._warn_of_format(use_safetensors)
+        _warn_of_format(use_safetensors)
         path = _safetensors_path(checkpoint)
-        self._save(_Files(path.parent), {path.name: _model_parts(model)}, use_async)
+        self._save(SaveJob(_Files(path.parent), {path.name: _model_parts(model)}), use_async)
 
     def save_sharded_model(
         self,
@@ -93,42 +93,36 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        self._warn_of_format(use_safetensors)
+        _warn_of_format(use_safetensors)
         stem = f"model.{prefix}" if prefix else "model"
-        files = _split(_model_parts(model), stem, max_shard_size)
-        target = _Files(Path(checkpoint_path), _index(stem, files, {}))
-        self._save(target, files, use_async)
+        parts = _model_parts(model)
+        self._save(_sharded(Path(checkpoint_path), stem, parts, max_shard_size, {}), use_async)
 
+    @torch.no_grad()
     def load_unsharded_model(
-        self, model: ModelWrapper, checkpoint: str, strict: bool = True, *args: Any, **kwargs: Any
-    ) -> None:
-        self._load_model(model, Path(checkpoint), strict)
-
-    # An index is opened as a file is.
-    def load_sharded_model(
         self,
         model: ModelWrapper,
-        checkpoint_index_file: Path,
+        checkpoint: str | Path,
         strict: bool = True,
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self._load_model(model, Path(checkpoint_index_file), strict)
-
-    @torch.no_grad()
-    def _load_model(self, model: ModelWrapper, source: Path, strict: bool) -> None:
         self.wait()
         if isinstance(model, LowLevelZeroModel):
             model._force_wait_all_gather()
 
-        weights = _open(source, allow_pickle=self.allow_pickle)
+        weights = _open(Path(checkpoint), allow_pickle=self.allow_pickle)
         module = model.unwrap()
         wanted = module.state_dict()
         if not strict:
             wanted = {name: tensor for name, tensor in wanted.items() if name in weights.tensors}
-        check_names(source, weights.shapes, wanted, exact=strict)
+            weights = weights.only(wanted)
+        check_names(checkpoint, weights.shapes, wanted)
 
-        load_model(weights.only(wanted), module, getattr(model, "shards", None))
+        load_model(weights, module, getattr(model, "shards", None))
+
+    # An index is opened as a file is.
+    load_sharded_model = load_unsharded_model
 
     # Optimizers
 
@@ -142,8 +136,8 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         shards, path = _shards_of(optimizer), _safetensors_path(checkpoint)
         # The header of a safetensors file holds strings only.
         metadata = {key: json.dumps(value) for key, value in _optimizer_values(optimizer).items()}
-        files = {path.name: shards.state_parts()}
-        self._save(_Files(path.parent, metadata=metadata), files, use_async)
+        target = _Files(path.parent, metadata=metadata)
+        self._save(SaveJob(target, {path.name: shards.state_parts()}), use_async)
 
     def save_sharded_optimizer(
         self,
@@ -154,27 +148,15 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         size_per_shard: int = 1024,
         use_async: bool = False,
     ) -> None:
-        shards, stem = _shards_of(optimizer), f"optimizer.{prefix}" if prefix else "optimizer"
-        files = _split(shards.state_parts(), stem, size_per_shard)
-        target = _Files(Path(checkpoint), _index(stem, files, _optimizer_values(optimizer)))
-        self._save(target, files, use_async)
+        stem = f"optimizer.{prefix}" if prefix else "optimizer"
+        parts, values = _shards_of(optimizer).state_parts(), _optimizer_values(optimizer)
+        self._save(_sharded(Path(checkpoint), stem, parts, size_per_shard, values), use_async)
 
     def load_unsharded_optimizer(
-        self, optimizer: SequenceZeroOptimizer, checkpoint: str, *args: Any, **kwargs: Any
+        self, optimizer: SequenceZeroOptimizer, checkpoint: str | Path, *args: Any, **kwargs: Any
     ) -> None:
-        self._load_optimizer(optimizer, Path(checkpoint))
-
-    def load_sharded_optimizer(
-        self,
-        optimizer: SequenceZeroOptimizer,
-        index_file_path: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        self._load_optimizer(optimizer, Path(index_file_path))
-
-    def _load_optimizer(self, optimizer: SequenceZeroOptimizer, source: Path) -> None:
         self.wait()
+        source = Path(checkpoint)
         if not is_index(source) and not is_safetensors(source):
             raise ValueError(
                 f"got optimizer state {source}, which is no safetensors file; expected what this "
@@ -188,6 +170,8 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
 
         shards.load_state(state.tensors, _metadata(state, LOSS_SCALE))
         shards.load_groups(groups)
+
+    load_sharded_optimizer = load_unsharded_optimizer
 
     # The rest
 
@@ -223,21 +207,14 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
 
         ``save_model`` keeps the fp32 master weights.
         """
-        self._warn_of_format(use_safetensors)
+        _warn_of_format(use_safetensors)
         with on_rank_0("saving LoRA adapters"):
             super().save_lora_as_pretrained(model, checkpoint, True, state_dict)
 
-    def _save(self, target: _Files, files: dict[str, dict[str, Part]], use_async: bool) -> None:
+    def _save(self, job: SaveJob, use_async: bool) -> None:
         if self._saver is None:
             self._saver = Saver()
-        self._saver.save(SaveJob(target, files), in_background=use_async)
-
-    def _warn_of_format(self, use_safetensors: bool) -> None:
-        if not use_safetensors and not self._has_warned and dist.get_rank() == 0:
-            self._has_warned = True
-            warnings.warn(
-                "weights are saved in safetensors: this plugin pickles nothing", stacklevel=4
-            )
+        self._saver.save(job, in_background=use_async)
 
 
 class _Files:
@@ -265,7 +242,7 @@ class _Files:
 
     def finish(self, entries: Mapping[str, dict[str, Any]]) -> None:
         if self.index is not None:
-            self._remove_old(self.folder / self.index.path)
+            self._remove_old(self.index.path)
 
         for name in entries:
             self.filesystem.rename(self.folder / f".partial-{name}", self.folder / name)
@@ -275,7 +252,7 @@ class _Files:
             digests = {name: entry["sha256"] for name, entry in entries.items()}
             metadata = {**self.index.metadata, "sha256": digests}
             content = to_json({"metadata": metadata, "weight_map": self.index.weight_map})
-            self.filesystem.write_file(self.folder / self.index.path, content)
+            self.filesystem.write_file(self.index.path, content)
 
     def _remove_old(self, path: Path) -> None:
         """Remove an earlier save, index first: without it no old file is read as one of the new."""
@@ -316,33 +293,28 @@ def _shards_of(optimizer: Any) -> NamedShards:
     return shards
 
 
-def _split(parts: dict[str, Part], stem: str, megabytes: int) -> dict[str, dict[str, Part]]:
-    """Files of at most so many MB, or of one tensor: ``<stem>-00001-of-00003.safetensors``, ..."""
-    groups: list[dict[str, Part]] = [{}]
-    size = 0
-    for name, part in parts.items():
-        if groups[-1] and size + part.spec.num_bytes > megabytes * 1024**2:
-            groups.append({})
-            size = 0
-        groups[-1][name] = part
-        size += part.spec.num_bytes
+def _sharded(
+    folder: Path, stem: str, parts: dict[str, Part], megabytes: int, metadata: dict[str, Any]
+) -> SaveJob:
+    """Files of at most so many MB, ``<stem>-00001-of-00003.safetensors``, ..., and their index."""
+    split = split_state_dict_into_shards_factory(
+        parts,
+        get_storage_size=lambda part: part.spec.num_bytes,
+        filename_pattern="{suffix}",
+        max_shard_size=megabytes * 1024**2,
+    )
 
-    return {
-        f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, start=1)
-    }
-
-
-def _index(stem: str, files: dict[str, dict[str, Part]], metadata: dict[str, Any]) -> ShardIndex:
-    """The index of a save; its path is relative to the folder."""
+    shards = split.filename_to_tensors.values()
+    files: dict[str, dict[str, Part]] = {}
     weight_map: dict[str, str] = {}
-    total_size = 0
-    for file, parts in files.items():
-        weight_map |= dict.fromkeys(parts, file)
-        total_size += sum(part.spec.num_bytes for part in parts.values())
+    for number, names in enumerate(shards, start=1):
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        files[file] = {name: parts[name] for name in names}
+        weight_map |= dict.fromkeys(names, file)
 
-    path = Path(f"{stem}.safetensors.index.json")
-    return ShardIndex(path, weight_map, {**metadata, "total_size": total_size})
+    path = folder / f"{stem}.safetensors.index.json"
+    index = ShardIndex(path, weight_map, {**metadata, **split.metadata})
+    return SaveJob(_Files(folder, index), files)
 
 
 def _open(source: Path, *, allow_pickle: bool = False) -> Weights:
@@ -368,6 +340,11 @@ def _metadata(state: Weights, key: str) -> Any:
     """A value of ``_optimizer_values``. The header of a file holds them as strings of JSON."""
     value = state.metadata.get(key)
     return json.loads(value) if isinstance(value, str) else value
+
+
+def _warn_of_format(use_safetensors: bool) -> None:
+    if not use_safetensors and dist.get_rank() == 0:
+        warnings.warn("weights are saved in safetensors: this plugin pickles nothing", stacklevel=4)
 
 
 def _safetensors_path(checkpoint: str) -> Path:

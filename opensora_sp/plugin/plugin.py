@@ -141,26 +141,26 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         # Before anything that one rank alone would refuse.
         check_same_model(model, current_device())
 
-        own = None if isinstance(optimizer, OptimizerWrapper) else optimizer
-        if own is not None:
+        bare_optimizer = None if isinstance(optimizer, OptimizerWrapper) else optimizer
+        if bare_optimizer is not None:
             # Before parallelize: what this refuses leaves the model as it was.
-            self._keep_trainable(model, own)
+            self._keep_trainable(model, bare_optimizer)
 
-        shares = self.mesh.sp_size > 1 or hasattr(model, "sharding_points")
-        if shares and not isinstance(model, ModelWrapper):
+        needs_hooks = self.mesh.sp_size > 1 or hasattr(model, "sharding_points")
+        if needs_hooks and not isinstance(model, ModelWrapper):
             parallelize(_without_peft(model), self.mesh, self.sequence_parallel)
 
-        if own is not None:
-            wrapped: Any = self._with_zero(model, own)
+        if bare_optimizer is not None:
+            wrapped: Any = self._with_zero(model, bare_optimizer)
             return *wrapped, criterion, dataloader, lr_scheduler
         boosted: Boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         return boosted
 
     def _with_zero(
-        self, module: nn.Module, own: Optimizer
+        self, module: nn.Module, bare_optimizer: Optimizer
     ) -> tuple[LowLevelZeroModel, SequenceZeroOptimizer]:
         """Both wrappers of ZeRO. ``super().configure`` would build ``LowLevelZeroOptimizer``."""
-        exact = self._exact_weights(module)
+        fp32_shards = self._fp32_shards(module)
         model = LowLevelZeroModel(
             module,
             self.precision,
@@ -169,14 +169,14 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             use_fp8=self.use_fp8,
         )
         optimizer = SequenceZeroOptimizer(
-            own,
+            bare_optimizer,
             **self.zero_optim_kwargs,
             verbose=self.verbose,
             backward_context=model._hook_context,
         )
 
         model.update_master_params = MethodType(optimizer.update_master_params, model)
-        _restore_exact(optimizer, exact)
+        _restore_fp32(optimizer, fp32_shards)
         model.shards = optimizer.shards = NamedShards(model.unwrap(), optimizer)
         return model, optimizer
 
@@ -223,18 +223,19 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         accumulating: AbstractContextManager[None] = optimizer.no_sync()
         return accumulating
 
-    def _exact_weights(self, model: nn.Module) -> dict[int, torch.Tensor]:
+    def _fp32_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
         """This rank's shard of each trainable parameter, by id, as before the cast."""
         if self.precision == "fp32":
             return {}
 
         world, rank = dist.get_world_size(), dist.get_rank()
-        exact = {}
+        shards = {}
         for p in model.parameters():
             if p.requires_grad:
                 size = -(-p.numel() // world)
-                exact[id(p)] = p.detach().flatten()[rank * size : (rank + 1) * size].float().clone()
-        return exact
+                shard = p.detach().flatten()[rank * size : (rank + 1) * size]
+                shards[id(p)] = shard.float().clone()
+        return shards
 
     def prepare_dataloader(
         self,
@@ -291,10 +292,10 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         )
 
 
-def _restore_exact(optimizer: SequenceZeroOptimizer, exact: dict[int, torch.Tensor]) -> None:
+def _restore_fp32(optimizer: SequenceZeroOptimizer, fp32_shards: dict[int, torch.Tensor]) -> None:
     """Set the fp32 master weights, which ColossalAI copies from rounded weights."""
     shards = optimizer.get_working_to_master_map()
-    for key, part in exact.items():
+    for key, part in fp32_shards.items():
         if key in shards and shards[key].dtype == torch.float32:
             shards[key][: part.numel()].copy_(part)
 

@@ -132,6 +132,7 @@ class Rendezvous:
         launch = self.launch
         software = {**versions(), "device": device_kind()}
         info = RankInfo(launch.rank, launch.world_size, self.host, software, settings, error)
+
         try:
             number = self.store.add(COUNTER, 1)
             self.store.set(REPORT.format(number), json.dumps(asdict(info)))

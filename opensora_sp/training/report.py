@@ -58,6 +58,7 @@ class RunRecord:
                 f"got {str(folder)!r}, which holds no metrics.jsonl; expected the folder of a "
                 "training run; pass outputs of its config"
             )
+
         run = cls(
             folder,
             lines=read_lines(folder / "metrics.jsonl"),

@@ -38,6 +38,7 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, leave_process_group
 
+from .activations import ActivationBudget
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
 from .ending import advice_for_long_steps, command_to_resume, conclude
@@ -81,8 +82,10 @@ class Trainer:
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
+        encoders = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
         self.module = self._build_model(cfg)
+        self.activations = ActivationBudget(cfg, self.module, device, reserved=encoders)
         fixed = fixed_tensors(self.module)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         optimizer = make_optimizer(cfg, trained)
@@ -194,7 +197,6 @@ class Trainer:
         check_encoders(model.config, self.source, self.source)
 
         freeze(model, cfg.freeze)
-        model.set_grad_checkpoint(cfg.grad_checkpoint)
         if cfg.compile is not None:
             compile_blocks(model)
         return model
@@ -269,6 +271,7 @@ class Trainer:
             self.sync_check.see(step, batch.of_group)
             self.meter.count(batch)
 
+        self.activations.fit(batch.x_t.shape)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
             losses = self.batches.flow.losses(shard, batch.noised)
@@ -309,9 +312,7 @@ class Trainer:
         total, stop = sums.unbind()
         with record_function("optimizer"):
             taken = self.optimizer.step_if_finite(total)
-        if taken:
-            self.ema.update(step)
-        taken = torch.full_like(total, taken)
+        self.ema.update(step, taken)
         return PendingOutcome(step + 1, loss=total, taken=taken, stop=stop)
 
     def _follow(self, queued: PendingOutcome) -> bool:
@@ -381,8 +382,8 @@ class Trainer:
     def _measure(self, done: int) -> dict[str, float | None]:
         """The numbers of the interval, by their names in ``metrics.jsonl``. Collective."""
         substituted = self.corrupt.report(self.device)
+        grad_norm = self.optimizer.get_grad_norm()
         seconds, losses = time.perf_counter() - self.interval.start, self.interval.losses
-        norm = self.optimizer.get_grad_norm()
         measured = self.meter.measure(
             self.loader.take_waited(),
             steps=self.interval.steps,
@@ -391,7 +392,7 @@ class Trainer:
         )
         return {
             "loss": sum(losses) / len(losses) if losses else None,
-            "grad_norm": 0.0 if norm is None else float(norm),
+            "grad_norm": 0.0 if grad_norm is None else float(grad_norm),
             "lr": learning_rate(self.cfg, done - 1),
             "tokens_per_s": self.interval.tokens / seconds,
             "replaced_clips": substituted,

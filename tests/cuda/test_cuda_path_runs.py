@@ -71,8 +71,9 @@ def test_a_step_of_the_plugin(stage, overlap):
     assert sent(step) == {"all_reduce": 1, "all_gather_into_tensor": 1}
     assert not sent(step, "host") and not sent(backward, "host")
 
-    assert not forward.syncs and not backward.syncs, backward.syncs
-    assert len(step.syncs) <= 3, step.syncs
+    assert not forward.syncs and not backward.syncs and not step.syncs
+    assert len(step.launches) <= 53, len(step.launches)
+    assert not [copy for copy in step.copies if copy.blocking]
 
 
 def on_training(config):
@@ -123,8 +124,10 @@ def test_three_steps_of_training(tmp_path):
         }
         assert sent(step, "host") == {"all_reduce": 4}
         assert len(step.launches) <= (3454 if number == 0 else 3280), len(step.launches)
-        assert len(step.syncs) <= (19 if number == 0 else 15), Counter(s.where for s in step.syncs)
-        assert len(after.syncs) <= 21, Counter(s.where for s in after.syncs)
+        print(number, Counter(s.where for s in step.syncs), Counter(s.where for s in after.syncs))
+        assert not step.syncs, Counter(s.where for s in step.syncs)
+        # The outcome, and the numbers of a line of the log.
+        assert len(after.syncs) <= 10, Counter(s.where for s in after.syncs)
 
 
 def on_sampling(folder):

@@ -40,6 +40,7 @@ def test_attention_backends_agree(dtype: torch.dtype, backend: str) -> None:
         importlib.util.find_spec("flash_attn") is None or dtype == torch.float32
     ):
         pytest.skip("no flash-attn")
+
     tolerance = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}[dtype]
     for shape, lengths in [
         ((30, 100, 4, 72), None),
@@ -59,6 +60,7 @@ def test_attention_backends_agree(dtype: torch.dtype, backend: str) -> None:
         ours = [z.detach().to(dtype).requires_grad_() for z in exact]
         found = attention(*ours, lengths=lengths, backend=backend)
         wanted = attention(*exact, lengths=lengths, backend="reference")
+
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
         probe = torch.randn_like(wanted)
         (found * probe.to(dtype)).sum().backward()
@@ -89,6 +91,7 @@ def test_captions_in_pieces(lengths: tuple[list[int], list[int]], dtype: torch.d
     probe = torch.randn_like(wanted)
     (found * probe.to(dtype)).sum().backward()
     (wanted * probe).sum().backward()
+
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
     for a, b in zip(ours, exact, strict=True):
         assert (a.grad.double() - b.grad).norm() <= tolerance * b.grad.norm()
@@ -119,6 +122,7 @@ def test_compiled_blocks_on_cuda() -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
+
     model = model.cuda().bfloat16()
     x, y = torch.randn(2, 4, 5, 8, 8, device="cuda"), torch.randn(2, 1, 6, 8, device="cuda")
     results = []
@@ -128,6 +132,7 @@ def test_compiled_blocks_on_cuda() -> None:
         output = model(x, torch.tensor([100.0, 900.0], device="cuda"), y)
         learned = [p for p in model.parameters() if p.requires_grad]
         results.append([output, *torch.autograd.grad(output.square().mean(), learned)])
+
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).float().norm() <= 5e-2 * theirs.float().norm() + 1e-6
 
@@ -156,7 +161,7 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
         options=Options(),
         ranks=1,
         dtype=torch.bfloat16,
-        checkpointing=True,
+        level=0,
         training=True,
     )
     model = build_model(name, **options).cuda().bfloat16()
@@ -164,6 +169,7 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
     inputs = dict(
         timestep=torch.zeros(1),
         y=torch.zeros(1, 1, 20, 64),
@@ -182,6 +188,7 @@ def test_time_in_communication_is_that_of_the_stream() -> None:
     timer = CommTimer(device)
     torch.cuda._sleep(1)  # what happens once
     torch.cuda.synchronize()
+
     for _ in range(2):
         with timer:
             for kind, where in (("switch", device), ("check", torch.device("cpu"))):
@@ -192,9 +199,8 @@ def test_time_in_communication_is_that_of_the_stream() -> None:
         whole = time.perf_counter()
         torch.cuda.synchronize()
         whole = time.perf_counter() - whole
-        assert timer.take() == pytest.approx(
-            whole / 2, rel=0.3
-        )  # one of the two was the host's, beside the stream
+        # One of the two was the host's, beside the stream.
+        assert timer.take() == pytest.approx(whole / 2, rel=0.3)
         assert timer.take() == 0.0
 
 

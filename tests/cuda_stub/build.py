@@ -52,7 +52,9 @@ def headers() -> tuple[Path, ...]:
     """The include folders of the wheels that torch's CUDA build depends on."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (spec.submodule_search_locations if spec else None) or ()]
-    found = [include for folder in folders for include in sorted(folder.glob("*/include"))]
+    found: list[Path] = []
+    for folder in folders:
+        found += sorted(folder.glob("*/include"))
     has_runtime = any((include / "cuda_runtime_api.h").exists() for include in found)
     return tuple(found) if has_runtime else ()
 

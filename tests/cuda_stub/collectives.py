@@ -18,6 +18,7 @@ import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ class RecordingGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Done:
-        received = [tensor for tensors in outputs for tensor in tensors]
+        received = list(chain.from_iterable(outputs))
         work = self._begin("all_gather", inputs, received)
         for tensors, own in zip(outputs, inputs, strict=True):
             for tensor in tensors:
@@ -193,14 +194,14 @@ class RecordingGroup(dist.ProcessGroup):
         return [self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Done:
-        received = [tensor for tensors in outputs for tensor in tensors]
+        received = list(chain.from_iterable(outputs))
         work = self._begin("gather", inputs, received)
         for tensor in received:
             self._copy(tensor, inputs[0])
         return work
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Done:
-        sent = [tensor for tensors in inputs for tensor in tensors]
+        sent = list(chain.from_iterable(inputs))
         work = self._begin("scatter", sent, outputs)
         if sent:
             self._copy(outputs[0], sent[self.rank()])
@@ -209,7 +210,7 @@ class RecordingGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Done:
-        work = self._begin("reduce_scatter", [t for tensors in inputs for t in tensors], outputs)
+        work = self._begin("reduce_scatter", list(chain.from_iterable(inputs)), outputs)
         for output, tensors in zip(outputs, inputs, strict=True):
             self._copy(output, tensors[self.rank()])
             self._reduce(output, opts)

@@ -9,20 +9,21 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from polling import wait_until
 from ranks import run_ranks
-from runs import TRAIN, write_toy_set
-from worlds import TRAINING, in_worlds
+from runs import write_training
 
 from opensora_sp.checkpoint import FileSystem, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
+from opensora_sp.runtime import Watchdog
 from opensora_sp.training.metrics import read_metrics
 
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
@@ -40,10 +41,7 @@ READ_LATE = ["log_every=100", "ckpt_every=100"]
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("set")
-    manifest = write_toy_set(folder, 8)
-    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
-    return folder / "config.py"
+    return write_training(tmp_path_factory.mktemp("set"), 8)
 
 
 def train_once(config: Path, outputs: Path, *options: str, resume: str | None = None) -> str:
@@ -126,12 +124,12 @@ def stopped(config: Path, root: Path, code: int, *options: str) -> str:
 
     plain = Trainer._step
 
-    def step(self: Any, number: int, *args: Any) -> Any:
+    def step(self: Any, number: int, batches: Any, watch: Watchdog) -> Any:
         if number == 1 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         if number == 1:
-            time.sleep(2.5)  # until the watch has seen it
-        return plain(self, number, *args)
+            wait_until(lambda: watch.stop_reason)
+        return plain(self, number, batches, watch)
 
     Trainer._step = step
     try:
@@ -188,17 +186,19 @@ def one_case(name: str, config: Path, root: Path) -> str:
     return function(config, root, *more)
 
 
-def all_cases(config: Path, root: Path) -> dict[str, str]:
-    reported = in_worlds(one_case, [(2, (name, config, root)) for name in CASES], TRAINING)
-    return dict(zip(CASES, reported, strict=True))
+@dataclass(frozen=True)
+class Outcomes:
+    config: Path
+    root: Path
+
+    def of(self, name: str) -> list[str]:
+        """Train once as in this case; returns what the training raised on each rank."""
+        return run_ranks(2, one_case, name, self.config, self.root)
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    config: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, str]]]:
-    root = tmp_path_factory.mktemp("runs")
-    return root, run_ranks(2, all_cases, config, root)
+def outcomes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(config, tmp_path_factory.mktemp("runs"))
 
 
 def digests(run_dir: Path, step: int) -> list[str]:
@@ -207,21 +207,21 @@ def digests(run_dir: Path, step: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -> None:
-    root, reported = outcomes
-    assert all(of_rank[f"stage {stage}"] == "finished" for of_rank in reported for stage in (1, 2))
+def test_a_step_without_finite_numbers_is_skipped_on_all_ranks(outcomes: Outcomes) -> None:
     for stage in (1, 2):
-        run_dir = root / f"stage {stage}"
+        assert outcomes.of(f"stage {stage}") == ["finished", "finished"]
+        run_dir = outcomes.root / f"stage {stage}"
         seen = {step: digests(run_dir, step) for step in range(1, 6)}
-        assert (
-            seen[2] == seen[1] and seen[4] == seen[3]
-        )  # fp32 master weights, EMA weights, moments
+        # These are fp32 master weights, EMA weights and moments.
+        assert seen[2] == seen[1] and seen[4] == seen[3]
         assert all(a != b for a, b in zip(seen[2], seen[3])) and all(
             a != b for a, b in zip(seen[4], seen[5])
         )
+
         lines = read_metrics(run_dir)
         assert [line["loss"] is None for line in lines] == [False, True, False, True, False]
         assert [line["skipped_steps"] for line in lines] == [0, 1, 1, 2, 2]
+
         state = state_of(run_dir, 5)
         assert (
             state["skipped_steps"] == 2 and state["step"] == 5 and state["next_micro_batch"] == 10
@@ -229,77 +229,67 @@ def test_a_step_without_finite_numbers_is_left_out_on_all_ranks(outcomes: Any) -
 
 
 @pytest.mark.slow
-def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(outcomes: Any) -> None:
-    root, reported = outcomes
-    for of_rank in reported:
-        assert (
-            "got no finite loss and gradient in 3 steps in a row, up to step 4 (max_bad_steps)"
-            in of_rank["ended"]
-        )
-        assert (
-            f"checkpoint, {root / 'ended' / 'step_00000003'}, with --resume auto"
-            in of_rank["ended"]
-        )
-    assert digests(root / "ended", 3) == digests(root / "ended", 1)
+def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(
+    outcomes: Outcomes,
+) -> None:
+    run_dir = outcomes.root / "ended"
+    for error in outcomes.of("ended"):
+        assert "got no finite loss and gradient in 3 steps in a row, up to step 4" in error
+        assert "(max_bad_steps)" in error
+        assert f"checkpoint, {run_dir / 'step_00000003'}, with --resume auto" in error
+    assert digests(run_dir, 3) == digests(run_dir, 1)
 
 
 def test_outcomes_are_read_one_step_late_where_no_log_or_checkpoint_needs_them(
-    outcomes: Any,
+    outcomes: Outcomes,
 ) -> None:
-    root, reported = outcomes
-    for of_rank in reported:
-        assert "in 3 steps in a row, up to step 4 (max_bad_steps)" in of_rank["ended late"]
-        assert "and resume from the beginning" in of_rank["ended late"]
-        assert of_rank["stopped late"] == "finished"
-    assert reported[1]["ended late"].endswith("; began step 5")
+    for error in outcomes.of("ended late"):
+        assert "in 3 steps in a row, up to step 4 (max_bad_steps)" in error
+        assert "and resume from the beginning" in error
+    assert outcomes.of("ended late")[1].endswith("; began step 5")
 
-    run_dir = root / "code 0 log_every=100"
+    assert outcomes.of("stopped late") == ["finished", "finished"]
+    run_dir = outcomes.root / "code 0 log_every=100"
     assert [path.name for path in committed_checkpoints(run_dir)] == ["step_00000003"]
     state = state_of(run_dir, 3)
     assert (state["step"], state["skipped_steps"], state["next_micro_batch"]) == (3, 1, 6)
 
 
+@pytest.mark.parametrize(
+    ("case", "folder"), [("full", "async False"), ("full in the background", "async True")]
+)
 def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_reported_on_all_ranks(
-    outcomes: Any,
+    outcomes: Outcomes, case: str, folder: str
 ) -> None:
-    root, reported = outcomes
-    for of_rank in reported:
-        for text in (of_rank["full"], of_rank["full in the background"]):
-            assert text.startswith("ValueError: got 'No space left on device' while writing")
-            assert "expected free space" in text and "free some space" in text
-    for how in (False, True):
-        assert [path.name for path in committed_checkpoints(root / f"async {how}")] == [
-            "step_00000001"
-        ]
-        verify(root / f"async {how}" / "step_00000001")
-        assert not list((root / f"async {how}").glob(".partial-*"))
+    for error in outcomes.of(case):
+        assert error.startswith("ValueError: got 'No space left on device' while writing")
+        assert "expected free space" in error and "free some space" in error
+
+    run_dir = outcomes.root / folder
+    assert [path.name for path in committed_checkpoints(run_dir)] == ["step_00000001"]
+    verify(run_dir / "step_00000001")
+    assert not list(run_dir.glob(".partial-*"))
 
 
-def test_a_wish_to_stop_is_granted_after_the_step_with_the_exit_code_asked_for(
-    outcomes: Any,
+@pytest.mark.parametrize(
+    ("case", "code", "end"),
+    [("stopped", 0, "finished"), ("stopped with a code", 143, "SystemExit: 143")],
+)
+def test_a_request_to_stop_ends_the_run_after_the_step_with_the_configured_exit_code(
+    outcomes: Outcomes, case: str, code: int, end: str
 ) -> None:
-    root, reported = outcomes
-    for of_rank in reported:
-        assert (of_rank["stopped"], of_rank["stopped with a code"]) == (
-            "finished",
-            "SystemExit: 143",
-        )
-    for code in (0, 143):
-        names = [path.name for path in committed_checkpoints(root / f"code {code}")]
-        assert names[-1] == "step_00000002"
-        assert (
-            "stopped after step 2 of 9 (rank 1: SIGTERM), with a checkpoint; resume with: "
-            in (root / f"code {code}" / "train.log").read_text()
-        )
+    assert outcomes.of(case) == [end, end]
+
+    run_dir = outcomes.root / f"code {code}"
+    assert committed_checkpoints(run_dir)[-1].name == "step_00000002"
+    stopped = "stopped after step 2 of 9 (rank 1: SIGTERM), with a checkpoint; resume with: "
+    assert stopped in (run_dir / "train.log").read_text()
 
 
-def test_a_parameter_that_differs_is_named_with_its_rank(outcomes: Any) -> None:
-    for of_rank in outcomes[1]:
-        reported = of_rank["diverging"]
-        assert (
-            "got another weight 'final_layer.linear.bias' on ranks [1]" in reported
-            and "in step 4" in reported
-        )
+def test_a_parameter_that_differs_is_named_with_its_rank(outcomes: Outcomes) -> None:
+    for error in outcomes.of("diverging"):
+        assert "got another weight 'final_layer.linear.bias' on ranks [1]" in error
+        assert "in step 4" in error
 
 
 def test_a_small_disk(config: Path, tmp_path: Path) -> None:
@@ -309,6 +299,7 @@ def test_a_small_disk(config: Path, tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted")
+
     try:
         reported = run_ranks(2, train_once, config, disk / "run", "max_steps=4")
         assert reported[0] == reported[1] and reported[0].startswith(
@@ -391,7 +382,7 @@ def state_of(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
-    """fp16 on a CPU: the loss scale doubles after two good steps. Uncut, and cut after three."""
+    """fp16 on a CPU: the loss scale doubles after two good steps. Whole, and from step 3 on."""
     from opensora_sp.plugin import SequenceParallelPlugin, current_device, launch, plugin
     from opensora_sp.training import metrics, trainer
     from opensora_sp.training.preflight import preflight
@@ -403,12 +394,8 @@ def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
     )
     trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
     launch(0)
-    for name, steps, start in (
-        ("whole", 5, None),
-        ("cut", 3, None),
-        ("cut", 5, root / "cut" / "step_00000003"),
-    ):
-        cfg = load_train_config(config, [f"outputs={root / name}", *SMALL, f"max_steps={steps}"])
+    for name, start in (("whole", None), ("resumed", root / "whole" / "step_00000003")):
+        cfg = load_train_config(config, [f"outputs={root / name}", *SMALL, "max_steps=5"])
         dataset, _ = preflight(cfg, None if start is None else str(start))
         (root / name).mkdir(exist_ok=True)
         dist.barrier()
@@ -417,10 +404,10 @@ def half_precision(config: Path, root: Path) -> list[dict[str, float]]:
     return [state_of(root / "whole", step)["loss_scale"] for step in range(1, 6)]
 
 
-def test_the_loss_scale_of_fp16_is_saved_and_gone_on_with(config: Path, tmp_path: Path) -> None:
+def test_the_loss_scale_of_fp16_is_saved_and_resumed(config: Path, tmp_path: Path) -> None:
     scales = run_ranks(2, half_precision, config, tmp_path)[0]
     assert [one["scale"] for one in scales] == [64, 128, 128, 256, 256]
     assert [one["growth"] for one in scales] == [1, 0, 1, 0, 1]
     for step in (4, 5):
-        assert digests(tmp_path / "cut", step) == digests(tmp_path / "whole", step)
-        assert state_of(tmp_path / "cut", step)["loss_scale"] == scales[step - 1]
+        assert digests(tmp_path / "resumed", step) == digests(tmp_path / "whole", step)
+        assert state_of(tmp_path / "resumed", step)["loss_scale"] == scales[step - 1]

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from mixed_clips import BUCKETS, TRAIN, write_mixed_set
 from ranks import run_ranks
+from runs import losses
 
 from opensora_sp.config import load_train_config
 from opensora_sp.parallel import shutdown_process_group
@@ -62,10 +63,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(folder)]
-
-
 @pytest.mark.slow
 def test_replicas_and_sequence_parallelism_do_not_change_the_losses(folder: Path) -> None:
     """3 micro-batches a step: two replicas take 2 and 1; the one with none left adds nothing."""
@@ -85,14 +82,13 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(folder: Path) -> None:
     """From between two steps of micro-batches of other buckets, to the last bit."""
     log = (folder / "1x1" / "train.log").read_text()
     found = re.search(r"epoch 0: \d+ of 24 clips in (\d+) steps of up to 3 micro-batches", log)
-    assert (
-        found and 2 < int(found[1]) < STEPS
-    )  # step 2 is inside the epoch, and the run continues into the next
+    # Step 2 is inside the epoch, and the run continues into the next.
+    assert found and 2 < int(found[1]) < STEPS
     assert losses(folder / "cut") == losses(folder / "2x1")[2:]
     assert digests(folder / "cut") == digests(folder / "2x1") and len(digests(folder / "cut")) == 3
 
 
-def test_a_run_tells_its_buckets_its_waiting_and_its_broken_clips(folder: Path) -> None:
+def test_a_run_logs_its_buckets_data_wait_and_corrupt_samples(folder: Path) -> None:
     for name in WORLDS:
         log = (folder / name / "train.log").read_text()
         assert "144p x 3" in log and "256 x 1" in log
@@ -101,12 +97,14 @@ def test_a_run_tells_its_buckets_its_waiting_and_its_broken_clips(folder: Path) 
         assert broken and broken <= {"3.png", "13.mp4"}
         for path in broken:
             assert log.count(f"{path} (") == 1
+
         lines = read_metrics(folder / name)
         assert all(0 < line["data_wait"] < 1 for line in lines) and lines[-1][
             "replaced_clips"
         ] >= len(broken)
         assert set(summary["files_read"]) == {".mp4", ".png"}
         assert ("data forward" in summary["elements_sent"]) == (WORLDS[name][1] > 1)
+
     assert "some wait while others compute" in (folder / "2x1" / "train.log").read_text()
 
 

@@ -12,14 +12,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from communication import DEPTH, HEADS, Case, count, moved_tokens, predicted_bytes
 
 pytestmark = pytest.mark.core
-ONE = Case(
-    1, 16, 256, width=8
-)  # elements are proportional to the width, so a narrow model shows those of a wide one
+# Elements are proportional to the width, so a narrow model shows those of a wide one.
+ONE = Case(1, 16, 256, width=8)
 WIDE = 288 // ONE.width
+# MB: ours at most; v1.2, VideoSys.
 PEERS = {
     2: (17, 61.6, 89.9, 23.6, 33.0),
     4: (13, 50.0, 71.2, 21.2, 28.3),
-}  # MB: ours at most; v1.2, VideoSys
+}
 ULYSSES, GATHER, BRANCH = (
     dict(strategy="ulysses"),
     dict(strategy="split_gather"),
@@ -50,12 +50,14 @@ def test_a_step_sends_what_is_predicted(ranks: int) -> None:
         mean, busiest, again = sent[repr(case)]
         assert mean == pytest.approx(predicted_bytes(case, ranks), rel=1e-12), case
         assert busiest >= mean and (again == 0 or case.options == GATHER)
+
     pairs = 4 * (2 * DEPTH - 1) / (2 * DEPTH) * DEPTH  # u a step, for all pairs
     for case in plain:
         assert sent[repr(case)][0] == pytest.approx(pairs * unit(case, ranks), rel=1e-12)
         if ranks in PEERS:
             ours, *theirs = PEERS[ranks]
             assert sent[repr(case)][0] * WIDE / 1e6 <= ours < min(theirs)
+
     for case in batches:
         if ranks % case.batch == 0:
             share = (1 - case.batch / ranks) / (1 - 1 / ranks)
@@ -64,6 +66,7 @@ def test_a_step_sends_what_is_predicted(ranks: int) -> None:
             )
         if case.batch % ranks == 0:
             assert sent[repr(case)][1] == 0 and moved_tokens(case, ranks) == 0
+
     for case in ulysses:  # 8 u a pair forward, as much backward, and forward once more in recompute
         u = unit(case, ranks)
         if HEADS % ranks == 0:

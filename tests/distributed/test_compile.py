@@ -65,6 +65,7 @@ def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: 
     plain, counter = small(name), CompileCounterWithBackend(backend)
     compiled = compile_blocks(copy.deepcopy(plain), backend=counter)
     assert list(compiled.state_dict()) == list(plain.state_dict())
+
     bucket, another = (3, 4, 4), (2, 6, 4)
     steps = [  # size, lengths of the texts, recomputed, graphs that may be new
         (bucket, (6, 3), False, GRAPHS[name]),  # whatever the depth
@@ -75,6 +76,7 @@ def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: 
         (another, (1, 1), False, 0),
         (bucket, (3, 3), False, 0),
     ]
+
     for size, texts, recomputed, new in steps:
         before = counter.frame_count
         plain.set_grad_checkpoint(recomputed)
@@ -115,9 +117,8 @@ def test_nothing_breaks_the_graph_of_self_attention_and_mlp() -> None:
     torch.testing.assert_close(found, block(x, condition, None))
 
 
-V13 = dict(
-    kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True
-)  # windows, positions of frame, line and column
+# Windows, positions of frame, line and column.
+V13 = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True)
 PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
 
 
@@ -126,9 +127,8 @@ PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
     ("config", "masked", "graphs"),
     [
         pytest.param({}, False, 4 + 4, id="plain"),
-        pytest.param(
-            V13, False, 4 + 7, id="windows, 3D rotary positions"
-        ),  # a self-attention in windows is packed
+        # A self-attention in windows is packed.
+        pytest.param(V13, False, 4 + 7, id="windows, 3D rotary positions"),
         pytest.param({}, True, 7 + 7, id="video mask"),
         pytest.param(V13, True, 7 + 7, id="video mask, windows, 3D rotary positions"),
     ],
@@ -141,6 +141,7 @@ def test_graphs_end_only_at_packed_attention(config: dict, masked: bool, graphs:
     if masked:
         numbers["video_mask"] = torch.zeros(2, 3, 8, 8, dtype=torch.bool)
         numbers["video_mask"][0, :2, :6] = numbers["video_mask"][1, :, :, :4] = True
+
     torch._dynamo.utils.counters.clear()
     wanted = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
     compile_blocks(model, backend=counter)
@@ -149,6 +150,7 @@ def test_graphs_end_only_at_packed_attention(config: dict, masked: bool, graphs:
         found = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
         found.sum().backward()
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
     breaks = torch._dynamo.utils.counters["graph_break"]
     assert breaks and all(any(name in reason for name in PACKED) for reason in breaks), breaks
     assert counter.frame_count == graphs
@@ -181,6 +183,7 @@ def test_a_compiled_model_can_be_copied_and_refuses_strangers() -> None:
         ValueError, match="got a model of class Linear; expected an STDiT model; call"
     ):
         compile_blocks(torch.nn.Linear(1, 1))
+
     with pytest.raises(
         ValueError, match="got a model of class Around.*pass the model that a wrapper holds"
     ):
@@ -212,9 +215,8 @@ def compiled_in_parallel() -> None:
         assert_one_process_result(case, mesh, **options)
         compiled = counter.frame_count
         assert compiled > before, (case, options)
-        assert_one_process_result(
-            replace(case, mask=True), mesh, **options
-        )  # other lengths of the texts
+        # The texts have other lengths.
+        assert_one_process_result(replace(case, mask=True), mesh, **options)
         assert counter.frame_count == compiled, (case, options)
 
 

@@ -30,6 +30,7 @@ def steps(sp_size: int, with_ddp: bool, shards: bool) -> None:
     trained = [p for p in bare.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     wanted, norms = one_process()
+
     for step in range(STEPS):
         micro = {
             name: value[mesh.dp_rank :: mesh.dp_size] for name, value in make_batch(step).items()
@@ -48,6 +49,7 @@ def steps(sp_size: int, with_ddp: bool, shards: bool) -> None:
         assert abs(norm.item() - norms[step]) <= 1e-5 * norms[step]
         optimizer.step()
         optimizer.zero_grad()
+
     for name, parameter in unwrap(bare).named_parameters():
         difference = (parameter - wanted[name]).abs().max() / wanted[name].abs().max()
         assert difference < 2e-6, f"{name} differs by {difference}"
@@ -75,10 +77,11 @@ def loop_of_the_page() -> None:
 
 
 def all_of_it() -> None:
+    # From here on an import of these is an error.
     sys.modules |= {
         "colossalai": None,
         "opensora_sp.plugin": None,
-    }  # to import them is an error from here on
+    }
     cases = [
         (2, (2, True, True)),
         (4, (2, True, False)),
@@ -95,6 +98,7 @@ def write_booster_loop(folder: Path, steps: int) -> Path:
     (program,) = [block for block in blocks if "Booster" in block]
     small = "in_channels=2, hidden_size=24, depth=2, num_heads=2, mlp_ratio=2.0, "
     small += "caption_channels=5, model_max_length=6"
+
     for old, new in [
         ('build_model("STDiT3-XL/2")', f'build_model("STDiT3", {small})'),
         ("STEPS, SAVE_EVERY, BATCH = 1000, 100, 8", f"STEPS, SAVE_EVERY, BATCH = {steps}, 2, 4"),
@@ -104,6 +108,7 @@ def write_booster_loop(folder: Path, steps: int) -> Path:
     ]:
         assert program.count(old) == 1, old
         program = program.replace(old, new)
+
     (folder / "loop.py").write_text(program)
     return folder / "loop.py"
 

@@ -68,9 +68,8 @@ def test_frames_are_those_of_one_process_and_the_work_is_shared() -> None:
     alone, ranks = decode_all(), run_ranks(num_ranks, decode_all)
     for case, (wanted, calls), *of_rank in zip(CASES, alone, *ranks, strict=True):
         for video, one in enumerate(wanted):
-            (ours,) = (
-                videos[video] for videos, _ in of_rank if len(videos[video])
-            )  # one rank writes it
+            # One rank writes it.
+            (ours,) = (videos[video] for videos, _ in of_rank if len(videos[video]))
             assert torch.equal(ours, one), case
             overlap = {"chunks": 4, "frames": 2, "whole": 4}[case[0]]
             assert len(one) == 11 + (case[2] - 1) * (11 - overlap), case

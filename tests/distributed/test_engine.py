@@ -60,15 +60,15 @@ def refused_everywhere() -> list[str]:
     model, rank = parallelize(make_model(case), mesh), mesh.sp_rank
     model(**make_inputs(case))  # all ranks have seen this shape
     reported = []
-    other = make_inputs(
-        Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9))
-    )  # for rank 0 not even a new one
+    # Rank 0 has seen this shape.
+    other = make_inputs(Case((1, 5, 7, 9) if rank == 0 else (1, 4, 7, 9)))
     mixed = {**make_inputs(case), "output": "shards" if rank == 0 else "full"}
     longer = {**make_inputs(case), "y": torch.randn(1, 1, 6 - rank, 5, dtype=torch.float64)}
     listed = {**make_inputs(case), "fps": [torch.ones(1 + rank)]}  # tensors in containers count
     encoded = {**make_inputs(case), "y": model.encode_text(torch.randn(1 + rank, 1, 6, 5).double())}
     x = make_inputs(case)["x"]
     typed = {**make_inputs(case), "x": x.float() if rank else x}
+
     for inputs in (other, mixed, longer, listed, encoded, typed):
         with (
             CommLedger() as counter,
@@ -77,12 +77,14 @@ def refused_everywhere() -> list[str]:
             model(**inputs)
         assert set(counter.calls) == {("check", "forward")}
         reported.append(str(error.value))
+
     model(**make_inputs(case))
     shared_otherwise = parallelize(make_model(case), mesh, strategy="ulysses" if rank else "switch")
     with pytest.raises(
         ValueError, match="got different options .*: strategy is 'switch' on rank 0, 'ulysses'"
     ):
         shared_otherwise(**make_inputs(case))
+
     return reported + other_modes(model, case, rank)
 
 
@@ -119,11 +121,13 @@ def mixed_layouts() -> None:
     double, single = (
         model(**make_inputs(Case(size)), output="shards") for size in [(2, 5, 7, 9), (1, 5, 7, 9)]
     )
+
     assert torch.equal(double.combine(torch.sub, double).tensor, torch.zeros_like(double.tensor))
     with pytest.raises(ValueError, match="got shards of different layouts"):
         double.combine(torch.sub, single)
     with pytest.raises(ValueError, match=r"expected \[2, channels, 5, 7, 9\]"):
         double.layout.slice(make_inputs(PLAIN[0])["x"])
+
     block, rows = model.spatial_blocks[0], single.layout.transposed()
     with pytest.raises(
         ValueError, match=r"got tokens \(3, 7, 12\) as spatial rows \[0, 5\) of 5; expected \[5, 20"
@@ -145,6 +149,7 @@ def held_after_backward() -> None:
             for leaf in (*model.parameters(), inputs["x"], inputs["y"]):
                 leaf.grad = None
         live[str(options)], calls[str(options)] = seen.live, counter.calls["switch", "forward"]
+
     assert len(set(live.values())) == 1, live
     switches = 2 * DEPTH - 1  # 8 x 128 tokens on 2 ranks are two chunks of 256, not four
     assert list(calls.values()) == [switches, switches, 2 * switches], calls
@@ -167,6 +172,7 @@ def second_derivatives() -> None:
     (first,) = torch.autograd.grad((y.pow(3) * weights).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     wanted = collectives.exchange(6 * y.detach() * weights, plan, group, reverse=True)
+
     torch.testing.assert_close(second, wanted)
     gathered = collectives.gather_rows(x, [4, 8], group)  # tokens of 1 and of 2 frames
     (first,) = torch.autograd.grad(gathered.pow(3).sum(), x, create_graph=True)
@@ -203,6 +209,7 @@ def edges() -> tuple[int, int]:
             "c10d.alltoall_base_.default": 1,
             "aten.index_copy_.default": 1,
         }, found
+
     return tuple(seen)
 
 
@@ -253,6 +260,7 @@ def test_errors_and_counts_on_ranks() -> None:
         verified,
     )
     (reported, *_), (reported_elsewhere, *_) = results
+
     assert reported == reported_elsewhere
     assert (
         ": x is [1, 2, 5, 7, 9] float64 on rank 0, [1, 2, 4, 7, 9] float64 on rank 1; expected"
@@ -279,10 +287,11 @@ def test_errors_and_counts_on_ranks() -> None:
     )
     assert ": gradient checkpointing is on on rank 0, off on rank 1" in reported[7]
     assert ": gradient mode is on on rank 0, off on rank 1" in reported[8]
+
     tokens, positions = zip(*(result[3] for result in results), strict=True)
-    assert (
-        sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
-    )  # each once: 2 frames of 4 x 5 patches
+    # Each once: 2 frames of 4 x 5 patches.
+    assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
+
     own, over_ranks = results[0][1]
     for table in (own, over_ranks):
         kinds = [line.split()[:3] for line in table.splitlines()[1:]]
@@ -310,10 +319,12 @@ def test_bad_options_are_refused() -> None:
         with pytest.raises(ValueError) as error:
             Options(**options)
         assert reported in str(error.value)
+
         model = make_model(PLAIN[0])
         with pytest.raises(ValueError, match="; "):
             parallelize(model, SequenceMesh(1), **options)
         assert unwrap(model) is model and not model._forward_pre_hooks
+
     with pytest.raises(
         ValueError, match=r"got sp_size 4 with 1 processes; expected an sp_size that divides"
     ):

@@ -9,6 +9,7 @@ import json
 import runpy
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from mixed_clips import BUCKETS, write_mixed_set
 from mixed_clips import TRAIN as BUCKETED
 from ranks import run_ranks
-from runs import ROOT, TRAIN, write_toy_set
+from runs import ROOT, TRAIN, losses, write_toy_set
 from safetensors.torch import load_file
 from worlds import TRAINING, in_worlds
 
@@ -29,7 +30,6 @@ from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.features.precompute import check_reproducible
 from opensora_sp.features.sources import Encoders
 from opensora_sp.runtime import Watchdog
-from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import preflight
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -89,43 +89,46 @@ def trained(
         build.make_encoders = make
 
 
-def make_and_train(folder: Path) -> list:
-    mixed, toys, cache = folder / "mixed.py", folder / "toys.py", folder / "cache"
-    cached = ["dataset.type=CachedFeatures", f"dataset.path={cache}", *KEPT]
-    cases: list[tuple[str, int, tuple]] = [
-        ("made", 2, (mixed, cache, KEPT, 1)),
-        ("made", 3, (mixed, cache, KEPT, None)),
-        ("made", 1, (mixed, cache, KEPT, None)),
-        ("made", 1, (toys, folder / "toy cache", [], None)),
-        ("trained", 1, (mixed, (1, 1), [*KEPT, "ckpt_every=3", f"outputs={folder / 'plain'}"])),
-        ("trained", 1, (toys, (1, 1), ["sp_size=1", f"outputs={folder / 'toys'}"])),
-    ]
-    for layout in LAYOUTS:
-        outputs = f"outputs={folder / 'cached {}x{}'.format(*layout)}"
-        cases.append(("trained", layout[0] * layout[1], (mixed, layout, [*cached, outputs])))
-    workers = [
+def make_interrupted(folder: Path) -> list[int | None]:
+    """Two ranks are interrupted after a shard each, three resume, and one finds nothing to do."""
+    mixed, cache = folder / "mixed.py", folder / "cache"
+    encoded = in_worlds(made, [(2, (mixed, cache, KEPT, 1))], TRAINING)
+
+    (folder / "first").mkdir(exist_ok=True)
+    for path in cache.glob("shard-*"):
+        shutil.copy2(path, folder / "first" / path.name)
+    (cache / ".partial-shard-00002.safetensors").write_bytes(b"what an interruption leaves")
+    assert not (cache / "index.json").exists()
+
+    whole = (mixed, cache, KEPT, None)
+    return encoded + in_worlds(made, [(3, whole), (1, whole)], TRAINING)
+
+
+def train_with_and_without(folder: Path) -> None:
+    """From clips and from the cache, in each layout; from the cache also in the middle."""
+    mixed, toys, toy_cache = folder / "mixed.py", folder / "toys.py", folder / "toy cache"
+    in_worlds(made, [(1, (toys, toy_cache, [], None))], TRAINING)
+
+    def outputs(name: str) -> str:
+        return f"outputs={folder / name}"
+
+    cached = ["dataset.type=CachedFeatures", f"dataset.path={folder / 'cache'}", *KEPT]
+    cached_toys = [
         "num_workers=0",
         "dataset.type=CachedFeatures",
-        f"dataset.path={folder / 'toy cache'}",
+        f"dataset.path={toy_cache}",
+        outputs("cached toys"),
     ]
-    cases.append(("trained", 2, (toys, (1, 2), [*workers, f"outputs={folder / 'cached toys'}"])))
-    goes_on = (
-        mixed,
-        (2, 1),
-        [*cached, f"outputs={folder / 'resumed'}"],
-        str(folder / "plain" / "step_00000003"),
-    )
-    cases.append(("trained", 2, goes_on))
-    done: list[Any] = []
-    for number, (name, world, args) in enumerate(cases):
-        done += in_worlds({"made": made, "trained": trained}[name], [(world, args)], TRAINING)
-        if number == 0:
-            (folder / "first").mkdir(exist_ok=True)
-            for path in cache.glob("shard-*"):
-                shutil.copy2(path, folder / "first" / path.name)
-            (cache / ".partial-shard-00002.safetensors").write_bytes(b"what an interruption leaves")
-            assert not (cache / "index.json").exists()
-    return done
+    cases: list[tuple[int, tuple]] = [
+        (1, (mixed, (1, 1), [*KEPT, "ckpt_every=3", outputs("plain")])),
+        (1, (toys, (1, 1), ["sp_size=1", outputs("toys")])),
+        (2, (toys, (1, 2), cached_toys)),
+    ]
+    for dp, sp in LAYOUTS:
+        cases.append((dp * sp, (mixed, (dp, sp), [*cached, outputs(f"cached {dp}x{sp}")])))
+    middle = str(folder / "plain" / "step_00000003")
+    cases.append((2, (mixed, (2, 1), [*cached, outputs("resumed")], middle)))
+    in_worlds(trained, cases, TRAINING)
 
 
 @pytest.fixture(scope="module")
@@ -137,20 +140,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     toys = write_toy_set(folder / "toys set", 14, broken=(4, 9))
     (folder / "toys.py").write_text(TRAIN.format(manifest=str(toys)))
-    reported = run_ranks(4, make_and_train, folder, timeout=900)
-    (folder / "encoded.json").write_text(
-        json.dumps([[of_rank[case] for of_rank in reported] for case in range(4)])
-    )
+    reported = run_ranks(3, make_interrupted, folder)
+    (folder / "encoded.json").write_text(json.dumps(list(zip(*reported))))
     return folder
 
 
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(folder)]
+@pytest.fixture(scope="module")
+def trained_folder(folder: Path) -> Path:
+    run_ranks(4, train_with_and_without, folder, timeout=900)
+    return folder
 
 
 @pytest.mark.slow
-def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: Path) -> None:
+def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(
+    trained_folder: Path,
+) -> None:
     """In every (dp, sp), without any encoder; corrupt samples get the same substitutes."""
+    folder = trained_folder
     plain = losses(folder / "plain")
     assert len(set(plain)) == STEPS
     for layout in LAYOUTS:
@@ -165,25 +171,30 @@ def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(folder: P
 
 
 @pytest.mark.slow
-def test_an_interrupted_cache_goes_on_with_what_is_missing(folder: Path) -> None:
-    first, second, third, _ = json.loads((folder / "encoded.json").read_text())
+def test_an_interrupted_cache_resumes_with_what_is_missing(folder: Path) -> None:
+    first, second, third = json.loads((folder / "encoded.json").read_text())
     index = json.loads((folder / "cache" / "index.json").read_text())
-    held = {(clip, shape) for shape, one in index["latents"].items() for clip in one["clips"]}
-    assert len(list((folder / "first").iterdir())) == 2  # one of each rank
+
+    # One shard of each rank, which stays as it is.
+    assert len(list((folder / "first").iterdir())) == 2
     for path in (folder / "first").iterdir():
-        assert (folder / "cache" / path.name).read_bytes() == path.read_bytes()
-        assert (folder / "cache" / path.name).stat().st_mtime_ns == path.stat().st_mtime_ns
+        kept = folder / "cache" / path.name
+        assert kept.read_bytes() == path.read_bytes()
+        assert kept.stat().st_mtime_ns == path.stat().st_mtime_ns
+
+    # Each clip is encoded once. A finished cache is left alone; corrupt samples are tried again.
+    latents = set()
+    for shape, one in index["latents"].items():
+        latents |= {(clip, shape) for clip in one["clips"]}
     assert min(first[:2]) > 0 and min(second[:3]) > 0
-    assert sum(first[:2]) + sum(second[:3]) == len(held)  # each once
-    assert (
-        third[0] == 0
-    )  # a finished one is left as it is, but for corrupt samples, which are tried again
+    assert sum(first[:2]) + sum(second[:3]) == len(latents)
+    assert third[0] == 0
     broken = {(clip, Path(file).name) for clip, _, file, _ in index["broken"]}
     assert broken and broken <= {(3, "3.png"), (13, "13.mp4")}
-    names = [name for shard in index["shards"] for name in load_file(folder / "cache" / shard)]
-    assert sorted(name for name in names if name.startswith("text/")) == sorted(
-        f"text/{clip}" for clip in {c for c, _ in held}
-    )
+
+    names = list(chain.from_iterable(load_file(folder / "cache" / one) for one in index["shards"]))
+    texts = [name for name in names if name.startswith("text/")]
+    assert sorted(texts) == sorted(f"text/{clip}" for clip in {clip for clip, _ in latents})
 
 
 def test_what_is_kept_is_what_the_encoders_make(folder: Path) -> None:
@@ -191,6 +202,7 @@ def test_what_is_kept_is_what_the_encoders_make(folder: Path) -> None:
     files = VideoTextDataset(str(folder / "clips.jsonl"))
     source = Encoders(PatchPoolVAE((1, 16, 16)), HashedBagOfWords(8, 12), torch.device("cpu"))
     compared = 0
+
     for shape in cache.sizes:
         for clip in cache.known(shape).tolist():
             kept, read = cache[Sample(clip, 5, shape)], files[Sample(clip, 0, shape)]
@@ -203,6 +215,7 @@ def test_what_is_kept_is_what_the_encoders_make(folder: Path) -> None:
             part = cache[Sample(clip, 0, shape, (1, 2))]
             assert part.text is None and torch.equal(part.latents, made[:, 1:2])
             compared += 1
+
     assert compared > 24 and len(cache.sizes) > 5
 
 
@@ -264,6 +277,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             check_reproducible(load_train_config(folder / "mixed.py", [option]))
+
     with pytest.raises(ValueError, match="'CachedFeatures' to make a feature cache of"):
         check_reproducible(
             load_train_config(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,12 @@ import torch
 import torch.distributed as dist
 from parity_cases import Case, make_inputs, make_model
 from ranks import run_ranks
-from runs import SAMPLE, TRAIN, run, write_toy_set
-from safetensors.torch import load_file, save_file
+from runs import TRAIN, run, write_random_model, write_toy_set
+from safetensors.torch import load_file
 from window_cases import MIXED, WindowCase
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.diffusion import IDDPM, Noised, RectifiedFlow, rank_loss
-from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.parallelize import Shard
 from opensora_sp.sampling.requests import requests_of
@@ -46,10 +46,7 @@ CASES = [
     Case((1, 16, 2, 2)),
     Case((1, 1, 5, 3)),
 ]
-PAIRS = [
-    *((case, process) for case in CASES[:2] for process in PROCESSES),
-    *((case, process) for case in CASES[2:] for process in PROCESSES[:2]),
-]
+PAIRS = [*product(CASES[:2], PROCESSES), *product(CASES[2:], PROCESSES[:2])]
 
 
 def noised_batch(case: Case, process, inputs: dict) -> Noised:
@@ -82,6 +79,7 @@ def step(case: Case, process, mesh: SequenceMesh | None) -> Step:
             {name: p.grad for name, p in model.named_parameters() if p.requires_grad},
             0,
         )
+
     shard = parallelize(model, mesh)(**inputs, output="shards")
     losses = process.losses(shard, noised)
     rank_loss(losses, global_samples=len(losses), world_size=mesh.sp_size).backward()
@@ -116,6 +114,7 @@ def compare_on_ranks(one_process: list[Step]) -> tuple[float, list[int]]:
             )
             worst = max(worst, difference / largest)
         held.append(count)
+
     return worst, held
 
 
@@ -134,16 +133,7 @@ def sample_latents(folder: Path) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a sampling config and weights drawn at random."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "sample.py").write_text(SAMPLE)
-    cfg = load_inference_config(folder / "sample.py", ["model.pred_sigma=True"])
-    model = build_model(cfg.model["type"], **{k: v for k, v in cfg.model.items() if k != "type"})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    save_file(model.state_dict(), folder / "model.safetensors")
-    return folder
+    return write_random_model(tmp_path_factory.mktemp("trained"), "model.pred_sigma=True")
 
 
 def on_ranks(one_process: list[Step], folder: Path) -> tuple[float, list[int], torch.Tensor]:
@@ -195,10 +185,11 @@ def test_a_masked_loss_is_that_of_the_frames_that_count(process) -> None:
 def test_clips_of_different_sizes_have_the_losses_that_they_have_alone(process) -> None:
     """Whatever their batch has around them, for whole outputs and for shards."""
     case = WindowCase((3, 5, 8, 6), clips=MIXED, x_mask=True)
-    model, inputs = case.build(), case.inputs()
+    model, inputs = make_model(case), make_inputs(case)
     noised = replace(noised_batch(case, process, inputs), video_mask=inputs["video_mask"])
     output = model(**inputs)
     losses = process.losses(output, noised)
+
     for sample, (frames, height, width) in enumerate(MIXED):
         cut = (slice(sample, sample + 1), slice(None), slice(frames), slice(height), slice(width))
         alone = Noised(
@@ -209,6 +200,7 @@ def test_clips_of_different_sizes_have_the_losses_that_they_have_alone(process) 
             x_mask=noised.x_mask[cut[0], cut[2]],
         )
         torch.testing.assert_close(losses[cut[0]], process.losses(output[cut], alone))
+
     shard = parallelize(model, SequenceMesh(1))(**inputs, output="shards")
     torch.testing.assert_close(process.losses(shard, replace(noised, video_mask=None)), losses)
 
@@ -221,7 +213,7 @@ def test_more_noise_than_a_step_holds_is_refused(eta: float) -> None:
 
 @pytest.mark.parametrize("x_mask", [False, True])
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda p: type(p).__name__)
-def test_what_is_predicted_for_padding_and_given_frames_does_not_count(
+def test_predictions_for_padding_and_conditioning_frames_do_not_count(
     process, x_mask: bool
 ) -> None:
     """Not even where it is infinite: neither in the loss nor as a NaN in a gradient."""
@@ -231,6 +223,7 @@ def test_what_is_predicted_for_padding_and_given_frames_does_not_count(
     shard = parallelize(make_model(case), SequenceMesh(1))(**inputs, output="shards")
     counts = torch.ones(2, 5) if noised.x_mask is None else noised.x_mask
     counted = shard.layout.slice(counts).bool()  # [R, L, V]; beyond the border zero
+
     assert 0 < counted.sum() < counted.numel()
     losses = []
     for outside in (0.0, float("inf")):
@@ -246,6 +239,7 @@ def test_what_is_predicted_for_padding_and_given_frames_does_not_count(
         assert (
             gradient.isfinite().all() and not gradient[~counted].any() and gradient[counted].any()
         )
+
     assert torch.equal(*losses)
 
 

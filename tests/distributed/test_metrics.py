@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from runs import TRAIN, run, write_toy_set
+from runs import TRAIN, write_toy_set
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import TRAINING, in_worlds
 
@@ -63,9 +63,8 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
 def test_flops_are_those_that_torch_counts(name: str, more: dict) -> None:
     with torch.device("meta"):
         flops = ModelFlops.of(build_model(name, **TINY, **more))
-    model = build_model(
-        name, **TINY, **more, attention="reference"
-    )  # whose matrix products torch sees
+    # torch sees the matrix products of this backend.
+    model = build_model(name, **TINY, **more, attention="reference")
     with FlopCounterMode(display=False) as forward:
         output = model(**inputs_of(model))
     with FlopCounterMode(display=False) as backward:
@@ -128,9 +127,8 @@ def test_measures_are_of_all_ranks() -> None:
             assert first["mfu"] == pytest.approx(replicas * work / (0.5e12 * 2 * 4.0))
             assert first["data_wait"] == pytest.approx(0.4 / 4.0) and first["communication"] == 0.0
             assert 0.05 < first["peak_memory_gb"] < 50 and first["eta"] == 20.0
-            assert (
-                second["mfu"] == 0.0 and second["eta"] == 14.0
-            )  # by the median of 1 s and 2 s a step
+            # By the median of 1 s and 2 s a step.
+            assert second["mfu"] == 0.0 and second["eta"] == 14.0
 
 
 OPTIONS = [{}, dict(overlap_chunks=2, overlap_backward=True), dict(strategy="ulysses")]
@@ -144,15 +142,16 @@ def a_step(options: dict, timer: CommTimer | None) -> tuple[dict, dict]:
     model.set_grad_checkpoint(True)
     parallelize(model, SequenceMesh(2), **options)
     inputs = inputs_of(model)
-    inputs = {
-        k: torch.cat([v, v[:1]]) for k, v in inputs.items()
-    }  # three clips, which two ranks cannot share whole
+    # Three clips, which two ranks cannot share whole.
+    inputs = {k: torch.cat([v, v[:1]]) for k, v in inputs.items()}
+
     with CommLedger() as counter:
         if timer is None:
             model(**inputs).square().mean().backward()
         else:
             with timer:
                 model(**inputs).square().mean().backward()
+
     return dict(counter.calls), {
         name: p.grad for name, p in model.named_parameters() if p.grad is not None
     }
@@ -167,6 +166,7 @@ def timed_exchanges() -> list[float]:
         assert len(gradients) > 50 and gradients.keys() == gradients_timed.keys()
         assert all(torch.equal(gradients[name], gradients_timed[name]) for name in gradients)
         assert timer.take() > 0.0
+
     a_step({}, None)
     assert timer.take() == 0.0  # not entered
     model = build_model("STDiT3", **TINY)
@@ -178,7 +178,7 @@ def timed_exchanges() -> list[float]:
     return [timer.take(), timer.take()]
 
 
-def test_time_in_communication_is_waiting_for_others_and_measuring_it_changes_nothing() -> None:
+def test_communication_time_is_waiting_for_others_and_measuring_it_changes_nothing() -> None:
     (patient, nothing), (late, _) = run_ranks(2, timed_exchanges)
     assert nothing == 0.0 and patient > 0.4 and late < patient / 2
 
@@ -288,7 +288,7 @@ def test_all_places_hold_the_same_numbers(trained: Path) -> None:
     assert "MFU is a share of 0.001 TFLOP/s per device (peak_tflops of the config)" in text
 
 
-def test_a_line_says_what_is_known() -> None:
+def test_a_log_line_has_what_was_measured() -> None:
     values = dict(
         loss=0.25,
         grad_norm=1.5,
@@ -299,6 +299,7 @@ def test_a_line_says_what_is_known() -> None:
     )
     values |= dict(data_wait=0.004, communication=0.081, eta=90_061.0)
     line = log_line(20, 1000, values | {"mfu": 0.412}, 989.0)
+
     assert line == (
         "step 20/1000 | loss 0.2500 | grad norm 1.5 | lr 1.00e-04 | 0.5 s/step | "
         "1.234e+04 tokens/s | MFU 41.2% of 989 TFLOP/s | 71.23 GB | "
@@ -341,6 +342,7 @@ def test_traces_name_the_parts_of_a_step(trained: Path) -> None:
             == 2 * 2
         )
         assert found["optimizer"] == found["zero exchange"] == 2 and found["embed"] >= 4 * 4
+
     alone = regions(trained.parent / "other/profile/steps_1.rank0.json.gz")
     assert alone["switch"] == 3 and alone["switch exchange"] == 0 and "switch backward" not in alone
     branch = regions(trained.parent / "branch/profile/steps_1.rank0.json.gz")
@@ -362,21 +364,17 @@ def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained.parent / "config.py"
-    done = run(
-        "scripts/train.py",
-        config,
-        "--profile",
-        "5-7",
-        "--cfg-options",
-        f"outputs={tmp_path}",
-        "sp_size=1",
-    )
-    assert done.returncode == 2
-    assert "got --profile 5-7, and a run of steps 1 to 6; expected some of these" in done.stderr
     monkeypatch.setenv("WORLD_SIZE", "2")
+    fresh = load_train_config(config, [f"outputs={tmp_path}"])
+    with pytest.raises(
+        ValueError, match="got --profile 5-7, and a run of steps 1 to 6; expected some of these"
+    ):
+        preflight(fresh, None, Steps.parse("5-7"))
+
     resumed = load_train_config(config, [f"outputs={trained}", "max_steps=9"])
     with pytest.raises(ValueError, match="got --profile 6, and a run of steps 7 to 9"):
         preflight(resumed, "auto", Steps(6, 6))
+
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
         ValueError,

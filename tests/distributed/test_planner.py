@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from opensora_sp.config import TrainConfig, load_inference_config, load_train_co
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.models.token_groups import windows_of
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, layout, parallelize
@@ -33,9 +35,8 @@ from opensora_sp.planner.traffic import tokens_changing_rank, traffic
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
-ONE_SHAPE = [
-    path for path in SHIPPED if "buckets" not in path.stem
-]  # a shape takes seconds; test_buckets.py plans some
+# A shape takes seconds; test_buckets.py plans some.
+ONE_SHAPE = [path for path in SHIPPED if "buckets" not in path.stem]
 
 pytestmark = pytest.mark.core
 
@@ -73,13 +74,14 @@ STEPS = [
     ((2, 4, 6), dict(strategy="ulysses"), 2, torch.float32, False),
     ((1, 5, 6), dict(strategy="split_gather"), 4, torch.float32, True),
     ((1, 64, 8), dict(overlap_chunks=3, overlap_backward=True), 4, torch.float32, True),
+    # 5 x 5 patches: windows of 4, 2 and 1.
     (
         (1, 5, 10),
         dict(model=WINDOWS),
         4,
         torch.float32,
         True,
-    ),  # 5 x 5 patches: windows of 4, 2 and 1
+    ),
     ((1, 5, 6), dict(model=WINDOWS, placement="branch"), 2, torch.float32, False),
     ((1, 5, 6), dict(model=WINDOWS, strategy="ulysses"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=WINDOWS, strategy="split_gather"), 4, torch.float32, False),
@@ -110,10 +112,12 @@ def counted_steps() -> list[dict[str, int]]:
         with CommLedger() as counter:
             shard = model(x, torch.rand(B), torch.randn(B, 1, 4, 5), output="shards")
             rank_loss(velocity_loss(shard, x), global_samples=B, world_size=ranks).backward()
+
         sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
         for (kind, phase), count in counter.bytes.items():
             sent[phase] += count if kind != "check" else 0
         found.append(sent)
+
     return found
 
 
@@ -143,6 +147,7 @@ def test_bytes_are_those_that_the_counter_counts() -> None:
                     rank,
                     phase,
                 )
+
     assert strategies == set(registered_strategies())
 
 
@@ -227,7 +232,7 @@ def measured_peak(cfg: TrainConfig) -> int:
                 booster.backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-            ema.update(step)
+            ema.update(step, torch.tensor(True))
     assert fixed
     return live.peak
 
@@ -238,6 +243,7 @@ def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
     for i, (values, options) in enumerate(MEMORY_CASES.values()):
         (tmp_path / f"{i}.py").write_text(MEMORY_CONFIG.format(**values))
         configs.append(load_train_config(tmp_path / f"{i}.py", options))
+
     measured = [max(ranks) for ranks in zip(*run_ranks(2, measured_peaks, configs))]
     lines, wrong = [], []
     for name, cfg, found in zip(MEMORY_CASES, configs, measured):
@@ -251,6 +257,7 @@ def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
         )
         lines.append(line)
         wrong += [line] if abs(peak.total / found - 1) > 0.15 else []
+
     print(*lines, sep="\n")
     assert not wrong, "\n".join(lines)
 
@@ -326,7 +333,7 @@ def test_tokens_that_change_rank_are_those_held_elsewhere_in_the_other_layout() 
     def holder(row: int, rows: int) -> int:
         return next(r for r in range(ranks) if rows * r // ranks <= row < rows * (r + 1) // ranks)
 
-    tokens = [(b, t, s) for b in range(B) for t in range(T) for s in range(S)]
+    tokens = product(range(B), range(T), range(S))
     moved = sum(holder(b * T + t, B * T) != holder(b * S + s, B * S) for b, t, s in tokens)
     assert tokens_changing_rank(BatchShape(B, T, S, 24, 3, 2), ranks) == moved
 
@@ -428,9 +435,8 @@ def test_bad_input_is_refused_in_a_sentence(
     assert message in refused(capsys, small, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("model", "sent"), [("STDiT", 7), ("STDiT2", 7)]
-)  # 4 blocks: 2 * 4 - 1 switches
+# 4 blocks: 2 * 4 - 1 switches.
+@pytest.mark.parametrize(("model", "sent"), [("STDiT", 7), ("STDiT2", 7)])
 def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: int) -> None:
     cfg = load_train_config(small)
     latents = dict(input_size=(5, 4, 4), patch_size=(1, 2, 2)) if model == "STDiT" else {}
@@ -445,10 +451,10 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
         2,
     )
     (bucket,) = made.buckets
+
     assert bucket.sharing.strategy == "switch"
-    a_switch = (
-        bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
-    )  # bytes of a rank
+    # Bytes of a rank.
+    a_switch = bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
     assert bucket.traffic.mean == pytest.approx(2 * sent * a_switch)
     assert 0 < bucket.memory.checkpointed.activations <= bucket.memory.plain.activations
 
@@ -466,7 +472,7 @@ def test_the_command_needs_no_colossalai(small: str) -> None:
 
 def test_windows_are_traced_on_several_ranks() -> None:
     """Plans of their exchanges are real, though the model is traced on fake tensors."""
-    layout._cached_plan.cache_clear()
+    layout.plan_exchange.cache_clear()
     config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
     traced = [
         trace_activations(
@@ -476,7 +482,7 @@ def test_windows_are_traced_on_several_ranks() -> None:
             options=Options(),
             ranks=ranks,
             dtype=torch.float32,
-            checkpointing=False,
+            level=EVERYTHING,
             training=True,
         ).at(2)
         for ranks in (1, 4)
@@ -487,6 +493,6 @@ def test_windows_are_traced_on_several_ranks() -> None:
 @pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])
 def test_only_guidance_doubles_a_batch_of_samples(cfg_scale: float, times: int) -> None:
     cfg = load_inference_config(CONFIGS / "demo/sample.py", [f"scheduler.cfg_scale={cfg_scale}"])
-    run = _Run(cfg, 1, None, "cpu")
+    run = _Run(cfg, 1, None, "cpu", None)
     (bucket,) = buckets_of(cfg)
     assert run.latents(bucket)[0] == times * cfg.batch_size

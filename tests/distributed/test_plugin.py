@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,8 @@ def users_own_loop() -> list[float]:
 
     torch.manual_seed(0)
     data = TensorDataset(*(make_batch(0)[name] for name in ("x", "timestep", "y")))
-    together = dict(
-        overlap_chunks=2, overlap_backward=True, verify=True
-    )  # the first batch with and without the peer
+    # The first batch with and without the peer.
+    together = dict(overlap_chunks=2, overlap_backward=True, verify=True)
     plugin = SequenceParallelPlugin(
         sp_size=2, stage=2, precision="bf16", max_norm=1.0, sequence_parallel=together
     )
@@ -102,7 +102,7 @@ def users_own_loop() -> list[float]:
     return losses
 
 
-def test_a_users_own_loop_with_the_plain_booster() -> None:
+def test_a_custom_training_loop_with_the_plain_booster() -> None:
     first, second = run_ranks(2, users_own_loop)
     assert first == second  # ranks of one replica see the same batches and outputs
     assert first[-1] < 0.5 * first[0]
@@ -148,9 +148,8 @@ def test_the_mesh_and_data_per_replica() -> None:
         (2, 1, [1, 3], 2, 1, [2, 3]),
     ]
     assert batches[0] == batches[1] and batches[2] == batches[3]
-    assert not {i for batch in batches[0] for i in batch} & {
-        i for batch in batches[2] for i in batch
-    }
+    first, second = set(chain.from_iterable(batches[0])), set(chain.from_iterable(batches[2]))
+    assert not first & second
 
 
 def refusals() -> None:
@@ -200,13 +199,11 @@ def refusals() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             booster.boost(model, refused)
-    _, optimizer, *_ = booster.boost(
-        model, torch.optim.AdamW(groups[::-1])
-    )  # nothing was left on the model
+    # Nothing was left on the model.
+    _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(groups[::-1]))
     assert len(optimizer.shards.master_weights) == 2
-    plain = torch.nn.Linear(
-        2, 2
-    )  # without sharding points and without sequence parallelism: plain ZeRO
+    # Without sharding points and without sequence parallelism: plain ZeRO.
+    plain = torch.nn.Linear(2, 2)
     Booster(plugin=SequenceParallelPlugin(precision="fp32")).boost(
         plain, torch.optim.AdamW(plain.parameters())
     )

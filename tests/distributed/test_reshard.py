@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from opensora_sp.config import load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.training.metrics import read_metrics
 
-LAYOUTS = [(dp, sp) for dp in range(1, 9) for sp in range(1, 9) if dp * sp <= 8]
+LAYOUTS = [(dp, sp) for dp, sp in product(range(1, 9), repeat=2) if dp * sp <= 8]
 GLOBAL_BATCH = 8
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 
@@ -158,9 +159,8 @@ def test_every_layout_reads_what_any_other_wrote(tmp_path: Path, grid: bool) -> 
     counts = run_ranks(8, write_and_read_all, tmp_path, grid, timeout=3000 if grid else 900)
     assert len(LAYOUTS) == 20 and counts[0] == (400 if grid else 40)
     wanted = load_file(tmp_path / "dp1sp1/step_00000002/optimizer.safetensors")
-    for place, layout in enumerate(
-        LAYOUTS
-    ):  # and what was written is the one-process state, in its right places
+    # What was written is the one-process state.
+    for place, layout in enumerate(LAYOUTS):
         if place % 3 != 2:
             found = load_file(tmp_path / name_of(layout) / "step_00000002/optimizer.safetensors")
             assert found.keys() == wanted.keys()
@@ -212,6 +212,7 @@ def train_around_the_ring(config: Path, root: Path) -> list:
         for i, layout in enumerate(RING):
             source = root / name_of(RING[i - 1]) / "step_00000002"
             shutil.copytree(source, root / f"{name_of(layout)} resumed" / source.name)
+
     dist.barrier()
     more = [
         (dp * sp, ((dp, sp), config, root / f"{name_of((dp, sp))} resumed", MANY, True))
@@ -221,22 +222,22 @@ def train_around_the_ring(config: Path, root: Path) -> list:
 
 
 @pytest.mark.slow
-def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
+def test_training_resumes_in_another_layout(tmp_path: Path) -> None:
     """SGD with momentum, whose parameters show every wrong gradient; ten steps after the change."""
     manifest = write_toy_set(tmp_path / "set", 14)
     config = tmp_path / "set" / "config.py"
     config.write_text(TRAIN.format(manifest=str(manifest)))
     of_ranks = run_ranks(4, train_around_the_ring, config, tmp_path, timeout=900)
     whole = of_ranks[0][0]
+
     assert sorted(whole) == list(range(4 * MANY))
     losses = [line["loss"] for line in read_metrics(tmp_path / "whole")]
     weights = load_file(tmp_path / "whole" / f"step_{MANY:08d}" / "model/model.safetensors")
     for i, layout in enumerate(RING):
         drawn = [of_rank[1 + len(RING) + i] for of_rank in of_ranks[: layout[0] * layout[1]]]
-        assert {m for of_rank in drawn for m in of_rank} == set(range(4 * FEW, 4 * MANY))
-        assert all(
-            whole[m] == of_rank[m] for of_rank in drawn for m in of_rank
-        )  # ids, timesteps, noise, drops
+        assert set(chain.from_iterable(drawn)) == set(range(4 * FEW, 4 * MANY))
+        for of_rank in drawn:  # ids, timesteps, noise, drops
+            assert of_rank == {m: whole[m] for m in of_rank}
         outputs = tmp_path / f"{name_of(layout)} resumed"
         assert [line["loss"] for line in read_metrics(outputs)] == pytest.approx(
             losses[FEW:], rel=1e-6

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from recorded_draws import record_draws
-from runs import TRAIN, write_toy_set
+from runs import write_training
 from tiers import sample_or_grid
 from worlds import TRAINING, in_worlds
 
@@ -112,6 +112,7 @@ def without(part: str, tensors: Any, load: Callable, folder: Path) -> dict[str, 
     shards, ema = tensors.shards, tensors.ema
     if part == "step":  # schedule, data position and streams
         return {**state, "step": state["step"] - 1}
+
     for name, master in shards.master_weights.items():
         if part == "weights":
             master.copy_(built[name])
@@ -121,6 +122,7 @@ def without(part: str, tensors: Any, load: Callable, folder: Path) -> dict[str, 
             shards.set_state(name, {})
         elif part == "average":
             ema.shards[name].copy_(master)
+
     return state
 
 
@@ -134,15 +136,10 @@ CONTROLS = [
 
 
 def all_whole(config: Path, root: Path, steps: int) -> list:
-    return in_worlds(
-        run_whole,
-        [
-            (dp * sp, (config, root, (dp, sp), kind, steps))
-            for dp, sp in LAYOUTS
-            for kind in ("fp32", "bf16")
-        ],
-        TRAINING,
-    )
+    worlds = []
+    for (dp, sp), kind in product(LAYOUTS, ("fp32", "bf16")):
+        worlds.append((dp * sp, (config, root, (dp, sp), kind, steps)))
+    return in_worlds(run_whole, worlds, TRAINING)
 
 
 def all_cut(config: Path, root: Path, cuts: list[int]) -> list:
@@ -166,10 +163,7 @@ def seen(outputs: Path, step: int) -> tuple[dict, dict]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("set")
-    manifest = write_toy_set(folder, CLIPS)
-    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
-    return folder / "config.py"
+    return write_training(tmp_path_factory.mktemp("set"), CLIPS)
 
 
 @pytest.mark.slow
@@ -179,6 +173,7 @@ def test_a_cut_run_is_the_run_that_was_not_cut(config: Path, tmp_path: Path, gri
     whole_draws = run_ranks(4, all_whole, config, tmp_path, cuts[-1] + STEPS_AFTER, timeout=limit)
     cut_draws = run_ranks(4, all_cut, config, tmp_path, cuts, timeout=limit)  # fresh processes
     number = 0
+
     for place, layout in enumerate(LAYOUTS):
         for i, kind in enumerate(("fp32", "bf16")):
             whole = tmp_path / name_of(layout, kind)
@@ -199,6 +194,7 @@ def test_a_cut_run_is_the_run_that_was_not_cut(config: Path, tmp_path: Path, gri
                     }
                     assert ours == wanted and wanted
                 number += 1
+
     for kind, part in CONTROLS:
         whole, outputs = (
             tmp_path / name_of((1, 1), kind),
@@ -291,9 +287,8 @@ def sample_log(
         batch = recorded(self, micro_batch, ids, *args)
         rows.append((micro_batch, drawn[micro_batch], crops[micro_batch]))
         step, place = divmod(micro_batch, MICRO_BATCHES)
-        if (
-            step == until and place >= MICRO_BATCHES - layout[0]
-        ):  # this rank's last one: in the midst of accumulation
+        # The last one of this rank: gradients are being accumulated.
+        if step == until and place >= MICRO_BATCHES - layout[0]:
             raise CutError
         return batch
 
@@ -333,40 +328,42 @@ def all_sample_logs(config: Path, root: Path, sample_logs: SampleLogs) -> list:
     return [[next(found) for _ in range(len(cuts) + 1)] for _, _, cuts in sample_logs]
 
 
+def items_of(cuts: Iterable[tuple[int, dict]]) -> Iterator[tuple[int, tuple]]:
+    """Micro-batch and ``(clip, crop)`` of each crop."""
+    for micro_batch, cut in cuts:
+        for item in cut.items():
+            yield micro_batch, item
+
+
 @pytest.mark.slow
 @sample_or_grid
 def test_the_sample_log_of_two_epochs(config: Path, tmp_path: Path, grid: bool) -> None:
     """No duplicate, no omission, peers equal, replicas different, whoever interrupts and reads."""
     chosen = SAMPLE_LOGS if grid else EACH_ONCE
     of_ranks = run_ranks(4, all_sample_logs, config, tmp_path, chosen, timeout=900)
-    reference = {m: drawn for attempt in of_ranks[0][0] for m, drawn, _ in attempt}
-    crops = {m: cut for attempt in of_ranks[0][0] for m, _, cut in attempt}
-    assert (
-        len({cut for of_batch in crops.values() for cut in of_batch.values()}) == 2 * CLIPS
-    )  # no two alike
+    rows = list(chain.from_iterable(of_ranks[0][0]))
+    reference = {m: drawn for m, drawn, _ in rows}
+    crops = {m: cut for m, _, cut in rows}
+    wanted_crops = list(items_of(crops.items()))
+    assert len({crop for _, (_, crop) in wanted_crops}) == 2 * CLIPS  # no two alike
     for epoch in range(2):
         micro_batches = range(epoch * 4, epoch * 4 + 4)
-        assert sorted(i for m in micro_batches for i in reference[m][0]) == list(range(CLIPS))
+        clips = list(chain.from_iterable(reference[m][0] for m in micro_batches))
+        assert sorted(clips) == list(range(CLIPS))
     assert len({digest for _, _, digest in reference.values()}) == len(reference) == 8
+
     for case, (layout, _, _) in enumerate(chosen):
         sample_logs = [
-            [row for attempt in of_rank[case] for row in attempt or ()] for of_rank in of_ranks
+            list(chain.from_iterable(attempt or () for attempt in of_rank[case]))
+            for of_rank in of_ranks
         ]
         for rank in range(layout[0] * layout[1]):
             first = sample_logs[rank - rank % layout[1]]  # the peers' of its replica
             assert [row[:2] for row in sample_logs[rank]] == [row[:2] for row in first]
-        of_replicas = [
-            row[:2]
-            for sample_log in sample_logs[: layout[0] * layout[1] : layout[1]]
-            for row in sample_log
-        ]
+
+        of_replicas = chain.from_iterable(sample_logs[: layout[0] * layout[1] : layout[1]])
+        of_replicas = [row[:2] for row in of_replicas]
         assert len(of_replicas) == 8 and dict(of_replicas) == reference, chosen[case]
-        cuts = [
-            (m, item)
-            for sample_log in sample_logs
-            for m, _, cut in sample_log
-            for item in cut.items()
-        ]
-        assert sorted(cuts) == sorted(
-            (m, item) for m, cut in crops.items() for item in cut.items()
-        ), chosen[case]
+
+        cuts = items_of((m, cut) for m, _, cut in chain.from_iterable(sample_logs))
+        assert sorted(cuts) == sorted(wanted_crops), chosen[case]

@@ -56,6 +56,7 @@ def sample_latents(folder: Path) -> Found:
             first = pipeline.latents(request)
         sent = counter.elements["switch", "forward"] + counter.elements["heads", "forward"]
         found[precision, num_frames] = (first, pipeline.latents(request), sent)
+
     return found
 
 
@@ -123,13 +124,16 @@ def test_weights_that_are_not_those_of_the_manifest_are_refused(
     (checkpoint / "state.json").write_text("[]")
     requests, weights = preflight(cfg)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
+
     assert (
         _remaining_requests(cfg, requests, weights, tmp_path)[1]
         == manifest["files"]["ema/model.safetensors"]["sha256"]
     )
+
     with (checkpoint / "ema" / "model.safetensors").open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"x")
+
     with pytest.raises(ValueError, match="got a damaged checkpoint: .*ema/model.safetensors has"):
         _remaining_requests(cfg, requests, weights, tmp_path)
 
@@ -150,34 +154,32 @@ def test_noise_depends_on_the_prompts_place_alone(trained: Path) -> None:
     assert not any(torch.allclose(one, other) for one, other in combinations(found, 2))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "groups"), [(2, "1 group"), pytest.param(4, "2 groups", marks=pytest.mark.slow)]
+)
 def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(
-    trained: Path, tmp_path: Path
+    trained: Path, tmp_path: Path, ranks: int, groups: str
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[1:]) + "\n\n")
     done = run(
-        "scripts/inference.py",
-        trained / "sample.py",
-        "--ckpt",
-        trained,
-        "--prompt",
-        PROMPTS[0],
-        "--prompts",
-        tmp_path / "prompts.txt",
-        "--outputs",
-        tmp_path / "out",
-        "--sp-size",
-        "2",
+        *("scripts/inference.py", trained / "sample.py", "--ckpt", trained),
+        *("--prompt", PROMPTS[0], "--prompts", tmp_path / "prompts.txt"),
+        *("--outputs", tmp_path / "out", "--sp-size", "2"),
         launcher="torchrun",
-        ranks=4,
+        ranks=ranks,
     )
+
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 videos on 4 processes: 2 groups of 2 (sp_size 2), as asked for" in done.stderr
+    reported = f"4 videos on {ranks} processes: {groups} of 2 (sp_size 2), as asked for"
+    assert reported in done.stderr
+
     videos = sorted((tmp_path / "out").glob("*.mp4"))
     assert [v.name for v in videos][:2] == [
         "000-a-red-circle.mp4",
         "001-a-long-caption-of-a-blue-square.mp4",
     ]
     assert len(videos) == len(PROMPTS)
+
     for video, prompt in zip(videos, PROMPTS, strict=True):
         frames, fps = read_video(video, num_frames=5)
         assert frames.shape == (5, 28, 24, 3) and fps == 8
@@ -193,15 +195,18 @@ def test_prompt_files(tmp_path: Path) -> None:
         ("one, two", 1),
         ("three", 2),
     ]
+
     (tmp_path / "windows.txt").write_bytes("one\r\ntwo\u2028three\r\n".encode("utf-8-sig"))
     assert [one.prompt for one in read_prompts(tmp_path / "windows.txt")] == [
         "one",
         "two\u2028three",
     ]
+
     (tmp_path / "windows.csv").write_bytes("prompt,seed\r\none,1\r\n".encode("utf-8-sig"))
     assert [(one.prompt, one.seed) for one in read_prompts(tmp_path / "windows.csv")] == [
         ("one", 1)
     ]
+
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "b.csv").write_text("words\na\n")
@@ -223,6 +228,7 @@ def test_what_cannot_work_is_refused(
     good = load_inference_config(
         trained / "sample.py", values={"ckpt": str(trained), "prompts": ["a"]}
     )
+
     assert preflight(good) == (requests_of(good), trained)
     for change, message in [
         ({"prompts": []}, "got no prompts"),
@@ -233,6 +239,7 @@ def test_what_cannot_work_is_refused(
     ]:
         with pytest.raises(ValueError, match=message):
             preflight(good.model_copy(update=change))
+
     monkeypatch.setenv("WORLD_SIZE", "1")
     (tmp_path / "config.json").write_text((trained / "config.json").read_text())
     save_file({"rope.freqs": torch.zeros(4)}, tmp_path / "model.safetensors")

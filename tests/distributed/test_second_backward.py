@@ -54,6 +54,7 @@ def twice() -> int:
             torch.testing.assert_close(
                 gradient, 2 * once[name], rtol=1e-9, atol=1e-12, msg=f"{name}, {options}"
             )
+
     return refused
 
 

@@ -14,9 +14,8 @@ from family_parity import (
     BLOCKS,
     FamilyCase,
     Parity,
-    make_inputs,
-    make_model,
 )
+from parity_cases import make_inputs, make_model
 from ranks import run_ranks
 
 from opensora_sp.models import hook_points

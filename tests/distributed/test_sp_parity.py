@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -32,19 +33,20 @@ from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
+SIZES_AND_PATCHES = [
+    ((1, 5, 7, 9), (1, 2, 2)),
+    ((2, 5, 5, 7), (2, 2, 2)),
+    ((3, 3, 6, 5), (1, 2, 2)),
+]
 CASES = [
     *PLAIN,
     *(replace(case, checkpoint=True) for case in PLAIN[:4]),
     Case((1, 2, 3, 5), heads=4, checkpoint=True),  # two frames: heads are split from three ranks on
     *(
         replace(FULL, size=size, patch=patch, checkpoint=checkpoint, output=output)
-        for size, patch in [
-            ((1, 5, 7, 9), (1, 2, 2)),
-            ((2, 5, 5, 7), (2, 2, 2)),
-            ((3, 3, 6, 5), (1, 2, 2)),
-        ]
-        for checkpoint in (False, True)
-        for output in ("full", "shards")
+        for (size, patch), checkpoint, output in product(
+            SIZES_AND_PATCHES, (False, True), ("full", "shards")
+        )
     ),
     replace(PLAIN[0], mask=True),
     replace(PLAIN[1], x_mask=True),
@@ -63,12 +65,14 @@ def compare_on_ranks(cases: list[Case]) -> None:
         few_rows = case.size[0] * -(-case.size[1] // case.patch[0]) < mesh.sp_size
         switches = 0 if whole_samples or few_rows else 2 * DEPTH - 1
         heads = 2 * DEPTH if few_rows else 0  # q, k, v there and the output back
+
         for kind, calls in [("switch", switches), ("heads", heads)]:
             assert counter.calls[kind, "forward"] == counter.calls[kind, "backward"] == calls, (
                 case,
                 counter.calls,
             )
         assert not [key for key in counter.calls if key[1] == "recompute"], counter.calls
+
         if case.output == "shards":
             assert not counter.calls["gather", "forward"]
 
@@ -90,6 +94,7 @@ def gradients_of_rank_losses() -> None:
     (model(**make_inputs(case)) * weights[mesh.sp_rank]).sum().backward()
     reference = make_model(case)
     (reference(**make_inputs(case)) * (weights[0] + weights[1]) / 2).sum().backward()
+
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             dist.all_reduce(parameter.grad)
@@ -152,6 +157,7 @@ def test_sp_size_1_is_bitwise_the_bare_model_and_unwrap_restores_it() -> None:
     names, points = list(wrapped.state_dict()), dict(wrapped.named_modules())
     assert parallelize(wrapped, SequenceMesh(sp_size=1)) is wrapped
     assert type(wrapped) is type(bare) and list(wrapped.state_dict()) == names
+
     inputs = make_inputs(case)
     assert torch.equal(wrapped(**inputs), bare(**inputs))
     shard = wrapped(**inputs, output="shards")
@@ -177,23 +183,26 @@ def test_what_cannot_be_parallelized_is_refused(monkeypatch: pytest.MonkeyPatch)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ValueError, match="copy before parallelize"):
             copied(model)
+
     with pytest.raises(ValueError, match=r"call unwrap\(model.module\)"):
         unwrap(torch.nn.DataParallel(model))
     around = torch.nn.Sequential(torch.nn.Sequential(model))
     with pytest.raises(ValueError, match=r"call unwrap\(model.0.0\)"):
         unwrap(around)
     assert model(**make_inputs(PLAIN[0]), output="shards").layout.total == 20
-    assert torch.is_tensor(
-        model.forward(**make_inputs(PLAIN[0]))
-    )  # which passes by the hook that takes "output"
+    # This bypasses the hook that takes "output".
+    assert torch.is_tensor(model.forward(**make_inputs(PLAIN[0])))
+
     with pytest.raises(
         ValueError,
         match=r"got a model of class Linear with sharding_points None.*register_plan\(Linear",
     ):
         parallelize(torch.nn.Linear(1, 1), SequenceMesh(1))
+
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="got 2 processes without a process group"):
         SequenceMesh(2)
+
     with torch.device("meta"):
         skeleton = build_model("STDiT3", hidden_size=8, num_heads=2, depth=1, caption_channels=5)
     assert torch.equal(skeleton.to_empty(device="cpu").rope.freqs, torch.tensor([1.0, 0.01]))

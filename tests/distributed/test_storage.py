@@ -136,12 +136,14 @@ def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
     operations = recorded(tmp_path / "whole")
     kinds = [kind for kind, _ in operations]
     assert {"write", "flush", "rename", "unlink"} <= set(kinds)
+
     commit = next(
         i
         for i, (kind, path) in enumerate(operations)
         if path.name == ".partial-COMMIT" and kind == "rename"
     )
     chosen = points(operations, grid)
+
     assert len(chosen) >= 20
     for number, when in chosen:
         run_dir = tmp_path / f"{number}{when}"
@@ -170,11 +172,13 @@ def test_everything_is_flushed_before_the_rename_and_commit_comes_last(
     partial = tmp_path / "run" / ".partial-step_00000003"
     renamed = operations.index(("rename", partial))
     committed = operations.index(("rename", tmp_path / "run" / "step_00000003" / ".partial-COMMIT"))
+
     assert renamed < committed
     written = {path for kind, path in operations[:renamed] if kind == "write"}
     for path in written | {partial, partial / "model"}:
         last_write = max((i for i, op in enumerate(operations) if op == ("write", path)), default=0)
         assert ("flush", path) in operations[last_write:renamed], path
+
     assert ("flush", tmp_path / "run") in operations[renamed:committed]
     final = tmp_path / "run" / "step_00000003"
     assert {path.relative_to(partial) for path in written} == {
@@ -182,6 +186,7 @@ def test_everything_is_flushed_before_the_rename_and_commit_comes_last(
         for path in final.rglob("*")
         if path.is_file() and path.name != "COMMIT"
     }
+
     removed = [
         path
         for kind, path in operations
@@ -322,9 +327,8 @@ def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
     from opensora_sp.checkpoint.tensor_file import file_order
 
     for name in file_order(file.specs):
-        flat = torch.cat(
-            [wanted[name].flatten(), torch.ones(3).to(wanted[name].dtype)]
-        )  # and padding
+        # The sizes include padding.
+        flat = torch.cat([wanted[name].flatten(), torch.ones(3).to(wanted[name].dtype)])
         file.append(name, flat.split(4))
     file.close()
     found = load_file(tmp_path / "a")
@@ -385,9 +389,8 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
             saver.wait()
         except ValueError as error:
             errors.append(str(error))
-            assert rank or not list(
-                run_dir.glob(".partial-*")
-            )  # nothing is left of it to fill the disk
+            # Nothing is left of it to fill the disk.
+            assert rank or not list(run_dir.glob(".partial-*"))
     saver.save(job(4))  # and then there is room again
     dist.barrier()
     for step, more in ((1, 0), (2, 0), (4, 1)):
@@ -401,9 +404,8 @@ def test_parts_of_two_ranks_become_whole_tensors(tmp_path: Path) -> None:
     of_ranks = run_ranks(2, saves_of_two_ranks, tmp_path, timeout=60)
     shard_bytes, all_shards = 500 * 4, 8 * 500 * 4
     for errors, taken, copies in of_ranks:
-        assert len(errors) == 2 and all(
-            "No space left on device" in text for text in errors
-        )  # on every rank
+        # The same on every rank.
+        assert len(errors) == 2 and all("No space left on device" in text for text in errors)
         assert taken <= shard_bytes  # one part of one tensor at a time
         assert all_shards <= copies <= all_shards + shard_bytes  # a copy of this rank's own parts
     assert [path.name for path in committed_checkpoints(tmp_path)] == [

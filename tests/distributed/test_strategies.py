@@ -58,6 +58,7 @@ def compare_strategies() -> None:
                 calls for (_, phase), calls in counter.calls.items() if phase == "recompute"
             )
             assert bool(again) == case.checkpoint, (case, options, counter.calls)
+
         for options in (
             dict(placement="branch"),
             dict(placement="branch", recompute_communication=True),
@@ -75,6 +76,7 @@ def compare_strategies() -> None:
                 options,
                 counter.calls,
             )
+
         for options in OVERLAPS:
             counter = assert_one_process_result(case, mesh, **options)
             assert not [key for key in counter.calls if key[1] == "recompute"], counter.calls
@@ -159,9 +161,8 @@ def test_heads_are_split_where_that_is_cheaper() -> None:
     assert not applies(1, 3, 64, 16, 4)  # so narrow that communication costs more than the work
     assert not applies(1, 4, 1024, 1152, 16)  # a frame for every rank
     assert not applies(4, 1, 1024, 1152, 16)  # a sample for every rank
-    assert (
-        balanced_sizes(1 * 1 * 2, 4).count(0) == 2
-    )  # two heads of one frame leave two ranks without attention
+    # Two heads of one frame leave two ranks without attention.
+    assert balanced_sizes(1 * 1 * 2, 4).count(0) == 2
 
 
 def backward_overlap_is_bitwise() -> None:
@@ -174,7 +175,7 @@ def backward_overlap_is_bitwise() -> None:
         assert torch.equal(overlapped[name], gradient), name
 
 
-def recompute_runs_while_gradients_travel() -> None:
+def recompute_runs_while_gradients_are_in_flight() -> None:
     """Between sending a gradient off and waiting for it, the block before is computed again."""
     events: list[str] = []
     for name in ("send_gradient", "receive_gradient"):
@@ -184,6 +185,7 @@ def recompute_runs_while_gradients_travel() -> None:
             name,
             lambda *args, _f=original, _n=name: (events.append(_n), _f(*args))[1],
         )
+
     case = replace(PLAIN[0], checkpoint=True)
     for overlap_backward in (True, False):
         model = make_model(case)
@@ -215,4 +217,4 @@ def in_turn(*functions) -> None:
 
 
 def test_backward_overlap() -> None:
-    run_ranks(2, in_turn, backward_overlap_is_bitwise, recompute_runs_while_gradients_travel)
+    run_ranks(2, in_turn, backward_overlap_is_bitwise, recompute_runs_while_gradients_are_in_flight)

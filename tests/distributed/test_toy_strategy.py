@@ -140,6 +140,7 @@ def test_it_trains_as_one_process_and_sends_what_the_planner_predicts(
             checkpointing=case.checkpoint,
             training=True,
         )
+
         assert any(planned.forward) == (case.size[0] % num_ranks > 0)  # whole samples stay
         for rank in range(num_ranks):
             assert counted[rank][i] == {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_weights import draw_weights
 from ranks import run_ranks
 from runs import TRAIN, write_toy_set
 from safetensors.torch import load_file
@@ -61,6 +62,7 @@ def expected_losses(run: Trainer) -> list[float]:
     sums = torch.zeros(3)
     readable = [i for i in range(len(clips)) if isinstance(clips[i], Clip)]
     assert readable == [0, 2, 3]
+
     for i in readable:
         latents = run.source.vae.encode(scale(clips[i].video)[None])
         noise = normal(tuple(latents.shape[1:]), seed, "validation_noise", i)[None]
@@ -75,6 +77,7 @@ def expected_losses(run: Trainer) -> list[float]:
             noised = Noised.of(flow, latents, noise, t, None)
             output = run.module(noised.x_t, t, y, mask, **sizes)
             sums[k] += flow.losses(output, noised)[0]
+
     return (sums / len(readable)).tolist()
 
 
@@ -87,13 +90,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
         + "max_steps = 4\nckpt_every = 4\nload = None\n"
     )
     checked = [f"validation.{option}" for option in [*CHECKED, f"manifest={held}"]]
-    ways = {"without": [], "averaged": checked, "current": [*checked, "validation.use_ema=False"]}
+    ways = {"averaged": checked, "current": [*checked, "validation.use_ema=False"]}
     return folder, run_ranks(2, train_all, folder, ways)[0]["current"]
 
 
 @pytest.mark.slow
 def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
     folder, _ = trained
+    run_ranks(2, train_all, folder, {"without": []})
     names = ("without", "averaged", "current")
     losses = [
         [(line["loss"], line["grad_norm"]) for line in read_metrics(folder / name)]
@@ -207,10 +211,7 @@ def heldout_losses_by_batch_size(config: Path, folder: Path) -> list[list[float]
     options = [f"sp_size={dist.get_world_size()}", f"outputs={folder / str(dist.get_world_size())}"]
     cfg = load_train_config(config, options)
     run = Trainer(cfg, preflight(cfg, None)[0], None, current_device())
-    rng = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in run.module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.2)
+    draw_weights(run.module, std=0.2)
 
     found, validator = [], run.validator
     for batch_size in (1, 2, 3, 8):
@@ -242,6 +243,7 @@ def read_what_is_too_short(config: Path) -> None:
     cfg = load_train_config(config, [*options, f"validation.manifest={config.parent}/clips.csv"])
     heldout, mesh, cpu = heldout_clips(cfg), SequenceMesh(1), torch.device("cpu")
     assert heldout.time_limit == 7
+
     validator = Validator.__new__(Validator)
     validator.trainer, validator.validation, validator.heldout = (
         SimpleNamespace(mesh=mesh, device=cpu),
@@ -252,6 +254,7 @@ def read_what_is_too_short(config: Path) -> None:
     validator.encoder = ShardedEncoder(
         mesh, None, heldout, None, make_encoders(cfg, cpu), validator.corrupt, cpu
     )
+
     with pytest.raises(
         ValueError, match=r"got 3 clips in .*num_frames=7.*2.mp4.*got 6 frames; expected at least 7"
     ):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from golden_values import close, load
+from random_weights import draw_weights
 from ranks import run_ranks
 from runs import ROOT, SAMPLE, TRAIN
 from safetensors.torch import load_file, save_file
@@ -66,12 +67,7 @@ State = dict[str, torch.Tensor]
 def drawn(name: str, seed: int = 0, **options: Any) -> Any:
     """A model whose weights are all drawn at random."""
     torch.manual_seed(seed)  # for the null caption
-    model = build_model(name, **options)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
-    return model
+    return draw_weights(build_model(name, **options), seed=seed)
 
 
 def same(ours: State, theirs: State) -> bool:
@@ -134,7 +130,7 @@ def hf_shards(model: STDiT3, folder: Path) -> dict[str, Any]:
 
 
 def variant(model: STDiT3, folder: Path) -> dict[str, Any]:
-    """Shards and index as transformers' and diffusers' save_pretrained(variant="fp16") name them."""
+    """Shards and index as transformers and diffusers write them with variant="fp16"."""
     path = hf_shards(model, folder)["path"]
     for shard in path.glob("model-*.safetensors"):
         shard.rename(path / shard.name.replace("model-", "model.fp16-"))
@@ -320,6 +316,7 @@ def test_pickles_are_read_only_when_allowed_and_never_run(state: State, tmp_path
     assert "--allow-pickle" in refused(
         "which is pickled", from_pretrained, tmp_path / "a.pth", model="STDiT3", **SMALL
     )
+
     torch.save({**state, "x": Malicious(tmp_path / "ran")}, tmp_path / "bad.pth")
     torch.save(
         {**state, "x": Malicious(tmp_path / "ran")},
@@ -328,6 +325,7 @@ def test_pickles_are_read_only_when_allowed_and_never_run(state: State, tmp_path
     )
     for name in ("bad.pth", "bad.bin"):
         refused("holds more than tensors", open_weights, tmp_path / name, allow_pickle=True)
+
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "bad.pth", weights_only=False)
     assert (tmp_path / "ran").exists()  # it would have run
@@ -351,14 +349,14 @@ def test_known_vulnerabilities_of_torch_are_logged_once(
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     monkeypatch.setattr(torch, "__version__", version)
-    reader._warn_of_holes.cache_clear()
+    reader._warn_of_vulnerabilities.cache_clear()
     open_weights(tmp_path / "a.safetensors", allow_pickle=True)
     assert not caplog.records
     for _ in range(2):
         open_weights(tmp_path / "a.pth", allow_pickle=True)
-    assert [name for name in reader.HOLES.values() if name in caplog.text] == named
+    assert [name for name in reader.VULNERABILITIES.values() if name in caplog.text] == named
     assert len(caplog.records) == bool(named)
-    reader._warn_of_holes.cache_clear()
+    reader._warn_of_vulnerabilities.cache_clear()
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
@@ -377,7 +375,7 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
             open_weights(tmp_path / "a.pt", allow_pickle=True)
 
 
-def test_places_without_weights_say_what_to_do(state: State, tmp_path: Path) -> None:
+def test_errors_for_places_without_weights_say_what_to_do(state: State, tmp_path: Path) -> None:
     refused(
         "hf download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3"
     )
@@ -415,6 +413,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(model: STDiT3, tmp_pat
     (folder / "model.safetensors.index.json").write_text("{}")
     refused("not an index of shards (KeyError('weight_map'))", open_weights, folder)
     save_file(model.state_dict(), tmp_path / "outside.safetensors")
+
     for content, message in [
         ("{", "which is not an index of shards"),
         ({"weight_map": {}}, "which is not an index of shards"),
@@ -430,10 +429,11 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(model: STDiT3, tmp_pat
         (folder / "model.safetensors.index.json").write_text(
             content if content == "{" else json.dumps(content)
         )
+        # Sampling asks for the files first, for their digests.
         for look in (
             open_weights,
             weight_files,
-        ):  # sampling asks for the files first, for their digests
+        ):
             refused(message, look, folder)
 
 
@@ -452,6 +452,7 @@ def test_strict_loading_reports_every_difference(
     message = refused(
         "got weights of another model", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
     )
+
     assert (
         "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); "
         "unexpected controlnet.weight; "
@@ -460,6 +461,7 @@ def test_strict_loading_reports_every_difference(
         "of another shape t_block.1.bias [150], not [144]" in message
         and "conversion" not in message
     )
+
     loose = STDiT3.from_pretrained(tmp_path / "a.safetensors", strict=False, **SMALL)
     assert "4 differences: missing spatial_blocks.*.attn.qkv.weight" in caplog.text
     ours = loose.state_dict()
@@ -471,6 +473,7 @@ def test_strict_loading_reports_every_difference(
     assert not any(tensor.is_meta for tensor in ours.values()) and ours["t_block.1.bias"].shape == (
         144,
     )
+
     save_file({"controlnet.weight": torch.ones(2)}, tmp_path / "a.safetensors")
     refused(
         "another model", STDiT3.from_pretrained, tmp_path / "a.safetensors", strict=False, **SMALL
@@ -482,6 +485,7 @@ def test_the_report_of_a_whole_other_model_stays_readable(model: STDiT3, tmp_pat
     message = refused(
         "more kinds of names", STDiT3.from_pretrained, tmp_path / "a.safetensors", **SMALL
     )
+
     assert len(message) < 1800
     save_pretrained(drawn("STDiT2", **SMALL), tmp_path / "hf")
     refused("_class_name is 'STDiT2' there, 'STDiT3' here", STDiT3.from_pretrained, tmp_path / "hf")
@@ -565,6 +569,7 @@ def test_settings_that_may_change_the_model_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as error:
             from_pretrained(tmp_path / "a")
         assert message in str(error.value)
+
     official("stdit3_v12_plain", tmp_path / "a", no_temporal_pos_emb=False)
     assert from_pretrained(tmp_path / "a", drop_path=0.5).config.drop_path == 0.5
     (tmp_path / "a" / "config.json").write_text("{")
@@ -585,10 +590,12 @@ def test_null_caption_of_another_length(length: int, model: STDiT3, tmp_path: Pa
             model_max_length=length,
         )
         assert "convert=['y_embedding']" in message
+
     other = from_pretrained(tmp_path / "hf", model_max_length=length, convert=["y_embedding"])
     null, was = other.y_embedder.y_embedding, model.y_embedder.y_embedding
     wanted = was[:length] if length <= 12 else torch.cat([was, was[-1:].expand(length - 12, -1)])
     assert other.config.model_max_length == length and torch.equal(null, wanted)
+
     given = inputs(model, text=5)
     assert torch.equal(other(**given), model(**given))  # captions do not depend on the null caption
 
@@ -602,13 +609,16 @@ def test_without_sigma_the_rest_of_the_output_is_the_same(
     message = refused(
         "final_layer.linear.weight", from_pretrained, tmp_path / "hf", pred_sigma=False
     )
+
     assert "convert=['pred_sigma']" in message
     other = from_pretrained(tmp_path / "hf", convert=["pred_sigma"])
     assert not other.config.pred_sigma
+
     given = inputs(model)
     both, half = model(**given), other(**given)
     assert half.shape == given["x"].shape and both.shape[1] == 6
     torch.testing.assert_close(half, both[:, :3])
+
     save_pretrained(other, tmp_path / "off")
     refused(
         "another model", from_pretrained, tmp_path / "off", pred_sigma=True, convert=["pred_sigma"]
@@ -625,16 +635,19 @@ def test_position_tables_of_another_size(tmp_path: Path, caplog: pytest.LogCaptu
         tmp_path / "v1.pth",
         **options,
     )
+
     assert "convert=['pos_embed']" in message
     with caplog.at_level(logging.INFO, "opensora_sp"):
         other = STDiT.from_pretrained(tmp_path / "v1.pth", convert=("pos_embed",), **options)
     assert "conversion pos_embed: pos_embed_temporal from [1, 4, 24] to [1, 6, 24]" in caplog.text
+
     fresh = drawn("STDiT", seed=9, **{**SMALL, "input_size": (6, 6, 10), "space_scale": 1.0})
     tables = {
         name: tensor for name, tensor in fresh.state_dict().items() if name.startswith("pos_embed")
     }
     fresh.load_state_dict({**model.state_dict(), **tables})
     given = inputs(fresh, 6, 6, 10)
+
     assert torch.equal(other(**given), fresh(**given))
     without = {
         name: tensor
@@ -670,15 +683,18 @@ def test_what_is_written_reads_back_bitwise(
     model.x_embedder.proj.bias.data[:3] = torch.tensor([float("nan"), -0.0, float("inf")])
     model.save_pretrained(tmp_path / "out", max_shard_size=size)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
+
     assert (len(files) > 5) == (size == 3000)
-    plain = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    plain: State = {}
+    for file in files:
+        plain |= load_file(file)
     assert same(plain, model.state_dict()) and plain["rope.freqs"].dtype == torch.float32
+
     read = STDiT2.from_pretrained(tmp_path / "out")
     assert same(read.state_dict(), model.state_dict()) and read.config == model.config
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert (
-        len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
-    )  # as readable as any file written here
+    # As readable as any file written here.
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_rounding_to_infinity_is_refused(tmp_path: Path) -> None:
@@ -754,6 +770,7 @@ def test_convert_writes_a_folder(
         {"ema": model.state_dict(), "model": prefixed(model.state_dict())}, tmp_path / "a.pt"
     )
     options = [f"{key}={value}" for key, value in SMALL.items()]
+
     for extra in ((), ("--ema", "--dtype", "bf16", "--max-shard-size", "20000")):
         out = tmp_path / f"out{len(extra)}"
         convert(
@@ -770,14 +787,17 @@ def test_convert_writes_a_folder(
             f"wrote STDiT3, 0.0 M parameters, torch.{'bfloat16' if extra else 'float32'}"
             in capsys.readouterr().out
         )
+
     assert same(load_file(tmp_path / "out0" / "model.safetensors"), model.state_dict())
     assert same(
         from_pretrained(tmp_path / "out5").state_dict(),
         from_pretrained(tmp_path / "out0", dtype=torch.bfloat16).state_dict(),
     )
+
     convert(tmp_path / "out0", tmp_path / "less", "--drop-sigma", "--text-length", 5)
     config = from_pretrained(tmp_path / "less").config
     assert (config.pred_sigma, config.model_max_length) == (False, 5)
+
     save_pretrained(drawn("STDiT", **TABLE), tmp_path / "v1")
     convert(tmp_path / "v1", tmp_path / "larger", "--input-size", 6, 6, 10)
     assert from_pretrained(tmp_path / "larger").pos_embed_temporal.shape[1] == 6
@@ -809,6 +829,7 @@ def test_convert_refuses_with_a_sentence(
         with pytest.raises(SystemExit) as left:
             convert(*arguments)
         assert left.value.code == 2 and message in capsys.readouterr().err
+
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
 
@@ -819,6 +840,7 @@ def test_runs_start_from_foreign_weights(tmp_path: Path) -> None:
     foreign = drawn("STDiT3", **{**SMALL, "model_max_length": 20})
     torch.save({"state_dict": foreign.state_dict()}, tmp_path / "a.pth")
     ask = ["allow_pickle=True", "convert=['y_embedding', 'pred_sigma']"]
+
     for options, message in [
         ([], "which is pickled"),
         (ask[:1], "convert=['y_embedding', 'pred_sigma']"),
@@ -832,6 +854,7 @@ def test_runs_start_from_foreign_weights(tmp_path: Path) -> None:
         if message:
             refused(message, check_initial_weights, train)
             refused(message, build_pipeline, sample, place, SequenceMesh(1), torch.device("cpu"))
+
     check_initial_weights(train)
     found = build_pipeline(sample, place, SequenceMesh(1), torch.device("cpu")).model.state_dict()
     unchanged = {
@@ -839,6 +862,7 @@ def test_runs_start_from_foreign_weights(tmp_path: Path) -> None:
         for name, tensor in foreign.state_dict().items()
         if found[name].shape == tensor.shape
     }
+
     assert (
         same({name: found[name] for name in unchanged}, unchanged)
         and len(found) - len(unchanged) == 3

@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,7 @@ def check(words: list[str]) -> None:
     train = runpy.run_path(str(ROOT / "scripts/train.py"))["parser"]()
     ours = [word for word in words if re.fullmatch(r"(scripts|benchmarks)/\w+\.py", word)]
     assert all((ROOT / script).is_file() for script in ours), words
+
     if "scripts/train.py" in words:
         args = train.parse_args(after(words, "scripts/train.py"))
         load_train_config(args.config, args.cfg_options)
@@ -154,17 +156,18 @@ def test_runs_of_runnable_blocks_would_start(
     """What a run checks before it builds a model, for all trainings and samplings of test-docs."""
     lay_out(tmp_path, trained=False)
     monkeypatch.chdir(tmp_path)
-    commands = [words for block in SHELL if block.runs for words in block.commands]
+    commands = list(chain.from_iterable(block.commands for block in SHELL if block.runs))
     samplings = [words for words in commands if "scripts/inference.py" in words]
     trainings = [words for words in commands if "scripts/train.py" in words]
-    trainings = [
-        words for words in trainings if "dataset.type=CachedFeatures" not in words
-    ]  # needs the command before
+    # Training from a feature cache needs the command that writes it.
+    trainings = [words for words in trainings if "dataset.type=CachedFeatures" not in words]
+
     assert len(samplings) >= 12 and len(trainings) >= 2
     for words in samplings:
         monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
         requests, _ = preflight(sampling.parse(after(words, "scripts/inference.py")))
         assert requests
+
     (tmp_path / "outputs" / "short" / "model.safetensors").unlink()
     for words in trainings:
         monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
@@ -209,6 +212,7 @@ def run_block(block: Block, place: Path) -> None:
         text=True,
         timeout=900,
     )
+
     assert done.returncode == 0, done.stderr[-3000:]
     if block.language == "console":
         assert done.stdout == block.printed

@@ -46,6 +46,7 @@ def test_every_config_key_is_on_the_page() -> None:
     shared = table_keys(section(page, "Training and sampling"))
     for title, cls in (("Training alone", TrainConfig), ("Sampling alone", InferenceConfig)):
         assert sorted(shared + table_keys(section(page, title))) == sorted(cls.model_fields)
+
     nested = dict(reference_config.nested())
     assert {"dataset", "optimizer", "sequence_parallel", "validation", "prompts"} <= set(nested)
     for key, cls in nested.items():
@@ -54,6 +55,7 @@ def test_every_config_key_is_on_the_page() -> None:
         assert key in TrainConfig.model_fields
         for name in known:
             assert section(page, name)
+
     assert {f'"{name}"' for name in PRESETS} <= set(table_keys(page))
     for name, model in CLASSES.items():
         assert sorted(table_keys(section(page, name))) == sorted(

@@ -93,10 +93,12 @@ def test_the_demo_asks_for_captions_that_training_leaves_out(tmp_path: Path) -> 
             "2",
             *more,
         )
+
         assert done.returncode == 0, done.stderr
         rows = Manifest(tmp_path / "clips.csv")
         assert len(rows) == 40 and all(row.path.is_file() for row in rows)
         assert any(is_held_out(row.text) for row in rows) == held_out
+
     prompts = re.findall(r'--prompt "(.+?)"', (ROOT / "Makefile").read_text())
     assert len(prompts) == 3 and all(
         is_held_out(prompt) for prompt in [*prompts, *distinct_captions(8)]
@@ -108,6 +110,7 @@ def test_colours() -> None:
     assert all(
         background_of(a) != background_of(b) for a, b in zip(captions, swap(captions), strict=True)
     )
+
     colours = np.array([COLOURS[background_of(caption)] for caption in captions], dtype=float)
     wanted = [background_of(caption) for caption in captions]
     assert check_backgrounds("", colours + 10, wanted).ok
@@ -115,9 +118,11 @@ def test_colours() -> None:
         "", colours, [background_of(caption) for caption in swap(captions)]
     ).ok
     assert not check_backgrounds("", np.full((8, 3), 127.0), wanted).ok
+
     for i in range(3):
         colours[i] = COLOURS["red" if wanted[i] != "red" else "white"]
     assert not check_backgrounds("", colours, wanted).ok  # three of eight wrong
+
     clip = toy_clip(0, 0)
     assert np.allclose(border_colour(clip.draw(4, 40)), COLOURS[clip.background], atol=3)
 

@@ -62,6 +62,7 @@ def test_a_port_in_use_fails_and_is_reported_as_a_table(
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit) as left:
             main(["doctor", "--no-collective", "--master-port", str(port)])
+
     reported = capsys.readouterr().out
     assert left.value.code == 1
     assert (
@@ -161,6 +162,7 @@ def test_what_ails_a_host_is_reported(three: list[Host], tmp_path: Path) -> None
     )
     (tmp_path / "hosts").write_text(f"alpha\ngamma\n{NOBODY}\nnowhere\n")
     done = alpha.run(*doctor(tmp_path / "hosts", "--json"))
+
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout)
     failing = {
@@ -176,6 +178,7 @@ def test_what_ails_a_host_is_reported(three: list[Host], tmp_path: Path) -> None
     )
     assert failing["nowhere"] == {"ssh": "unknown host name"}
     assert failing["gamma"]["same as alpha"] == "colossalai 0.4.9 (0.5.0 on alpha)"
+
     skew = float(failing["gamma"]["clock"].split()[0])
     assert failing["gamma"].keys() == {"same as alpha", "clock", "own address"} and 90 < skew < 110
     assert failing["gamma"]["own address"].startswith(

@@ -83,7 +83,7 @@ def undisturbed(config: Path, outputs: Path) -> None:
     "hang",
     [pytest.param(False, id="deaths"), pytest.param(True, id="deaths and a hang", marks=grid)],
 )
-def test_a_run_goes_on_whatever_its_ranks_die_of(
+def test_a_run_resumes_whatever_its_ranks_die_of(
     config: Path, tmp_path: Path, jobs: list[Job], hang: bool
 ) -> None:
     """One job with several faults, after each of which torchrun starts the ranks again."""
@@ -100,9 +100,9 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(
     jobs.append(job)
     job.until("has sent no heartbeat", 240)
     job.until(f"Sending process {job.rank(1, attempt=3)} closing signal SIGTERM")
-    os.kill(
-        job.rank(1, attempt=3), signal.SIGCONT
-    )  # or torchrun would wait 30 s for it to take its SIGTERM
+    # Else torchrun would wait 30 s for it to handle SIGTERM.
+    os.kill(job.rank(1, attempt=3), signal.SIGCONT)
+
     assert job.process.wait(120) == 0, job.text
     job.until_gone(10)
     text = job.text
@@ -111,6 +111,7 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(
         in text
     )
     assert "rank 1 stops: rank 0" in text  # in a resume and in a save
+
     if hang:
         stuck = next(
             line
@@ -120,11 +121,13 @@ def test_a_run_goes_on_whatever_its_ranks_die_of(
         assert "all_reduce(tensor [3] int32), number" in stuck and "features/batch.py" in stuck
         assert "ranks [0] joined, missing: rank 1, which has called" in stuck
         assert "tests/helpers/faulty.py" in stuck  # where rank 1 stands
+
     assert "rank 0 stops: rank 1 has sent no heartbeat for 5 s (peer_timeout)" in text
     assert text.count("resumed from") >= 3 and "at step 3" in text
     assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
     for checkpoint in committed_checkpoints(job.outputs):
         verify(checkpoint)
+
     run_ranks(2, undisturbed, config, tmp_path / "whole")
     found, wanted = (
         load_file(tmp_path / run / "step_00000006" / "optimizer.safetensors")
@@ -143,13 +146,13 @@ def test_sigterm_to_the_job_leaves_a_checkpoint(
     job.process.terminate()
     job.until_gone(30)
     step = assert_stopped_well(job, "SIGTERM")
-    again = Job(
-        tmp_path, config, *FOR_LONG, "stopped_exit_code=143", pause=0.3
-    )  # continues, and one rank is reported
+    # The run continues, and one rank is reported.
+    again = Job(tmp_path, config, *FOR_LONG, "stopped_exit_code=143", pause=0.3)
     jobs.append(again)
     again.until(f"{step + 2}/1000")
     os.kill(again.rank(1), signal.SIGTERM)
     again.until_gone(30)
+
     assert assert_stopped_well(again, "rank 1: SIGTERM") > step
     assert (
         again.process.returncode == 1
@@ -168,7 +171,6 @@ def test_ranks_whose_launcher_has_gone_stop_with_a_checkpoint(
     jobs.append(job)
     job.until("2/1000")
     job.process.send_signal(number)
-    job.until_gone(
-        30, but="colossalai"
-    )  # a copy of which waits for ever to be reported to end, by nobody
+    # One of its copies waits for a signal that nobody sends.
+    job.until_gone(30, but="colossalai")
     assert_stopped_well(job, f"the launcher (process {job.process.pid}) has exited")

@@ -94,6 +94,7 @@ def test_a_second_ctrl_c_ends_at_once(
     interrupt()
     job.until(": SIGINT; stopping after this step, with a checkpoint")
     time.sleep(2)
+
     assert job.rank(1) in job.left()
     interrupt()
     job.until_gone(20)

@@ -133,15 +133,19 @@ def test_a_gpu_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch)
         ValueError, match=r"got CUDA_VISIBLE_DEVICES=0,1 on .*, but no GPU that torch can use"
     ):
         check_machine(launch())
+
+    # This rank runs alone.
     with (
         pytest.raises(ValueError, match="got CUDA_VISIBLE_DEVICES=0,1"),
         raise_on_all_ranks(),
-    ):  # alone
+    ):
         raise AssertionError("not before the check")
+
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_machine(launch())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(host_checks, "glob", lambda pattern: ["/dev/nvidia0"])
+
     with pytest.raises(
         ValueError, match="got the device /dev/nvidia0 on .* CUDA_VISIBLE_DEVICES= "
     ):
@@ -162,18 +166,21 @@ def test_hosts_must_be_reachable_under_the_names_they_go_by(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(ValueError, match="got MASTER_ADDR 'no such host', which .* cannot resolve"):
         check_machine(launch(master=("no such host", 29500)))
+
     across = launch(local_world_size=1)
     with pytest.raises(
         ValueError,
         match="got MASTER_ADDR '127.0.0.1', which resolves to .* itself, with ranks on several",
     ):
         check_machine(across)
+
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     with pytest.raises(
         ValueError,
         match=r"got the host name 'localhost', which resolves to (127\.\S+|::1) on this host",
     ):
         host_checks.check_own_address(across.master)
+
     monkeypatch.setattr(host_checks, "_route_to", lambda master: ("10.0.0.5", "eth0"))
     with pytest.raises(ValueError, match=r"set GLOO_SOCKET_IFNAME=eth0 \(address 10.0.0.5\)"):
         host_checks.check_own_address(across.master)
@@ -188,11 +195,13 @@ def test_workers_need_shared_memory_for_their_batches(
     )
     check_shared_memory(2_000_000, num_workers=4, local_ranks=3)
     check_shared_memory(2_000_000_000, num_workers=0, local_ranks=3)
+
     with pytest.raises(
         ValueError,
         match=r"got 60.0 MB free of 64.0 MB .* at least 64.0 MB for 4 ranks x 4 workers x 2",
     ):
         check_shared_memory(2_000_000, num_workers=4, local_ranks=4)
+
     (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))))
     monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda path: usage(10_000, 0, 10_000))
     with pytest.raises(ValueError, match="got 0.0 MB free of 0.0 MB in /dev/shm"):
@@ -208,6 +217,7 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
         rendezvous.versions,
         {"seed": 42, "model": {"depth": 28}},
     )
+
     if rank == 2:
         if case == "versions":
             rendezvous.versions = lambda: {**versions(), "torch": "1.13.1"}
@@ -217,6 +227,7 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
             os.environ.update(WORLD_SIZE="4", RANK="3")
         elif case == "rank twice":
             os.environ["RANK"] = "1"
+
     if case == "missing":
         os.environ["OPENSORA_SP_JOIN_TIMEOUT"] = "1"
     try:
@@ -259,11 +270,12 @@ CASES = (
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_all_ranks_start_or_all_say_the_same() -> None:
+def test_all_ranks_start_or_all_raise_the_same_error() -> None:
     ports = {case: free_port() for case in CASES}
     reported = run_ranks(3, start_in_all_cases, ports)
     host = socket.gethostname()
     said = {case: [rank[case] for rank in reported] for case in CASES}
+
     assert said["fine"] == [(None, None)] * 3
     both, third = f"on ranks 0, 1 ({host})", f"on rank 2 ({host})"
     for case, begin in {
@@ -274,9 +286,11 @@ def test_all_ranks_start_or_all_say_the_same() -> None:
     }.items():
         assert len(set(said[case])) == 1 and said[case][0][0] == "ValueError", (case, said[case])
         assert said[case][0][1].startswith(begin), said[case]
+
     why = "got no manifest; expected one; write it"
     other = ("ValueError", f"rank 1 ({host}) cannot start: {why}")
     assert said["cannot start"] == [other, ("ValueError", why), other]
+
     broken = ("ValueError", f"rank 0 ({host}) cannot start: KeyError: 'depth'")
     assert said["breaks"] == [("KeyError", "'depth'"), broken, broken]
     assert said["missing"][0] == said["missing"][1] and said["missing"][2] == (None, None)
@@ -301,12 +315,14 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
             match=r"got 127.0.0.1:\d+ to listen on, .* \(address already in use\); expected a free",
         ):
             join_rendezvous()
+
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(
         ValueError,
         match=r"got no connection from .* to rank 0 at 127.0.0.1:\d+ within 1 s \(timed out\)",
     ):
         join_rendezvous()
+
     monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "soon")
     with pytest.raises(ValueError, match="got OPENSORA_SP_JOIN_TIMEOUT='soon'"):
         join_rendezvous()
@@ -319,6 +335,7 @@ def test_every_sentence_is_explained() -> None:
         (ROOT / f"opensora_sp/runtime/{name}.py").read_text()
         for name in ("environment", "host_checks", "rank_info", "rendezvous")
     ]
+
     for word in (
         "environment, but no",
         "WORLD_SIZE",
@@ -336,11 +353,12 @@ def test_every_sentence_is_explained() -> None:
         "/dev/shm",
     ):
         assert word in table and any(word in source for source in sources), word
+
     for spelled in re.findall(r"OPENSORA_SP_\w+", (ROOT / "docs/multinode.md").read_text()):
         assert spelled == rendezvous.JOIN_TIMEOUT
 
 
-def test_torchrun_says_itself_that_a_port_is_in_use() -> None:
+def test_torchrun_reports_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -353,6 +371,7 @@ def test_torchrun_says_itself_that_a_port_is_in_use() -> None:
             "none.py",
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+
     said = "The server socket has failed to listen on any local network address"
     assert done.returncode == 1 and said in done.stderr and "EADDRINUSE" in done.stderr
     assert said in (ROOT / "docs/multinode.md").read_text()

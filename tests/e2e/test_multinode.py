@@ -13,12 +13,11 @@ import pytest
 from hosts import Host
 from polling import wait_until
 from ranks import run_ranks
-from runs import TRAIN, write_toy_set
+from runs import losses, write_training
 
 from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import load_train_config
 from opensora_sp.training import train
-from opensora_sp.training.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
@@ -38,9 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("set")
-    (folder / "config.py").write_text(TRAIN.format(manifest=str(write_toy_set(folder, 14))))
-    return folder / "config.py"
+    return write_training(tmp_path_factory.mktemp("set"), 14)
 
 
 def colossalai_run(
@@ -51,15 +48,11 @@ def colossalai_run(
     return [*launcher, "scripts/train.py", config, "--cfg-options", f"outputs={outputs}", *options]
 
 
-def losses(outputs: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(outputs)]
-
-
 def train_here(config: Path, outputs: Path, steps: int) -> None:
     train(load_train_config(config, [f"outputs={outputs}", f"max_steps={steps}"]))
 
 
-def test_two_hosts_train_as_one_and_go_on_after_one_lost_its_rank(
+def test_two_hosts_train_as_one_and_resume_after_one_lost_its_rank(
     pair: list[Host], config: Path, tmp_path: Path
 ) -> None:
     alpha, beta = pair
@@ -86,7 +79,7 @@ def test_two_hosts_train_as_one_and_go_on_after_one_lost_its_rank(
     assert len(losses(outputs)) == last and losses(outputs) == losses(tmp_path / "one_host")
 
 
-def test_torchrun_meets_at_a_rendezvous(pair: list[Host], config: Path, tmp_path: Path) -> None:
+def test_torchrun_joins_at_a_rendezvous(pair: list[Host], config: Path, tmp_path: Path) -> None:
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "alpha:29600", "--rdzv_id", "run-1"]
     command = [
         "torchrun",
@@ -103,6 +96,7 @@ def test_torchrun_meets_at_a_rendezvous(pair: list[Host], config: Path, tmp_path
         for host in pair
     ]
     reported = [run.communicate(timeout=300)[0] for run in runs]
+
     assert [run.returncode for run in runs] == [0, 0], "\n\n".join(reported)
     run_ranks(2, train_here, config, tmp_path / "one_host", 3)
     assert losses(tmp_path / "run") == losses(tmp_path / "one_host")

@@ -47,5 +47,6 @@ def test_limits_are_kept() -> None:
         reports.append(done.stdout + done.stderr)
         if done.returncode == 0:
             break
+
     assert done.returncode == 0, "\n\n".join(reports)
     assert done.stdout.count(": kept\n") == 2, done.stdout

@@ -40,6 +40,7 @@ def test_verify_compares_a_config() -> None:
         "--cfg-options",
         *options,
     )
+
     assert done.returncode == 0, done.stderr
     assert (
         "on 2 ranks and on one" in done.stdout
@@ -52,9 +53,8 @@ def test_verify_compares_a_config() -> None:
 def test_what_is_made_small() -> None:
     cfg = load_train_config(DEMO, ["num_frames=14", "batch_size=7", "image_size=(64, 80)"])
     assert small_shape(cfg, 2, 10**6) == (3, 7, 16, 20)
-    assert (
-        small_shape(cfg, 7, 10**6)[0] == 7 and small_shape(cfg, 3, 10**6)[0] == 2
-    )  # whole samples stay whole
+    # Whole samples stay whole.
+    assert small_shape(cfg, 7, 10**6)[0] == 7 and small_shape(cfg, 3, 10**6)[0] == 2
     image = load_train_config(DEMO, ["num_frames=1", "batch_size=5"])
     for ranks, batch in [(2, 3), (5, 5), (8, 5)]:  # two on eight would split heads, five switch
         small = small_shape(image, ranks, 64)
@@ -73,6 +73,7 @@ def test_a_difference_is_reported_with_the_exit_status(
         "opensora_sp.verification.verify_config",
         lambda *_, **__: ((1, 2, 3, 4), SwitchRows, wrong),
     )
+
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "2"])
     reported = capsys.readouterr().out
@@ -81,6 +82,7 @@ def test_a_difference_is_reported_with_the_exit_status(
         and "NOT EQUAL" in reported
         and reported.index("5.0e-01  b") < reported.index("1.0e-12  a")
     )
+
     nan = Verdict(output=float("nan"), gradients={}, all_zero=(), tolerance=1e-8)
     assert not nan.agrees and "NOT EQUAL" in verify.report(nan, shown=None)
 

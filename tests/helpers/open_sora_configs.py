@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+KEPT = (
+    "num_frames", "image_size", "resolution", "aspect_ratio", "sp_size", "seed", "model", "vae",
+    "text_encoder", "scheduler", "dataset", "bucket_config", "batch_size", "num_workers",
+    "grad_checkpoint", "grad_clip", "epochs", "warmup_steps", "ema_decay", "log_every",
+    "ckpt_every", "outputs", "wandb", "load", "mask_ratios", "fps", "save_fps", "prompt_path",
+    "loop", "condition_frame_length", "condition_frame_edit", "reference_path", "mask_strategy",
+    "aes", "flow", "camera_motion", "dataset.frame_interval", "model.type", "model.qk_norm",
+    "model.qk_norm_legacy", "model.input_sq_size", "model.space_scale", "model.time_scale",
+    "vae.type", "vae.from_pretrained", "vae.subfolder", "vae.micro_batch_size",
+    "vae.micro_frame_size", "text_encoder.type", "text_encoder.from_pretrained", "scheduler.type",
+    "scheduler.num_sampling_steps", "scheduler.cfg_scale", "scheduler.cfg_channel",
+    "scheduler.timestep_respacing", "scheduler.use_timestep_transform",
+    "scheduler.use_discrete_timesteps", "scheduler.sample_method",
+)  # fmt: skip
+"""Keys of public configs that have the same meaning here."""
+
 V1_0 = """
 num_frames = 16
 frame_interval = 2

@@ -15,6 +15,7 @@ import re
 import shlex
 import textwrap
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from runs import ROOT
@@ -89,5 +90,5 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+BLOCKS = list(chain.from_iterable(map(blocks_of, PAGES)))
 SHELL = [block for block in BLOCKS if block.language in ("bash", "console")]

@@ -1,4 +1,4 @@
-"""Cases of STDiT3 whose results on several ranks are compared with one process, in float64.
+"""Cases of all STDiT models whose results on ranks are compared with one process, in float64.
 
 All parameters are drawn at random first (zero-initialised gates hide errors), and gradients are
 averaged over the ranks, as ZeRO and DDP average them.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from random_weights import draw_weights
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
@@ -28,8 +30,33 @@ class Case:
     x_mask: bool = False
     drop_caption: bool = False
     drop_path: bool = False
-    checkpoint: bool = False
+    checkpoint: bool | tuple[int, ...] = False  # as set_grad_checkpoint takes it
     output: str = "shards"
+    model: str = "STDiT3"
+    head_size: ClassVar[int] = 4
+
+    @property
+    def patches(self) -> tuple[int, int]:
+        """T, S."""
+        frames, height, width = (
+            -(-n // patch) for n, patch in zip(self.size[1:], self.patch, strict=True)
+        )
+        return frames, height * width
+
+    def options(self) -> dict[str, Any]:
+        """Options that only this model has."""
+        if self.model == "STDiT":
+            return dict(input_size=self.size[1:], space_scale=0.5)
+        return dict(qk_norm=True) if self.model == "STDiT2" else dict(input_sq_size=16)
+
+    def pixels(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Height and width of each sample, ``[B]``."""
+        ones = torch.ones(self.size[0], dtype=torch.float64)
+        return 20 * ones, 24 * ones
+
+    def conditions(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Further inputs, made from the others."""
+        return {}
 
 
 PLAIN = [
@@ -48,9 +75,9 @@ FULL = replace(Case((1, 1, 1, 1)), mask=True, x_mask=True, drop_caption=True, dr
 def make_model(case: Case) -> torch.nn.Module:
     torch.manual_seed(0)
     model = build_model(
-        "STDiT3",
+        case.model,
         in_channels=2,
-        hidden_size=4 * case.heads,
+        hidden_size=case.head_size * case.heads,
         depth=DEPTH,
         num_heads=case.heads,
         patch_size=case.patch,
@@ -58,24 +85,13 @@ def make_model(case: Case) -> torch.nn.Module:
         model_max_length=6,
         mlp_ratio=2.0,
         drop_path=0.3,
-        input_sq_size=16,
+        **case.options(),
     ).double()
-    return drawn(model, case)
-
-
-def drawn(model: torch.nn.Module, case: Case) -> torch.nn.Module:
-    """With all parameters drawn at random, and checkpointed as the case says."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
-            )
     model.set_grad_checkpoint(case.checkpoint)
-    return model
+    return draw_weights(model, seed=1, std=0.3)
 
 
-def make_inputs(case: Case) -> dict[str, torch.Tensor]:
+def make_inputs(case: Case) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -86,10 +102,14 @@ def make_inputs(case: Case) -> dict[str, torch.Tensor]:
         x=normal(B, 2, frames, height, width).requires_grad_(),
         timestep=torch.linspace(900, 100, B, dtype=torch.float64),
         y=normal(B, 1, 6, 5).requires_grad_(),
-        fps=torch.full((B,), 8.0, dtype=torch.float64),
-        height=torch.full((B,), 20.0, dtype=torch.float64),
-        width=torch.full((B,), 24.0, dtype=torch.float64),
     )
+    height, width = case.pixels()
+    if case.model != "STDiT":
+        inputs.update(fps=torch.full((B,), 8.0, dtype=torch.float64), height=height, width=width)
+    if case.model == "STDiT2":
+        samples = torch.arange(B, dtype=torch.float64)
+        inputs.update(num_frames=16 + samples, ar=height / width + samples)
+
     if case.mask:
         lengths = torch.tensor([4, 6, 0])[:B]  # no token in use counts as the first one
         inputs["mask"] = (torch.arange(6) < lengths[:, None]).long()
@@ -101,7 +121,7 @@ def make_inputs(case: Case) -> dict[str, torch.Tensor]:
         inputs["drop_caption"] = torch.arange(B) == B - 1
     if case.drop_path:
         inputs["drop_path"] = torch.rand(2 * DEPTH, B, generator=generator) < 0.3
-    return inputs
+    return inputs | case.conditions(inputs)
 
 
 def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -116,7 +136,7 @@ def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[s
 
 
 def run_step(
-    case: Case, mesh: SequenceMesh | None, **options
+    case: Case, mesh: SequenceMesh | None, **options: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], CommLedger]:
     """Output (whole), gradients averaged over the ranks, and the communication counted.
 
@@ -126,28 +146,35 @@ def run_step(
     target = torch.randn(
         inputs["x"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
     )
-    x_mask = inputs.get("x_mask")
+    masks = inputs.get("x_mask"), inputs.get("video_mask")
     ranks, shards = 1, {}
 
     if mesh is not None:
         parallelize(model, mesh, **options)
         ranks, shards = mesh.sp_size, dict(output="shards")
-    with torch.no_grad():
-        whole = model(**inputs)
 
     with CommLedger() as counter:
         if case.output == "shards":
-            losses = velocity_loss(model(**inputs, **shards), target, x_mask)
+            losses = velocity_loss(model(**inputs, **shards), target, *masks)
             rank_loss(losses, global_samples=len(target), world_size=ranks).backward()
         else:
-            velocity_loss(model(**inputs), target, x_mask).mean().backward()
+            whole = model(**inputs)
+            velocity_loss(whole, target, *masks).mean().backward()
+    if case.output == "shards":
+        with torch.no_grad():
+            whole = model(**inputs)
 
     found = gradients(model, inputs)
     if mesh is not None:
-        for gradient in found.values():
-            dist.all_reduce(gradient)
-            gradient /= ranks
-    return whole, found, counter
+        found = mean_over_ranks(found, mesh)
+    return whole.detach(), found, counter
+
+
+def mean_over_ranks(found: dict[str, torch.Tensor], mesh: SequenceMesh) -> dict[str, torch.Tensor]:
+    together = torch.cat([gradient.flatten() for gradient in found.values()])
+    dist.all_reduce(together, group=mesh.sp_group)
+    parts = (together / mesh.sp_size).split([gradient.numel() for gradient in found.values()])
+    return {name: part.view(found[name].shape) for name, part in zip(found, parts, strict=True)}
 
 
 @cache
@@ -155,15 +182,37 @@ def one_process_step(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor],
     return run_step(case, None)
 
 
-def assert_one_process_result(case: Case, mesh: SequenceMesh, **options) -> CommLedger:
+@dataclass(frozen=True)
+class Comparison:
+    """Of the output and all gradients with one process.
+
+    Attributes:
+        worst: the largest difference, relative to the tensor or 1e-3 of the largest gradient.
+        tensors: how many were compared.
+        counter: the communication of the step.
+    """
+
+    worst: float
+    tensors: int
+    counter: CommLedger
+
+
+def compare_with_one_process(case: Case, mesh: SequenceMesh, **options: Any) -> Comparison:
     whole, found, counter = run_step(case, mesh, **options)
     reference, wanted, _ = one_process_step(case)
-    largest = max(g.abs().max().item() for g in wanted.values())
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+
+    worst = 0.0
     pairs = {"output": (whole, reference), **{name: (found[name], wanted[name]) for name in wanted}}
     for name, (ours, theirs) in pairs.items():
-        allowed = 1e-9 * theirs.abs().max().item() + 1e-12 * largest
-        difference = (ours - theirs).abs().max().item()
+        scale = theirs.abs().max().item()
+        difference, allowed = (ours - theirs).abs().max().item(), 1e-9 * scale + 1e-12 * largest
         assert difference <= allowed, (
             f"{case} {options}: {name} differs by {difference}, allowed {allowed}"
         )
-    return counter
+        worst = max(worst, difference / max(scale, 1e-3 * largest))
+    return Comparison(worst, len(pairs), counter)
+
+
+def assert_one_process_result(case: Case, mesh: SequenceMesh, **options: Any) -> CommLedger:
+    return compare_with_one_process(case, mesh, **options).counter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from random_weights import draw_weights
 
 from opensora_sp.diffusion import velocity_loss
 from opensora_sp.models import build_model
@@ -22,11 +23,7 @@ def make_model() -> torch.nn.Module:
         mlp_ratio=2.0,
         pred_sigma=False,
     )
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
+    return draw_weights(model)
 
 
 def make_batch(step: int) -> dict[str, torch.Tensor]:

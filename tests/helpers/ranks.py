@@ -9,13 +9,17 @@ import pickle
 import signal
 import socket
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,7 @@ from opensora_sp.parallel import closing_process_group
 
 HOST = "127.0.0.1"
 HELPERS = Path(__file__).parent
+_starting = threading.Lock()
 
 
 def free_port() -> int:
@@ -77,16 +82,20 @@ def warm_context() -> Any:
     """Start the process that ranks are forked from, unless it is running."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
-    former = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HELPERS), *filter(None, [former])])
-    try:
+    path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with _starting, mock.patch.dict(os.environ, PYTHONPATH=path):
         forkserver.ensure_running()
-    finally:
-        if former is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = former
     return context
+
+
+def run_together(
+    num_ranks: int, functions: Iterable[Callable[[], Any]], at_once: int = 4
+) -> dict[str, list[Any]]:
+    """``run_ranks(num_ranks, function)`` of each, by its name: for functions that mostly wait."""
+    functions = list(functions)
+    with ThreadPoolExecutor(at_once) as pool:
+        results = pool.map(partial(run_ranks, num_ranks), functions)
+        return {function.__name__: of_ranks for function, of_ranks in zip(functions, results)}
 
 
 def _collect(

@@ -65,9 +65,23 @@ def write_toy_set(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Pat
     return folder / "clips.csv"
 
 
-def write_random_model(folder: Path) -> Path:
-    """A sampling config, ``sample.py``, and a checkpoint of its model with random weights."""
-    import torch
+def write_training(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Path:
+    """A toy set and the config of a training on it."""
+    manifest = write_toy_set(folder, count, broken)
+    (folder / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
+    return folder / "config.py"
+
+
+def losses(outputs: Path) -> list[float]:
+    """The losses that a run has logged."""
+    from opensora_sp.training.metrics import read_metrics
+
+    return [line["loss"] for line in read_metrics(outputs)]
+
+
+def write_random_model(folder: Path, *options: str) -> Path:
+    """A sampling config, ``sample.py``, and with its options a model of random weights."""
+    from random_weights import draw_weights
     from safetensors.torch import save_file
 
     from opensora_sp.checkpoint import write_model_config
@@ -75,13 +89,9 @@ def write_random_model(folder: Path) -> Path:
     from opensora_sp.models import build_model
 
     (folder / "sample.py").write_text(SAMPLE)
-    cfg = load_inference_config(folder / "sample.py")
+    cfg = load_inference_config(folder / "sample.py", list(options))
     model = build_model(cfg.model["type"], **{k: v for k, v in cfg.model.items() if k != "type"})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    save_file(model.state_dict(), folder / "model.safetensors")
+    save_file(draw_weights(model).state_dict(), folder / "model.safetensors")
     write_model_config(folder, "STDiT3", model.config)
     return folder
 

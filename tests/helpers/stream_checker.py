@@ -132,11 +132,13 @@ class StreamChecker(TorchDispatchMode):
         if func is torch.ops.aten.record_stream.default:
             self._memory[_pointer(args[0])].recorded.add(_handle(args[1]))
             return result
+
         if any(_is_view(returned) for returned in func._schema.returns):
             reads = set()  # of addresses only
         elif not writes:
             tensors = (t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
             writes = {_pointer(t) for t in tensors if t.is_cuda} - reads
+
         self._run(func.__name__, reads - {0}, writes - {0})
         if func is torch.ops.aten._local_scalar_dense.default and reads:
             self._stream_synchronized(torch.cuda.current_stream().cuda_stream)

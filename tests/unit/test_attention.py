@@ -16,8 +16,10 @@ from opensora_sp.checkpoint import check_model_config, write_model_config
 from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
-from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention
+from opensora_sp.models.attention import MAX_SCORES, _explicit, attention
 from opensora_sp.models.config import STDiT3Config
+from opensora_sp.models.layers import RotaryEmbedding, SelfAttention
+from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
 
 pytestmark = pytest.mark.core
 HEADS, WIDTH = 2, 8
@@ -68,13 +70,14 @@ def by_definition(
                 strict=True,
             )
         )
+
     out = []
     for one_q, one_k, one_v in samples:
-        heads = [
-            ((one_q[:, h] @ one_k[:, h].T) / WIDTH**0.5).exp() for h in range(HEADS)
-        ]  # scores of drawn numbers are small
+        # Scores of drawn numbers are small.
+        heads = [((one_q[:, h] @ one_k[:, h].T) / WIDTH**0.5).exp() for h in range(HEADS)]
         heads = [(w / w.sum(1, keepdim=True)) @ one_v[:, h] for h, w in enumerate(heads)]
         out.append(torch.stack(heads, dim=1))
+
     return q * 1 if not out else torch.stack(out) if lengths is None else torch.cat(out)
 
 
@@ -87,11 +90,13 @@ def assert_equal_to_definition(
         attention(*ours, lengths=lengths, backend=backend),
         by_definition(*theirs, lengths),
     )
+
     assert found.shape == ours[0].shape and found.dtype == dtype
     probe = drawn(tuple(found.shape), 9)
     (found * probe.to(dtype)).sum().backward()
     (wanted * probe).sum().backward()
     torch.testing.assert_close(found.double(), wanted, rtol=tol, atol=tol)
+
     for a, b in zip(ours, theirs, strict=True):
         assert a.grad is not None, "a rank without tokens has gradients of zero, not none"
         torch.testing.assert_close(
@@ -128,12 +133,14 @@ def test_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         "_softmax",
         lambda q, k, v: seen.append(len(q) * q.shape[1] * k.shape[1]) or softmax(q, k, v),
     )
+
+    # Less than a row of scores, some queries, some rows, all.
     for bound in (
         7,
         40,
         100,
         MAX_SCORES,
-    ):  # less than a row of scores, some queries, some rows, all
+    ):
         monkeypatch.setattr(module, "MAX_SCORES", bound)
         assert_equal_to_definition((4, 5, 6), "reference")
         assert max(seen) * HEADS <= max(bound, HEADS * 6) and (len(seen) == 1) == (
@@ -144,10 +151,45 @@ def test_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_key_is_exact_and_twice_differentiable() -> None:
     (q, k, v), _ = tensors((3, 2, 1))
-    assert torch.equal(_OneKey.apply(q, k, v), v.expand(q.shape))
-    assert torch.autograd.gradcheck(_OneKey.apply, (q, k, v)) and torch.autograd.gradgradcheck(
-        _OneKey.apply, (q, k, v)
-    )
+    assert torch.equal(attention(q, k, v, backend="sdpa"), v.expand(q.shape))
+    one_key = partial(attention, backend="sdpa")
+    assert torch.autograd.gradcheck(one_key, (q, k, v))
+    assert torch.autograd.gradgradcheck(one_key, (q, k, v))
+
+
+def arrivals(model: torch.nn.Module) -> list[str]:
+    """The parameters in the order in which a backward pass brings their gradients."""
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    return order
+
+
+@pytest.mark.parametrize("norm_last", [False, True])
+@pytest.mark.parametrize("linear", [torch.nn.Linear, type("Other", (torch.nn.Linear,), {})])
+def test_single_tokens_take_their_values(linear: type[torch.nn.Linear], norm_last: bool) -> None:
+    """As by softmax over one key: queries, keys and their norms have no influence."""
+    options = dict(qk_norm=True, rope=RotaryEmbedding(8), norm_last=norm_last)
+    layer = SelfAttention(16, 2, **options).double()
+    layer.qkv = linear(16, 48, dtype=torch.float64)
+    x = torch.randn(6, 1, 16, dtype=torch.float64, requires_grad=True)
+    wanted = layer.proj(layer.qkv(x)[..., 32:])
+    gradients = torch.autograd.grad(wanted.square().sum(), [x, *layer.qkv.parameters()])
+
+    order = arrivals(layer)
+    out = layer(x, PatchGrid(2, (1, 1, 3), (1, 1, 1)).rows(TEMPORAL))
+    out.square().sum().backward()
+    torch.testing.assert_close(out, wanted)
+    found = [x.grad, layer.qkv.weight.grad, layer.qkv.bias.grad]
+    torch.testing.assert_close(found, list(gradients))
+    assert not layer.q_norm.weight.grad.any() and not layer.k_norm.weight.grad.any()
+
+    # ZeRO sums gradients over ranks in this order, also where other ranks have longer clips.
+    of_images = list(order)
+    order.clear()
+    rows = PatchGrid(2, (3, 1, 3), (1, 1, 1)).rows(TEMPORAL)
+    layer(torch.randn(6, 3, 16, dtype=torch.float64), rows).square().sum().backward()
+    assert of_images == order and len(order) == 6
 
 
 class StandIn(types.ModuleType):
@@ -315,6 +357,7 @@ class OnCpu:
             grads[0][of_q] = torch.einsum("hqk,khd->qhd", grad_scores, k[of_k].float())
             grads[1][of_k] = torch.einsum("hqk,qhd->khd", grad_scores, q[of_q].float())
             grads[2][of_k] = torch.einsum("hqk,qhd->khd", weights, grad[of_q].float())
+
         return [z.to(q.dtype) for z in grads]
 
 
@@ -405,12 +448,11 @@ def test_edges_are_laid_out_once_for_all_blocks(
     x, y = torch.randn(2, 4, 2, 6, 6), torch.randn(2, 1, 3, 4)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     model(x, torch.tensor([10.0, 900.0]), y, mask).sum().backward()
-    assert flash.calls.count("varlen") == 2 * 3 * (
-        2 + 1
-    )  # cross-attention of 2 blocks and windows of one, 3 pairs
-    assert (
-        len(made) == 2 * 3
-    )  # edges of queries and of keys: of the text in either layout, of the windows
+
+    # Cross-attention of 2 blocks and windows of one, 3 pairs.
+    assert flash.calls.count("varlen") == 2 * 3 * (2 + 1)
+    # Offsets of queries and of keys: for the text in either layout, and for windows.
+    assert len(made) == 2 * 3
 
 
 def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
@@ -422,10 +464,12 @@ def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
         attention(q, k, v, backend="flash")
     with pytest.raises(ValueError, match=r"got attention 'flsh'; expected one of .*; choose one"):
         build_model("STDiT3", attention="flsh")
+
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             attention(q, k, v)
         attention(q.float(), k.float(), v.float(), backend="reference")
+
     assert [record.message for record in caplog.records] == [
         "attention backend: torch SDPA (the tensors are not on a GPU)",
         "attention backend: explicit softmax (asked for)",
@@ -479,7 +523,7 @@ def test_sdpa_is_not_taken_where_it_would_build_matrices(
     assert (found is None) == (obstacle is None) and (obstacle or "") in (found or "")
 
 
-def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_not_used_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, taken in (
         (None, False),
         (90100, False),
@@ -511,11 +555,11 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
         torch.randn(2, 4, 3, 4, 4), torch.tensor([10.0, 900.0]), torch.randn(2, 1, 3, 4), **numbers
     )
     cross = 2 if name == "STDiT3" else 1
+
     assert asked == ["reference"] * (2 + cross)
     write_model_config(tmp_path, name, model.config)
-    check_model_config(
-        tmp_path, name, build_model(name, **options, attention="sdpa").config
-    )  # no property of weights
+    # It is no property of the weights.
+    check_model_config(tmp_path, name, build_model(name, **options, attention="sdpa").config)
 
 
 def test_configs_know_the_backend() -> None:

@@ -52,9 +52,11 @@ def test_clips_go_where_the_release_puts_them(name: str) -> None:
         for res, of in case["bucket_config"].items()
     }
     buckets = Buckets.of(config)
+
     assert [
         [one.resolution, one.num_frames, place] for place, one in enumerate(buckets.entries)
     ] == case["bucket_order"]
+
     rows = case["rows"]
     draws = [
         [np.random.default_rng(row[3] + place).random(2) for place in range(len(buckets.entries))]
@@ -62,6 +64,7 @@ def test_clips_go_where_the_release_puts_them(name: str) -> None:
     ]
     sizes = np.array([row[:3] for row in rows], dtype=float).T
     found = buckets.assign(*sizes, interval=case["frame_interval"], draws=np.array(draws))
+
     for (_, height, width, _, bucket, shape, batch_size), number in zip(rows, found):
         if bucket is None:
             assert number < 0
@@ -102,13 +105,16 @@ def made(
     )
 
 
-def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, work: Work) -> None:
+def test_every_kept_clip_comes_once_in_an_epoch_and_steps_continue(
+    tmp_path: Path, work: Work
+) -> None:
     rows = manifest(tmp_path)
     plan, again = made(rows, work, per_step=4), made(rows, work, per_step=4)
     epochs = [plan.epoch(number) for number in range(2)]
     # A run that resumes in the second epoch asks for nothing else.
     later = again.step(len(epochs[0].steps) + 2)
     numbers = []
+
     for epoch in epochs:
         before = sum(len(one.steps) for one in epochs[: epoch.number])
         steps = [plan.step(before + i) for i in range(len(epoch.steps))]
@@ -116,20 +122,24 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_go_on(tmp_path: Path, 
         sizes = [len(step) for step in steps]
         assert set(sizes[:-1]) <= {4} or sum(size < 4 for size in sizes) == 1
         clips = list(chain.from_iterable(batch.ids for batch in batches))
-        assert sorted(clips) == np.flatnonzero(epoch.found >= 0).tolist()
+        assert sorted(clips) == np.flatnonzero(epoch.entry_of_clip >= 0).tolist()
         for batch in batches:
             assert (
-                batch.epoch == epoch.number and len({int(epoch.found[i]) for i in batch.ids}) == 1
+                batch.epoch == epoch.number
+                and len({int(epoch.entry_of_clip[i]) for i in batch.ids}) == 1
             )
-            entry = plan.buckets.entries[epoch.found[batch.ids[0]]]
+            entry = plan.buckets.entries[epoch.entry_of_clip[batch.ids[0]]]
             assert len(batch.ids) <= entry.batch_size and batch.shape.num_frames == entry.num_frames
             assert all(
                 entry.shape_at(rows[i].height / rows[i].width) == batch.shape for i in batch.ids
             )
         numbers += [batch.number for batch in batches]
+
     assert len(set(numbers)) == len(numbers)
     assert plan.step(len(epochs[0].steps) + 2) == later
-    assert not np.array_equal(epochs[0].found, epochs[1].found)  # keep probabilities draw anew
+    # Keep probabilities draw anew.
+    assert not np.array_equal(epochs[0].entry_of_clip, epochs[1].entry_of_clip)
+
     batch = plan.step(0)[0]
     replaced = [plan.substitute(batch, batch.ids[0], attempt) for attempt in range(12)]
     assert (
@@ -161,6 +171,7 @@ def test_replicas_have_equal_work_at_the_same_time(
             costs = [one.cost for one in turn]
             slowest.append(max(costs))
             means.append(sum(costs) / replicas)
+
     steps = map(plan.step, range(len(plan.epoch(0).steps)))
     everything = [batch.cost for batch in chain.from_iterable(steps)]
     rng = np.random.default_rng(0)
@@ -169,23 +180,26 @@ def test_replicas_have_equal_work_at_the_same_time(
     )
     naive = shuffled.max(axis=1).sum() / shuffled.mean(axis=1).sum()
     ours = sum(slowest) / sum(means)
+
     assert ours < 1.1 < naive, (ours, naive)
     assert np.mean(np.array(slowest) < 1.1 * np.array(means)) > 0.9
 
 
-def test_rounds_are_dealt_forth_and_back() -> None:
+def test_rounds_are_distributed_in_snake_order() -> None:
     assert snake_order([1.0, 9.0, 4.0, 8.0, 5.0], 2) == [[1, 2, 0], [3, 4, None]]
     assert snake_order([1.0], 3) == [[0], [None], [None]] and snake_order([2.0, 2.0], 1) == [[0, 1]]
 
 
-def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> None:
+def test_the_report_names_dropped_clips_and_the_reason(tmp_path: Path, work: Work) -> None:
     rows = manifest(tmp_path)
     report = made(rows, work, per_step=4).describe()
-    found = made(rows, work, per_step=4).epoch(0).found
+    found = made(rows, work, per_step=4).epoch(0).entry_of_clip
     flat = {" ".join(line.split()[:-1]): line for line in report}
+
     assert any(
         line.split()[:4] == ["144p", "x", "8", str((found == 5).sum())] for line in report
     ), report
+
     counted = Counter(found.tolist())
     for reason, words in [
         (-1, "not in the manifest"),
@@ -198,6 +212,7 @@ def test_the_report_says_what_is_dropped_and_why(tmp_path: Path, work: Work) -> 
                 f"dropped {counted[reason]}" in " ".join(line.split()) and words in line
                 for line in report
             ), flat
+
     assert counted[-1] == 1 and counted[-2] and counted[-3]
     assert f"{(found >= 0).sum()} of 401 clips" in report[-1]
     with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from opensora_sp.config import (
     parse_override,
     split_type,
 )
+from opensora_sp.config.components import check_options
 from opensora_sp.diffusion import Geometry, RectifiedFlow
 from opensora_sp.encoders import PatchPoolVAE
 from opensora_sp.models import build_model
@@ -88,6 +90,26 @@ def test_mistakes_are_refused_by_name(options: list[str], message: str) -> None:
     with pytest.raises(ValueError) as error:
         load_train_config(DEMO, options)
     assert re.search(message, str(error.value).replace("\n", " ")), error.value
+
+
+class Codec(Protocol):
+    """A type that pydantic cannot check."""
+
+
+class Custom:
+    def __init__(self, size: int, codec: Codec | None = None, model_x: float = 1.0) -> None: ...
+
+
+def test_options_of_a_custom_class_are_checked_together() -> None:
+    assert check_options("vae", {"size": "3", "model_x": 2}, Custom) == {"size": 3, "model_x": 2.0}
+    with pytest.raises(ValueError) as error:
+        check_options("vae", {"sizes": 3, "model_x": "high"}, Custom)
+    for message in (
+        "got no vae.size; expected a value",
+        "got the unknown key 'vae.sizes'; expected one of ['size', 'codec', 'model_x']; did you",
+        "got vae.model_x = 'high'; Input should be a valid number",
+    ):
+        assert message in str(error.value)
 
 
 def test_overrides_are_data() -> None:

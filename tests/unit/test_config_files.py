@@ -78,6 +78,7 @@ seed = int(os.environ.get("NO_SUCH_SEED", "7"))
 def helper(): pass
 """
     cfg = load_train_config(write(base, text))
+
     assert (
         cfg.outputs == f"{base}/run"
         and cfg.lr_schedule == "cosine"
@@ -89,6 +90,7 @@ def helper(): pass
         and cfg.model["depth"] == 3
         and cfg.model["num_heads"] == 3
     )
+
     gone = load_train_config(
         write(base, "_base_ = 'base.py'\noptimizer = dict(_delete_=True)\n", "gone.py")
     )
@@ -130,26 +132,22 @@ def finish():
     for file in files:
         file.unlink()
 
-if sys.argv[2] == "finishes":
-    threading.Thread(target=finish).start()
 try:
-    print(load_train_config(sys.argv[1]).sp_size)
+    load_train_config(sys.argv[1])
 except ValueError as error:
     print(error)
+threading.Thread(target=finish).start()
+print("then", load_train_config(sys.argv[1]).sp_size)
 """
 
 
-@pytest.mark.parametrize(
-    ("other", "printed"),
-    [("finishes", r"2"), ("was killed", r"got a damaged cache of yapf.*; delete")],
-)
-def test_ranks_that_import_mmengine_for_the_first_time_together(
-    base: Path, tmp_path: Path, other: str, printed: str
-) -> None:
+def test_ranks_that_import_mmengine_for_the_first_time_together(base: Path, tmp_path: Path) -> None:
+    """An error where the other rank never ends its cache; nothing where it does."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", READ_BESIDE_A_WRITER, str(write(base, BASE, "run.py")), other]
+    command = [sys.executable, "-c", READ_BESIDE_A_WRITER, str(write(base, BASE, "run.py"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert re.match(printed, done.stdout), done.stdout + done.stderr
+    printed = r"got a damaged cache of yapf.*; delete .*\nthen 2\n"
+    assert re.fullmatch(printed, done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -219,9 +217,7 @@ def test_a_mistake_in_a_base_is_reported_with_the_line_there(base: Path) -> None
     assert "got 'seed' in two files" in reported and "more.py:1" in reported
 
 
-def test_explain_says_where_each_value_comes_from(
-    base: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_explain_prints_the_origin_of_each_value(base: Path, capsys: pytest.CaptureFixture) -> None:
     text = "_base_ = 'base.py'\nmodel = dict(\n    depth=4,\n)\n"
     text += "image_size = None\nresolution = '32x24'\n"
     main(["config", write(base, text), "--explain", "--cfg-options", "optimizer.lr=0.5", "seed=3"])
@@ -230,6 +226,7 @@ def test_explain_says_where_each_value_comes_from(
         key.split(" = ")[0]: (key.split(" = ")[1].strip(), place.strip())
         for key, place in reported.items()
     }
+
     assert reported["model.depth"] == ("4", "run.py:3")
     assert reported["model.hidden_size"] == ("24", f"base.py:{line_of(BASE, '    type=')}")
     assert reported["sp_size"] == ("2", f"base.py:{line_of(BASE, 'sp_size')}")
@@ -240,6 +237,7 @@ def test_explain_says_where_each_value_comes_from(
     )
     assert reported["image_size"] == ("(32, 24)", "from resolution, run.py:6")
     assert reported["resolution"] == ("None", "used up for image_size, run.py:6")
+
     main(["config", "run.py"])
     (base / "dump.py").write_text(capsys.readouterr().out)
     assert load_train_config("dump.py") == load_train_config("run.py")
@@ -290,6 +288,7 @@ def test_options_put_over_files(base: Path) -> None:
     added = load_train_config(
         "base.py", ["mask_ratios.image_head=0.2", "optimizer.lr=2.0", "keep_last=none"]
     )
+
     assert added.mask_ratios == {"random": 0.1, "image_head": 0.2} and added.optimizer.lr == 2.0
     for whole in (
         "{'image_head': 0.2}",
@@ -299,10 +298,12 @@ def test_options_put_over_files(base: Path) -> None:
         assert load_train_config("base.py", [f"mask_ratios={whole}"]).mask_ratios == {
             "image_head": 0.2
         }
+
     assert load_train_config("base.py", ["mask_ratios=None"]).mask_ratios is None
     assert "got mask_ratios = 0.5 in the place of a dict (of base.py:" in refused(
         "base.py", ["mask_ratios=0.5"]
     )
+
     buckets = (
         "num_frames = image_size = batch_size = None\ndataset = dict(type='VariableVideoText')\n"
     )
@@ -310,10 +311,12 @@ def test_options_put_over_files(base: Path) -> None:
         "bucket_config = {'144p': {1: (1.0, 2), 6: (1.0, 1)}}\nvae = dict(pool=(1, 16, 16))\n"
     )
     path = write(base, "_base_ = 'base.py'\n" + buckets)
+
     assert load_train_config(path, ["bucket_config.144p.6=(0.5, 3)"]).bucket_config["144p"][6] == (
         0.5,
         3,
     )
+
     reported = refused("base.py", ["sp_sise=2", "noequals", "seed=-1", "optimizer.lr=fast"])
     assert (
         "noequals" in reported

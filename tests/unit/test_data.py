@@ -43,9 +43,9 @@ def test_toy_clips_are_deterministic_and_show_what_they_say() -> None:
         frames = clip.draw(5, 48)
         assert frames.shape == (5, 48, 48, 3) and np.array_equal(frames, clip.draw(5, 48))
         assert clip.colour != clip.background
-        assert np.allclose(
-            frames[:, 0, 0], COLOURS[clip.background]
-        )  # shapes stay inside the frame
+        # Shapes stay inside the frame.
+        assert np.allclose(frames[:, 0, 0], COLOURS[clip.background])
+
         seen = [
             np.argwhere((frame == COLOURS[clip.colour]).all(-1)).mean(0)
             for frame in (frames[0], frames[-1])
@@ -159,7 +159,7 @@ def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> 
         assert sorted(micro_batches) == plan.step(number)
 
 
-def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_from_before_short_clips_were_skipped_can_be_resumed(tmp_path: Path) -> None:
     """Even one whose order now has fewer clips than a batch; other numbers of clips are refused."""
     manifest = write_toy_set(tmp_path, 6)
     lines = manifest.read_text().splitlines()
@@ -189,7 +189,7 @@ def test_a_run_of_before_short_clips_were_left_out_can_be_resumed(tmp_path: Path
         check_resume(cfg, checkpoint, make_dataset(cfg))
 
 
-def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
+def test_clips_too_short_by_the_manifest_are_skipped(tmp_path: Path) -> None:
     """With their frame interval; those of which the manifest says nothing stay."""
     manifest = write_toy_set(tmp_path, 6)
     frames = [9, 8, "", 30, 1, 10]
@@ -198,9 +198,8 @@ def test_clips_too_short_by_the_manifest_are_left_out(tmp_path: Path) -> None:
         "\n".join([f"{lines[0]},num_frames", *(f"{a},{b}" for a, b in zip(lines[1:], frames))])
     )
     (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
-    cfg = load_train_config(
-        tmp_path / "config.py", ["dataset.frame_interval=2", "batch_size=2"]
-    )  # 9 frames
+    # 9 frames.
+    cfg = load_train_config(tmp_path / "config.py", ["dataset.frame_interval=2", "batch_size=2"])
 
     plan = make_plan(cfg, make_dataset(cfg), 1)
     assert plan.too_short == (1, 4) and plan.describe()[0].startswith(

@@ -31,6 +31,7 @@ def test_text_encoded_ahead_is_the_same_and_is_not_encoded_again(name: str) -> N
         part = {CaptionEmbedder: "y_proj", CrossAttention: "kv_linear"}.get(type(module))
         if part:
             getattr(module, part).register_forward_hook(lambda *_, part=part: calls.append(part))
+
     with torch.no_grad():
         wanted = model(**inputs)
         in_one_call = sorted(calls)

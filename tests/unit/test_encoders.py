@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from golden_vae import load, saved_pipeline
-from runs import run
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import write_model_config
@@ -32,6 +31,7 @@ from opensora_sp.encoders import (
 )
 from opensora_sp.encoders.huggingface import clean_caption
 from opensora_sp.models import build_model
+from opensora_sp.sampling import parse, sample
 from opensora_sp.sampling.decoding import decoded_pieces
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
@@ -96,17 +96,21 @@ def test_autoencoder_kl_frame_by_frame(image_folder: Path) -> None:
     vae = encoder.frames.module
     vae.encoder.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     latents = encoder.encode(video)
+
     assert seen == [3, 3, 3, 1]
     assert isinstance(encoder, LatentEncoder) and encoder.channels == 4
     assert tuple(latents.shape[2:]) == encoder.latent_size(5, 16, 12) == (5, 8, 6)
+
     one = vae.encode(video[1, :, 3][None]).latent_dist.mode()[0] * vae.config.scaling_factor
     torch.testing.assert_close(latents[1, :, 3], one)
     decoded = encoder.decode(latents, num_frames=5)
     assert decoded.shape == video.shape
+
     frame = vae.decode(one[None] / vae.config.scaling_factor).sample[0]
     torch.testing.assert_close(decoded[1, :, 3], frame)
     other = ImageVAE(str(image_folder), subfolder="vae", micro_batch_size=None, scaling_factor=0.5)
     torch.testing.assert_close(other.encode(video) * other.scale, latents * encoder.scale)
+
     for one_of, calls in ((encoder, [3, 2]), (other, [5])):  # what sampling decodes at a time
         pieces = decoded_pieces(one_of, 5, 5)
         assert [piece.frames.stop - piece.frames.start for piece in pieces] == calls
@@ -151,6 +155,7 @@ def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path
         (OpenSoraVAE(str(video_folder), micro_frame_size=2), 3),
     ]
     video = torch.rand(2, 3, 5, 16, 24) * 2 - 1
+
     for vae, count in encoders:
         latents = vae.encode(video)
         decoded = vae.decode(latents, num_frames=5)
@@ -163,6 +168,7 @@ def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path
                 torch.testing.assert_close(vae.encode(video[:, :, frames]), latents[:, :, places])
                 part = vae.decode(latents[:, :, places], num_frames=frames.stop - frames.start)
                 torch.testing.assert_close(part, decoded[:, :, frames])
+
     with pytest.raises(ValueError, match="got micro_batch_size 0; expected >= 1"):
         OpenSoraVAE(str(video_folder), micro_batch_size=0)
     with pytest.raises(
@@ -203,6 +209,7 @@ def test_t5(t5_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="opensora_sp"):
         y, mask = encoder.encode(["a", "a red circle moving right on a blue background, and on"])
         encoder.encode(["a red circle moving right on a blue background, and on"])
+
     assert isinstance(encoder, TextEncoder) and encoder.width == 16
     assert (
         y.shape == (2, 1, 12, 16)
@@ -210,14 +217,15 @@ def test_t5(t5_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         and mask[0].sum() < 12
         and mask[1].sum() == 12
     )
+
     said = [
         record.getMessage() for record in caplog.records if record.name.startswith("opensora_sp")
     ]
     assert len(said) == 1 and "is truncated to text_encoder.max_length = 12" in said[0]
+
     alone = encoder.encode(["a"])
-    torch.testing.assert_close(
-        alone[0][0, 0, : alone[1].sum()], y[0, 0, : mask[0].sum()]
-    )  # padding changes nothing
+    # Padding changes nothing.
+    torch.testing.assert_close(alone[0][0, 0, : alone[1].sum()], y[0, 0, : mask[0].sum()])
 
 
 def test_cleaned_captions(t5_folder: Path) -> None:
@@ -251,13 +259,16 @@ def test_half_precision(image_folder: Path, video_folder: Path, t5_folder: Path)
                 ours.dtype == torch.float32
                 and 0 < (ours - theirs).abs().max() < 0.1 * theirs.abs().max()
             )
+
     vae = OpenSoraVAE(str(video_folder), dtype="fp16")
     assert vae.scale.dtype == vae.shift.dtype == torch.float32  # 3.85 is 3.84 in bf16
     assert vae.scale.flatten().tolist() == pytest.approx([3.85, 2.32, 2.33, 3.06])
+
     whole, half = (
         T5TextEncoder(str(t5_folder), max_length=12, dtype=dtype) for dtype in ("fp32", "bf16")
     )
     ours, theirs = half.encode(["a red circle"])[0], whole.encode(["a red circle"])[0]
+
     assert (
         ours.dtype == torch.float32 and 0 < (ours - theirs).abs().max() < 0.1 * theirs.abs().max()
     )
@@ -284,6 +295,7 @@ def test_offloaded_weights_are_on_the_device_only_while_they_work(
             lambda t5: t5.encode(["a red circle"])[0],
         ),
     ]
+
     for encoder, work in encoders:
         before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
         assert encoder.to(device) is encoder and not any(
@@ -297,6 +309,7 @@ def test_offloaded_weights_are_on_the_device_only_while_they_work(
         with encoder.on_device():
             assert all(tensor.is_meta for tensor in encoder.state_dict().values())
         assert not any(tensor.is_meta for tensor in encoder.state_dict().values())
+
     with pytest.raises(RuntimeError, match="lost"), encoder.on_device():
         raise RuntimeError("lost")
     assert not any(tensor.is_meta for tensor in encoder.state_dict().values())
@@ -337,6 +350,7 @@ def test_incomplete_and_damaged_weights_are_refused(
     state = load_file(file)
     name = next(name for name in state if name.endswith("weight") and "norm" not in name)
     save_file({k: v for k, v in state.items() if k != name}, file, metadata={"format": "pt"})
+
     with pytest.raises(ValueError, match=f"(?i)missing.*{name}|{name} is one"):
         cls(str(folder))
     save_file({**state, name: state[name][..., :1].contiguous()}, file, metadata={"format": "pt"})
@@ -344,6 +358,7 @@ def test_incomplete_and_damaged_weights_are_refused(
         ValueError, match=rf"got (weights of another autoencoder|{key}.from_pretrained)"
     ):
         cls(str(folder))
+
     save_file(state, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(
@@ -360,12 +375,14 @@ def test_released_layout_is_strict_and_takes_older_names(
     save_file({**state, "spatial_vae.module.more": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="Unexpected key.*spatial_vae.module.more"):
         OpenSoraVAE(str(folder))
+
     older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     renamed = dict(state)
     for name in state:
         for new, old in older.items():
             if f"attentions.0.{new}." in name:
                 renamed[name.replace(new, old)] = renamed.pop(name)
+
     assert sum(name not in state for name in renamed) == 16
     save_file(renamed, folder / "model.safetensors")
     video = torch.rand(1, 3, 3, 16, 16)
@@ -522,7 +539,6 @@ outputs = {str(tmp_path / "samples")!r}
     model = build_model(name, **options)
     write_model_config(tmp_path, name, model.config)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    done = run("scripts/inference.py", config, "--ckpt", tmp_path, "--prompt", "a red circle")
-    assert done.returncode == 0, done.stderr
+    sample(parse([str(config), "--ckpt", str(tmp_path), "--prompt", "a red circle"]))
     frames = read_frames(tmp_path / "samples" / "000-a-red-circle.mp4")
     assert len(frames) == 6 and {frame.shape for frame in frames} == {(32, 24, 3)}

@@ -59,9 +59,8 @@ def test_masks_of_every_strategy_for_the_recorded_draws() -> None:
             frames,
         )
         compared += 1
-    assert (
-        compared + short == len(REFERENCE["rows"]) and short == 9
-    )  # 4 quarters of 2 and 3 frames, head and tail of 2
+    # 4 quarters of 2 and 3 frames, head and tail of 2.
+    assert compared + short == len(REFERENCE["rows"]) and short == 9
 
 
 def test_one_uniform_draw_picks_the_strategy_in_the_order_given() -> None:
@@ -79,10 +78,12 @@ def test_short_clips_take_the_nearest_mask() -> None:
         ("quarter_head_tail", 2): "01",  # the beginning stays given, the end is predicted
         ("quarter_head_tail", 3): "010",
     }
+
     for (strategy, frames), wanted in nearest.items():
         assert bits(frame_mask(strategy, frames, Recorded([[1, 1]], [1]))) == wanted
     assert bits(frame_mask("image_head_tail", 2, one)) == "01"
     assert bits(frame_mask("quarter_random", 3, Recorded([[1, 1], [0, 2]], [1, 1]))) == "101"
+
     for strategy in STRATEGIES:
         for frames in range(1, 25):
             for seed in range(20):
@@ -164,13 +165,14 @@ def make_batch(cfg, micro_batch: int, ids: list[int]):
 @pytest.mark.parametrize(
     "scheduler", ["{'type': 'rflow'}", "{'type': 'iddpm', 'learn_sigma': False}"]
 )
-def test_batches_draw_masks_by_name_and_keep_given_frames(scheduler: str) -> None:
+def test_batches_draw_masks_by_name_and_keep_conditioning_frames(scheduler: str) -> None:
     """Draws depend on (seed, micro-batch, sample) alone; masks fill patches of 2 of 7 frames."""
     options = ["mask_ratios={'image_head': 0.4, 'random': 0.5}", f"scheduler={scheduler}"]
     cfg = load_train_config(DEMO, options)
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     states = random.getstate(), torch.get_rng_state()
     batch = make_batch(cfg, 3, list(range(20)))
+
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
     swapped = make_batch(cfg, 3, [19, 5])
     x_mask, t = batch.inputs["x_mask"], batch.inputs["timestep"]
@@ -180,11 +182,12 @@ def test_batches_draw_masks_by_name_and_keep_given_frames(scheduler: str) -> Non
     assert not torch.equal(make_batch(cfg, 4, list(range(20))).inputs["x_mask"], x_mask)
     assert x_mask.shape == (20, 7) and torch.equal(x_mask[:, 0:6:2], x_mask[:, 1:6:2])
     assert x_mask.any(1).all() and not x_mask.all() and len(t) == 20
+
     given = ~x_mask[:, None, :, None, None].expand_as(batch.x_t)
     off = (batch.x_t - batch.noised.x_start).abs()
     assert off[given].max() < (1e-6 if "rflow" in scheduler else 0.06) and off[~given].mean() > 0.3
+
     plain = make_batch(load_train_config(DEMO, [f"scheduler={scheduler}"]), 3, [19, 5])
     assert plain.inputs["x_mask"] is None
-    assert torch.equal(
-        plain.x_t[~given[[19, 5]]], swapped.x_t[~given[[19, 5]]]
-    )  # the other draws are as without
+    # The other draws are those without it.
+    assert torch.equal(plain.x_t[~given[[19, 5]]], swapped.x_t[~given[[19, 5]]])

@@ -47,12 +47,14 @@ def test_schedules_and_respacing(release: str) -> None:
             ours = getattr(process.steps, TABLES[name])
             rtol = 1e-10 if release == "v10" else 1e-6
             close_table(ours, wanted, relative=rtol, name=f"{case['case']} {name}")
+
     close_table(named_betas("linear", 1000), tensors["base/betas"], relative=1e-12)
     if "cosine/betas" in tensors:
         close_table(named_betas("squaredcos_cap_v2", 1000), tensors["cosine/betas"], relative=1e-9)
     for key, wanted in about.get("respacing_tables", {}).items():
         num_steps, spacing = key.split(":")
         assert respaced_steps(int(num_steps), spacing) == wanted, key
+
     outcomes = about["outcome_of_requests"]
     assert outcomes["ddim7"] == outcomes["ddim500"] == "ok" and outcomes["ddim400"] == "ValueError"
     assert len(respaced_steps(1000, "ddim7")) == 7 and len(respaced_steps(1000, "ddim500")) == 500
@@ -75,6 +77,7 @@ def test_one_ancestral_step(release: str) -> None:
         x, t = one["input/x"], one["input/t"]
         predicted = toy_network(x, process.network_time(t), text_mean(one["input/y"]), None)
         back = process.reverse_step(predicted, x, t, clip=case["clip_denoised"])
+
         close(back.x_start, one["pred_xstart"])
         close(back.mean, one["mean"])
         close(back.log_variance, one["log_variance"])
@@ -132,6 +135,7 @@ def test_training_losses_and_their_gradients(release: str) -> None:
         noised = Noised.of(
             process, one["input/x_start"], one["input/noise"], one["input/t"], one.get("input/mask")
         )
+
         close(noised.x_t, one["network_x"])
         assert torch.equal(process.network_time(noised.t), one["network_t"])
         output = toy_network(noised.x_t, one["network_t"], text_mean(one["input/y"]), None)
@@ -140,6 +144,7 @@ def test_training_losses_and_their_gradients(release: str) -> None:
         for name in {"mse", "vb"} & one.keys():
             close(terms[name], one[name])
         close(loss, one["loss"])
+
         loss.sum().backward()
         close_gradient(output.grad, one["grad/network_output"], floor=1e-5)
 
@@ -213,6 +218,7 @@ def test_cosine_schedule_fixed_variance_and_a_given_t(schedule: str, variance: s
         assert betas == pytest.approx(
             [min(1 - b / a, 0.999) for a, b in itertools.pairwise(left)], rel=1e-9
         )
+
     t = torch.tensor([0, 1, 17, 39])
     channels = 2 if variance == "learned" else 1
     x, noise = (
@@ -220,9 +226,9 @@ def test_cosine_schedule_fixed_variance_and_a_given_t(schedule: str, variance: s
     )
     x[0, 0, 0, 0, :2] = torch.tensor([-1.0, 1.0])  # grey levels that reach to infinity
     output = torch.randn(4, channels, 2, 2, 3, generator=numbers, dtype=torch.float64)
-    output[0, 0] = (
-        noise[0, 0] + 0.3 * output[0, 0]
-    )  # near enough for a probability that is not cut off
+    # Near enough for a probability that is not cut off.
+    output[0, 0] = noise[0, 0] + 0.3 * output[0, 0]
+
     for kl in (False, True):
         options = dict(
             learn_sigma=variance == "learned", sigma_small=variance == "small", use_kl=kl
@@ -278,12 +284,15 @@ def test_elementwise_terms_and_timesteps() -> None:
     mean, log_variance, other_mean, other = (
         torch.tensor(v) for v in (0.3, 2 * math.log(0.5), -0.2, 2 * math.log(1.5))
     )
+
     close(
         gaussian_kl(mean, log_variance, other_mean, other), torch.distributions.kl_divergence(a, b)
     )
+
     levels = torch.linspace(-1, 1, 256, dtype=torch.float64)
     probabilities = (-discretised_nll(levels, torch.tensor(0.1), torch.tensor(-2.0))).exp()
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-9)
+
     process = IDDPM(timestep_respacing="ddim20")
     t = process.timesteps_from(torch.tensor([0.0, 0.049, 0.05, 0.999, 1.0]))
     assert t.tolist() == [0, 0, 1, 19, 19] and process.network_time(t).tolist() == [

@@ -42,6 +42,7 @@ def test_output_and_gradients(name: str, checkpointing: bool) -> None:
     inputs = inputs_of(tensors)
     inputs["x"].requires_grad_()
     output = model(**inputs)
+
     assert output.dtype == torch.float32
     close(output, tensors["output"])
     loss = (output * tensors["probe"]).sum()
@@ -50,6 +51,7 @@ def test_output_and_gradients(name: str, checkpointing: bool) -> None:
     wanted = under(tensors, "grad/")
     close_gradient(inputs["x"].grad, wanted.pop("input_x"), floor=1e-5, name="input_x")
     assert wanted
+
     for parameter, gradient in wanted.items():
         close_gradient(model.get_parameter(parameter).grad, gradient, name=parameter)
 
@@ -92,6 +94,7 @@ def test_presets_have_the_released_names_and_shapes(file: str, preset: str) -> N
     ours = [[name, list(tensor.shape)] for name, tensor in model.state_dict().items()]
     if preset.startswith("STDiT3"):  # whose entries are in another order here
         ours, about["state_dict"] = sorted(ours), sorted(about["state_dict"])
+
     assert ours == about["state_dict"]
     assert sum(p.numel() for p in model.parameters()) == about["parameters_total"]
     assert (
@@ -213,9 +216,11 @@ def test_embedders() -> None:
         if case["case"].startswith("mlp"):
             embedder = TimestepEmbedder(case["hidden_size"], case["frequency_embedding_size"])
             close(with_state(embedder, tensors)(tensors["input/t"]), tensors["output"])
+
     for case, tensors in block_cases("size_embedder"):
         embedder = SizeEmbedder(case["hidden"], case["frequency_embedding_size"])
         close(with_state(embedder, tensors)(tensors["input/s"], case["batch"]), tensors["output"])
+
     for case, tensors in block_cases("caption_embedder"):
         embedder = with_state(
             CaptionEmbedder(case["in_channels"], case["hidden"], case["token_num"]), tensors
@@ -224,13 +229,13 @@ def test_embedders() -> None:
         packed, lengths = embedder.pack(tensors["input/caption"], None, drop)
         assert lengths == [case["token_num"]] * 3
         close(embedder(packed).view(tensors["output"].shape), tensors["output"])
+
     for case, tensors in block_cases("pos_embed_2d"):
         if case["case"].startswith("torch"):
             base = case["base_size"]
             size = (1, case["h"], case["w"])
-            assert round((size[1] * size[2]) ** 0.5) == (
-                base or case["h"]
-            )  # as the models choose it
+            # The base size that models choose.
+            assert round((size[1] * size[2]) ** 0.5) == (base or case["h"])
             scale = torch.tensor(case["scale"])
             grid = PatchGrid(num_samples=1, latent_size=size, patch_size=(1, 1, 1), scale=scale)
             close(
@@ -242,6 +247,7 @@ def test_embedders() -> None:
             axes = [torch.arange(n) / case["scale"] * (base / n if base else 1) for n in sides]
             out = frame_position_embedding(*(axis.double() for axis in axes), case["dim"])
             close_table(out, tensors["output"], floor=1e-6)  # of float32 coordinates
+
     for case, tensors in block_cases("pos_embed_1d"):
         out = position_embedding(torch.arange(case["length"]).double() / case["scale"], case["dim"])
         close_table(out, tensors["output"], floor=1e-12)
@@ -281,6 +287,7 @@ def test_drop_path_takes_the_branches_of_one_part_away(name: str) -> None:
         ["1.attn.proj"],
         ["1.attn_temp.proj", "1.mlp.fc2"],
     ]
+
     for dropped, layers in enumerate(branches):
         without = copy.deepcopy(model)
         drop_path = torch.zeros(4, 2, dtype=torch.bool)
@@ -398,10 +405,12 @@ def test_sizes_that_a_model_cannot_take_are_refused() -> None:
     stdit, stdit2 = (
         build_model(name, **SMALL, **OWN_OPTIONS[name]) for name in ("STDiT", "STDiT2")
     )
+
     with pytest.raises(
         ValueError, match=r"got latents of size \(3, 4, 6\); expected the input_size \(3, 4, 4\)"
     ):
         stdit(**{**inputs, "x": torch.zeros(2, 4, 3, 4, 6)})
+
     with pytest.raises(
         ValueError,
         match=r"got input_size \(3, 5, 4\) and patch_size \(1, 2, 2\); .* in whole patches",
@@ -411,6 +420,7 @@ def test_sizes_that_a_model_cannot_take_are_refused() -> None:
         stdit2(
             **inputs, **{name: size for name, size in SIZES.items() if name not in ("height", "ar")}
         )
+
     with pytest.raises(ValueError, match="got hidden_size 32; expected a multiple of 3"):
         build_model("STDiT2", hidden_size=32, num_heads=4)
     with pytest.raises(ValueError, match="expected num_heads to divide hidden_size"):

@@ -131,15 +131,17 @@ def test_training_loss_and_its_gradient() -> None:
         mask = one.get("input/mask")
         flow = RectifiedFlow(**case["scheduler"])
         x_t = flow.noisy_input(x, noise, t, mask)
+
         close(x_t, one["network_x"])
-        output = toy_network(
-            x_t, t, one["input/y"].flatten(1).mean(1), None
-        )  # this network was not reported the mask
+        # This network does not get the mask.
+        output = toy_network(x_t, t, one["input/y"].flatten(1).mean(1), None)
         loss = velocity_loss(output, flow.target(x, noise), mask)
         assert torch.equal(loss, flow.losses(output, Noised.of(flow, x, noise, t, mask)))
+
         if "input/weights" in one:
             loss = loss * one["input/weights"][t]
         close(loss, one["loss"])
+
         loss.sum().backward()
         close_gradient(x.grad, one["grad/x_start"], floor=1e-5)
 
@@ -164,6 +166,7 @@ def test_training_timesteps() -> None:
         999,
         999,
     ]
+
     for loc, scale in ((0.0, 1.0), (-0.5, 0.7)):
         flow = RectifiedFlow(sample_method="logit-normal", loc=loc, scale=scale)
         t = flow.timesteps_from(u)
@@ -172,9 +175,9 @@ def test_training_timesteps() -> None:
             assert ours == pytest.approx(
                 1000 / (1 + math.exp(-loc - scale * NormalDist().inv_cdf(quantile))), rel=1e-4
             )
-    geometry = geometry_of(
-        [512, 512, 4], 7
-    )  # the transform follows: a clip of 4 latent frames moves to the noise
+
+    # The transform follows: a clip of 4 latent frames moves to the noise.
+    geometry = geometry_of([512, 512, 4], 7)
     moved = RectifiedFlow(sample_method="logit-normal", use_timestep_transform=True).timesteps_from(
         u, geometry
     )

@@ -45,6 +45,7 @@ def test_causal_convolution() -> None:
             padding_mode=given.get("pad_mode", "zeros"),
         )
         _, height, width = conv.conv.padding
+
         assert [width, width, height, height, conv.front, 0] == case["padding_w_h_t"], case["case"]
         conv.load_state_dict(under(tensors, "state/"))
         close(conv(tensors["input/x"]), tensors["output"])
@@ -75,6 +76,7 @@ def test_activation_is_the_one_that_the_release_names() -> None:
         None,
         {},
     )
+
     for name in (None, "swish", "relu"):
         vae = TemporalVAE(**options, **({} if name is None else {"activation_fn": name}))
         state = state or vae.state_dict()
@@ -85,6 +87,7 @@ def test_activation_is_the_one_that_the_release_names() -> None:
         wanted = block.conv2(activations(block.norm2(hidden))) + 1
         torch.testing.assert_close(block(torch.ones(1, 8, 2, 3, 3)), wanted)
         found[name] = vae.decode(vae.encode(x).mean, num_frames=4)
+
     assert torch.equal(found[None], found["swish"]) and not torch.allclose(
         found["swish"], found["relu"]
     )
@@ -211,6 +214,7 @@ def test_frame_counts_that_do_not_fit_are_refused(pipeline: tuple, tmp_path: Pat
             other["num_frames_argument"],
         )
         released = other["result_shape_or_error"]
+
         if released[2] == asked:
             assert list(vae.decode(latents, num_frames=asked).shape) == released
         else:
@@ -228,6 +232,7 @@ def test_latent_sizes() -> None:
             known = [1 if side is None else side for side in (frames, *size)]
             found = OpenSoraVAE.planned_latent_size(*known, micro_frame_size=micro)
             assert [None if e is None else f for e, f in zip(expected, found)] == expected
+
     about = json.loads((GOLDEN.parent / "data" / "video_vae_v12_latent_sizes.json").read_text())
     for micro, tables in about["by_micro_frame_size"].items():
         micro_frame_size = None if micro == "None" else int(micro)
@@ -239,6 +244,7 @@ def test_latent_sizes() -> None:
         for height, width, rows in tables["table"]:
             for frames, *expected in rows:
                 assert list(planned_latent_size(vae, frames, height, width)) == expected
+
     vae = {"type": "VideoAutoencoderKL", "from_pretrained": "x"}
     for frames, height, width, expected in about["image_vae_same_release"]:
         assert list(planned_latent_size(vae, frames, height, width)) == expected
@@ -271,6 +277,7 @@ def test_the_full_size_has_the_released_names_and_shapes() -> None:
     with torch.device("meta"):
         vae = ChunkVAE(*build_parts(released, "nowhere"), micro_batch_size=4)
     ours = {name: list(tensor.shape) for name, tensor in vae.state_dict().items()}
+
     assert ours == dict(about["state_dict"]) and len(ours) == about["state_dict_entries"]
     assert sum(p.numel() for p in vae.parameters()) == about["parameters_total"]
     for prefix, count in about["parameters_by_prefix"].items():

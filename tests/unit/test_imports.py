@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "opensora_sp"
+# What each may import beside the standard library.
 BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch"},
-}  # beside the standard library
+}
 WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them
 
 
@@ -61,56 +62,43 @@ def test_models_know_nothing_of_processes() -> None:
         assert "sp_size" not in text and "process_group" not in text, path
 
 
-def test_colossalai_is_imported_in_the_plugin_only() -> None:
+def test_nothing_imports_the_scripts() -> None:
+    """import-linter has the directions within the package (``make lint``)."""
     for path in files():
-        if path.relative_to(PACKAGE).parts[0] != "plugin":
-            assert not any(name.split(".")[0] == "colossalai" for name in imported(path)), path
+        assert not any(name.split(".")[0] == "scripts" for name in imported(path)), path
 
 
-def test_nothing_imports_the_scripts_and_lower_rooms_not_the_runs() -> None:
-    runs = ("opensora_sp.training", "opensora_sp.sampling", "scripts")
-    for path in files():
-        room = path.relative_to(PACKAGE).parts[0]
-        if room in (
-            "models",
-            "parallel",
-            "plugin",
-            "runtime",
-            "checkpoint",
-            "diffusion",
-            "encoders",
-            "data",
-            "config",
-        ):
-            assert not any(name.startswith(runs) for name in imported(path)), path
-
-
-@pytest.mark.parametrize("package", ["checkpoint", "storage"])
-def test_checkpoints_are_read_and_written_without_the_models(package: str) -> None:
-    code = f"import sys, opensora_sp.{package}; assert 'opensora_sp.models' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_models_reach_the_disk_only_when_asked_to() -> None:
-    code = (
-        "import sys, opensora_sp.models\n"
-        "assert not {'safetensors', 'opensora_sp.checkpoint'} & set(sys.modules)"
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("module", ["opensora_sp", "opensora_sp.training", "opensora_sp.sampling"])
-def test_importing_prints_nothing_and_leaves_colossalai_alone(module: str) -> None:
-    code = (
-        f"import sys, {module}\n"
-        "assert not {'colossalai', 'diffusers', 'transformers'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+CHECKPOINTS = """
+import sys, opensora_sp.checkpoint, opensora_sp.storage
+assert "opensora_sp.models" not in sys.modules
+"""
+MODELS_THEN_RUNS = """
+import sys, opensora_sp.models
+assert not {"safetensors", "opensora_sp.checkpoint"} & set(sys.modules)
+import opensora_sp.training, opensora_sp.sampling
+assert not {"colossalai", "diffusers", "transformers"} & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("code", [CHECKPOINTS, MODELS_THEN_RUNS])
+def test_imports_print_nothing_and_load_only_what_is_needed(code: str) -> None:
+    """Checkpoints need no models, models no checkpoints, and runs no ColossalAI before launch."""
+    done = run_python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-REAL_WARNING = """
-import builtins, logging, warnings
+PLUGIN = """
+import builtins, logging, os, psutil, warnings
 plain = builtins.__import__
 def hooked(name, *args, **kwargs):
     if name == "colossalai.zero":
@@ -119,41 +107,29 @@ def hooked(name, *args, **kwargs):
 builtins.__import__ = hooked
 import opensora_sp.plugin
 assert logging.getLogger("bitsandbytes").level == logging.NOTSET
+assert psutil.Process().children() == [] and "TORCH_WARM_POOL" not in os.environ
 """
 
 
-def test_importing_the_plugin_is_quiet_about_absent_extras_only() -> None:
-    done = subprocess.run([sys.executable, "-c", REAL_WARNING], capture_output=True, text=True)
+def test_importing_the_plugin_is_quiet_about_absent_extras_and_starts_no_processes() -> None:
+    """With Triton, an import of bitsandbytes, which ColossalAI makes, would start compilers."""
+    done = run_python(PLUGIN, TORCHINDUCTOR_COMPILE_THREADS="2")
     assert done.returncode == 0, done.stderr
-    assert not any(
-        word in done.stderr + done.stdout
-        for word in ("apex", "tensornvme", "bitsandbytes", "gemm_4bit")
-    )
+    for word in ("apex", "tensornvme", "bitsandbytes", "gemm_4bit"):
+        assert word not in done.stderr + done.stdout
     assert "UserWarning: a real one" in done.stderr
 
 
-@pytest.mark.serial
+PACKAGE_ALONE = """
+import time; start = time.process_time()
+import sys, opensora_sp; assert time.process_time() - start < 1
+assert not {"torch", "numpy", "pydantic", "mmengine"} & set(sys.modules)
+"""
+
+
 def test_importing_the_package_costs_nothing() -> None:
-    code = (
-        "import time; start = time.perf_counter()\n"
-        "import sys, opensora_sp; assert time.perf_counter() - start < 3\n"
-        "assert not {'torch', 'numpy', 'pydantic', 'mmengine'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_importing_the_plugin_starts_no_processes() -> None:
-    """With Triton, an import of bitsandbytes, which ColossalAI makes, would start compilers."""
-    code = (
-        "import opensora_sp.plugin, os, psutil; assert psutil.Process().children() == []\n"
-        "assert 'TORCH_WARM_POOL' not in os.environ"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_COMPILE_THREADS"}
-    subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        env=environment | {"TORCHINDUCTOR_COMPILE_THREADS": "2"},
-    )
+    done = run_python(PACKAGE_ALONE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_nothing_unpickles_or_evaluates() -> None:

@@ -67,6 +67,7 @@ def test_a_switch_brings_every_token_to_its_place_and_back(
             for r, plan in enumerate(plans):  # what r expects from q is what q sends to r
                 assert plan.recv_splits == [plans[q].send_splits[r] for q in range(P)]
                 arrived[r].append((plan.place, torch.cat([sent[q][r] for q in range(P)])))
+
         results = []
         for parts in arrived:
             places = torch.cat([place for place, _ in parts])
@@ -74,6 +75,7 @@ def test_a_switch_brings_every_token_to_its_place_and_back(
             results.append(
                 torch.empty_like(places).index_copy_(0, places, torch.cat([x for _, x in parts]))
             )
+
         return results
 
     there = exchange(shards(spatial, T, S), SPATIAL_ROWS, TEMPORAL_ROWS, S)
@@ -114,6 +116,7 @@ def test_units_of_heads_get_every_entry_once(shape: tuple[int, ...], units: str)
         entries.flatten(0, 1)[slice(*balanced_range(B * S, P, rank))].flatten() for rank in range(P)
     ]
     sent = [x[plan.pack].split(plan.send_splits) for x, plan in zip(held, plans, strict=True)]
+
     for rank, plan in enumerate(plans):
         start, stop = balanced_range(num_units, P, rank)
         arrived = torch.cat([sent[q][rank] for q in range(P)])
@@ -219,6 +222,7 @@ def test_slices_of_all_ranks_are_the_slice_of_the_whole(
     z = torch.randn(B, 2, *size)
     per_frame, per_position = torch.randn(B, size[0]), torch.randn(B, *size)
     parts = [rows.take(*balanced_range(rows.total, P, rank)) for rank in range(P)]
+
     for whole in (z, per_frame, per_position):
         assert torch.equal(torch.cat([part.slice(whole) for part in parts]), rows.slice(whole))
     assert rows.slice(z).shape == (rows.total, rows.length, grid.patch_volume * 2)
@@ -228,6 +232,7 @@ def test_slices_of_all_ranks_are_the_slice_of_the_whole(
     )
     assert sum(sum(part.tokens_per_sample()) for part in parts) == rows.total * rows.length
     assert torch.equal(unpatchify(rows.slice(z), rows), z)
+
     everywhere = per_frame[:, None, :, None, None].expand(B, 1, *size)
     assert torch.equal(unpatchify(rows.slice(per_frame), rows), everywhere)
     transposed, other = rows.transpose(rows.slice(z))

@@ -54,7 +54,7 @@ def black(text: str) -> np.ndarray:
     return np.asarray(image)[..., 0] < 128
 
 
-def test_each_character_is_drawn_in_a_font_that_has_it_and_others_are_left_out(fonts: Path) -> None:
+def test_each_character_is_drawn_in_a_font_that_has_it_and_others_are_skipped(fonts: Path) -> None:
     text = f"a {FOX} and 狸, 🦊"  # the last two are in neither font
     assert lettering.drawable(text, "video 3") == f"a {FOX} and ,"
     assert [run for _, run in lettering.runs(f"a {FOX} b")] == ["a ", f"{FOX} ", "b"]
@@ -68,9 +68,8 @@ def test_each_character_is_drawn_in_a_font_that_has_it_and_others_are_left_out(f
 
 def test_a_font_that_cannot_be_drawn_with_has_no_characters(fonts: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.ttf"
-    broken.write_bytes(
-        fonts.read_bytes().replace(b"head", b"hexd", 1)
-    )  # a table that FreeType needs
+    # A table that FreeType needs.
+    broken.write_bytes(fonts.read_bytes().replace(b"head", b"hexd", 1))
     assert ord(FOX) in TTFont(broken).getBestCmap()
     with pytest.raises(OSError):
         ImageFont.truetype(broken, 13)

@@ -32,6 +32,7 @@ def test_allocations_and_frees() -> None:
         assert live.peak == 3 * ROW
         d = torch.tensor([1.0, 2.0])
         assert live.live == 3 * ROW + 8
+
     del b, c, d
     assert (live.live, live.peak) == (0, 3 * ROW + 8)  # frees after the exit are seen
 

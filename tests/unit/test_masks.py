@@ -42,9 +42,8 @@ def test_a_mask_of_1_24_60_80_is_planned_in_parts(sp_size: int, layout: str) -> 
     whole_peak, whole_kept = mask_bytes(positions, 1, 0, layout)
     tokens = 24 * 30 * 40
     parts = [mask_bytes(positions, sp_size, rank, layout) for rank in range(sp_size)]
-    assert (
-        sum(kept for _, kept in parts) == whole_kept == 22 * 26 * 37 * 8
-    )  # one number per token, on one rank each
+    # One number per token, on one rank each.
+    assert sum(kept for _, kept in parts) == whole_kept == 22 * 26 * 37 * 8
     assert max(peak for peak, _ in parts) <= 1.1 * whole_peak / sp_size
     assert whole_peak <= 40 * tokens  # and nothing larger on the way
 
@@ -63,13 +62,14 @@ def attended(layout: str, kernel: tuple[int, int] | None, full: bool) -> None:
         for _ in range(3)
     )
     out = Attend()(q, k, v, rows)
+
     assert not out[~inside].any() and out[inside].abs().min() > 0
     (out * torch.randn_like(out)).sum().backward()
     for z in (q, k, v):
         assert torch.isfinite(z.grad).all() and not z.grad[~inside].any() and z.grad[inside].any()
-    changed = [
-        z.detach().masked_fill(~inside[..., None, None], 1e9) for z in (q, k, v)
-    ]  # nobody looks there
+
+    # Nobody looks there.
+    changed = [z.detach().masked_fill(~inside[..., None, None], 1e9) for z in (q, k, v)]
     assert torch.equal(Attend()(*changed, rows), out)
 
 
@@ -167,7 +167,7 @@ def test_a_frame_may_be_named_twice() -> None:
     assert torch.equal(model(**image, mask_index=[0, 0]), model(**image, mask_index=[0]))
 
 
-def test_the_text_of_given_frames_may_be_encoded_as_well() -> None:
+def test_the_text_of_conditioning_frames_may_be_encoded_as_well() -> None:
     model, inputs = conditioned()
     wanted = model(**inputs, mask_index=[1])
     encoded = {name: model.encode_text(inputs[name]) for name in ("y", "y_null")}

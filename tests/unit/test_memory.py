@@ -56,16 +56,19 @@ def largest(name: str, T: int, side: int, masks: bool) -> tuple[LargestTensor, i
         timestep=torch.tensor([1.0, 2.0]),
         y=torch.randn(2, 1, text, 4),
     )
+
     if name == "STDiT2":
         inputs.update(
             (size, torch.tensor([1.0, 2.0]))
             for size in ("num_frames", "height", "width", "ar", "fps")
         )
+
     if masks:
         inputs["mask"] = torch.arange(text) < torch.tensor([[25], [10]])
         inputs["x_mask"] = torch.rand(2, T) < 0.5
         inputs["video_mask"] = torch.ones(2, T, side, side, dtype=torch.bool)
         inputs["video_mask"][1, T // 2 :] = inputs["video_mask"][0, :, : side // 4] = False
+
     with LargestTensor() as seen:
         model(**inputs).square().sum().backward()
     return seen, 2 * T * side * side * width

@@ -69,11 +69,13 @@ def test_each_prompt_has_its_size_seed_and_samples(asked: InferenceConfig, train
     stems = [name + suffix for name, suffix in product(names, ("", "-s1"))]
     media = {f"{stem}.{'png' if '001' in stem else 'gif'}" for stem in stems}
     sheets, records = {f"{stem}.png" for stem in stems}, {f"{stem}.json" for stem in stems}
+
     assert {path.name for path in folder.iterdir()} == media | sheets | records
     assert read_frames(folder / "000-a-red-circle.gif").shape == (5, 28, 24, 3)
     assert np.asarray(Image.open(folder / "001-white-bright.png")).shape == (28, 24, 3)
     assert read_frames(folder / "002-a-blue-square-s1.gif").shape == (3, 32, 16, 3)
     assert Image.open(folder / "002-a-blue-square.gif").info["duration"] == 250
+
     one, other = (np.asarray(Image.open(folder / f"001-white-bright{s}.png")) for s in ("", "-s1"))
     assert (one != other).any()
     reported = facts(asked, "002-a-blue-square-s1")
@@ -89,6 +91,7 @@ def test_each_prompt_has_its_size_seed_and_samples(asked: InferenceConfig, train
         wanted.items() <= reported.items()
         and reported["config"]["scheduler"]["num_sampling_steps"] == 2
     )
+
     weights = (trained / "model.safetensors").read_bytes()
     assert reported["checkpoint_sha256"] == hashlib.sha256(weights).hexdigest()
 
@@ -117,7 +120,7 @@ def test_batches_hold_one_shape_and_leave_no_group_without_work(asked: Inference
         assert len({request.shape for request in batch}) == 1
 
 
-def test_skip_existing_goes_on_where_a_run_stopped(
+def test_skip_existing_continues_where_a_run_stopped(
     asked: InferenceConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", logger="opensora_sp")
@@ -125,9 +128,11 @@ def test_skip_existing_goes_on_where_a_run_stopped(
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert sample(again) == []
     assert "nothing left to do" in caplog.text
+
     (folder / "001-white-bright.json").unlink()  # as if it had been interrupted
     (folder / "000-a-red-circle.gif").unlink()
     assert {path.name for path in sample(again)} == {"001-white-bright.png", "000-a-red-circle.gif"}
+
     untouched = [path for path in before if path.stat().st_mtime_ns == before[path]]
     assert len(untouched) == len(before) - 5
     (folder / "000-a-red-circle.gif").unlink()
@@ -136,6 +141,7 @@ def test_skip_existing_goes_on_where_a_run_stopped(
     )
     assert (folder / "000-a-red-circle.mp4").is_file()
     assert '000-a-red-circle.mp4 is of another request (format "gif", now "mp4")' in caplog.text
+
     sample(again)
     assert not (folder / "000-a-red-circle.mp4").is_file()
     caplog.clear()
@@ -179,9 +185,11 @@ def test_text_is_encoded_once_for_all_steps_and_samples(trained: Path) -> None:
         part = {CaptionEmbedder: "y_proj", CrossAttention: "kv_linear"}.get(type(module))
         if part:
             getattr(module, part).register_forward_hook(lambda *_, part=part: calls.update([part]))
+
     pipeline.looped(requests_of(cfg, ["a red circle"]))
     assert texts == [["a red circle"]]  # two samples, three loops of four steps
     assert calls == {"y_proj": 1, "kv_linear": 2 * cfg.model["depth"]}
+
     pipeline.looped(requests_of(cfg, ["|0|a red circle|1|white"]))
     assert texts[1:] == [["a red circle"], ["white"]] and calls["y_proj"] == 3
 
@@ -267,10 +275,12 @@ def test_bad_rows_of_prompt_files_are_refused_by_line(trained: Path, tmp_path: P
         (tmp_path / "bad.csv").write_text(row)
         with pytest.raises(ValueError, match=message):
             read_prompts(tmp_path / "bad.csv")
+
     (tmp_path / "good.csv").write_text(
         "text,num_frames,resolution,aspect_ratio,width,height\na,2s,240p,9:16,,\nb,,,,8,4\n"
     )
     wide, small = read_prompts(tmp_path / "good.csv")
+
     assert (wide.num_frames, wide.size, small.size, small.num_frames) == (
         51,
         (240, 426),
@@ -304,6 +314,7 @@ def test_flags_override_the_config(trained: Path) -> None:
             "3",
         ]
     )
+
     assert (cfg.size, cfg.num_frames, cfg.fps, cfg.scheduler["cfg_scale"], cfg.sp_size) == (
         (240, 426),
         102,
@@ -330,6 +341,7 @@ def test_a_size_that_a_model_has_no_positions_for_is_refused_before_it_is_loaded
     cfg = load_inference_config(
         trained / "sample.py", values={"ckpt": str(trained), "model": model, "prompts": ["a"]}
     )
+
     with pytest.raises(
         ValueError,
         match=r"latents of \(5, 7, 6\), for 'a'; expected the model's input_size \(5, 8, 6\)",
@@ -409,6 +421,7 @@ def test_what_changes_a_video_makes_it_another_request(
     output = Output(tmp_path, request, facts, 1)
     output.add(np.zeros((1, 8, 8, 3), np.uint8))
     output.finish()
+
     assert outputs.differences(tmp_path, request, facts) == []
     rounded = asked.sequence_parallel.model_copy(update={"comm_dtype": "fp8"})
     for change in (
@@ -418,5 +431,6 @@ def test_what_changes_a_video_makes_it_another_request(
     ):
         changed = outputs.facts_of(asked.model_copy(update=change), request)
         assert len(outputs.differences(tmp_path, request, changed)) == 1
+
     output.path.with_suffix(".json").write_text("[]")
     assert outputs.differences(tmp_path, request, facts) == ["a JSON that cannot be read"]

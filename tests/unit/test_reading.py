@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -60,6 +61,7 @@ FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
         "-b:v",
         "0",
     ),
+    # Packets that show nothing.
     "vp8.webm": (
         "-c:v",
         "libvpx",
@@ -71,7 +73,7 @@ FILES = {  # name: how ffmpeg makes it of {b}, a file with B-frames
         "1",
         "-lag-in-frames",
         "16",
-    ),  # packets that show nothing
+    ),
     "stream.mp4": ("-c", "copy", "-f", "mpegts"),  # named so by many a downloader
     "pictures.mov": ("-c:v", "mjpeg", "-q:v", "2", "-pix_fmt", "yuvj420p"),
     "moving.gif": (),
@@ -111,6 +113,7 @@ def test_frames_are_those_of_ffmpeg(videos: Path, name: str) -> None:
     assert len(wanted) == {"one.png": 1, "one.jpg": 1, "cut.mp4": 45, "uneven.mp4": 48}.get(
         name, NUM_FRAMES
     )
+
     asked = [
         (0, 1, 1),
         (0, 5, 3),
@@ -120,12 +123,14 @@ def test_frames_are_those_of_ffmpeg(videos: Path, name: str) -> None:
         (len(wanted) - 3, 3, 1),
         (len(wanted) - 1, 1, 1),
     ]
+
     for start, count, interval in asked if len(wanted) > 1 else asked[:1]:
         frames, _ = read_video(videos / name, num_frames=count, interval=interval, start=start)
         assert frames.shape == (count, height, width, 3)
         for place, frame in zip(range(start, len(wanted), interval), frames):
             apart = np.abs(wanted.astype(np.int16) - frame).mean(axis=(1, 2, 3))
             assert apart.argmin() == place and apart[place] < 1, (start, count, interval, place)
+
     with pytest.raises(
         ValueError, match=rf"got {len(wanted)} frames; expected at least {len(wanted) + 1}"
     ):
@@ -177,6 +182,7 @@ def test_a_folder_becomes_a_manifest(
     (folder / "empty.webm").touch()
     (folder / "sub" / "b.txt").write_text("a fox,\n running\n")
     (folder / "captions.csv").write_text("path,text\nsub/one.png,a still\n")
+
     for ending in ("csv", "jsonl", "parquet"):
         target = tmp_path / "out" / f"clips.{ending}"
         main(
@@ -203,6 +209,7 @@ def test_a_folder_becomes_a_manifest(
         assert video[2:] == (60, 48, 64, pytest.approx(30000 / 1001), 0.75)
         assert image[1:] == ("a still", 1, 48, 64, None, 0.75)
         assert turned[2:5] == (60, 64, 48) and turned.text == ""
+
     (tmp_path / "others.csv").write_text("path,text\nsub/one.png,a still\ngone.mp4,a fox\n")
     for arguments, message in [
         ((str(tmp_path / "none"),), "which does not exist"),
@@ -246,6 +253,7 @@ def test_an_index_is_written_whole_or_not_at_all(
         (folder / os.fsdecode(name)).write_bytes((videos / "one.png").read_bytes())
     main(["index", str(folder), "-o", str(target)])
     reported = capsys.readouterr()
+
     assert "1 clips, 1 of them without a caption; 1 files cannot be read" in reported.out
     assert f"skipped {folder}/caf\\xe9.png: its name is not UTF-8" in reported.err
     before = target.read_bytes()
@@ -255,6 +263,7 @@ def test_an_index_is_written_whole_or_not_at_all(
         "set",
         "clips.csv",
     }
+
     monkeypatch.setattr(
         "opensora_sp.data.index_files", lambda *_, **__: pytest.fail("looked at files first")
     )
@@ -362,7 +371,7 @@ def test_what_is_random_depends_on_seed_epoch_and_clip_alone(tmp_path: Path) -> 
     write_video(tmp_path / "a.mp4", toy_clip(0, 0).draw(30, 64), fps=8)
     (tmp_path / "clips.csv").write_text("path,text\na.mp4,x\na.mp4,x\n")
     shape = ClipShape(3, 16, 24)
-    samples = [Sample(clip, epoch, shape) for epoch in range(3) for clip in range(2)]
+    samples = [Sample(clip, epoch, shape) for epoch, clip in product(range(3), range(2))]
     options = dict(transform="resize_random_crop", clip_start="random")
 
     def clips(seed: int, order: list[Sample], workers: int) -> dict[Sample, torch.Tensor]:
@@ -389,9 +398,8 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "half.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.png").write_text("no image")
-    (tmp_path / "unknown.mp4").write_bytes(
-        whole.replace(b"avc1", b"none")
-    )  # no decoder has this name
+    # No decoder has this name.
+    (tmp_path / "unknown.mp4").write_bytes(whole.replace(b"avc1", b"none"))
     ffmpeg("-f", "lavfi", "-i", "sine=duration=0.1", tmp_path / "sound.mp4")
     names = [
         "good.mp4",
@@ -404,6 +412,7 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     ]
     (tmp_path / "clips.csv").write_text("path,text\n" + "".join(f"{name},x\n" for name in names))
     dataset = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16))
+
     assert isinstance(dataset[0], Clip)
     for number, name in enumerate(names[1:], 1):
         broken = dataset[number]
@@ -414,6 +423,7 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
         )
         if name in ("unknown.mp4", "sound.mp4"):
             assert "it holds no video that can be decoded" in broken.reason
+
     long = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=7, image_size=(16, 16))
     assert "got 6 frames; expected at least 7" in long[0].reason
     slow = VideoTextDataset(

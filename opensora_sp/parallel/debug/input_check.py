@@ -28,6 +28,7 @@ from ..agreement import (
 )
 from ..mesh import SequenceMesh
 from ..strategies import registered_strategies
+from ..typed import Args, Kwargs
 from .comm_counter import record
 from .comm_timing import communicating
 
@@ -67,7 +68,7 @@ class InputCheck:
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
         self._form: ModelForm | None = None
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self.mesh.is_imagined:
             return
         self._form = self._form or ModelForm(model)
@@ -81,7 +82,7 @@ class InputCheck:
         if not agree:
             self._refuse(model, own)
 
-    def _entries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entries:
+    def _entries(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Entries:
         """What decides which bytes are sent: options, strategies, plan, modes, and the form of the
         inputs.
 
@@ -93,7 +94,9 @@ class InputCheck:
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
         if hasattr(model, "grad_checkpoint"):
-            entries["modes gradient checkpointing"] = "on" if model.grad_checkpoint else "off"
+            setting: Any = model.grad_checkpoint
+            switched = {"True": "on", "False": "off"}
+            entries["modes gradient checkpointing"] = switched.get(str(setting), str(setting))
 
         leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         return entries | {f"inputs {_name(path)}": describe(value) for path, value in leaves}

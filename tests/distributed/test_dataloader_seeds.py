@@ -54,11 +54,13 @@ def test_ranks_of_a_group_draw_alike_replicas_and_workers_do_not() -> None:
         assert ranks[0][name] == ranks[1][name] and ranks[2][name] == ranks[3][name]
     assert all(rank["workers"] == rank["again"] for rank in ranks)
     for generator in (1, 2, 3):
-        numbers = [batch[generator] for rank in (0, 2) for batch in ranks[rank]["workers"]]
-        assert (
-            len(set(numbers)) == len(numbers) == 8
-        )  # two replicas of two workers, four batches each
+        # Two replicas of two workers, four batches each.
+        batches = ranks[0]["workers"] + ranks[2]["workers"]
+        numbers = [batch[generator] for batch in batches]
+        assert len(set(numbers)) == len(numbers) == 8
         assert not set(numbers) & {batch[generator] for batch in ranks[0]["another seed"]}
+
     for rank in ranks:  # the order does not depend on workers
         assert [batch[0] for batch in rank["no workers"]] == [batch[0] for batch in rank["workers"]]
-    assert {batch[0] for rank in (0, 2) for batch in ranks[rank]["no workers"]} == set(range(8))
+    batches = ranks[0]["no workers"] + ranks[2]["no workers"]
+    assert {batch[0] for batch in batches} == set(range(8))

@@ -12,10 +12,11 @@ from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.low_precision import from_bytes, to_bytes
 
 pytestmark = pytest.mark.core
+# Largest relative L2 error of a gradient, bytes saved.
 BOUNDS = {
     "bf16": (0.01, 2.0),
     "fp8": (0.10, 3.5),
-}  # largest relative L2 error of a gradient, bytes saved
+}
 
 
 def gradients_sent_as(
@@ -33,6 +34,7 @@ def gradients_sent_as(
         patch_size=(1, 1, 1),
     )
     generator = torch.Generator().manual_seed(1)
+
     with torch.no_grad():
         for (
             name,
@@ -42,6 +44,7 @@ def gradients_sent_as(
                 p.copy_(
                     torch.randn(p.shape, generator=generator) * (0.5 if "table" in name else 0.1)
                 )
+
     model.set_grad_checkpoint(checkpoint)
     parallelize(model, SequenceMesh(dist.get_world_size()), placement="branch", comm_dtype=dtype)
     x, target = (torch.randn(1, 4, 6, 8, 9, generator=generator) for _ in range(2))
@@ -53,6 +56,7 @@ def gradients_sent_as(
         if p.requires_grad:
             dist.all_reduce(p.grad)
             found[name] = p.grad / dist.get_world_size()
+
     return found, counter
 
 
@@ -72,9 +76,9 @@ def compare() -> list[tuple[str, float, float]]:
         assert sent[0] >= saved * sent[1], (dtype, sent)
         results.append((dtype, errors[worst], sent[0] / sent[1]))
         again, _ = gradients_sent_as(dtype, checkpoint=False)
-        assert all(
-            torch.equal(again[name], g) for name, g in found.items()
-        )  # checkpointing rounds the same
+        # Checkpointing rounds the same.
+        assert all(torch.equal(again[name], g) for name, g in found.items())
+
     return results
 
 

@@ -128,11 +128,13 @@ def compare(
                 dist.all_reduce(gradient)
                 gradient /= mesh.sp_size
         results.append([output, *(g.clone() for g in gradients)])
+
     for ours, theirs in zip(*results, strict=True):
         if allowed is None:
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
         else:
             assert (ours - theirs).norm() <= allowed * theirs.norm() + 1e-11
+
     assert_bare(unwrap(model))
 
 
@@ -147,6 +149,7 @@ def planned_models() -> None:
     torch.manual_seed(1)
     register_plan(Branches, PLAN)
     register_plan(Stream, STREAM_PLAN)
+
     for size in SIZES:
         inputs = torch.randn(*size, 6).double(), torch.rand(*size).double()
         for model_class in (Branches, Stream):
@@ -156,9 +159,11 @@ def planned_models() -> None:
         for comm_dtype, allowed in [("bf16", 0.02), ("fp8", 0.3)]:
             low = dict(placement="branch", comm_dtype=comm_dtype)
             compare(Branches().double(), mesh, *inputs, allowed=allowed, **low)
+
     space: dict = {"__name__": "example"}
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.S)
     assert len(blocks) == 3
+
     for block in blocks:
         exec(block, space)
     with CommLedger() as counter:
@@ -168,6 +173,7 @@ def planned_models() -> None:
             torch.randn(3, 4, 5, 3, 3).double(),
             torch.rand(3, 5).double(),
         )
+
     assert counter.calls["switch", "backward"]
     checkpointed(space["MyDiT"], mesh)
 
@@ -321,6 +327,7 @@ def refused_plans() -> None:
         ValueError, match=r"got 'mask' of shape \(1, 4, 4\); expected axes b t s of sizes"
     ):
         parallelize(Branches(), mesh)(x, torch.ones(1, 4, 4))
+
     with pytest.raises(ValueError, match="copy before parallelize"):
         copy.deepcopy(parallelize(Branches(), mesh).spatial[0])
     register_plan(Stream, STREAM_PLAN)
@@ -333,15 +340,18 @@ def refused_plans() -> None:
         with pytest.raises(ValueError, match=f"got .*ShardPlan .*expected .*{message}.*; "):
             parallelize(model, mesh, **options)
         assert_bare(model)
+
     wrong = replace(PLAN, spatial=PLAN.temporal, temporal=PLAN.spatial)
     register_plan(Branches, wrong)
     with pytest.raises(ValueError, match="got another result under sequence parallelism"):
         parallelize(Branches(), mesh, verify=True)(x)
+
     model = Branches()
     model.temporal[1] = model.temporal[0]
     register_plan(Branches, PLAN)
     with pytest.raises(ValueError, match=r"got 'temporal.0' twice in one forward"):
         parallelize(model, mesh)(x)
+
     for change, message in [
         (dict(enter="entry"), "got 'entry' as a hook point, which matches no module"),
         (dict(temporal=("temporal.*", "nothing.*")), r"got 'nothing.\*' as a hook point"),
@@ -353,9 +363,11 @@ def refused_plans() -> None:
         with pytest.raises(ValueError, match=message):
             parallelize(model, mesh)
         assert_bare(model)
+
     register_plan(Branches, replace(PLAN, placement="stream" if mesh.sp_rank else "branch"))
     with pytest.raises(ValueError, match="got different plan on .*: placement is 'branch' on "):
         parallelize(Branches(), mesh)(x)
+
     register_plan(Branches, PLAN)
     model = parallelize(Branches(), mesh, verify=True)
     unwrap(model)(x)  # without what would verify

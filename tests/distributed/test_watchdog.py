@@ -11,10 +11,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from exits import recorded_exits
 from logs import captured_lines
 from polling import wait_until
-from ranks import run_ranks
-from worlds import in_worlds
+from ranks import run_ranks, run_together
 
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.runtime import Watchdog, heartbeats
@@ -23,27 +23,23 @@ pytestmark = pytest.mark.core  # the watchdog reads what torch does not guarante
 
 
 def no_step_in_time() -> tuple[list[int], list[str]]:
-    """Rank 1 is reported to stop, and nobody does."""
-    lines, codes = captured_lines(), []
-    os._exit, leave = codes.append, os._exit
-    with Watchdog(grace_time=2.0):
+    """Rank 1 is asked to stop, and no rank does."""
+    lines = captured_lines()
+    with recorded_exits() as codes, Watchdog(grace_time=2.0):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: codes)
-    os._exit = leave
     return codes, lines
 
 
 def stuck() -> tuple[list[int], list[str]]:
-    """Rank 1 does not come."""
-    lines, codes = captured_lines(), []
-    os._exit, leave = codes.append, os._exit
-    with Watchdog(collective_timeout=2.0):
+    """Rank 1 does not join a collective."""
+    lines = captured_lines()
+    with recorded_exits() as codes, Watchdog(collective_timeout=2.0):
         if dist.get_rank() == 1:
             wait_until(lambda: codes)
             time.sleep(2)  # until rank 0 would have ended, too
         dist.all_reduce(torch.ones(2, 3))
-    os._exit = leave
     return codes, lines
 
 
@@ -53,6 +49,7 @@ def far_away() -> tuple[str, list[str]]:
     lines = captured_lines()
     heartbeats.machine_id = lambda: f"machine {dist.get_rank()}"
     error = ""
+
     if dist.get_rank() == 1:
         one = Watchdog()
         one.__enter__()
@@ -61,11 +58,13 @@ def far_away() -> tuple[str, list[str]]:
         shutdown_process_group(drain=False)
         time.sleep(9)
         return error, lines
+
     try:
         with Watchdog():
             dist.all_reduce(torch.ones(2))
     except SystemExit as end:
         error = str(end)
+
     shutdown_process_group(drain=False)
     return error, lines
 
@@ -85,9 +84,8 @@ def busy_and_late() -> list[str]:
 
 def interrupted() -> tuple[list[int], list[str], str]:
     """Rank 1 gets SIGINT twice at once, as from terminal and launcher; and later a second one."""
-    lines, codes = captured_lines(), []
-    os._exit, leave = codes.append, os._exit
-    with Watchdog() as one:
+    lines = captured_lines()
+    with recorded_exits() as codes, Watchdog() as one:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
@@ -95,87 +93,75 @@ def interrupted() -> tuple[list[int], list[str], str]:
         assert not codes and one.is_interrupted
         reason = one.why_to_stop()
         dist.barrier()
+
         if dist.get_rank() == 1:
             time.sleep(1.5)
             os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes a second Ctrl-C on
             wait_until(lambda: codes)
-    os._exit = leave
     return codes, lines, reason
 
 
 def joined_late() -> tuple[list[int], list[str]]:
     """Rank 1 joins after ``collective_timeout``, just before rank 0 would report that."""
-    lines, codes = captured_lines(), []
-    os._exit, leave = codes.append, os._exit
-    with Watchdog(collective_timeout=4.0):
+    lines = captured_lines()
+    with recorded_exits() as codes, Watchdog(collective_timeout=4.0):
         dist.all_reduce(torch.ones(2))
         time.sleep(5.7 * dist.get_rank())
         dist.all_reduce(torch.ones(2))
         time.sleep(8)  # until the second all_reduce, the newest of its group, is overdue as well
-    os._exit = leave
     return codes, lines
 
 
 def interrupted_at_once() -> tuple[list[int], list[str]]:
     """Rank 1 alone gets SIGINT, in a run that has no step to finish."""
-    lines, codes = captured_lines(), []
-    os._exit, leave = codes.append, os._exit
-    with Watchdog(grace_time=0):
+    lines = captured_lines()
+    with recorded_exits() as codes, Watchdog(grace_time=0):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: codes)
-    os._exit = leave
     return codes, lines
 
 
 def interrupted_then_failed() -> tuple[list[int], list[str]]:
     """After SIGINT, and before the run has stopped, rank 1 does not join a collective."""
-    lines, codes = captured_lines(), []
-    os._exit, leave = codes.append, os._exit
-    with Watchdog(collective_timeout=2.0) as one:
+    lines = captured_lines()
+    with recorded_exits() as codes, Watchdog(collective_timeout=2.0) as one:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: one.stop_reason)
+
         if dist.get_rank() == 1:
             wait_until(lambda: codes)
             time.sleep(2)  # until rank 0 would have ended, too
         dist.all_reduce(torch.ones(2))
-    os._exit = leave
     return codes, lines
 
 
+# Those that wait longest come first.
 CASES = (
-    busy_and_late,
-    no_step_in_time,
-    stuck,
-    interrupted,
     joined_late,
-    interrupted_at_once,
-    interrupted_then_failed,
     far_away,
+    stuck,
+    interrupted_then_failed,
+    no_step_in_time,
+    interrupted,
+    interrupted_at_once,
 )
 
 
-def all_watches() -> list:
-    return in_worlds(by_name, [(2, (case.__name__,)) for case in CASES])
-
-
-def by_name(name: str) -> object:
-    return globals()[name]()
-
-
 @pytest.fixture(scope="module")
-def found() -> list:
-    return run_ranks(2, all_watches)
+def found() -> dict[str, list]:
+    """By the name of the case what each rank returns."""
+    return run_together(2, CASES)
 
 
 @pytest.mark.slow
-def test_slow_and_late_ranks_alarm_nobody(found: list) -> None:
-    assert [of_rank[0] for of_rank in found] == [[], []]
+def test_slow_and_late_ranks_alarm_nobody() -> None:
+    assert run_ranks(2, busy_and_late) == [[], []]
 
 
-def test_a_run_that_does_not_stop_is_ended(found: list) -> None:
-    for rank, (codes, lines) in enumerate(of_rank[1] for of_rank in found):
+def test_a_run_that_does_not_stop_is_ended(found: dict[str, list]) -> None:
+    for rank, (codes, lines) in enumerate(found["no_step_in_time"]):
         assert codes == [1]
         assert lines[0] == "rank 1: SIGTERM; stopping after this step, with a checkpoint"
         assert lines[1].startswith(
@@ -183,44 +169,44 @@ def test_a_run_that_does_not_stop_is_ended(found: list) -> None:
         )
 
 
-def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: list) -> None:
-    for rank, (codes, lines) in enumerate(of_rank[2] for of_rank in found):
+def test_a_stuck_collective_is_named_and_those_that_did_not_come(found: dict[str, list]) -> None:
+    for rank, (codes, lines) in enumerate(found["stuck"]):
         assert codes == [1] and lines[0].startswith(
             f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) for "
         )
-        assert re.search(
-            r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*test_watch.py:\d+ \(stuck\)",
-            lines[0],
-        )
+        called = r"all_reduce\(tensor \[2, 3\] float32\), number \d+ of .*"
+        assert re.search(called + r"test_watchdog.py:\d+ \(stuck\)", lines[0])
         absent = (
             r"ranks \[0\] joined, missing: rank 1, which has called \d+ and is at .*\(wait_until\)"
         )
         assert re.search(absent, lines[0])
 
 
-def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(found: list) -> None:
-    error, lines = found[0][-1]
+def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(
+    found: dict[str, list],
+) -> None:
+    error, lines = found["far_away"][0]
     assert error == "1" and "rank 0 stops: ranks [1] have failed: no heartbeat for 5 s" in lines[0]
 
 
-def test_sigint_is_passed_on_and_a_second_signal_ends_the_process(found: list) -> None:
+def test_sigint_is_passed_on_and_a_second_signal_ends_the_process(found: dict[str, list]) -> None:
     """SIGINT twice within a second is one Ctrl-C."""
-    for rank, (codes, lines, reason) in enumerate(of_rank[3] for of_rank in found):
+    for rank, (codes, lines, reason) in enumerate(found["interrupted"]):
         assert codes == [130] * rank and reason == "rank 1: SIGINT"
         assert lines == ["rank 1: SIGINT; stopping after this step, with a checkpoint"]
 
 
-def test_a_rank_that_joins_late_does_not_end_the_run(found: list) -> None:
-    assert [of_rank[4] for of_rank in found] == [([], []), ([], [])]
+def test_a_rank_that_joins_late_does_not_end_the_run(found: dict[str, list]) -> None:
+    assert found["joined_late"] == [([], []), ([], [])]
 
 
-def test_sigint_on_one_rank_ends_all_ranks_with_130(found: list) -> None:
-    for rank, (codes, lines) in enumerate(of_rank[5] for of_rank in found):
+def test_sigint_on_one_rank_ends_all_ranks_with_130(found: dict[str, list]) -> None:
+    for rank, (codes, lines) in enumerate(found["interrupted_at_once"]):
         assert codes == [130] and lines == [f"rank {rank} stops: rank 1: SIGINT"]
 
 
-def test_a_failure_after_sigint_is_a_failure(found: list) -> None:
-    for rank, (codes, lines) in enumerate(of_rank[6] for of_rank in found):
+def test_a_failure_after_sigint_is_a_failure(found: dict[str, list]) -> None:
+    for rank, (codes, lines) in enumerate(found["interrupted_then_failed"]):
         assert lines[0] == "rank 1: SIGINT; stopping after this step, with a checkpoint"
         assert lines[1].startswith(
             f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) for "

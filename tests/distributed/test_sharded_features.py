@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_weights import draw_weights
 from ranks import run_ranks
 from runs import write_toy_set
 from torch import Tensor
@@ -48,7 +49,7 @@ def frames_of(count: int) -> list[Piece]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
+def test_pieces_are_distributed_once_and_evenly(num_ranks: int) -> None:
     chunked = SimpleNamespace(chunk_frames=4, chunk_latent_frames=2)
     kinds = [
         frames_of(1),
@@ -76,7 +77,7 @@ def test_pieces_are_dealt_out_once_and_evenly(num_ranks: int) -> None:
             assert sorted(p.place for p in portions if p.has_caption) == places
 
 
-def test_a_delivery_hands_everyone_what_it_wants() -> None:
+def test_a_delivery_sends_every_rank_what_it_needs() -> None:
     rng = torch.Generator().manual_seed(0)
     for ranks in (1, 2, 3, 5):
         for _ in range(20):
@@ -90,13 +91,13 @@ def test_a_delivery_hands_everyone_what_it_wants() -> None:
             sent = [
                 made[rank][plan.pack].split(plan.send_splits) for rank, plan in enumerate(plans)
             ]
+
             for rank, plan in enumerate(plans):
                 assert [len(of_sender[rank]) for of_sender in sent] == plan.recv_splits
                 arrived = torch.cat([of_sender[rank] for of_sender in sent])
                 assert torch.equal(arrived, plan.place)
-                assert torch.equal(
-                    arrived.sort().values, wanted[rank].nonzero().flatten()
-                )  # that, each once
+                # Each rank receives what it needs, once.
+                assert torch.equal(arrived.sort().values, wanted[rank].nonzero().flatten())
 
 
 def test_parts_of_a_clip_are_cut_from_the_same_place(tmp_path: Path) -> None:
@@ -192,12 +193,7 @@ SHAPE = ClipShape(7, 28, 20)  # latents of 7 x 5, which patches of 2 do not divi
 def make_model(name: str) -> Any:
     kind, options = MODELS[name]
     torch.manual_seed(0)  # for its buffers
-    model = build_model(kind, **MODEL, **options).double()
-    rng = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=rng) * 0.2)
-    return model
+    return draw_weights(build_model(kind, **MODEL, **options).double(), seed=1, std=0.2)
 
 
 def gradients(
@@ -214,63 +210,69 @@ def gradients(
     return [losses.detach(), *found]
 
 
-def shared(
-    mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
-) -> dict[str, Any]:
-    """What this rank did for one micro-batch, after a comparison with one process."""
+def encode_clips(
+    mesh: Any, model: Any, ids: list[int], encoder: str, shape: ClipShape
+) -> tuple[Any, Counting, Drawn]:
+    """Features of one micro-batch, with what this rank encoded and read for them."""
     plan = MicroBatchPlan(
         num_samples=9, batch_size=len(ids), micro_batches_per_step=1, seed=0, shape=shape
     )
     micro_batch = plan.step(0)[0]._replace(ids=tuple(ids))
-    scheduler = {"type": "iddpm"} if MODELS[name][1].get("pred_sigma") else {"type": "rflow"}
+    dataset, source = Drawn(), Counting(encoder)
+    corrupt = CorruptSamples(dataset.rows, mesh, 1.0)
+
+    clips = ShardedEncoder(mesh, model, dataset, plan, source, corrupt, CPU)
+    items = [dataset[sample] for sample in clips.samples(micro_batch)]
+    used, features = clips.encode(micro_batch, items)
+    assert used == ids and corrupt.read == len(ids)
+    return features, source, dataset
+
+
+def assert_mean_gradients_equal(found: list[Tensor], wanted: list[Tensor], ranks: int) -> None:
+    """The first tensor is the losses, of which ranks hold parts; the others are gradients."""
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        dist.all_reduce(ours)
+        mean = ours / ranks if number else ours
+        largest = float(theirs.abs().max() + 1e-30)
+        torch.testing.assert_close(mean, theirs.to(mean.dtype), rtol=1e-9, atol=1e-9 * largest)
+
+
+def shared(
+    mesh: SequenceMesh, name: str, encoder: str, ids: list[int], options: dict, shape: ClipShape
+) -> dict[str, Any]:
+    """What this rank did for one micro-batch, after a comparison with one process."""
+    kind, more = MODELS[name]
     cfg = SimpleNamespace(
         seed=3,
-        scheduler=scheduler,
+        scheduler={"type": "iddpm" if more.get("pred_sigma") else "rflow"},
         mask_ratios={"random": 0.7},
-        model_spec=ModelSpec.parse({"type": MODELS[name][0]}),
+        model_spec=ModelSpec.parse({"type": kind}),
     )
-
-    def features_of(mesh: Any, model: Any) -> tuple[Any, Counting, Drawn]:
-        dataset, source = Drawn(), Counting(encoder)
-        broken = CorruptSamples(dataset.rows, mesh, 1.0)
-        clips = ShardedEncoder(mesh, model, dataset, plan, source, broken, CPU)
-        used, features = clips.encode(
-            micro_batch, [dataset[sample] for sample in clips.samples(micro_batch)]
-        )
-        assert used == ids and broken.read == len(ids)
-        return features, source, dataset
-
     model = make_model(name)
     maker = BatchMaker(cfg, model.config, Counting(encoder), CPU)
-    alone, _, _ = features_of(SimpleNamespace(sp_size=1, sp_rank=0), model)
+
+    alone, *_ = encode_clips(SimpleNamespace(sp_size=1, sp_rank=0), model, ids, encoder, shape)
     assert not alone.latents.isnan().any()
     wanted = gradients(model, maker, ids, alone, 1, False)
+
     parallelize(model, mesh, **options)
     with CommLedger() as counter:
-        features, source, dataset = features_of(mesh, model)
+        features, source, dataset = encode_clips(mesh, model, ids, encoder, shape)
     found = gradients(model, maker, ids, features, mesh.sp_size, True)
-    for tensor in found:
-        dist.all_reduce(tensor)
-    found = [found[0], *(g / mesh.sp_size for g in found[1:])]
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(
-            ours, theirs.to(ours.dtype), rtol=1e-9, atol=1e-9 * float(theirs.abs().max() + 1e-30)
-        )
-    assert features.text_lengths == alone.mask.sum(1).tolist() and all(features.text_lengths)
+    assert_mean_gradients_equal(found, wanted, mesh.sp_size)
+
     here = ~features.latents.isnan()
-    assert torch.equal(features.latents[here], alone.latents[here]) and torch.equal(
-        features.fps, alone.fps
-    )
     held = here.flatten(1).any(1)
-    assert torch.equal(features.y[held], alone.y[held]) and torch.equal(
-        features.mask[held], alone.mask[held]
-    )
-    sent = counter.bytes["data", "forward"]
+    assert features.text_lengths == alone.mask.sum(1).tolist() and all(features.text_lengths)
+    assert torch.equal(features.latents[here], alone.latents[here])
+    assert torch.equal(features.fps, alone.fps)
+    assert torch.equal(features.y[held], alone.y[held])
+    assert torch.equal(features.mask[held], alone.mask[held])
     return dict(
         read=dataset.frames,
         encoded=source.frames,
         captions=source.captions,
-        sent=sent,
+        sent=counter.bytes["data", "forward"],
         needed=int(here[:, 0].sum()),
         held=int(held.sum()),
         calls=counter.calls["data", "forward"],
@@ -318,21 +320,23 @@ def test_ranks_share_reading_and_encoding_and_the_step_stays_the_same() -> None:
             case = (world, name, encoder, ids, options)
             total, pieces = len(ids) * shape.num_frames, len(ids) * reported[0]["pieces"]
             per_piece = {"frames": 1, "chunks": ChunkVAE.chunk, "clips": shape.num_frames}[encoder]
+
             assert [one["read"] for one in reported] == [one["encoded"] for one in reported], case
             assert sum(one["read"] for one in reported) == total, case  # every frame once
             assert max(one["read"] for one in reported) <= -(-pieces // world) * per_piece, case
             assert sum(one["captions"] for one in reported) == len(ids), case
             assert {one["calls"] for one in reported} == {int(world > 1)}, case
+
             # Numbers sent: latents that a rank needs and has not made, and captions likewise.
             latents, captions = (
                 sum(one["needed"] for one in reported) * 3,
                 sum(one["held"] for one in reported) * WORDS * 8,
             )
+
             assert {one["agreed"] for one in reported} == {2 * 8 * len(ids) * int(world > 1)}, case
             assert sum(one["sent"] for one in reported) <= 4 * (latents + captions), case
-            if (
-                world > 1 and len(ids) % world == 0 and not options
-            ):  # whole samples, made where they are needed
+            # Whole samples, made where they are needed.
+            if world > 1 and len(ids) % world == 0 and not options:
                 assert sum(one["sent"] for one in reported) == 0, case
 
 
@@ -398,10 +402,10 @@ def test_ranks_agree_on_what_replaces_a_clip_that_one_of_them_cannot_read(tmp_pa
         num_samples=9, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE
     )
     assert ids[:3] == [0, 1, 2] and fps == [8.0 + i for i in ids]
-    assert ids[3] == plan.substitute(
-        plan.step(0)[0], 3, attempts(plan) - 1
-    )  # from (seed, epoch, index) alone
+    # From (seed, epoch, index) alone.
+    assert ids[3] == plan.substitute(plan.step(0)[0], 3, attempts(plan) - 1)
     assert replaced == 2 and "3.mp4" in broken
+
     reported = (tmp_path / "log").read_text().splitlines()
     assert sorted(reported) == [
         f"skipped a clip that cannot be read: {path} (unreadable here)" for path in broken

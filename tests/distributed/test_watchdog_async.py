@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import os
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_backend import AsyncGroup
+from exits import recorded_exits
 from logs import captured_lines
 from polling import wait_until
-from ranks import run_ranks
+from ranks import run_ranks, run_together
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -28,6 +30,26 @@ RANKS, LATE = 3, 1
 TIMEOUT = 3.0
 
 
+def logged(case: Callable[[], None]) -> Callable[[], list[str]]:
+    """The case in a process group that returns at once; returns the lines that this rank logs."""
+
+    @functools.wraps(case)
+    def logged_case() -> list[str]:
+        rank, store = dist.get_rank(), _get_default_store()
+        shutdown_process_group()
+        own = dist.PrefixStore("async", store)
+        dist.init_process_group("asynchronous", store=own, rank=rank, world_size=RANKS)
+        assert isinstance(dist.group.WORLD, AsyncGroup)
+
+        lines = captured_lines()
+        case()
+        dist.barrier()
+        return lines
+
+    return logged_case
+
+
+@logged
 def zero_step() -> None:
     """The gradients of one rank come too late for ZeRO's reduce-scatter."""
     from opensora_sp.plugin import SequenceParallelPlugin
@@ -45,6 +67,7 @@ def backward(booster: Any, model: nn.Module, optimizer: Any, hold: Any) -> None:
     booster.backward(model(torch.ones(2, 5)).sum(), optimizer)
 
 
+@logged
 def our_exchange() -> None:
     """One of two ranks does not join an exchange in a group that is made under the watchdog."""
     watched(exchange)
@@ -65,28 +88,20 @@ def exchange(hold: Any) -> None:
 
 def watched(step: Any) -> None:
     """One step with asynchronous collectives; ``hold`` returns when the watchdog would act."""
-    codes: list[int] = []
-
-    def hold() -> None:
-        wait_until(lambda: codes)
-
     group = dist.group.WORLD
-    os._exit, leave = codes.append, os._exit
-    with Watchdog(collective_timeout=TIMEOUT):
+    with recorded_exits() as codes, Watchdog(collective_timeout=TIMEOUT):
         group.asynchronous = True
-        step(hold)
+        step(lambda: wait_until(lambda: codes))
         group.synchronize()  # as loss.tolist() would
         wait_until(lambda: codes)
-    os._exit = leave
     group.asynchronous = False
 
 
+@logged
 def joined_late() -> None:
     """One rank launches a collective after ``collective_timeout``, and before that is reported."""
-    codes: list[int] = []
     group = dist.group.WORLD
-    os._exit, leave = codes.append, os._exit
-    with Watchdog(collective_timeout=TIMEOUT):
+    with recorded_exits(), Watchdog(collective_timeout=TIMEOUT):
         group.asynchronous = True
         dist.all_reduce(torch.ones(2))
         if dist.get_rank() == LATE:
@@ -94,36 +109,12 @@ def joined_late() -> None:
         dist.all_reduce(torch.ones(2))
         group.synchronize()
         time.sleep(TIMEOUT + 4)  # until the second all_reduce is overdue as well
-    os._exit = leave
     group.asynchronous = False
 
 
-def all_cases() -> dict[str, list[str]]:
-    rank, store = dist.get_rank(), _get_default_store()
-    shutdown_process_group()
-    dist.init_process_group(
-        "asynchronous", store=dist.PrefixStore("async", store), rank=rank, world_size=RANKS
-    )
-    assert isinstance(dist.group.WORLD, AsyncGroup)
-    found = {}
-    for case in (joined_late, zero_step, our_exchange):
-        lines = captured_lines()
-        case()
-        found[case.__name__] = lines
-        dist.barrier()
-    return found
-
-
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, list[str]]]:
-    return run_ranks(RANKS, all_cases)
-
-
 @pytest.mark.slow
-def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks(
-    found: list[dict[str, list[str]]],
-) -> None:
-    for rank, lines in enumerate(of_rank["zero_step"] for of_rank in found):
+def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks() -> None:
+    for rank, lines in enumerate(run_ranks(RANKS, zero_step)):
         assert re.match(
             rf"rank {rank} stops: rank [02] has waited 3 s \(collective_timeout\) for ", lines[0]
         ), lines
@@ -143,10 +134,16 @@ def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks(
         assert re.search(missing, lines[0]), lines
 
 
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[list[str]]]:
+    """By the name of the case what each rank logs."""
+    return run_together(RANKS, [joined_late, our_exchange])
+
+
 def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(
-    found: list[dict[str, list[str]]],
+    found: dict[str, list[list[str]]],
 ) -> None:
-    for rank, lines in enumerate(of_rank["our_exchange"] for of_rank in found):
+    for rank, lines in enumerate(found["our_exchange"]):
         waited = (
             f"rank {rank} stops: rank 0 has waited 3 s (collective_timeout) for all_to_all_single("
         )
@@ -157,8 +154,10 @@ def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(
         assert "ranks [0] joined, missing: rank 1, which has called 1 and is at" in lines[0], lines
 
 
-def test_a_rank_that_launches_late_does_not_end_the_run(found: list[dict[str, list[str]]]) -> None:
-    assert [of_rank["joined_late"] for of_rank in found] == [[], [], []]
+def test_a_rank_that_launches_late_does_not_end_the_run(
+    found: dict[str, list[list[str]]],
+) -> None:
+    assert found["joined_late"] == [[], [], []]
 
 
 def test_functions_are_replaced_while_recording_only() -> None:
@@ -176,7 +175,6 @@ def test_functions_are_replaced_while_recording_only() -> None:
     assert before == {name: getattr(dist, name) for name in before}
 
 
-@pytest.mark.serial
 def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     recorder = CollectiveRecorder(timedelta(seconds=5))
@@ -193,8 +191,9 @@ def test_a_record_costs_microseconds_and_keeps_no_tensor() -> None:
     finally:
         recorder.stop()
         shutdown_process_group()
+
     print(f"{1e6 * seconds:.1f} microseconds")
     assert seconds < 100e-6, f"{1e6 * seconds:.1f} microseconds"
     assert newest.number == 2001 and newest.returned
     assert "all_reduce(tensor [4] float32), number 2001 of process group" in str(newest)
-    assert "tests/distributed/test_watch_async.py" in newest.location
+    assert "tests/distributed/test_watchdog_async.py" in newest.location

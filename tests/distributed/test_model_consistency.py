@@ -178,6 +178,7 @@ def test_a_description_is_made_again_only_when_the_model_changes() -> None:
     form, digests = ModelForm(model), set()
     made: list[int] = []
     named, model.named_parameters = model.named_parameters, lambda: made.append(1) or named()
+
     for change in (
         lambda: None,
         lambda: None,
@@ -188,6 +189,7 @@ def test_a_description_is_made_again_only_when_the_model_changes() -> None:
     ):
         change()
         digests.add(form.digest())
+
     assert len(digests) == 5 == len(made)
     assert describe_model(model)["parameter t_block.1.bias"] == "[1, 144] float32 trainable"
     assert describe_model(model)["config.patch_size"] == "[1, 2, 2]"

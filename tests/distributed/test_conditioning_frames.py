@@ -63,7 +63,7 @@ def alone(trained: Path, files: list[Path]) -> list[list[torch.Tensor]]:
     return sample(trained, files)
 
 
-def test_given_frames_stay_and_loops_go_on(alone: list[list[torch.Tensor]]) -> None:
+def test_conditioning_frames_stay_and_loops_continue(alone: list[list[torch.Tensor]]) -> None:
     both_ends, edited, batched, (image, video), (decoded, num_frames) = alone
     first, second = both_ends
     assert torch.equal(first[0, :, 0], image[:, 0]) and torch.equal(first[0, :, -1], video[:, 0])
@@ -73,9 +73,8 @@ def test_given_frames_stay_and_loops_go_on(alone: list[list[torch.Tensor]]) -> N
     )
     kept, free = ((z[0, :, 1:3] - video[:, :2]).norm() for z in (edited[0], first))
     assert 0 < kept < free  # edited: neither kept nor lost
-    torch.testing.assert_close(
-        batched[0][:1], first, rtol=0, atol=1e-9
-    )  # a neighbour changes nothing
+    # A neighbour changes nothing.
+    torch.testing.assert_close(batched[0][:1], first, rtol=0, atol=1e-9)
     assert decoded.shape == (5 + 5 - 2, 28, 24, 3) and num_frames == 8
 
 
@@ -108,10 +107,12 @@ def test_the_script_takes_references_and_a_negative_prompt(
         )
         done = run(*command, "--prompt", prompt, *options, *more, launcher="torchrun", ranks=2)
         assert done.returncode == 0, done.stderr
+
     facts = json.loads((tmp_path / "away/000-a-red-circle.json").read_text())
     assert (
         facts["negative_prompt"] == "blue" and facts["mask_strategy"] == "0" and facts["loop"] == 2
     )
+
     plain, away = (
         read_video(tmp_path / n / "000-a-red-circle.mp4", num_frames=9)[0]
         for n in ("plain", "away")
