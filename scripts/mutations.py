@@ -97,8 +97,8 @@ MUTATIONS = [
     Mutation(
         "EMA from working weights",
         "opensora_sp/training/ema.py",
-        "list(self.master_weights.values())",
-        "[weight.bfloat16().float() for weight in self.master_weights.values()]",
+        "average.lerp_(buffer, ",
+        "average.lerp_(buffer.bfloat16().float(), ",
         ("tests/unit/test_ema.py",),
     ),
     Mutation(

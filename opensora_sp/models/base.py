@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from opensora_sp.transfer import to_device
 
 from .attention import choose_backend
+from .blocks import ModulatedBlock
 from .compile import run_compiled
 from .conditioning import Condition, Text
 from .config import SharedConfig
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
 from .layers import CaptionEmbedder, CrossAttention, PatchEmbed3D
+from .recompute import EVERYTHING, Recompute, levels_of
 from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows
 
@@ -71,7 +73,7 @@ class ConditionedModel(nn.Module):
     def __init__(self, config: SharedConfig) -> None:
         super().__init__()
         self.config = config
-        self.grad_checkpoint = False
+        self.grad_checkpoint: bool | int | Sequence[int] = False  # what was set
         self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
 
@@ -99,9 +101,25 @@ class ConditionedModel(nn.Module):
         """Buffers in the state dict that follow from the configuration, by name."""
         return {}
 
-    def set_grad_checkpoint(self, enabled: bool = True) -> None:
-        """Keep only the input of each segment in forward, and recompute it in backward."""
-        self.grad_checkpoint = enabled
+    def set_grad_checkpoint(self, setting: bool | int | Sequence[int] = True) -> None:
+        """Choose what forward keeps of each block; backward recomputes the rest.
+
+        Args:
+            setting: whether to recompute all blocks; the number of blocks to recompute; or the
+                level of each block, 0 (recompute all) to ``EVERYTHING`` (``recompute.py``).
+
+        Raises:
+            ValueError: if the model has fewer blocks, or there is no such level.
+        """
+        blocks = self.transformer_blocks
+        for block, level in zip(blocks, levels_of(setting, len(blocks)), strict=True):
+            block.checkpoint_level = level
+        self.grad_checkpoint = setting
+
+    @property
+    def transformer_blocks(self) -> list[ModulatedBlock]:
+        """All blocks, spatial and temporal."""
+        return [module for module in self.modules() if isinstance(module, ModulatedBlock)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -210,6 +228,7 @@ class ConditionedModel(nn.Module):
             part: a block, or the part of one between two switches.
             last: whether no switch follows.
         """
+        recompute = self._recompute(part)
         if self.compile_backend is not None:
             part = partial(run_compiled, self.compile_backend, part)
         return self.segment(
@@ -218,9 +237,18 @@ class ConditionedModel(nn.Module):
             x,
             condition,
             *arguments,
-            recompute=self.grad_checkpoint and torch.is_grad_enabled(),
+            recompute=recompute,
             last=last,
         )
+
+    def _recompute(self, part: Callable[..., Tensor]) -> Recompute | None:
+        """What backward computes again of a block, or of the part of one."""
+        block: Any = getattr(part, "__self__", part)
+        level: int = block.checkpoint_level
+        if level == EVERYTHING or not torch.is_grad_enabled():
+            return None
+        width = self.config.hidden_size
+        return Recompute(level, width, hidden=int(width * self.config.mlp_ratio))
 
     def initialize(self, embedders: Iterable[nn.Module], zero: Iterable[str]) -> None:
         """Initialize as the released models: Xavier weights, and small ones in ``embedders``.

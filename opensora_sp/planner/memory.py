@@ -2,8 +2,8 @@
 
 ZeRO's part follows ColossalAI's ``LowLevelZeroOptimizer`` as the plugin uses it (0.5.0): gradients
 are collected in a bucket, whose reduction needs a flat copy; stage 2 keeps this rank's part of the
-result, stage 1 all of it. The step then makes fp32 copies of this rank's gradients, and gathers the
-new weights through a bucket.
+result, stage 1 all of it. The step of ``SequenceZeroOptimizer`` then makes fp32 copies of this
+rank's gradients, and afterwards gathers the new weights in pieces.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from opensora_sp.models.registry import model_class
 from .trace import Activations
 
 BUCKET = 12 * 1024**2  # elements in ColossalAI's buckets, the default of LowLevelZeroPlugin
+GATHERED = 8 * BUCKET  # elements of weights that are gathered at a time, or more; see _step
 FP32 = 4
 IN_PIECES = 1.5  # of the largest block; up to 1.2 have been measured (docs/planner.md)
 
@@ -30,17 +31,13 @@ class Zero:
     """How the optimizer is sharded over ``world`` ranks.
 
     Weights and gradients have ``element_size`` bytes a number. ``accumulates``: several
-    micro-batches per rank and step. ``fused``: the optimizer's step needs
-    no temporaries, as HybridAdam's. ``foreach``: it takes all parameters at once, as torch's AdamW
-    on CUDA.
+    micro-batches per rank and step.
     """
 
     world: int
     stage: int
     element_size: int
     accumulates: bool = False
-    fused: bool = False
-    foreach: bool = True
 
     def part(self, numel: int) -> int:
         """Elements of a parameter that one rank keeps, padded to equal parts."""
@@ -213,13 +210,18 @@ class GradientBucket:
 
 
 def _step(sizes: ModelSizes, zero: Zero) -> int:
-    """Bytes that the optimizer's step adds: copies and temporaries, or gathered weights."""
-    parts = [zero.part(n) for n in sizes.trainable]
-    casts = zero.element_size != FP32
-    copies = FP32 * sum(parts) if casts else 0
-    temporaries = 0 if zero.fused else FP32 * (sum(parts) if zero.foreach else 2 * max(parts))
+    """Bytes that the optimizer's step adds: fp32 copies of gradients, then gathered weights.
 
-    # The bucket cast, flat, and from all ranks.
-    gathered = min(sum(parts), BUCKET) * zero.element_size * (casts + 1 + zero.world)
-    whole = max(sizes.trainable) * zero.element_size
-    return max(copies + temporaries, gathered + whole)
+    torch's fused AdamW and HybridAdam have no temporaries.
+    """
+    parts = sum(zero.part(n) for n in sizes.trainable)
+    casts = zero.element_size != FP32
+    copies = FP32 * parts if casts else 0
+
+    # As SequenceZeroOptimizer makes its buckets: of whole parameters.
+    gathered = max(GATHERED, parts) if casts or zero.world == 1 else GATHERED
+    gathered = max(min(gathered, zero.world * parts), max(sizes.trainable))
+    # The weights of all ranks, and this rank's in their precision.
+    received = gathered if zero.world > 1 else 0
+    own = gathered // zero.world if casts else 0
+    return max(copies, zero.element_size * (received + own))

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     import colossalai
     from colossalai._analyzer._subclasses import _meta_registration
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
+    from colossalai.amp.naive_amp.mixed_precision_mixin import MixedPrecisionMixin
     from colossalai.booster import Booster
     from colossalai.booster.plugin import LowLevelZeroPlugin
     from colossalai.booster.plugin.low_level_zero_plugin import (
@@ -58,6 +59,7 @@ __all__ = [
     "LowLevelZeroModel",
     "LowLevelZeroOptimizer",
     "LowLevelZeroPlugin",
+    "MixedPrecisionMixin",
     "ModelWrapper",
     "OptimizerWrapper",
     "cast_to_distributed",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel.debug.comm_timing import communicating
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator
+from .adam import can_fuse, fused
+from .flat_weights import Bucket, flattened, in_buckets
+from .loss_scale import LossScale
+
+# Weights are gathered in pieces that are as large as so many buckets of gradients.
+GATHERED_BUCKETS = 8
 
 
 class _NotFiniteError(Exception):
@@ -25,20 +31,44 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     ZeRO averages gradients over all ranks, which is the rule that the sequence-parallel collectives
     are made for.
+
+    With torch's Adam or AdamW a step is a few kernels for all parameters, on CPU too, and the host
+    waits for none of them: see ``is_fused``. Other optimizers take ColossalAI's step.
     """
 
     # Set by the plugin, which knows the parameters' names.
     shards: NamedShards
 
-    # In ``step_if_finite``: zero, or NaN if the loss is not finite.
+    # In ColossalAI's step within ``step_if_finite``: zero, or NaN if the loss is not finite.
     _witness: Tensor | None = None
     _step_taken = False
-    _current_grad_norm: float | None
+    mixed_precision_mixin: Any
+    # A number after ColossalAI's step.
+    _current_grad_norm: Tensor | float | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Parameters in the bucket, with the stream on which each gradient was accumulated.
         self._grad_streams: list[tuple[Tensor, Any]] = []
+        self._buckets: list[Bucket] = []
+
+        self._loss_scale: LossScale | None = None
+        if self._dtype is torch.float16:
+            scaler = self.mixed_precision_mixin.grad_scaler
+            self._loss_scale = LossScale(scaler, self._has_overflow)
+            self.mixed_precision_mixin = self._loss_scale
+
+    def _create_master_param_current_rank(self, param_list: list[Tensor]) -> list[Tensor]:
+        shards: list[Tensor] = super()._create_master_param_current_rank(param_list)
+        if not self._master_weights:
+            # They are views of the model's weights.
+            return shards
+
+        views = flattened(shards)
+        for shard, view in zip(shards, views, strict=True):
+            working = self.master_to_working_param.pop(id(shard))
+            self.link_master_and_working_param(view, working)
+        return views
 
     def _sanity_checks(self) -> None:
         # ColossalAI insists on CUDA or NPU here; with the accelerator of this package ZeRO runs on
@@ -90,7 +120,24 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                 for store in self.pg_to_bucket_store.values():
                     torch.cuda.current_stream().wait_stream(store.comm_stream)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether ``step`` uses fused kernels: with torch's Adam or AdamW, unless its options ask
+        for another way, or those of ZeRO do.
+
+        The former are ``foreach``, ``differentiable`` and ``fused=False``; the latter are weights
+        on the CPU, gathered asynchronously, in fp8, or without fp32 master weights.
+        """
+        if self._cpu_offload or self._overlap_allgather or self._fp8_communication:
+            return False
+        return self._master_weights and can_fuse(self.optim)
+
     def step(self, closure: None = None) -> None:
+        if self.is_fused and closure is None:
+            if self.require_grad_sync:
+                self._fused_step(None)
+            return
+
         # The new weights are gathered between the end of the wrapped optimizer's step and that of
         # this one.
         with ExitStack() as gathering:
@@ -105,23 +152,142 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().name)
 
-    def step_if_finite(self, loss: Tensor) -> bool:
+    def step_if_finite(self, loss: Tensor) -> Tensor:
         """``step``, unless the loss or a gradient of any rank is infinite or NaN: then all ranks
         skip it.
 
         A skipped step leaves parameters, moments and fp32 master weights as they are. Gradients are
         cleared in either case. Non-finite values reach all ranks in the sum of squares of ZeRO's
-        gradient norm, so there is no further communication or synchronization.
+        gradient norm, so there is no further communication. Where ``is_fused``, a step is skipped
+        on the device, and the host does not wait for it.
 
         Args:
             loss: a scalar, of this rank or of all.
 
         Returns:
-            whether the step was taken. In fp16 it is not where the loss scale was too large,
-            either.
+            whether the step was taken, a boolean ``[]`` on the device. In fp16 it is not where the
+            loss scale was too large, either.
         """
+        witness = (loss.detach().double() * 0.0).sum()
+        if self.is_fused and self.require_grad_sync:
+            taken = self._fused_step(witness)
+        else:
+            taken = torch.tensor(self._step_if_finite_on_host(witness), device=loss.device)
+
+        self.zero_grad()
+        return taken
+
+    # A step on the device
+
+    @torch.no_grad()
+    def _fused_step(self, witness: Tensor | None) -> Tensor:
+        """The step where ``is_fused``; returns whether it was taken, a boolean ``[]``.
+
+        Without a ``witness``, only fp16 skips steps.
+        """
+        gradients = self._give_gradients_to_master_weights()
+        squares = self._sum_of_squares(gradients, witness)
+        finite, norm = squares.isfinite(), squares.sqrt()
+        skips = witness is not None or self._loss_scale is not None
+
+        divisor = self._gradient_divisor(norm)
+        with fused(self.optim, divisor, (~finite).float() if skips else None):
+            self.optim.step()
+        for weights in self._master_param_groups_of_current_rank.values():
+            for weight in weights:
+                weight.grad = None
+
+        if self._loss_scale is not None:
+            norm = norm / self._loss_scale.scale
+            self._loss_scale.update(~finite)
+        if skips:
+            before = self._current_grad_norm
+            norm = torch.where(finite, norm, 0.0 if before is None else before)
+        self._current_grad_norm = norm
+
+        self._gather_weights()
+        return finite
+
+    def _give_gradients_to_master_weights(self) -> list[Tensor]:
+        """Set ``grad`` of the master weights to fp32 copies; returns this rank's gradients.
+
+        Parameters without a gradient, such as those of dropped layers, are left out.
+        """
+        weights, gradients = [], []
+        for group, shards in self._master_param_groups_of_current_rank.items():
+            for working, shard in zip(self._working_param_groups[group], shards, strict=True):
+                gradient = self.get_working_grad_by_param_id(id(working))
+                if gradient is not None:
+                    weights.append(shard)
+                    gradients.append(gradient)
+
+        copies = gradients
+        if gradients and gradients[0].dtype != torch.float32:
+            total = sum(weight.numel() for weight in weights)
+            buffer = weights[0].new_empty(total)
+            copies = list(buffer.split([weight.numel() for weight in weights]))
+            torch._foreach_copy_(copies, gradients)
+        for weight, copy in zip(weights, copies, strict=True):
+            weight.grad = copy
+        return gradients
+
+    def _sum_of_squares(self, gradients: list[Tensor], witness: Tensor | None = None) -> Tensor:
+        """The sum over all gradients of all ranks, float32 ``[]``. Collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device())
+        if gradients:
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
+            total += torch.stack(norms).square().sum()
+        if witness is not None:
+            total += witness
+
+        # As in ColossalAI. Second moments are fp32: a sum that overflows is not finite for them.
+        squares = total.float()
+        dist.all_reduce(squares)
+        return squares
+
+    def _gradient_divisor(self, norm: Tensor) -> Tensor | None:
+        """What gradients of this norm are divided by, for the loss scale and for clipping."""
+        scale = None if self._loss_scale is None else self._loss_scale.scale
+        if self._clip_grad_norm <= 0.0:
+            return scale
+
+        unscaled = norm if scale is None else norm / scale
+        excess = (unscaled + 1e-6) / self._clip_grad_norm
+        # NaN is not clipped.
+        divisor = torch.where(excess > 1, excess, 1.0)
+        return divisor if scale is None else divisor * scale
+
+    def _gather_weights(self) -> None:
+        """Set the model's weights to the master weights of all ranks."""
+        self._buckets = self._buckets or self._make_buckets()
+        with communicating("zero", self._device()):
+            for bucket in self._buckets:
+                bucket.gather()
+
+    def _make_buckets(self) -> list[Bucket]:
+        all_shards = self._master_param_groups_of_current_rank
+        max_elements = GATHERED_BUCKETS * self._reduce_bucket_size
+        if self._dtype != torch.float32 or dist.get_world_size() == 1:
+            # They fit where fp32 copies of the gradients have been, or are gathered in place.
+            own = sum(shard.numel() for shards in all_shards.values() for shard in shards)
+            max_elements = max(max_elements, own)
+
+        buckets: list[Bucket] = []
+        for group, shards in all_shards.items():
+            params = self._working_param_groups[group]
+            whole = [self._working_param_to_padded_working_param[p] for p in params]
+            buckets += in_buckets(zip(shards, whole, strict=True), max_elements)
+        return buckets
+
+    def _has_overflow(self) -> Tensor:
+        return ~self._sum_of_squares(self._gradients()).isfinite()
+
+    # ColossalAI's step
+
+    def _step_if_finite_on_host(self, witness: Tensor) -> bool:
+        """Take ColossalAI's ``step``, which reads the gradient norm, if all is finite."""
         norm = self._current_grad_norm
-        self._witness, self._step_taken = loss.detach().double() * 0.0, False
+        self._witness, self._step_taken = witness, False
         try:
             self.step()
         except _NotFiniteError:
@@ -133,8 +299,6 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                     master_weight.grad = None
         finally:
             self._witness = None
-
-        self.zero_grad()
         return self._step_taken
 
     def _compute_grad_norm(self, dp_pg: Any, gradients: list[Tensor], norm_type: int = 2) -> float:
@@ -165,59 +329,43 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                 "leave it out"
             )
 
-        norms, clipped = [], []
-        for store, gradients in self._gradient_shards():
-            norms.append(self._compute_grad_norm(store.torch_pg, gradients))
-            clipped += gradients
-        norm = torch.tensor(norms, dtype=torch.float64).square().sum().sqrt() / self._loss_scale()
+        gradients = self._gradients()
+        norm = self._sum_of_squares(gradients).sqrt() / self._scale()
         if error_if_nonfinite and not norm.isfinite():
             raise ValueError(
                 f"got a gradient norm of {norm.item()}; expected a finite one; skip this step"
             )
 
+        # Read, because a factor on the device would be rounded to the precision of the gradients.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-        for gradient in clipped:
-            gradient.mul_(factor)
-        return norm.float()
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        return norm
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Clip each number of the gradients of the next ``step``."""
-        limit = clip_value * self._loss_scale()
-        for _, gradients in self._gradient_shards():
-            for gradient in gradients:
-                gradient.clamp_(-limit, limit)
+        limit = float(clip_value * self._scale())
+        for gradient in self._gradients():
+            gradient.clamp_(-limit, limit)
 
-    def _gradient_shards(self) -> Iterator[tuple[Any, list[Tensor]]]:
-        """This rank's gradients, by parameter group and ColossalAI's store of them."""
+    def _gradients(self) -> list[Tensor]:
+        """This rank's shards of the gradients, as reduced."""
+        gradients = []
         for group in range(self.num_param_groups):
-            for store in self.pg_to_grad_store.values():
-                yield store, store.get_working_grads_by_group_id(group)
+            gradients += self.get_working_grads_by_group_id(group)
+        return gradients
 
-    def _loss_scale(self) -> float:
-        # get_grad_div_scale() may be called only once a step.
-        return getattr(self.mixed_precision_mixin, "loss_scale", 1.0)
+    def _scale(self) -> Tensor | float:
+        return 1.0 if self._loss_scale is None else self._loss_scale.scale
 
     def loss_scale_state(self) -> dict[str, float] | None:
-        """The state of fp16's dynamic loss scale, as JSON; None in other precisions.
-
-        ColossalAI's own ``state_dict`` of it has no step counts.
-        """
-        scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
-        if scaler is None:
-            return None
-        return {
-            "scale": scaler.scale.item(),
-            "growth": scaler._growth_step,
-            "hysteresis": scaler._hysteresis_step,
-        }
+        """The state of fp16's dynamic loss scale, as JSON; None in other precisions."""
+        return None if self._loss_scale is None else self._loss_scale.state()
 
     def set_loss_scale_state(self, state: dict[str, float] | None) -> None:
         """Restore a saved loss scale, if there is one and the precision is fp16."""
-        scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
-        if scaler is not None and state is not None:
-            scaler._scale.fill_(state["scale"])
-            scaler._growth_step = int(state["growth"])
-            scaler._hysteresis_step = int(state["hysteresis"])
+        if self._loss_scale is not None and state is not None:
+            self._loss_scale.load(state)
 
     def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
         if self._witness is not None and not math.isfinite(total_norm):
@@ -225,4 +373,5 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         self._step_taken = True
         super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
         # ColossalAI leaves the fp16 loss scale in the norm that it reports.
-        self._current_grad_norm = total_norm / self._loss_scale()
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.get_grad_div_scale()
+        self._current_grad_norm = total_norm / scale

@@ -15,15 +15,35 @@ class ShardedEma:
     Args:
         master_weights: this rank's shards, by parameter.
         decay: of a step, in [0, 1).
+
+    Attributes:
+        shards: the average, by parameter. Shards that are views of one buffer have averages that
+            are views of one buffer, and are averaged by one kernel.
     """
 
     def __init__(self, master_weights: dict[str, Tensor], decay: float) -> None:
-        self.master_weights, self.decay = master_weights, decay
-        self.shards = {name: shard.detach().clone() for name, shard in master_weights.items()}
+        self.decay = decay
+        self.shards: dict[str, Tensor] = {}
+        # Buffers of master weights, by their identity, with the averages.
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+        for name, shard in master_weights.items():
+            buffer = shard if shard._base is None else shard._base
+            if id(buffer) not in self._buffers:
+                self._buffers[id(buffer)] = buffer, buffer.detach().clone()
+            average = self._buffers[id(buffer)][1]
+            place = int(shard.storage_offset()) - int(buffer.storage_offset())
+            self.shards[name] = average.as_strided(shard.shape, shard.stride(), place)
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Average in the weights after optimizer step ``step``, counted from 0."""
+    def update(self, step: int, taken: Tensor) -> None:
+        """Average in the weights after optimizer step ``step``, counted from 0.
+
+        Args:
+            taken: whether the step was taken, a boolean ``[]`` on the device of the weights. A step
+                that was skipped leaves the average as it is. The host does not wait for it.
+        """
         decay = min(self.decay, (1 + step) / (10 + step))
-        shards, weights = list(self.shards.values()), list(self.master_weights.values())
-        torch._foreach_lerp_(shards, weights, 1 - decay)
+        weight = (1 - decay) * taken
+        for buffer, average in self._buffers.values():
+            average.lerp_(buffer, weight.to(average.dtype))

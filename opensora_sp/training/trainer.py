@@ -38,6 +38,7 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, leave_process_group
 
+from .activations import ActivationBudget
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
 from .ending import advice_for_long_steps, command_to_resume, conclude
@@ -89,8 +90,10 @@ class Trainer:
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
+        encoders = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
         self.module = self._build_model(cfg)
+        self.activations = ActivationBudget(cfg, self.module, device, reserved=encoders)
         fixed = fixed_tensors(self.module)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         optimizer = make_optimizer(cfg, trained)
@@ -200,7 +203,6 @@ class Trainer:
         check_encoders(model.config, self.source, self.source)
 
         freeze(model, cfg.freeze)
-        model.set_grad_checkpoint(cfg.grad_checkpoint)
         if cfg.compile is not None:
             compile_blocks(model)
         return model
@@ -275,6 +277,7 @@ class Trainer:
             self.sync_check.see(step, batch.of_group)
             self.meter.count(batch)
 
+        self.activations.fit(batch.x_t.shape)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
             losses = self.batches.flow.losses(shard, batch.noised)
@@ -314,10 +317,9 @@ class Trainer:
 
         with record_function("optimizer"):
             taken = self.optimizer.step_if_finite(sums[0])
-        if taken:
-            self.ema.update(step)
+        self.ema.update(step, taken)
         total, stop = sums.tolist()
-        return Outcome(total, taken, stop > 0)
+        return Outcome(total, bool(taken), stop > 0)
 
     def _count(self, outcome: Outcome, done: int) -> None:
         """Count an outcome; raises ValueError after ``max_bad_steps`` skipped steps in a row."""
@@ -359,6 +361,7 @@ class Trainer:
     def _measure(self, done: int) -> dict[str, float | None]:
         """The numbers of the interval, by their names in ``metrics.jsonl``. Collective."""
         substituted = self.corrupt.report(self.device)
+        grad_norm = self.optimizer.get_grad_norm()
         seconds, losses = time.perf_counter() - self.interval.start, self.interval.losses
         measured = self.meter.measure(
             self.loader.take_waited(),
@@ -368,7 +371,7 @@ class Trainer:
         )
         return {
             "loss": sum(losses) / len(losses) if losses else None,
-            "grad_norm": float(self.optimizer.get_grad_norm() or 0.0),
+            "grad_norm": 0.0 if grad_norm is None else float(grad_norm),
             "lr": learning_rate(self.cfg, done - 1),
             "tokens_per_s": self.interval.tokens / seconds,
             "replaced_clips": substituted,

@@ -73,7 +73,8 @@ def test_a_step_of_the_plugin(stage, overlap):
 
     assert not forward.syncs
     assert len(backward.syncs) <= (1 if overlap else 0), backward.syncs
-    assert len(step.syncs) <= 3, step.syncs
+    assert not step.syncs and len(step.launches) <= 53, len(step.launches)
+    assert not [copy for copy in step.copies if copy.blocking]
 
 
 def on_training(config):
@@ -122,8 +123,9 @@ def test_three_steps_of_training(tmp_path):
         }
         assert sent(step, "host") == {"all_reduce": 4}
         assert len(step.launches) <= (3454 if number == 0 else 3280), len(step.launches)
-        assert len(step.syncs) <= (19 if number == 0 else 15), Counter(s.where for s in step.syncs)
-        assert len(after.syncs) <= 21, Counter(s.where for s in after.syncs)
+        assert len(step.syncs) <= (17 if number == 0 else 13), Counter(s.where for s in step.syncs)
+        # One of them reads the gradients' norm for the log.
+        assert len(after.syncs) <= 22, Counter(s.where for s in after.syncs)
 
 
 def on_sampling(folder):

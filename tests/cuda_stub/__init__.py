@@ -19,6 +19,7 @@ from cuda_stub.recording import (
     Graph,
     Launch,
     Memory,
+    Memset,
     Recording,
     Sync,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Graph",
     "Launch",
     "Memory",
+    "Memset",
     "Recording",
     "Sync",
     "join",

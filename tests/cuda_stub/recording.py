@@ -78,6 +78,11 @@ class Copy(Record):
 
 
 @dataclass(frozen=True)
+class Memset(Record):
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Sync(Record):
     kind: str  # stream, device, event
     where: str
@@ -123,6 +128,7 @@ class Recording:
     convolutions: list[Convolution] = field(default_factory=list)
     dnn_operations: list[str] = field(default_factory=list)  # other operations of cuDNN's graphs
     copies: list[Copy] = field(default_factory=list)
+    memsets: list[Memset] = field(default_factory=list)
     syncs: list[Sync] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
@@ -211,6 +217,10 @@ def _copy(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> 
     recording.copies.append(Copy(*common, kind, int(size), call == "async", pinned == "1", where))
 
 
+def _memset(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
+    recording.memsets.append(Memset(*common, int(columns[0])))
+
+
 def _sync(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
     recording.syncs.append(Sync(*common, *columns))
 
@@ -236,7 +246,7 @@ def _unknown(recording: Recording, common: tuple[Any, ...], columns: list[str]) 
 
 
 def _ignore(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    """Lines that nothing asks for, such as memset."""
+    """Lines that nothing asks for."""
 
 
 _READERS: dict[str, Any] = {
@@ -246,6 +256,7 @@ _READERS: dict[str, Any] = {
     "conv": _conv,
     "dnn": _dnn,
     "copy": _copy,
+    "memset": _memset,
     "sync": _sync,
     "event": _event,
     "graph": _graph,

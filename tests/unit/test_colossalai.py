@@ -29,14 +29,21 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
     assert parameters(zero._add_to_bucket) == ["param", "group_id"]
     assert parameters(zero.no_sync) == [] and parameters(zero.get_grad_norm)[0] == "norm_type"
     assert {"get_working_to_master_map", "update_master_params"} <= set(dir(zero))
+    assert parameters(zero.get_working_grads_by_group_id) == ["group_id"]
+    assert parameters(zero.get_working_grad_by_param_id) == ["param_id"]
 
     source = inspect.getsource(zero)
     used = (
-        "pg_to_grad_store",
         "_current_grad_norm",
         "mixed_precision_mixin",
         "_dtype",
         "_overlap_communication",
+        "_overlap_allgather",
+        "_fp8_communication",
+        "_cpu_offload",
+        "_clip_grad_norm",
+        "_reduce_bucket_size",
+        "require_grad_sync",
     )
 
     for name in (f"self.{name}" for name in (*used, "optim.step()", "pg_to_bucket_store")):
@@ -64,17 +71,35 @@ def test_a_step_can_be_left_before_anything_changes() -> None:
     )
 
 
-def test_the_loss_scale_is_where_it_is_saved_from() -> None:
+def test_master_weights_are_linked_where_ours_replace_them() -> None:
+    zero = colossalai.LowLevelZeroOptimizer
+    assert parameters(zero._create_master_param_current_rank) == ["param_list"]
+    assert parameters(zero.link_master_and_working_param) == ["master_param", "working_param"]
+    created = inspect.getsource(zero._create_master_param_current_rank)
+    for name in (
+        "self._working_param_to_padded_working_param[param] = padding_param",
+        "self._master_weights is True",
+        "self.link_master_and_working_param(splited_param_current_rank, param)",
+    ):
+        assert name in created, name
+    init = inspect.getsource(zero.__init__)
+    assert "self._working_param_groups[group_id] = group_params" in init
+    assert 'param_group["params"] = master_param_current_rank' in init
+
+
+def test_the_loss_scale_has_the_rule_and_the_calls_that_ours_has() -> None:
     from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
     from colossalai.amp.naive_amp.mixed_precision_mixin import FP16MixedPrecisionMixin
 
+    from opensora_sp.plugin.loss_scale import LossScale
+
     source = inspect.getsource(DynamicGradScaler)
-    # When this is fixed, our replacement can go.
-    assert "_growth_step" not in inspect.getsource(DynamicGradScaler.state_dict)
-    for name in ("self._scale", "self._growth_step", "self._hysteresis_step"):
+    for name in ("growth_factor", "backoff_factor", "growth_interval", "hysteresis"):
+        assert f"self._{name}" in source, name
+    for name in ("self._min_scale", "self._max_scale", "_growth_step", "_hysteresis_step"):
         assert name in source, name
-    assert isinstance(FP16MixedPrecisionMixin.loss_scale, property)
     assert "self.grad_scaler" in inspect.getsource(FP16MixedPrecisionMixin)
+    assert colossalai.MixedPrecisionMixin.__abstractmethods__ <= set(vars(LossScale))
 
 
 def test_reductions_run_on_a_stream_that_the_host_waits_for_after_them() -> None:

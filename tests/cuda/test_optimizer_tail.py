@@ -1,0 +1,76 @@
+"""What the end of a training step launches: norm, clipping, AdamW, EMA, and the new weights.
+
+The parameters are those of STDiT3-XL/2, 971 tensors. ColossalAI's step launches 7,901 kernels and
+974 copies for them on one rank of eight, and waits three times.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_stub import join, phase, requires_stub, run_on_stub
+
+from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.training.ema import ShardedEma
+
+pytestmark = requires_stub
+LIMIT = 300
+
+
+def boosted(world: int, stage: int, precision: str) -> torch.nn.Module:
+    from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+
+    from opensora_sp.plugin import SequenceParallelPlugin
+    from opensora_sp.plugin._colossalai import Booster
+
+    # It asserts about values, and nothing is computed here.
+    DynamicGradScaler._sanity_checks = lambda self: None
+    join(world=world, rank=world - 1)
+    with torch.device("meta"):
+        model = model_class("STDiT3-XL/2")(resolve_config("STDiT3-XL/2"))
+    model.to_empty(device="cuda")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    plugin = SequenceParallelPlugin(world, stage, precision, max_norm=1.0)
+    return Booster(plugin=plugin).boost(model, optimizer)[1]
+
+
+def on_steps(world: int, stage: int, precision: str) -> int:
+    optimizer = boosted(world, stage, precision)
+    weights = optimizer.shards.working.values()
+    ema = ShardedEma(optimizer.shards.master_weights, decay=0.99)
+    for step, name in enumerate(("first", "second")):
+        phase("backward")
+        loss = torch.stack([weight.float().sum() for weight in weights]).sum()
+        optimizer.backward(loss)
+        phase(name)
+        taken = optimizer.step_if_finite(loss.detach())
+        ema.update(step, taken)
+    phase("end")
+    return len(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "stage", "precision"),
+    [
+        (8, 2, "bf16"),
+        (8, 1, "fp16"),
+        (8, 2, "fp32"),
+        (1, 2, "bf16"),
+        (1, 1, "fp16"),
+        (1, 1, "fp32"),
+    ],
+)
+def test_a_step_of_971_parameters_is_few_launches_and_no_sync(
+    world: int, stage: int, precision: str
+) -> None:
+    recording = run_on_stub(on_steps, world, stage, precision, timeout=300)
+    assert recording.result == 971
+    tail = recording.in_phase("second")
+    work = len(tail.launches) + len(tail.gemms) + len(tail.copies) + len(tail.memsets)
+    print(f"{world} ranks, stage {stage}, {precision}: {work} launches", tail.kernels())
+
+    # All parameters are in it.
+    assert 50 < work <= LIMIT
+    assert not tail.syncs and not [copy for copy in tail.copies if copy.blocking]
+    assert not tail.refused
