@@ -86,13 +86,11 @@ def attention(
             Compiled code passes the latter, since the choice is no part of a graph.
 
     Returns:
-        A tensor shaped like ``q``, in the dtype of ``v``.
+        A tensor shaped like ``q``; of packed tokens in the dtype of ``v``.
 
     Raises:
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
-    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
-    q, k = q.to(v.dtype), k.to(v.dtype)
     if isinstance(backend, str):
         backend = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     if lengths is None:
@@ -216,6 +214,8 @@ def _attend_packed(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing
 ) -> Tensor:
     packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
+    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
+    q, k = q.to(v.dtype), k.to(v.dtype)
     sums = sum(packing.queries), sum(packing.keys)
     assert (len(q), len(k)) == sums, "lengths must add up to the tokens"
 

@@ -226,9 +226,9 @@ class SelfAttention(Point):
 
     def local(self, x: Tensor, rows: Rows, rotation: Tensor | None = None) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``; ``rotation`` is that of the rows, if precomputed."""
-        # Tokens may be held in other rows than they attend in, under sequence parallelism.
-        attended = rows.grid.rows(SPATIAL if self.in_frame else TEMPORAL)
-        if attended.are_sequences and attended.length == 1:
+        # Rows of the other layout are brought into this one where tokens attend.
+        own_layout = SPATIAL if self.in_frame else TEMPORAL
+        if rows.length == 1 and rows.layout == own_layout and rows.are_sequences:
             v = self._values(x)
             return self.proj(self.attend(v, v, v, rows).flatten(-2))
 
