@@ -3,7 +3,7 @@
     python scripts/config_headers.py          # rewrite the configs
     python scripts/config_headers.py --check  # fail if one is out of date
 
-A config has them for each GPU of ``opensora_sp.planner.gpus``, 8 of them. One with buckets has none:
+They are for 8 GPUs of each kind in ``opensora_sp.planner.gpus``. A config with buckets has none:
 ``opensora-sp plan`` prints a line for each bucket.
 """
 
