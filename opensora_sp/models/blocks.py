@@ -132,7 +132,7 @@ class STDiTBlock(ModulatedBlock):
     spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiTConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, in_frame=True)
         self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False)
 
     def temporal(
@@ -164,7 +164,7 @@ class STDiT2Block(ModulatedBlock):
     spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
-        super().__init__(config, qk_norm=config.qk_norm)
+        super().__init__(config, qk_norm=config.qk_norm, in_frame=True)
         width, heads = config.hidden_size, config.num_heads
         self.norm_temp = LayerNorm(width)
         self.attn_temp = SelfAttention(

@@ -25,7 +25,7 @@ from .compile import uncompiled
 from .hook_points import Attend, Point
 from .packing import Packing
 from .take import take
-from .token_layout import Rows
+from .token_layout import SPATIAL, TEMPORAL, Rows
 
 
 def position_angles(positions: Tensor, per_position: Tensor) -> Tensor:
@@ -205,9 +205,9 @@ class RotaryEmbedding(nn.Module):
         ``in_frame``: for attention within a frame, not over frames.
         """
         angles = self.angles(rows, in_frame, device)[:, :, None]
-        cosine, sine = angles.cos(), angles.sin()
-        pairs = torch.stack([torch.stack([cosine, cosine], -1), torch.stack([-sine, sine], -1)])
-        return pairs.flatten(-2)
+        # The first channel of a pair takes minus the sine of the second.
+        angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
+        return torch.stack([angles.cos(), angles.sin()])
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, 1 or L, D/2]``, by the frame."""
@@ -252,7 +252,7 @@ class SelfAttention(Point):
     """Multi-head attention of each row to itself, with optional RMS norm of queries and keys.
 
     These are normed, then rotated; with ``norm_last`` they are rotated first, as in Open-Sora 1.1.
-    ``in_frame``: the rows are frames, for their positions.
+    ``in_frame``: it attends within a frame, not over frames.
     """
 
     def __init__(
@@ -277,7 +277,9 @@ class SelfAttention(Point):
 
     def local(self, x: Tensor, rows: Rows, rotation: Tensor | None = None) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``; ``rotation`` is that of the rows, if precomputed."""
-        if rows.are_sequences and rows.length == 1:
+        # Rows of the other layout are brought into this one where tokens attend.
+        own_layout = SPATIAL if self.in_frame else TEMPORAL
+        if rows.length == 1 and rows.layout == own_layout and rows.are_sequences:
             v = self._values(x)
             return self.proj(self.attend(v, v, v, rows).flatten(-2))
 

@@ -32,14 +32,14 @@ class Bucket:
     shards: list[Tensor]
     whole: list[Tensor]
 
-    def gather(self, group: dist.ProcessGroup) -> None:
+    def gather(self) -> None:
         """Set the whole weights on every rank to the master weights of all. Collective."""
-        world, sizes = dist.get_world_size(group), [shard.numel() for shard in self.shards]
+        world, sizes = dist.get_world_size(), [shard.numel() for shard in self.shards]
         neighbours = self.shards[0].as_strided((sum(sizes),), (1,))
         own = gathered = neighbours.to(self.whole[0].dtype)
         if world > 1:
             gathered = own.new_empty(world * own.numel())
-            dist.all_gather_into_tensor(gathered, own, group=group)
+            dist.all_gather_into_tensor(gathered, own)
 
         # One kernel for all parameters, as in torch's FSDP2.
         rows = [whole.view(world, -1) for whole in self.whole]

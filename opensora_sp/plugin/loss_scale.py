@@ -33,7 +33,7 @@ class LossScale(MixedPrecisionMixin):
         self.max_scale = math.inf if scaler._max_scale is None else float(scaler._max_scale)
 
         # Three scalars, which stay on the device.
-        self.scale = scaler.scale.detach().clone().reshape(())
+        self.scale: Tensor = scaler.scale.detach().clone().reshape(())
         self.good_steps = torch.zeros_like(self.scale)
         self.overflows = torch.zeros_like(self.scale)
         self._of_gradients = self.loss_scale

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel.debug.comm_timing import communicating
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator
+from .adam import can_fuse, fused
 from .flat_weights import Bucket, flattened, in_buckets
 from .loss_scale import LossScale
 
@@ -42,7 +42,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     # In ColossalAI's step within ``step_if_finite``: zero, or NaN if the loss is not finite.
     _witness: Tensor | None = None
     _step_taken = False
-    # As a number after ColossalAI's step.
+    mixed_precision_mixin: Any
+    # A number after ColossalAI's step.
     _current_grad_norm: Tensor | float | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -135,20 +136,15 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     @property
     def is_fused(self) -> bool:
-        """Whether ``step`` uses fused kernels: torch's Adam or AdamW, unless its options or those
-        of ZeRO ask for another way.
+        """Whether ``step`` uses fused kernels: with torch's Adam or AdamW, unless its options ask
+        for another way, or those of ZeRO do.
 
-        They do with ``foreach``, ``differentiable`` or ``fused=False`` of torch, and with weights
-        on the CPU, gathered asynchronously, in fp8 or without fp32 master weights.
+        The former are ``foreach``, ``differentiable`` and ``fused=False``; the latter are weights
+        on the CPU, gathered asynchronously, in fp8, or without fp32 master weights.
         """
-        if type(self.optim) not in (torch.optim.Adam, torch.optim.AdamW):
-            return False
         if self._cpu_offload or self._overlap_allgather or self._fp8_communication:
             return False
-
-        groups = self.optim.param_groups
-        others = (g["foreach"] or g["differentiable"] or g["fused"] is False for g in groups)
-        return self._master_weights and not any(others)
+        return self._master_weights and can_fuse(self.optim)
 
     def step(self, closure: None = None) -> None:
         if self.is_fused and closure is None:
@@ -209,7 +205,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         skips = witness is not None or self._loss_scale is not None
 
         divisor = self._gradient_divisor(norm)
-        with self._fused_options(divisor, (~finite).float() if skips else None):
+        with fused(self.optim, divisor, (~finite).float() if skips else None):
             self.optim.step()
         for weights in self._master_param_groups_of_current_rank.values():
             for weight in weights:
@@ -275,35 +271,12 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         divisor = torch.where(excess > 1, excess, 1.0)
         return divisor if scale is None else divisor * scale
 
-    @contextmanager
-    def _fused_options(self, divisor: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
-        """Let ``optim.step`` run torch's fused kernels, by the protocol of its ``GradScaler``."""
-        optimizer, former = self.optim, [group["fused"] for group in self.optim.param_groups]
-        self._move_step_counts()
-        for group in optimizer.param_groups:
-            group["fused"] = True
-        optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
-        try:
-            yield
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-            for group, fused in zip(optimizer.param_groups, former, strict=True):
-                group["fused"] = fused
-
-    def _move_step_counts(self) -> None:
-        """Move counts of steps to the device: torch's other kernels keep them on the CPU."""
-        for weight, state in self.optim.state.items():
-            # None: the parameter has had no gradient yet.
-            count = state.get("step")
-            if count is not None and getattr(count, "device", None) != weight.device:
-                state["step"] = torch.as_tensor(count, dtype=torch.float32, device=weight.device)
-
     def _gather_weights(self) -> None:
         """Set the model's weights to the master weights of all ranks."""
         self._buckets = self._buckets or self._make_buckets()
         with communicating("zero", self._device()):
             for bucket in self._buckets:
-                bucket.gather(dist.group.WORLD)
+                bucket.gather()
 
     def _make_buckets(self) -> list[Bucket]:
         all_shards = self._master_param_groups_of_current_rank
@@ -313,7 +286,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             own = sum(shard.numel() for shards in all_shards.values() for shard in shards)
             max_elements = max(max_elements, own)
 
-        buckets = []
+        buckets: list[Bucket] = []
         for group, shards in all_shards.items():
             params = self._working_param_groups[group]
             whole = [self._working_param_to_padded_working_param[p] for p in params]
@@ -385,7 +358,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Clip each number of the gradients of the next ``step``."""
-        limit = clip_value * self._scale()
+        limit = float(clip_value * self._scale())
         for gradient in self._gradients():
             gradient.clamp_(-limit, limit)
 

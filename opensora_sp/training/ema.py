@@ -32,7 +32,7 @@ class ShardedEma:
             if id(buffer) not in self._buffers:
                 self._buffers[id(buffer)] = buffer, buffer.detach().clone()
             average = self._buffers[id(buffer)][1]
-            place = shard.storage_offset() - buffer.storage_offset()
+            place = int(shard.storage_offset()) - int(buffer.storage_offset())
             self.shards[name] = average.as_strided(shard.shape, shard.stride(), place)
 
     @torch.no_grad()

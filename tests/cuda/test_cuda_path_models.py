@@ -13,15 +13,15 @@ pytestmark = requires_stub
 LAUNCHES = {
     "STDiT": (107, 287),
     "STDiT video_mask": (139, 316),
-    "STDiT2": (292, 505),
-    "STDiT2 x_mask": (307, 585),
-    "STDiT3": (281, 580),
-    "STDiT3 x_mask": (297, 673),
-    "STDiT3 text mask": (281, 596),
+    "STDiT2": (284, 409),
+    "STDiT2 x_mask": (299, 489),
+    "STDiT3": (272, 484),
+    "STDiT3 x_mask": (288, 577),
+    "STDiT3 text mask": (273, 516),
     "STDiT3 video_mask": (321, 609),
-    "STDiT3 windows": (324, 603),
+    "STDiT3 windows": (323, 507),
     "STDiT3 windows, all masks": (390, 757),
-    "STDiT3 full attention": (285, 580),
+    "STDiT3 full attention": (277, 484),
 }
 
 

@@ -441,11 +441,11 @@ def test_a_mesh_switches_reduced_precision_off(name: str) -> None:
     assert getattr(matmul, setting) is False
 
 
-def norm_of_bf16_gradients() -> None:
+def norm_of_bf16_gradients(kind: type[torch.optim.Optimizer]) -> None:
     """As ZeRO finds it, of gradients that sums of squares in bf16 would stagnate on."""
     model = nn.Linear(512, 512, bias=False).bfloat16()
     plugin = SequenceParallelPlugin(stage=2, precision="bf16", max_norm=1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = kind(model.parameters(), lr=0.0)
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     optimizer.backward(model(x).float().sum())
@@ -460,8 +460,9 @@ def norm_of_bf16_gradients() -> None:
     assert optimizer.get_grad_norm() == pytest.approx(squares.sqrt().item(), rel=1e-6)
 
 
-def test_the_gradient_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
-    run_ranks(2, norm_of_bf16_gradients)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_gradient_norm_of_bf16_gradients_is_not_rounded_to_bf16(kind: type) -> None:
+    run_ranks(2, norm_of_bf16_gradients, kind)
 
 
 def reduced_over_ranks(communication_dtype: torch.dtype | None) -> float:

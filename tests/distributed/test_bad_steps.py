@@ -153,7 +153,7 @@ def diverging(config: Path, root: Path) -> str:
 
     plain, steps = SequenceZeroOptimizer.step_if_finite, [0]
 
-    def step(self: Any, loss: torch.Tensor) -> bool:
+    def step(self: Any, loss: torch.Tensor) -> torch.Tensor:
         taken, steps[0] = plain(self, loss), steps[0] + 1
         if steps[0] == 3 and dist.get_rank() == 1:
             self.shards.working["final_layer.linear.bias"].data.view(torch.int32)[5] ^= 1

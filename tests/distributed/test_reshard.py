@@ -100,7 +100,7 @@ class Trained:
         )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.tensors.ema.update(step)
+        self.tensors.ema.update(step, torch.tensor(True))
 
 
 def write(layout: tuple[int, int], root: Path) -> None:

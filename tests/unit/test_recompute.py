@@ -64,9 +64,15 @@ def test_kept_activations(ranks):
 
     for level, expected in enumerate(KEPT):
         traced = trace_activations(
-            "STDiT3", config, latents, options=Options(), ranks=ranks, dtype=torch.bfloat16,
-            level=level, training=True,
-        )  # fmt: skip
+            "STDiT3",
+            config,
+            latents,
+            options=Options(),
+            ranks=ranks,
+            dtype=torch.bfloat16,
+            level=level,
+            training=True,
+        )
         assert traced.pair / 2 / token_bytes == pytest.approx(expected, rel=0.03), level
 
 
