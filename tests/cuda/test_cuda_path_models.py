@@ -12,16 +12,16 @@ pytestmark = requires_stub
 # Kernels and products that a forward and a backward pass launch at depth 2.
 LAUNCHES = {
     "STDiT": (107, 287),
-    "STDiT video_mask": (139, 316),
     "STDiT2": (284, 409),
     "STDiT2 x_mask": (299, 489),
     "STDiT3": (272, 484),
     "STDiT3 x_mask": (288, 577),
     "STDiT3 text mask": (273, 516),
-    "STDiT3 video_mask": (321, 609),
     "STDiT3 windows": (323, 507),
-    "STDiT3 windows, all masks": (390, 757),
     "STDiT3 full attention": (277, 484),
+    "STDiT video_mask": (139, 316),
+    "STDiT3 video_mask": (321, 609),
+    "STDiT3 windows, all masks": (390, 757),
 }
 
 
