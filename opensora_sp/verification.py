@@ -119,7 +119,8 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
     torch.manual_seed(cfg.seed)
     model = smaller.build().double()
     fill_zero_parameters(model, std=0.02)
-    model.set_grad_checkpoint(cfg.grad_checkpoint)
+    # "auto" may recompute as much.
+    model.set_grad_checkpoint(True if cfg.grad_checkpoint == "auto" else cfg.grad_checkpoint)
     return model
 
 

@@ -5,7 +5,7 @@ precision = "bf16"
 zero_stage = 2
 dataset = dict(manifest="data/clips.csv", frame_interval=3)
 num_workers = 4
-grad_checkpoint = True
+grad_checkpoint = "auto"
 grad_clip = 1.0
 ema_decay = 0.9999
 optimizer = dict(lr=1e-4)

@@ -155,6 +155,8 @@ def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
 
 def _memory(estimate: BatchEstimate) -> list[str]:
+    from opensora_sp.planner.checkpointing import describe
+
     memory, state = estimate.memory, estimate.memory.kept
     states = (state.weights, state.master_weights + state.moments, state.ema)
     head = ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at")
@@ -163,8 +165,10 @@ def _memory(estimate: BatchEstimate) -> list[str]:
     peaks: dict[str, MemoryPeak | None] = {"as configured": memory.plain}
     note = ""
     if memory.checkpointed is not None:
-        peaks = {"checkpointing": memory.checkpointed, "no checkpointing": memory.plain}
-        note = "* as configured. "
+        peaks = {"recomputing all": memory.checkpointed, "recomputing nothing": memory.plain}
+        if memory.configured not in peaks.values():
+            peaks = {"as configured": memory.configured, **peaks}
+        note = f"* as configured: {describe(memory.levels)}. "
 
     for name, peak in peaks.items():
         if peak is not None:

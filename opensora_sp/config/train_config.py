@@ -82,8 +82,10 @@ class TrainConfig(Common):
     grad_clip: float = Field(0.0, ge=0)
     """Largest global norm of the gradients; 0 is no clipping."""
 
-    grad_checkpoint: bool = False
-    """Gradient checkpointing: recompute activations in backward to save memory."""
+    grad_checkpoint: bool | int | Literal["auto"] = False
+    """Gradient checkpointing: recompute activations in backward to save memory. True for all
+    blocks, a number for as many, "auto" for as little as the device's memory allows.
+    """
 
     deterministic: bool = False
     """Deterministic CUDA kernels: the same step gives the same bits, but is slower."""
@@ -143,7 +145,7 @@ class TrainConfig(Common):
     """
 
     grace_time: float = Field(300.0, gt=0)
-    """Seconds for the last step and its checkpoint after SIGTERM."""
+    """Seconds for the last two steps and a checkpoint after SIGTERM."""
 
     stopped_exit_code: Literal[0, 143] = 0
     """Exit code of a run stopped by SIGTERM."""

@@ -6,16 +6,15 @@ each rank reads and encodes 1/P of them.
 
 Two messages follow, whose sizes every rank knows beforehand:
 
-``ReadStatus``  on the host, before encoding: which clips could be read, and their frame rates.
-``Payload``     one all-to-all on the device: the latents and captions that each other rank needs.
+``agreed_rates``  on the host, before encoding: frame rates, and which clips could not be read.
+``Payload``       one all-to-all on the device: the latents and captions that each other rank needs.
 
 Legend: B clips, c latent channels, L text tokens, W their width, P ranks of the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,26 +74,27 @@ class Assignment(NamedTuple):
         return [p.place for p in self.portions[sender] if p.has_caption and needed[p.place]]
 
 
-@dataclass(frozen=True)
-class ReadStatus:
-    """Which of n clips could not be read, and the frame rates of the others. On the CPU."""
+def agreed_rates(rates: Mapping[int, float | None], mesh: SequenceMesh) -> dict[int, float | None]:
+    """Frame rates of n clips by place, None where any rank could not read its portion. Collective.
 
-    corrupt: Tensor  # bool [n]
-    fps: Tensor  # float64 [n], 0 where this rank has read nothing
+    The message has two rows of float64: 1 for a corrupt clip, and the frame rate. Ranks take the
+    maximum of both.
 
-    def agreed(self, mesh: SequenceMesh) -> ReadStatus:
-        """The status of the group: corrupt is what any rank could not read. Collective.
+    Args:
+        rates: from what this rank has read: None for a corrupt clip, 0 without a portion of it.
+    """
+    if mesh.sp_size == 1:
+        return dict(rates)
+    corrupt = [rate is None for rate in rates.values()]
+    message = torch.tensor([corrupt, [rate or 0.0 for rate in rates.values()]], dtype=torch.float64)
+    record("clips", backward=False, elements=message.numel(), element_size=8)
+    with communicating("clips", message.device):
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mesh.host_group)
 
-        The message has two rows of float64: 1 for a corrupt clip, and the frame rate. Ranks take
-        the maximum of both.
-        """
-        if mesh.sp_size == 1:
-            return self
-        message = torch.stack([self.corrupt.double(), self.fps])
-        record("clips", backward=False, elements=message.numel(), element_size=8)
-        with communicating("clips", message.device):
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mesh.host_group)
-        return ReadStatus(message[0] > 0, message[1])
+    agreed = {}
+    for place, is_corrupt, rate in zip(rates, *message.tolist(), strict=True):
+        agreed[place] = None if is_corrupt else rate
+    return agreed
 
 
 class Payload(NamedTuple):

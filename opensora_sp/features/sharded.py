@@ -35,7 +35,7 @@ from opensora_sp.parallel.layout import plan_delivery
 from opensora_sp.transfer import to_device
 
 from .corrupt_samples import CorruptSamples
-from .exchange import Assignment, Payload, Portion, ReadStatus, distribute_pieces
+from .exchange import Assignment, Payload, Portion, agreed_rates, distribute_pieces
 from .sources import Source
 
 MAX_SUBSTITUTES = 20
@@ -104,9 +104,21 @@ class ShardedEncoder:
         self.source, self.corrupt, self.device, self.whole = source, corrupt, device, whole
         self._assignment = lru_cache(maxsize=16)(self._assign)
 
-    def samples(self, micro_batch: MicroBatch) -> list[Sample]:
-        """What this rank reads of a micro-batch."""
-        return self._samples(micro_batch, micro_batch.ids, range(len(micro_batch.ids)))
+    def samples(self, micro_batch: MicroBatch, places: Sequence[int] | None = None) -> list[Sample]:
+        """What this rank reads of the clips at ``places`` of a micro-batch, by default of all."""
+        if places is None:
+            places = range(len(micro_batch.ids))
+        pieces = self.source.pieces(micro_batch.shape)
+        own = distribute_pieces(places, pieces, self.mesh.sp_size)[self.mesh.sp_rank]
+        return [
+            Sample(
+                micro_batch.ids[portion.place],
+                micro_batch.epoch,
+                micro_batch.shape,
+                (portion.frames.start, portion.frames.stop),
+            )
+            for portion in own
+        ]
 
     def encode(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[list[int], Features]:
         """The ids to train on and their features, from the items read. Collective in the group.
@@ -126,7 +138,8 @@ class ShardedEncoder:
                 ids[place] = self.plan.substitute(micro_batch, micro_batch.ids[place], attempt)
             if attempt == 0:
                 self.corrupt.substituted += len(places)
-            items = [self.dataset[sample] for sample in self._samples(micro_batch, ids, places)]
+            substituted = micro_batch._replace(ids=tuple(ids))
+            items = [self.dataset[sample] for sample in self.samples(substituted, places)]
         else:
             raise ValueError(
                 f"got no readable clip in {MAX_SUBSTITUTES} tries for one place of a batch of "
@@ -154,11 +167,14 @@ class ShardedEncoder:
         own = assign(()).portions[self.mesh.sp_rank]
         self.corrupt.note(items)
 
-        status = _read_status(own, places, items).agreed(self.mesh)
-        corrupt = [place for place, bad in zip(places, status.corrupt.tolist()) if bad]
-        for place, fps in zip(places, status.fps.tolist(), strict=True):
-            if place not in corrupt:
-                features.fps[place].fill_(fps)
+        found: dict[int, float | None] = dict.fromkeys(places, 0.0)
+        for portion, item in zip(own, items, strict=True):
+            found[portion.place] = None if isinstance(item, CorruptSample) else item.fps
+        rates = agreed_rates(found, self.mesh)
+        corrupt = [place for place, rate in rates.items() if rate is None]
+        for place, rate in rates.items():
+            if rate is not None:
+                features.fps[place].fill_(rate)
 
         # Known on the host, for the mask below and for captions that other ranks keep.
         clips = [ids[place] for place in places]
@@ -174,22 +190,6 @@ class ShardedEncoder:
         sent = self._encode(assignment, readable, features)
         self._fill(assignment, self._exchange(assignment, sent, features), features)
         return corrupt
-
-    def _samples(
-        self, micro_batch: MicroBatch, ids: Sequence[int], places: Sequence[int]
-    ) -> list[Sample]:
-        """What this rank reads of the clips at ``places``."""
-        pieces = self.source.pieces(micro_batch.shape)
-        own = distribute_pieces(places, pieces, self.mesh.sp_size)[self.mesh.sp_rank]
-        return [
-            Sample(
-                ids[portion.place],
-                micro_batch.epoch,
-                micro_batch.shape,
-                (portion.frames.start, portion.frames.stop),
-            )
-            for portion in own
-        ]
 
     def _encode(
         self, assignment: Assignment, items: Sequence[Any], features: Features
@@ -301,20 +301,6 @@ class ShardedEncoder:
 
         needs_clip = [positions.view(num_clips, -1).any(1).tolist() for positions in needed]
         return Assignment(portions, plan_delivery(made, needed, self.mesh.sp_rank), needs_clip)
-
-
-def _read_status(own: Sequence[Portion], places: Sequence[int], items: Sequence[Any]) -> ReadStatus:
-    """What this rank has found when it read its portions, of the clips at ``places``."""
-    corrupt, fps = dict.fromkeys(places, False), dict.fromkeys(places, 0.0)
-    for portion, item in zip(own, items, strict=True):
-        if isinstance(item, CorruptSample):
-            corrupt[portion.place] = True
-        else:
-            fps[portion.place] = item.fps
-    return ReadStatus(
-        torch.tensor(list(corrupt.values()), dtype=torch.bool),
-        torch.tensor(list(fps.values()), dtype=torch.float64),
-    )
 
 
 def _positions(rows_held: Sequence[Any], numbers: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import varlen
 from .compile import uncompiled
+from .functions import with_zero_gradients
 from .packing import MAX_ROWS, Call, Packing
 
 logger = logging.getLogger(__name__)
@@ -85,13 +86,11 @@ def attention(
             Compiled code passes the latter, since the choice is no part of a graph.
 
     Returns:
-        A tensor shaped like ``q``, in the dtype of ``v``.
+        A tensor shaped like ``q``; of packed tokens in the dtype of ``v``.
 
     Raises:
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
-    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
-    q, k = q.to(v.dtype), k.to(v.dtype)
     if isinstance(backend, str):
         backend = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     if lengths is None:
@@ -202,7 +201,8 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if backend.name == "reference" or not q.numel():
         return _explicit(q, k, v)
     if k.shape[1] == 1:
-        return _OneKey.apply(q, k, v)
+        # One key has all the weight. Kernels would fill a tile of 64 or 128 queries for each row.
+        return v if q is v else with_zero_gradients(v.expand(q.shape).contiguous(), q, k)
 
     kernel = _flash_attn("flash_attn_func", backend) if backend.name == "flash" else _sdpa_rows
     parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
@@ -214,6 +214,8 @@ def _attend_packed(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing
 ) -> Tensor:
     packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
+    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
+    q, k = q.to(v.dtype), k.to(v.dtype)
     sums = sum(packing.queries), sum(packing.keys)
     assert (len(q), len(k)) == sums, "lengths must add up to the tokens"
 
@@ -350,24 +352,6 @@ def _sdpa_backends() -> list[SDPBackend]:
         return fused
     cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
     return [*fused, SDPBackend.CUDNN_ATTENTION] if cudnn_is_safe else fused
-
-
-class _OneKey(torch.autograd.Function):
-    """One key has all the weight, so the result is its value; queries and keys get no gradient.
-
-    Forward repeats the values, backward sums over the queries. Images are such rows, one for each
-    patch. Kernels would fill a tile of 64 or 128 queries for each.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.q_shape = q.shape
-        return v.expand(q.shape).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grad_v = grad.sum(1, keepdim=True)
-        return grad.new_zeros(ctx.q_shape), torch.zeros_like(grad_v), grad_v
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

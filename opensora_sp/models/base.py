@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from opensora_sp.transfer import to_device
 
 from .attention import choose_backend
+from .blocks import ModulatedBlock
 from .compile import run_compiled
 from .conditioning import Condition, Text
 from .config import SharedConfig
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
 from .layers import CaptionEmbedder, CrossAttention, PatchEmbed3D
+from .recompute import EVERYTHING, Recompute, levels_of
 from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows
 
@@ -49,9 +51,10 @@ class ConditionedModel(nn.Module):
       on the CPU, even if x is on a GPU: a mask on the GPU costs a device synchronization to read
       the lengths.
     * ``x_mask``: bool ``[B, frames]``; False marks conditioning frames, which have timestep 0.
+      Where a patch has several frames, best on the CPU, like ``mask``.
     * ``video_mask``: bool ``[B, frames, height, width]``, for clips of different sizes in one
       batch: False outside of a clip. Each clip is treated as if it were alone, and the output
-      outside is zero.
+      outside is zero. Best on the CPU, like ``mask``.
     * ``drop_caption``: bool ``[B]``; True replaces y by the null caption at its full length. Best
       on the CPU, like ``mask``.
     * ``drop_path``: bool ``[2 * depth, B]`` in order of execution. True skips branches of that
@@ -71,7 +74,7 @@ class ConditionedModel(nn.Module):
     def __init__(self, config: SharedConfig) -> None:
         super().__init__()
         self.config = config
-        self.grad_checkpoint = False
+        self.grad_checkpoint: bool | int | Sequence[int] = False  # what was set
         self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
 
@@ -99,9 +102,25 @@ class ConditionedModel(nn.Module):
         """Buffers in the state dict that follow from the configuration, by name."""
         return {}
 
-    def set_grad_checkpoint(self, enabled: bool = True) -> None:
-        """Keep only the input of each segment in forward, and recompute it in backward."""
-        self.grad_checkpoint = enabled
+    def set_grad_checkpoint(self, setting: bool | int | Sequence[int] = True) -> None:
+        """Choose what forward keeps of each block; backward recomputes the rest.
+
+        Args:
+            setting: whether to recompute all blocks; the number of blocks to recompute; or the
+                level of each block, 0 (recompute all) to ``EVERYTHING`` (``recompute.py``).
+
+        Raises:
+            ValueError: if the model has fewer blocks, or there is no such level.
+        """
+        blocks = self.transformer_blocks
+        for block, level in zip(blocks, levels_of(setting, len(blocks)), strict=True):
+            block.checkpoint_level = level
+        self.grad_checkpoint = setting
+
+    @property
+    def transformer_blocks(self) -> list[ModulatedBlock]:
+        """All blocks, spatial and temporal."""
+        return [module for module in self.modules() if isinstance(module, ModulatedBlock)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,7 +170,7 @@ class ConditionedModel(nn.Module):
         mask = None
         if video_mask is not None:
             check_clip_sizes(num_samples, len(scale))
-            mask = VideoMask(video_mask, self.config.patch_size)
+            mask = VideoMask.of(video_mask, self.config.patch_size, x.device)
 
         config, (frames, lines, columns) = self.config, x.shape[2:]
         head_width = config.hidden_size // config.num_heads
@@ -184,7 +203,10 @@ class ConditionedModel(nn.Module):
 
     def conditioning_frames(self, x_mask: Tensor | None) -> Tensor | None:
         """``[B, frames]``, False for conditioning frames -> ``[B, T]``, True for such patches."""
-        return None if x_mask is None else ~x_mask[:, :: self.config.patch_size[0]].bool()
+        if x_mask is None:
+            return None
+        frames = ~x_mask[:, :: self.config.patch_size[0]].bool()
+        return to_device(frames, self.x_embedder.proj.weight.device)
 
     def branch_scales(self, drop_path: Tensor | None) -> Sequence[Tensor | None]:
         """The factors ``[B]`` of the branches of each of the ``2 * depth`` parts (drop-path)."""
@@ -210,6 +232,7 @@ class ConditionedModel(nn.Module):
             part: a block, or the part of one between two switches.
             last: whether no switch follows.
         """
+        recompute = self._recompute(part)
         if self.compile_backend is not None:
             part = partial(run_compiled, self.compile_backend, part)
         return self.segment(
@@ -218,9 +241,18 @@ class ConditionedModel(nn.Module):
             x,
             condition,
             *arguments,
-            recompute=self.grad_checkpoint and torch.is_grad_enabled(),
+            recompute=recompute,
             last=last,
         )
+
+    def _recompute(self, part: Callable[..., Tensor]) -> Recompute | None:
+        """What backward computes again of a block, or of the part of one."""
+        block: Any = getattr(part, "__self__", part)
+        level: int = block.checkpoint_level
+        if level == EVERYTHING or not torch.is_grad_enabled():
+            return None
+        width = self.config.hidden_size
+        return Recompute(level, width, hidden=int(width * self.config.mlp_ratio))
 
     def initialize(self, embedders: Iterable[nn.Module], zero: Iterable[str]) -> None:
         """Initialize as the released models: Xavier weights, and small ones in ``embedders``.

@@ -26,6 +26,7 @@ from .conditioning import Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
 from .hook_points import Tokenwise
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
+from .recompute import EVERYTHING
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
 ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
@@ -55,7 +56,10 @@ class ModulatedBlock(nn.Module):
 
     ``scale_shift_table`` is added to the modulation. Blocks take tokens ``[R, L, C]`` and return as
     many. ``branch_scale`` ``[B]`` multiplies the modulated branches of each sample (drop-path).
+    ``checkpoint_level`` is what forward keeps for backward (``recompute.py``).
     """
+
+    checkpoint_level: int = EVERYTHING
 
     def __init__(
         self,
@@ -83,8 +87,8 @@ class ModulatedBlock(nn.Module):
         return add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
-        """Cross-attention of tokens to the text of their own sample, which is not modulated."""
-        return x + self.cross_attn(
+        """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
+        return self.cross_attn(
             x,
             condition.text,
             condition.packing,
@@ -114,7 +118,7 @@ class STDiT3Block(ModulatedBlock):
     def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
         x = self.attend_row(x, condition, branch_scale)
-        x = self.attend_text(x, condition)
+        x = x + self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
@@ -128,7 +132,7 @@ class STDiTBlock(ModulatedBlock):
     spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiTConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, in_frame=True)
         self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False)
 
     def temporal(
@@ -147,7 +151,7 @@ class STDiTBlock(ModulatedBlock):
         with_positions = x if positions is None else x + positions
         x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows))
 
-        x = self.attend_text(x, condition)
+        x = x + self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
@@ -160,7 +164,7 @@ class STDiT2Block(ModulatedBlock):
     spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
-        super().__init__(config, qk_norm=config.qk_norm)
+        super().__init__(config, qk_norm=config.qk_norm, in_frame=True)
         width, heads = config.hidden_size, config.num_heads
         self.norm_temp = LayerNorm(width)
         self.attn_temp = SelfAttention(
@@ -175,7 +179,7 @@ class STDiT2Block(ModulatedBlock):
         modulated = modulate(self.norm_temp(x), shift, scale)
         x = add_gated(x, gate, self.attn_temp(modulated, condition.rows, condition.rotation))
 
-        x = self.attend_text(x, condition)
+        x = x + self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,25 @@ class Text:
         """The captions of both, those of ``other`` last."""
         return Text(torch.cat([self.tokens, other.tokens]), [*self.lengths, *other.lengths])
 
+    def of_samples(self, samples: Sequence[int]) -> Text:
+        """The captions of these samples, whose numbers ascend."""
+        if len(samples) == len(self.lengths):
+            return self
+        starts = [0, *accumulate(self.lengths)]
+        # Neighbours are cut out as one: the gradient of a slice is as large as the whole text.
+        ranges: list[tuple[int, int]] = []
+        for start, stop in ((starts[i], starts[i + 1]) for i in samples):
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, stop))
+
+        def cut(tokens: Tensor) -> Tensor:
+            parts = [tokens[start:stop] for start, stop in ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        keys_values = {block: cut(both) for block, both in self.keys_values.items()}
+        return Text(cut(self.tokens), [self.lengths[i] for i in samples], keys_values)
+
     @property
     def shared_form(self) -> str:
         """What has to be equal on the ranks that share a batch.
@@ -67,7 +87,7 @@ class Condition:
             in it.
         frames: bool ``[B, 1 or T, 1 or T, 1]``, True for conditioning frames (timestep 0).
         dtype: the dtype that tokens are computed in.
-        text: ``[N, C]``, packed captions.
+        text: ``[N, C]``, packed captions of the samples with local tokens.
         packing: numbers of local tokens and of text tokens that belong together.
         order: int64 ``[R * L]``, the tokens in the order of ``packing``, if they do not lie in it.
         keys_values: see ``Text``.
@@ -168,15 +188,19 @@ class Conditioning:
             null_tokens = rows.tokens_per_sample(self.null_frames)
             tokens = [n - null for n, null in zip(tokens, null_tokens, strict=True)] + null_tokens
 
+        # Blocks project the captions of local tokens only; at least one, for its gradient.
+        samples = [sample for sample, count in enumerate(tokens) if count] or [0]
+        text = self.text.of_samples(samples)
+
         return Condition(
             rows=rows,
             modulation=modulation.to(torch.promote_types(modulation.dtype, torch.float32)),
             frames=frames,
             dtype=modulation.dtype,
-            text=self.text.tokens,
-            packing=Packing(tokens, self.text.lengths),
+            text=text.tokens,
+            packing=Packing([tokens[sample] for sample in samples], text.lengths),
             order=order,
-            keys_values=self.text.keys_values,
+            keys_values=text.keys_values,
             rotation=rotation,
         )
 

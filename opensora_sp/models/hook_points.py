@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .attention import attention
 from .compile import uncompiled
+from .recompute import Recompute
 from .take import take
 from .token_layout import SPATIAL, PatchGrid, Rows, unpatchify
 
@@ -101,8 +101,7 @@ class Attend(Point):
 class Segment(Point):
     """Where the work between two switches runs, plainly or under gradient checkpointing.
 
-    With ``recompute`` its inner tensors are dropped and computed again in backward. ``last``: no
-    switch follows.
+    ``recompute`` says what backward computes again, None for nothing. ``last``: no switch follows.
     """
 
     def local(
@@ -110,13 +109,13 @@ class Segment(Point):
         function: Callable[..., Any],
         rows: Rows,
         *args: Any,
-        recompute: bool,
+        recompute: Recompute | None,
         last: bool,
         **options: Any,
     ) -> Any:
-        if not recompute:
+        if recompute is None:
             return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        return recompute.run(function, *args, **options)
 
 
 class Tokenwise(Point):

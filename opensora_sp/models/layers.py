@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -21,10 +22,11 @@ from opensora_sp.transfer import to_device
 
 from .attention import Backend, Lengths, attention
 from .compile import uncompiled
+from .functions import normalize, rotate, with_zero_gradients
 from .hook_points import Attend, Point
 from .packing import Packing
 from .take import take
-from .token_layout import Rows
+from .token_layout import SPATIAL, TEMPORAL, Rows
 
 
 def position_angles(positions: Tensor, per_position: Tensor) -> Tensor:
@@ -76,11 +78,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # The norm of a vector, unlike a mean of squares, writes no tensor of squares.
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        wide = wide * torch.rsqrt(length.square() / x.shape[-1] + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * normalize(x, self.eps)
 
 
 class PatchEmbed3D(nn.Module):
@@ -114,13 +112,13 @@ class PositionEmbedding2D(nn.Module):
         sizes = [grid.shape[1:]] if grid.mask is None else grid.mask.frame_sizes()
 
         halves = []
-        for axis, places in ((1, patches % columns), (0, patches // columns)):
+        for axis, coordinates in ((1, patches % columns), (0, patches // columns)):
             steps = [round((size[0] * size[1]) ** 0.5) / size[axis] for size in sizes]
             step: float | Tensor = steps[0]
             if grid.mask is not None:
                 samples = rows.samples(device)
                 step = to_device(torch.tensor(steps), device)[samples][:, None]  # [R, 1]
-            halves.append(position_embedding(places / scale * step, self.width // 2))
+            halves.append(position_embedding(coordinates / scale * step, self.width // 2))
         return torch.cat(halves, dim=-1)
 
 
@@ -149,17 +147,17 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, q: Tensor, rotation: Tensor) -> Tensor:
         """Rotate queries or keys ``[R, L, H, D]``."""
-        wide = q.to(torch.promote_types(q.dtype, torch.float32))
-        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))  # [R, L, H, D/2]
-        return torch.view_as_real(pairs * rotation).flatten(-2).to(q.dtype)
+        return rotate(q, rotation)
 
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
-        """Complex factors of length 1 for queries and keys, ``[1 or R, 1 or L, 1, D/2]``.
+        """Cosine and sine for each channel of queries and keys, ``[2, 1 or R, 1 or L, 1, D]``.
 
         ``in_frame``: for attention within a frame, not over frames.
         """
         angles = self.angles(rows, in_frame, device)[:, :, None]
-        return torch.polar(torch.ones_like(angles), angles)
+        # The first channel of a pair takes minus the sine of the second.
+        angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
+        return torch.stack([angles.cos(), angles.sin()])
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, 1 or L, D/2]``, by the frame."""
@@ -178,7 +176,7 @@ class RotaryEmbedding3D(RotaryEmbedding):
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
 
-    @uncompiled  # made once for all blocks: no part of a block's graph
+    @uncompiled  # computed once for all blocks: no part of a block's graph
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
         compute = super().rotation
@@ -204,7 +202,7 @@ class SelfAttention(Point):
     """Multi-head attention of each row to itself, with optional RMS norm of queries and keys.
 
     These are normed, then rotated; with ``norm_last`` they are rotated first, as in Open-Sora 1.1.
-    ``in_frame``: the rows are frames, for their positions.
+    ``in_frame``: it attends within a frame, not over frames.
     """
 
     def __init__(
@@ -220,8 +218,8 @@ class SelfAttention(Point):
         super().__init__()
         self.num_heads, self.norm_last, self.in_frame = num_heads, norm_last, in_frame
         self.qkv = nn.Linear(width, 3 * width)
-        self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
+        norm = partial(RMSNorm, width // num_heads) if qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
         self.proj = nn.Linear(width, width)
         self.attend = Attend()
         # In a list: the model owns the parameter, not its blocks.
@@ -229,6 +227,12 @@ class SelfAttention(Point):
 
     def local(self, x: Tensor, rows: Rows, rotation: Tensor | None = None) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``; ``rotation`` is that of the rows, if precomputed."""
+        # Rows of the other layout are brought into this one where tokens attend.
+        own_layout = SPATIAL if self.in_frame else TEMPORAL
+        if rows.length == 1 and rows.layout == own_layout and rows.are_sequences:
+            v = self._values(x)
+            return self.proj(self.attend(v, v, v, rows).flatten(-2))
+
         qkv = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
         q, k, v = qkv
         if not self.norm_last:
@@ -240,6 +244,21 @@ class SelfAttention(Point):
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.proj(self.attend(q, k, v, rows).flatten(-2))
+
+    def _values(self, x: Tensor) -> Tensor:
+        """The values ``[R, 1, H, D]``, which are what single tokens get, such as those of images.
+
+        The weights of queries and keys get zeros as gradients, in the order of other clips: ZeRO
+        sums gradients over ranks in the order in which they come.
+        """
+        width = x.shape[-1]
+        # Other layers in its place, such as peft's, have no weight that can be cut.
+        if type(self.qkv) is nn.Linear:
+            v = F.linear(x, self.qkv.weight[-width:], self.qkv.bias[-width:])
+        else:
+            v = self.qkv(x)[..., -width:]
+        v = with_zero_gradients(v, *self.q_norm.parameters(), *self.k_norm.parameters())
+        return v.unflatten(-1, (self.num_heads, -1))
 
 
 class CrossAttention(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -59,32 +59,12 @@ def differences(seen: Mapping[int, Entries]) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One kind of entries that ranks compare."""
-
-    name: str
-    expected: str
-    remedy: str
-
-
-MODELS = Kind(
-    "models",
-    "the same class, config and parameters (names, shapes, dtypes, trainable or frozen)",
-    "build, cast and freeze the model alike on every rank",
-)
-
-
-def refuse_differences(kind: Kind, found: Sequence[str], which: str) -> None:
-    """Raise ValueError if there are differences between the ranks ``which``."""
-    if not found:
-        return
+def first_of(found: Sequence[str]) -> str:
+    """The first difference, and how many there are beside it."""
     others = len(found) - 1
-    more = f" (and {others} more {'entries' if others > 1 else 'entry'})" if others else ""
-    raise ValueError(
-        f"got different {kind.name} on the ranks {which}: {found[0]}{more}; expected "
-        f"{kind.expected} on all of them; {kind.remedy}"
-    )
+    if not others:
+        return found[0]
+    return f"{found[0]} (and {others} more {'entries' if others > 1 else 'entry'})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -176,4 +156,14 @@ def check_same_model(model: nn.Module, device: torch.device) -> None:
     """
     own = describe_model(model)
     if not all_agree(digest(own), None, device):
-        refuse_differences(MODELS, differences(gathered(own, None)), "of the run")
+        refuse_models(differences(gathered(own, None)), "of the run")
+
+
+def refuse_models(found: Sequence[str], which: str) -> None:
+    """Raise the error of models that differ between the ranks ``which``, if they do."""
+    if found:
+        raise ValueError(
+            f"got different models on the ranks {which}: {first_of(found)}; expected the same "
+            "class, config and parameters (names, shapes, dtypes, trainable or frozen) on all of "
+            "them; build, cast and freeze the model alike on every rank"
+        )

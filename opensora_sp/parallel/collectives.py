@@ -8,7 +8,7 @@ graph as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from .debug.comm_counter import record
 from .debug.comm_timing import communicating
 from .layout import ExchangePlan
 from .mesh import ImaginedGroup
-from .typed import once_differentiable, uncompiled
+from .typed import Context, once_differentiable, uncompiled
 
 
 def all_to_all(
@@ -107,7 +107,7 @@ def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _exchange.register_autograd(_exchange_back, setup_context=_save_plan)
 
 # Of ``around_exchanges``; the innermost one is the last.
-_modes: list[AbstractContextManager[Any]] = []
+_modes: list[Context] = []
 
 
 def exchange(
@@ -136,7 +136,7 @@ def _exchange_in_mode(*args: Any) -> Any:
         return _exchange(*args)
 
 
-def exchange_modes() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def exchange_modes() -> tuple[Context, Context]:
     """Dispatch modes of forward and of recomputation, for exchanges.
 
     Under the first, what they return is kept; under the second, they return that and send nothing.
@@ -148,7 +148,7 @@ def exchange_modes() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 @contextmanager
-def around_exchanges(mode: AbstractContextManager[Any]) -> Iterator[None]:
+def around_exchanges(mode: Context) -> Iterator[None]:
     """Enter a dispatch mode around each exchange; nothing else runs under it."""
     _modes.append(mode)
     try:
@@ -157,20 +157,20 @@ def around_exchanges(mode: AbstractContextManager[Any]) -> Iterator[None]:
         _modes.pop()
 
 
-def keep_exchanged() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def keep_exchanged() -> tuple[Context, Context]:
     """``exchange_modes`` for ``torch.utils.checkpoint``, the second of which is entered once."""
     keeping, reusing = exchange_modes()
     return keeping, _Once(reusing)
 
 
-class _Once(AbstractContextManager[None]):
+class _Once:
     """A context of recomputation, which uses up what was kept and so can be entered once.
 
     Raises:
         ValueError: when it is entered again.
     """
 
-    def __init__(self, context: AbstractContextManager[Any]) -> None:
+    def __init__(self, context: Context) -> None:
         self.context, self.is_used = context, False
 
     def __enter__(self) -> None:

@@ -28,13 +28,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from opensora_sp.transfer import to_device
+
 from .typed import Decorated
+
+Range: TypeAlias = tuple[int, int]  # [start, stop)
+Ranges: TypeAlias = tuple[Range, ...]
 
 SPATIAL_ROWS = "b t | s"
 TEMPORAL_ROWS = "b s | t"
@@ -45,13 +50,8 @@ WINDOW_COLUMNS = "b w p | t"  # rows in the order of the windows, distributed on
 class Partition(Protocol):
     """A division of a frame's S patches into windows. Plans are cached by its hash."""
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The patches, window by window."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of the windows."""
+    order: tuple[int, ...]  # the patches, window by window
+    sizes: tuple[int, ...]  # of the windows
 
     def __hash__(self) -> int: ...
 
@@ -70,7 +70,7 @@ class BatchAxes:
     windows: Partition | None = None
 
 
-def balanced_range(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
+def balanced_range(num_rows: int, num_ranks: int, rank: int) -> Range:
     """The contiguous rows ``[start, stop)`` of one rank; numbers of rows differ by at most one."""
     return num_rows * rank // num_ranks, num_rows * (rank + 1) // num_ranks
 
@@ -136,7 +136,7 @@ def plan_exchange(
     source_ranges, target_ranges = source_layout.ranges(num_ranks), target_layout.ranges(num_ranks)
 
     # What this rank sends: the receiver of each entry of its chunk.
-    chunks: list[tuple[int, int]] = []
+    chunks: list[Range] = []
     for held in source_ranges:
         chunks += [source_layout.chunk(held, c, num_chunks) for c in range(num_chunks)]
     entries = torch.arange(*chunks[rank * num_chunks + chunk])
@@ -150,14 +150,14 @@ def plan_exchange(
     order = torch.argsort(sent_from[mine])
 
     return ExchangePlan(
-        pack=torch.argsort(receiver, stable=True).to(device),
-        place=mine[order].to(device),
+        pack=to_device(torch.argsort(receiver, stable=True), torch.device(device)),
+        place=to_device(mine[order], torch.device(device)),
         send_splits=torch.bincount(receiver, minlength=num_ranks).tolist(),
         recv_splits=torch.bincount(piece[mine] // num_chunks, minlength=num_ranks).tolist(),
     )
 
 
-def _piece(positions: Tensor, pieces: Sequence[tuple[int, int]]) -> Tensor:
+def _piece(positions: Tensor, pieces: Sequence[Range]) -> Tensor:
     """Which of the consecutive ``[start, stop)`` each position lies in."""
     stops = torch.tensor([stop for _, stop in pieces])
     return torch.bucketize(positions, stops, right=True)
@@ -185,20 +185,20 @@ def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -
 
 
 @_cached
-def rank_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> tuple[tuple[int, int], ...]:
+def rank_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> Ranges:
     """The entries ``[start, stop)`` that each rank holds in a layout."""
     return _Layout(axes, layout).ranges(num_ranks)
 
 
 @_cached
-def unit_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> tuple[tuple[int, int], ...]:
+def unit_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> Ranges:
     """The units ``[first, last)`` that each rank holds in a layout."""
     units = _Layout(axes, layout)
     starts = torch.tensor([start for start, _ in units.ranges(num_ranks)])
     return _consecutive(units.unit_numbers(starts), units.num_units)
 
 
-def _consecutive(starts: Tensor, end: int) -> tuple[tuple[int, int], ...]:
+def _consecutive(starts: Tensor, end: int) -> Ranges:
     """Ranges that begin at ``starts``, each up to the next one."""
     edges = [*starts.tolist(), end]
     return tuple(pairwise(edges))
@@ -234,7 +234,7 @@ class _Layout:
             self.window_stops = torch.tensor(list(accumulate(self.windows.sizes)))
             self.order = torch.tensor(self.windows.order)
 
-    def ranges(self, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    def ranges(self, num_ranks: int) -> Ranges:
         """Entries held by each rank: up to the last unit that ends within its share."""
         shares = torch.tensor([self.total * rank // num_ranks for rank in range(num_ranks)])
         coordinates = self._coordinates(shares)
@@ -261,7 +261,7 @@ class _Layout:
                 number = number * count + coordinates[axis]
         return number
 
-    def chunk(self, held: tuple[int, int], chunk: int, num_chunks: int) -> tuple[int, int]:
+    def chunk(self, held: Range, chunk: int, num_chunks: int) -> Range:
         """One of several parts of a range, cut between rows."""
         first, end = held
         row = self.sizes[self.axes[-1]]

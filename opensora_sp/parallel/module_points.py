@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .collectives import around_exchanges, exchange_modes
 from .shard_plan import find_modules
-from .typed import Local, after_backward, is_backward_running
+from .typed import Context, Local, after_backward, is_backward_running
 
 if TYPE_CHECKING:
     from .parallelize import SequenceParallel
@@ -178,7 +178,7 @@ class _Pass:
     entry_rows: TokenRows | None = None
     stream_rows: TokenRows | None = None
     module_rows: dict[nn.Module, TokenRows] = field(default_factory=dict)
-    kept: dict[nn.Module, AbstractContextManager[Any]] = field(default_factory=dict)
+    kept: dict[nn.Module, Context] = field(default_factory=dict)
 
 
 class ModulePoints:
@@ -202,8 +202,8 @@ class ModulePoints:
         listed = [(ModulePoint(m), partial(self._attend, m)) for m in self.layouts]
         return [
             *listed,
-            (ModulePoint(self.enter), self._enter),
-            (ModulePoint(self.leave), self._leave),
+            (ModulePoint(self.enter), self._shard),
+            (ModulePoint(self.leave), self._gather),
             (ModulePoint(self.model), self._forward),
         ]
 
@@ -240,7 +240,7 @@ class ModulePoints:
             )
         return output
 
-    def _enter(self, call: ModuleCall) -> Any:
+    def _shard(self, call: ModuleCall) -> Any:
         """Shard the tokens, and the arguments of ``enter``."""
         if not is_backward_running():
             rows = self.engine.shard(lambda grid: grid.rows("spatial"), self._grid(call))
@@ -281,7 +281,7 @@ class ModulePoints:
         # What is kept stays as it was received, also if modules work in place.
         return rows.to_rows(call.run_on(rows.from_rows(x, copy=is_kept)))
 
-    def _leave(self, call: ModuleCall) -> Tensor:
+    def _gather(self, call: ModuleCall) -> Tensor:
         """Gather the output of ``leave``."""
         output, now = call.run(), self._pass
         if is_backward_running() or not isinstance(output, Tensor):
@@ -331,7 +331,7 @@ class ModulePoints:
         now.module_rows[module] = now.stream_rows
         return now.stream_rows
 
-    def _keep(self, module: nn.Module, rows: TokenRows) -> AbstractContextManager[Any] | None:
+    def _keep(self, module: nn.Module, rows: TokenRows) -> Context | None:
         """A context that keeps what the module receives from other ranks, if it is recomputed."""
         options = self.engine.options
         resends = options.recompute_communication or self.engine.strategy(rows.grid).resends(

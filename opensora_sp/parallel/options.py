@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from .cost_model import H100, CostModel
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from .typed import Decorated
 
 PLACEMENTS = ("stream", "branch")
 COMM_DTYPES = ("bf16", "fp8")
@@ -124,7 +122,7 @@ class Options:
         return self.overlap_chunks > 1 or self.overlap_backward
 
 
-def takes_options(function: Function) -> Function:
+def takes_options(function: Decorated) -> Decorated:
     """Show the fields of ``Options`` in place of ``**keywords``, in signature and docstring."""
     signature = inspect.signature(function)
     keyword, named, lines = inspect.Parameter.KEYWORD_ONLY, [], []

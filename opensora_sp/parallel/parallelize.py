@@ -28,7 +28,7 @@ from .options import Options, takes_options
 from .protocols import Grid, LatentRows, Rows
 from .shard_plan import ShardPlan, find_modules, plan_of
 from .strategies import SplitAttention, Strategy, SwitchRows, strategy_for
-from .typed import Arguments, Local
+from .typed import Args, Kwargs, Local
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -177,8 +177,8 @@ class SequenceParallel:
             point.detach()
 
     def _take_output_argument(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
+        self, model: nn.Module, args: Args, kwargs: Kwargs
+    ) -> tuple[Args, Kwargs]:
         self._output = kwargs.pop("output", "full")
         if self._output not in ("full", "shards"):
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -10,7 +11,9 @@ from torch.autograd import function as autograd_function
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Local: TypeAlias = Callable[..., Any]  # what a hook point does on one rank
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+Context: TypeAlias = AbstractContextManager[Any]
 
 
 def uncompiled(function: Decorated) -> Decorated:

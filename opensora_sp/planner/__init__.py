@@ -1,9 +1,18 @@
 """Estimates of a config's run on a number of GPUs: balance, communication, memory."""
 
-from .run_plan import BatchEstimate, BatchSpec, Plan, buckets_of, plan
+from .run_plan import BatchEstimate, BatchSpec, Plan, buckets_of, checkpoint_levels, plan
 
 # The names of 0.x, until 1.0.
 Bucket = BatchSpec
 BucketPlan = BatchEstimate
 
-__all__ = ["BatchEstimate", "BatchSpec", "Bucket", "BucketPlan", "Plan", "buckets_of", "plan"]
+__all__ = [
+    "BatchEstimate",
+    "BatchSpec",
+    "Bucket",
+    "BucketPlan",
+    "Plan",
+    "buckets_of",
+    "checkpoint_levels",
+    "plan",
+]

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property, partial
+from typing import Any, Literal
 
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
+from opensora_sp.models.recompute import EVERYTHING, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_for, strategy_options
 
+from .checkpointing import COMPILED_LEVELS, LEVELS, budget_of, choose_levels, mixed
 from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
 from .sharing import Sharing, sharing_of
 from .step_time import StepTime, predict_step
-from .trace import Activations, trace_activations
+from .trace import Activations, meta_model, trace_activations
 from .traffic import Traffic, output_gather, tokens_changing_rank, traffic
 
 UNEVEN = 0.03  # imbalance above which a better one is searched for
 FRAMES_AROUND = 8  # frame counts tried below and above
+DEFAULT_MEMORY = 80e9  # bytes, for which grad_checkpoint="auto" is planned if no GPU is named
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,19 @@ class BatchSpec:
 class Memory:
     """Bytes of one rank, the busiest: without checkpointing, with it, and as the config sets it.
 
-    Among several buckets only the last one is estimated.
+    ``levels`` is what each block keeps as configured (``models/recompute.py``). Among several
+    buckets only the peak as configured is estimated.
     """
 
     kept: Persistent
     plain: MemoryPeak | None
     checkpointed: MemoryPeak | None
     configured: MemoryPeak
+    levels: list[int]
+
+    @property
+    def recomputes(self) -> bool:
+        return min(self.levels) < EVERYTHING
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Plan:
     sp_size: int
     dp_size: int
     precision: str
-    grad_checkpoint: bool
+    grad_checkpoint: bool | int | str
     micro_batches: int
     spans_nodes: bool | None
     memory_gb: float | None
@@ -170,6 +179,20 @@ def plan(
     )
 
 
+def checkpoint_levels(
+    cfg: TrainConfig, num_gpus: int, latents: tuple[int, ...], *, memory_gb: float, device: str
+) -> list[int]:
+    """What each block keeps under a config's ``grad_checkpoint`` (``models/recompute.py``).
+
+    Args:
+        latents: shape ``(B, c, frames, height, width)`` of a micro-batch.
+        memory_gb: memory of one device in GB (1e9 bytes) that training may take.
+        device: "cuda" or "cpu".
+    """
+    run = _Run(cfg, num_gpus, memory_gb, device, gpu=None)
+    return run.memory(latents, run.ranks, brief=True).levels
+
+
 def spans_nodes(num_gpus: int, sp_size: int, gpus_per_node: int) -> bool:
     """Whether any group of ``sp_size`` neighbouring ranks lies on more than one node."""
     firsts = range(0, num_gpus, sp_size)
@@ -197,7 +220,9 @@ class _Run:
         self.dtype = DTYPES[cfg.precision]
 
         self.training = isinstance(cfg, TrainConfig)
-        self.checkpointing, self.micro_batches, self.guides = False, 1, False
+        self.checkpointing: bool | int | Literal["auto"] = False
+        self.micro_batches, self.guides = 1, False
+        self.compiled = device == "cuda" and getattr(cfg, "compile", None) == "blocks"
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
             replicas = num_gpus // self.ranks
@@ -208,6 +233,10 @@ class _Run:
     @cached_property
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.name, self.config)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return len(meta_model(self.name, self.config, self.dtype).transformer_blocks)
 
     def estimate(self, bucket: BatchSpec, *, brief: bool) -> BatchEstimate:
         shape, latents = self.shape(bucket), self.latents(bucket)
@@ -220,7 +249,7 @@ class _Run:
             for name in strategy_options():
                 options = Options(strategy=name)
                 if applicable_strategy(shape, options, self.ranks):
-                    compared[name] = self.traffic(shape, options)
+                    compared[name] = self.traffic(shape, options, memory.recomputes)
             advice = self._better_balance(bucket, sharing) + self._less_memory(latents, memory)
 
         return BatchEstimate(
@@ -233,10 +262,10 @@ class _Run:
             },
             sharing=sharing,
             tokens_changing_rank=0 if sharing.moves else tokens_changing_rank(shape, self.ranks),
-            traffic=self.traffic(shape, self.options),
+            traffic=self.traffic(shape, self.options, memory.recomputes),
             compared=compared,
             memory=memory,
-            time=self.time(latents),
+            time=self.time(latents, memory.levels),
             advice=advice,
         )
 
@@ -249,13 +278,13 @@ class _Run:
         num_samples, _, frames, height, width = self.latents(bucket)
         return BatchShape.of(self.config, num_samples, (frames, height, width))
 
-    def traffic(self, shape: BatchShape, options: Options) -> Traffic:
+    def traffic(self, shape: BatchShape, options: Options, recomputes: bool) -> Traffic:
         sent = traffic(
             shape,
             options,
             self.ranks,
             element_size=self.dtype.itemsize,
-            checkpointing=self.checkpointing,
+            checkpointing=recomputes,
             training=self.training,
         )
         if self.training:
@@ -270,10 +299,11 @@ class _Run:
 
     def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
         """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
+        traced = cache(partial(self._traced, latents, ranks))
         if not isinstance(self.cfg, TrainConfig):
             state = Persistent.sampling(self.sizes, self.dtype.itemsize)
-            peak = sampling_peak(state, self._traced(latents, ranks, False), self.config.depth)
-            return Memory(state, peak, None, peak)
+            peak = sampling_peak(state, traced(EVERYTHING), self.config.depth)
+            return Memory(state, peak, None, peak, [EVERYTHING])
 
         zero = Zero(
             world=self.num_gpus,
@@ -283,14 +313,24 @@ class _Run:
         )
         state = Persistent.training(self.sizes, zero)
 
-        peaks = {}
-        for checkpointing in (False, True):
-            if not brief or checkpointing == self.checkpointing:
-                activations = self._traced(latents, ranks, checkpointing)
-                peaks[checkpointing] = training_peak(state, self.sizes, zero, activations)
-        return Memory(state, peaks.get(False), peaks.get(True), peaks[self.checkpointing])
+        @cache
+        def peak_at(*levels: int) -> MemoryPeak:
+            return training_peak(state, self.sizes, zero, mixed(traced, levels))
 
-    def time(self, latents: tuple[int, ...]) -> StepTime | None:
+        levels = self._levels(lambda levels: peak_at(*levels).needed)
+        plain = None if brief else peak_at(EVERYTHING)
+        checkpointed = None if brief else peak_at(0)
+        return Memory(state, plain, checkpointed, peak_at(*levels), levels)
+
+    def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
+        """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""
+        if self.checkpointing != "auto":
+            return levels_of(self.checkpointing, self.num_blocks)
+        memory = DEFAULT_MEMORY if self.memory_gb is None else self.memory_gb * 1e9
+        levels = COMPILED_LEVELS if self.compiled else LEVELS
+        return choose_levels(needed, budget_of(memory), self.num_blocks, levels)
+
+    def time(self, latents: tuple[int, ...], levels: Sequence[int]) -> StepTime | None:
         """Predicted for a training step in 16 bits, if a GPU was named."""
         if self.gpu is None or not self.training or self.dtype.itemsize != 2:
             return None
@@ -303,11 +343,11 @@ class _Run:
             ranks=self.ranks,
             world=self.num_gpus,
             dtype=self.dtype,
-            checkpointing=self.checkpointing,
+            levels=levels,
             micro_batches=self.micro_batches,
         )
 
-    def _traced(self, latents: tuple[int, ...], ranks: int, checkpointing: bool) -> Activations:
+    def _traced(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
         return trace_activations(
             self.name,
             self.config,
@@ -315,10 +355,10 @@ class _Run:
             options=self.options,
             ranks=ranks,
             dtype=self.dtype,
-            checkpointing=checkpointing,
+            level=level,
             training=self.training,
             device=self.device,
-            compiled=self.device == "cuda" and getattr(self.cfg, "compile", None) == "blocks",
+            compiled=self.compiled,
         )
 
     def _better_balance(self, bucket: BatchSpec, sharing: Sharing) -> list[str]:

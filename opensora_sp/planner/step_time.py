@@ -8,11 +8,14 @@ the GPU itself: compare with ``docs/benchmarks.md``, and expect real steps to be
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import strategy_for
@@ -62,7 +65,7 @@ def predict_step(
     ranks: int,
     world: int,
     dtype: torch.dtype,
-    checkpointing: bool,
+    levels: Sequence[int] = (EVERYTHING,),
     micro_batches: int = 1,
 ) -> StepTime:
     """Predict an optimizer step of the busiest rank, in eager mode.
@@ -72,6 +75,7 @@ def predict_step(
         latents: ``(B, c, frames, height, width)`` of a micro-batch.
         ranks: of a sequence-parallel group.
         world: all ranks, over which ZeRO shards the optimizer.
+        levels: what the blocks keep under gradient checkpointing; one for all, or each block's.
 
     Raises:
         ValueError: if ``dtype`` is not of 16 bits, for which the rates of GPUs are.
@@ -83,8 +87,13 @@ def predict_step(
         )
 
     shape = BatchShape.of(config, latents[0], latents[2:])  # type: ignore[arg-type]
-    passes = _passes(name, config, latents, gpu, options, ranks, dtype, checkpointing)
-    passes[EXCHANGES] = _exchanges(shape, options, gpu, ranks, dtype, checkpointing)
+    passes: dict[str, Work] = {}
+    for level, count in Counter(levels).items():
+        alike = _passes(name, config, latents, gpu, options, ranks, dtype, level)
+        for kind, one in alike.items():
+            passes[kind] = passes.get(kind, Work()).plus(one, count / len(levels))
+    recomputes = min(levels) < EVERYTHING
+    passes[EXCHANGES] = _exchanges(shape, options, gpu, ranks, dtype, recomputes)
     work = {kind: Work().plus(one, micro_batches) for kind, one in passes.items()}
 
     model = meta_model(name, config, dtype)
@@ -107,14 +116,14 @@ def _passes(
     options: Options,
     ranks: int,
     dtype: torch.dtype,
-    checkpointing: bool,
+    level: int,
 ) -> dict[str, Work]:
     """Forward and backward of one micro-batch: each further pair adds as much as the second."""
     counted = []
     for depth in (1, 2):
         small = dataclasses.replace(config, depth=depth)
         model = meta_model(name, small, dtype)
-        model.set_grad_checkpoint(checkpointing)
+        model.set_grad_checkpoint([level] * len(model.transformer_blocks))
         mesh = SequenceMesh.imagined(ranks, ranks - 1)
         parallelize(model, mesh, dataclasses.replace(options, verify=False))
 

@@ -51,7 +51,7 @@ def trace_activations(
     options: Options,
     ranks: int,
     dtype: torch.dtype,
-    checkpointing: bool,
+    level: int,
     training: bool,
     device: str = "cuda",
     compiled: bool = False,
@@ -61,12 +61,13 @@ def trace_activations(
     Args:
         name, config: a model's registered name and its whole configuration.
         latents: ``(B, c, frames, height, width)``.
+        level: of gradient checkpointing in all blocks (``models/recompute.py``).
         device: "cuda" counts what torch's allocator would allocate, "cpu" the bytes of tensors.
         compiled: the parts between two switches are compiled by inductor.
     """
     small = dataclasses.replace(config, depth=DEPTH)
     model = meta_model(name, small, dtype)
-    model.set_grad_checkpoint(checkpointing)
+    model.set_grad_checkpoint([level] * len(model.transformer_blocks))
     mesh = SequenceMesh.imagined(ranks, ranks - 1)
     parallelize(model, mesh, dataclasses.replace(options, verify=False))
 

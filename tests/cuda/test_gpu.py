@@ -161,7 +161,7 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
         options=Options(),
         ranks=1,
         dtype=torch.bfloat16,
-        checkpointing=True,
+        level=0,
         training=True,
     )
     model = build_model(name, **options).cuda().bfloat16()

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.attention import attention
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize, shutdown_process_group
 from opensora_sp.planner.cuda_memory import AllocatorPeak
@@ -120,7 +121,7 @@ def traced(case: Case) -> Activations:
         options=case.options,
         ranks=case.ranks,
         dtype=case.dtype,
-        checkpointing=case.checkpointing,
+        level=0 if case.checkpointing else EVERYTHING,
         training=case.training,
         compiled=case.compiled,
     )

@@ -12,6 +12,7 @@ import torch
 from cuda_stub import join, phase, requires_stub, run_on_stub
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.memory import ModelSizes, Persistent, Zero, training_peak
@@ -60,7 +61,7 @@ def predicted(case: Case) -> int:
         options=Options(),
         ranks=SP_SIZE,
         dtype=case.dtype,
-        checkpointing=case.checkpointing,
+        level=0 if case.checkpointing else EVERYTHING,
         training=True,
     )
     kept = replace(Persistent.training(sizes, zero), ema=0)

@@ -20,6 +20,7 @@ from opensora_sp.config import TrainConfig, load_inference_config, load_train_co
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.models.token_groups import windows_of
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, layout, parallelize
@@ -471,7 +472,7 @@ def test_the_command_needs_no_colossalai(small: str) -> None:
 
 def test_windows_are_traced_on_several_ranks() -> None:
     """Plans of their exchanges are real, though the model is traced on fake tensors."""
-    layout._cached_plan.cache_clear()
+    layout.plan_exchange.cache_clear()
     config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
     traced = [
         trace_activations(
@@ -481,7 +482,7 @@ def test_windows_are_traced_on_several_ranks() -> None:
             options=Options(),
             ranks=ranks,
             dtype=torch.float32,
-            checkpointing=False,
+            level=EVERYTHING,
             training=True,
         ).at(2)
         for ranks in (1, 4)
@@ -492,6 +493,6 @@ def test_windows_are_traced_on_several_ranks() -> None:
 @pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])
 def test_only_guidance_doubles_a_batch_of_samples(cfg_scale: float, times: int) -> None:
     cfg = load_inference_config(CONFIGS / "demo/sample.py", [f"scheduler.cfg_scale={cfg_scale}"])
-    run = _Run(cfg, 1, None, "cpu")
+    run = _Run(cfg, 1, None, "cpu", None)
     (bucket,) = buckets_of(cfg)
     assert run.latents(bucket)[0] == times * cfg.batch_size

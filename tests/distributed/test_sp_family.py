@@ -18,7 +18,7 @@ from family_parity import (
 from parity_cases import make_inputs, make_model
 from ranks import run_ranks
 
-from opensora_sp.models import hook_points
+from opensora_sp.models import hook_points, recompute
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.strategies import SplitHeads
 
@@ -78,7 +78,7 @@ def test_a_checkpointed_block_is_two_recomputed_segments(
 ) -> None:
     case = replace(STDIT[0], model=model)
     segments: list[int] = []  # of each checkpointed function, how often it ran
-    original = hook_points.checkpoint
+    original = recompute.checkpoint
 
     def counted(function, *args, **options):
         index = len(segments)
@@ -90,7 +90,7 @@ def test_a_checkpointed_block_is_two_recomputed_segments(
 
         return original(run, *args, **options)
 
-    monkeypatch.setattr(hook_points, "checkpoint", counted)
+    monkeypatch.setattr(recompute, "checkpoint", counted)
     runs = {"attn": 0, "attn_temp": 0, "mlp": 0}
     bare = make_model(case)
     for block in bare.blocks:

@@ -30,7 +30,7 @@ class Case:
     x_mask: bool = False
     drop_caption: bool = False
     drop_path: bool = False
-    checkpoint: bool = False
+    checkpoint: bool | tuple[int, ...] = False  # as set_grad_checkpoint takes it
     output: str = "shards"
     model: str = "STDiT3"
     head_size: ClassVar[int] = 4

@@ -16,8 +16,10 @@ from opensora_sp.checkpoint import check_model_config, write_model_config
 from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
-from opensora_sp.models.attention import MAX_SCORES, _explicit, _OneKey, attention
+from opensora_sp.models.attention import MAX_SCORES, _explicit, attention
 from opensora_sp.models.config import STDiT3Config
+from opensora_sp.models.layers import RotaryEmbedding, SelfAttention
+from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
 
 pytestmark = pytest.mark.core
 HEADS, WIDTH = 2, 8
@@ -149,10 +151,45 @@ def test_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_key_is_exact_and_twice_differentiable() -> None:
     (q, k, v), _ = tensors((3, 2, 1))
-    assert torch.equal(_OneKey.apply(q, k, v), v.expand(q.shape))
-    assert torch.autograd.gradcheck(_OneKey.apply, (q, k, v)) and torch.autograd.gradgradcheck(
-        _OneKey.apply, (q, k, v)
-    )
+    assert torch.equal(attention(q, k, v, backend="sdpa"), v.expand(q.shape))
+    one_key = partial(attention, backend="sdpa")
+    assert torch.autograd.gradcheck(one_key, (q, k, v))
+    assert torch.autograd.gradgradcheck(one_key, (q, k, v))
+
+
+def arrivals(model: torch.nn.Module) -> list[str]:
+    """The parameters in the order in which a backward pass brings their gradients."""
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    return order
+
+
+@pytest.mark.parametrize("norm_last", [False, True])
+@pytest.mark.parametrize("linear", [torch.nn.Linear, type("Other", (torch.nn.Linear,), {})])
+def test_single_tokens_take_their_values(linear: type[torch.nn.Linear], norm_last: bool) -> None:
+    """As by softmax over one key: queries, keys and their norms have no influence."""
+    options = dict(qk_norm=True, rope=RotaryEmbedding(8), norm_last=norm_last)
+    layer = SelfAttention(16, 2, **options).double()
+    layer.qkv = linear(16, 48, dtype=torch.float64)
+    x = torch.randn(6, 1, 16, dtype=torch.float64, requires_grad=True)
+    wanted = layer.proj(layer.qkv(x)[..., 32:])
+    gradients = torch.autograd.grad(wanted.square().sum(), [x, *layer.qkv.parameters()])
+
+    order = arrivals(layer)
+    out = layer(x, PatchGrid(2, (1, 1, 3), (1, 1, 1)).rows(TEMPORAL))
+    out.square().sum().backward()
+    torch.testing.assert_close(out, wanted)
+    found = [x.grad, layer.qkv.weight.grad, layer.qkv.bias.grad]
+    torch.testing.assert_close(found, list(gradients))
+    assert not layer.q_norm.weight.grad.any() and not layer.k_norm.weight.grad.any()
+
+    # ZeRO sums gradients over ranks in this order, also where other ranks have longer clips.
+    of_images = list(order)
+    order.clear()
+    rows = PatchGrid(2, (3, 1, 3), (1, 1, 1)).rows(TEMPORAL)
+    layer(torch.randn(6, 3, 16, dtype=torch.float64), rows).square().sum().backward()
+    assert of_images == order and len(order) == 6
 
 
 class StandIn(types.ModuleType):

@@ -8,7 +8,12 @@ from golden_models import block_cases, with_state
 from golden_values import GOLDEN, close, load
 
 from opensora_sp.models import PatchGrid
-from opensora_sp.models.layers import RotaryEmbedding, SelfAttention, timestep_sinusoid
+from opensora_sp.models.layers import (
+    RMSNorm,
+    RotaryEmbedding,
+    SelfAttention,
+    timestep_sinusoid,
+)
 from opensora_sp.models.token_layout import TEMPORAL
 
 pytestmark = pytest.mark.core
@@ -88,3 +93,27 @@ def test_rotation_is_exact_to_the_precision_of_queries(dtype: torch.dtype) -> No
         torch.testing.assert_close(
             rope(q, rotation), exact, rtol=torch.finfo(dtype).eps * 2, atol=torch.finfo(dtype).eps
         )
+
+
+def test_norm_and_rotation_have_the_gradients_of_their_definitions() -> None:
+    norm, rope = RMSNorm(6).double(), RotaryEmbedding(6)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
+    rotation = rope.rotation(PatchGrid(2, (3, 1, 1), (1, 1, 1)).rows(TEMPORAL), False, x.device)
+    assert torch.autograd.gradcheck(norm, x)
+    assert torch.autograd.gradcheck(lambda x: rope(x, rotation), x)
+
+    # As complex numbers that are multiplied by others of length 1.
+    angles = torch.arange(3)[:, None, None] * rope.freqs
+    pairs = torch.view_as_complex(x.detach().unflatten(-1, (-1, 2)))
+    wanted = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    torch.testing.assert_close(rope(x, rotation), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_norm_and_rotation_round_once() -> None:
+    """In bf16: computed in fp32, and rounded where the result is written."""
+    norm, rope = RMSNorm(72), RotaryEmbedding(72)
+    x = torch.randn(4, 5, 2, 72).bfloat16()
+    rotation = rope.rotation(PatchGrid(4, (5, 1, 1), (1, 1, 1)).rows(TEMPORAL), False, x.device)
+    assert torch.equal(norm.bfloat16()(x), norm.float()(x.float()).bfloat16())
+    assert torch.equal(rope(x, rotation), rope(x.float(), rotation).bfloat16())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.flops import ModelFlops
@@ -30,7 +34,7 @@ ATTENTIONS = (SPATIAL, TEMPORAL, CROSS)
 
 
 def predict(*latents: int, **options: object) -> StepTime:
-    defaults = dict(gpu=H200, options=Options(), ranks=1, world=1, dtype=BF16, checkpointing=False)
+    defaults = dict(gpu=H200, options=Options(), ranks=1, world=1, dtype=BF16, levels=[EVERYTHING])
     return predict_step("STDiT3", XL2, latents, **{**defaults, **options})  # type: ignore[arg-type]
 
 
@@ -74,7 +78,7 @@ def test_flops_of_matrix_products():
 def test_flops_are_those_of_the_model(checkpointing):
     """Matrix products and scores, with recomputation of all but the attention's own backward."""
     latents = (2, 4, 8, 32, 32)
-    work = predict(*latents, checkpointing=checkpointing).work
+    work = predict(*latents, levels=[0 if checkpointing else EVERYTHING]).work
     model = meta_model("STDiT3", XL2, BF16)
     expected = ModelFlops.of(model).forward(latents, 2.0 * XL2.model_max_length)
 
@@ -107,9 +111,9 @@ def test_further_pairs_add_alike():
         ranks=2,
         world=2,
         dtype=BF16,
-        checkpointing=True,
+        levels=[0],
     )
-    shallow = predict(1, 4, 4, 16, 16, ranks=2, world=2, checkpointing=True)
+    shallow = predict(1, 4, 4, 16, 16, ranks=2, world=2, levels=[0])
     pair = predicted.work[PRODUCTS].plus(shallow.work[PRODUCTS], -1)
     assert pair.flops > 0
     assert pair.operators == pytest.approx(2 * 2 * 30, rel=0.2)
@@ -137,3 +141,10 @@ def test_small_batches_are_bound_by_launches():
 def test_single_precision_is_refused():
     with pytest.raises(ValueError, match="for which the speeds of GPUs are known; set precision"):
         predict(1, 4, 1, 8, 8, dtype=torch.float32)
+
+
+@pytest.mark.slow
+def test_configs_state_todays_predictions():
+    """Memory, step time and MFU in the docstrings of the shipped configs."""
+    script = Path(__file__).parents[2] / "scripts" / "config_headers.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)

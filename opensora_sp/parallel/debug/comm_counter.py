@@ -34,9 +34,9 @@ class CommLedger:
     """
 
     def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.elements: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[Key] = Counter()
+        self.elements: Counter[Key] = Counter()
+        self.bytes: Counter[Key] = Counter()
 
     def __enter__(self) -> CommLedger:
         _open.append(self)

@@ -6,6 +6,7 @@ Split sizes follow from shapes and the model alone, so ranks that differ in them
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from ..agreement import (
-    MODELS,
     Entries,
-    Kind,
     ModelForm,
     all_agree,
     describe,
@@ -23,13 +22,25 @@ from ..agreement import (
     differences,
     digest,
     fields_of,
+    first_of,
     gathered,
-    refuse_differences,
+    refuse_models,
 )
 from ..mesh import SequenceMesh
 from ..strategies import registered_strategies
+from ..typed import Args, Kwargs
 from .comm_counter import record
 from .comm_timing import communicating
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of entries that ranks compare."""
+
+    name: str
+    expected: str
+    remedy: str
+
 
 KINDS = (
     Kind("options", "the same options of parallelize", "pass them alike on every rank"),
@@ -67,7 +78,7 @@ class InputCheck:
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
         self._form: ModelForm | None = None
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self.mesh.is_imagined:
             return
         self._form = self._form or ModelForm(model)
@@ -81,7 +92,7 @@ class InputCheck:
         if not agree:
             self._refuse(model, own)
 
-    def _entries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entries:
+    def _entries(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Entries:
         """What decides which bytes are sent: options, strategies, plan, modes, and the form of the
         inputs.
 
@@ -93,21 +104,28 @@ class InputCheck:
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
         if hasattr(model, "grad_checkpoint"):
-            entries["modes gradient checkpointing"] = "on" if model.grad_checkpoint else "off"
+            setting: Any = model.grad_checkpoint
+            switched = {"True": "on", "False": "off"}
+            entries["modes gradient checkpointing"] = switched.get(str(setting), str(setting))
 
         leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         return entries | {f"inputs {_name(path)}": describe(value) for path, value in leaves}
 
     def _refuse(self, model: nn.Module, own: Entries) -> None:
         """Raise the first reason that there is, the same on all ranks. Collective."""
-        group, which = self.mesh.host_group, "of one sequence-parallel group"
-        refuse_differences(MODELS, differences(gathered(describe_model(model), group)), which)
+        group = self.mesh.host_group
+        models = gathered(describe_model(model), group)
+        refuse_models(differences(models), "of one sequence-parallel group")
 
         found = differences(gathered(own, group))
         for kind in KINDS:
             prefix = f"{kind.name} "
             of_kind = [one.removeprefix(prefix) for one in found if one.startswith(prefix)]
-            refuse_differences(kind, of_kind, which)
+            if of_kind:
+                raise ValueError(
+                    f"got different {kind.name} on the ranks of one sequence-parallel group: "
+                    f"{first_of(of_kind)}; expected {kind.expected} on all of them; {kind.remedy}"
+                )
 
         # Only the digests of the models differ: parameters were added or removed since they were
         # made.

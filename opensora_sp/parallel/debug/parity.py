@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..mesh import SequenceMesh
+from ..typed import Args, Kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +64,7 @@ class Verdict:
         )
 
 
-def verify_step(
-    model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Verdict:
+def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and
     parallel. Collective.
 
@@ -122,7 +121,7 @@ def _largest_over_ranks(values: list[float], mesh: SequenceMesh) -> list[float]:
 def verify_first_step(model: nn.Module) -> None:
     """Verify the first batch of a model, log the verdict, and raise ValueError if it disagrees."""
 
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         handle.remove()
         verdict = verify_step(module, args, kwargs)
         if not verdict.agrees:
@@ -138,7 +137,7 @@ def verify_first_step(model: nn.Module) -> None:
     getattr(model, ATTRIBUTE).handles.append(handle)
 
 
-def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def _step(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
         args, kwargs = tree_map(_own, (args, kwargs))

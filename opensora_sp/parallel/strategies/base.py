@@ -16,7 +16,7 @@ of a row. Volumes are elements sent per rank for a spatial and a temporal block,
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ from ..layout import (
     WINDOW_ROWS,
     BatchAxes,
     ExchangePlan,
+    Range,
     plan_exchange,
     rank_ranges,
 )
@@ -55,12 +56,12 @@ class Strategy:
     where whole tokens change layout.
     """
 
-    label: ClassVar[str]
-    option: ClassVar[str] = "switch"
-    condition: ClassVar[str] = "always"
-    moves: ClassVar[str | None] = None
+    label: str
+    option = "switch"
+    condition = "always"
+    moves: str | None = None
 
-    window_rows: ClassVar[str] = WINDOW_ROWS  # layout of temporal rows where there are windows
+    window_rows = WINDOW_ROWS  # layout of temporal rows where there are windows
 
     def __init__(self, mesh: SequenceMesh, options: Options, heads: int) -> None:
         self.mesh, self.options, self.heads = mesh, options, heads
@@ -140,7 +141,7 @@ class Strategy:
         )
 
     @uncompiled
-    def row_ranges(self, rows: Rows) -> list[tuple[int, int]]:
+    def row_ranges(self, rows: Rows) -> list[Range]:
         """The rows ``[start, stop)`` that each rank holds of all rows of a layout."""
         entries = rank_ranges(self.axes(rows), self.layout_of(rows), self.mesh.sp_size)
         return [(start // rows.length, stop // rows.length) for start, stop in entries]

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
-
 from ..batch_shape import BatchShape
 from ..layout import plan_exchange
-
-CPU = torch.device("cpu")
 
 
 class BytesSent(NamedTuple):
@@ -38,7 +34,7 @@ class AllToAll:
     def sent(self, shape: BatchShape, ranks: int) -> BytesSent:
         forward, backward = [], []
         for rank in range(ranks):
-            plan = plan_exchange(shape.axes, self.source, self.target, ranks, rank, CPU)
+            plan = plan_exchange(shape.axes, self.source, self.target, ranks, rank, "cpu")
             received = sum(plan.recv_splits) - plan.recv_splits[rank]
             forward.append(self.count * self.entry_bytes * plan.sent_elsewhere(rank))
             backward.append(self.count * self.entry_bytes * received)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -20,8 +20,8 @@ class OneLayout(Strategy):
     unless ``recompute_communication`` trades this for memory.
     """
 
-    resident_layout: ClassVar[str] = "temporal"
-    keeps_received: ClassVar[bool] = True
+    resident_layout = "temporal"
+    keeps_received = True
 
     @classmethod
     def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:

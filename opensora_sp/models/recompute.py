@@ -1,0 +1,168 @@
+"""Gradient checkpointing: which activations of a block forward keeps, and backward recomputes.
+
+Activation checkpointing (Chen et al., 2016) keeps the input of a block alone. Selective activation
+recomputation (Korthikanti et al., 2022) also keeps results that take long to compute for their
+size. A *level* is the number of ``STAGES`` that are kept, in the order of the time that each byte
+saves. At level 0 all is recomputed, at ``EVERYTHING`` nothing is. Norms, modulation, rotary
+positions and GELU are recomputed below ``EVERYTHING``: their results are large and quick.
+
+With an MLP of four times the width, a block keeps 1, 2, 3, 4, 7, 10 or 14 activations of a token
+at the levels 0 to 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Context = AbstractContextManager[Any]
+ContextFunction = Callable[[], tuple[Context, Context]]
+
+STAGES = (
+    "MLP output",
+    "self-attention",
+    "cross-attention",
+    "q, k and v",
+    "projections",
+    "MLP hidden layer",
+)
+EVERYTHING = len(STAGES) + 1
+"""The level at which nothing is recomputed."""
+
+PRODUCTS = ("aten::mm", "aten::addmm")
+ATTENTIONS = ("scaled_dot_product", "attention_forward", "flash_attn")
+
+
+def levels_of(setting: bool | int | Sequence[int], num_blocks: int) -> list[int]:
+    """The level of each block: True recomputes all blocks, a number the first ones.
+
+    Raises:
+        ValueError: if the model has fewer blocks, or there is no such level.
+    """
+    if isinstance(setting, int):
+        recomputed = num_blocks * setting if isinstance(setting, bool) else setting
+        if not 0 <= recomputed <= num_blocks:
+            raise ValueError(
+                f"got grad_checkpoint={setting}; expected a number from 0 to {num_blocks}, the "
+                "blocks of the model; correct it, or write True for all"
+            )
+        return [0] * recomputed + [EVERYTHING] * (num_blocks - recomputed)
+
+    levels = list(setting)
+    if len(levels) != num_blocks or not all(0 <= level <= EVERYTHING for level in levels):
+        raise ValueError(
+            f"got levels {levels}; expected one from 0 to {EVERYTHING} for each of the "
+            f"{num_blocks} blocks; correct them"
+        )
+    return levels
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """How a block runs under gradient checkpointing.
+
+    Args:
+        level: below ``EVERYTHING``.
+        width, hidden: of the tokens and of the MLP's hidden layer, by which matrix products are
+            recognised.
+    """
+
+    level: int
+    width: int
+    hidden: int
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, context_fn: ContextFunction | None = None
+    ) -> Any:
+        """``function(*args)``, of which backward recomputes what this level does not keep.
+
+        ``context_fn`` is that of ``torch.utils.checkpoint.checkpoint``, in addition.
+        """
+        makers = [] if context_fn is None else [context_fn]
+        if self.level > 0:
+            makers.append(self._contexts)
+        options = {"context_fn": partial(_together, makers)} if makers else {}
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    def _contexts(self) -> tuple[Context, Context]:
+        keeping, using = create_selective_checkpoint_contexts(self._policy)
+        return keeping, _Once(using)
+
+    def _policy(self, context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        keeps = stage_of(operator, args, self.width, self.hidden) in STAGES[: self.level]
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Together(AbstractContextManager[None]):
+    """Several contexts, entered one inside the other."""
+
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        self.stack = ExitStack()
+        for context in self.contexts:
+            self.stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.stack.__exit__(*error)
+
+
+def _together(makers: Sequence[ContextFunction]) -> tuple[Context, Context]:
+    """The contexts of forward, and those of recomputation."""
+    forward, recomputation = zip(*(maker() for maker in makers), strict=True)
+    return _Together(forward), _Together(recomputation)
+
+
+def stage_of(operator: Any, args: Sequence[Any], width: int, hidden: int) -> str | None:
+    """The stage that an operator of a block computes, by its name and the shapes it is given."""
+    name = operator.name()
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    if name.partition(".")[0] in PRODUCTS:
+        # A Linear of tokens: the last factor is its weight, transposed.
+        by_weight: dict[tuple[int, ...], str] = {
+            (hidden, width): "MLP output",
+            (width, 3 * width): "q, k and v",
+            (width, width): "projections",
+            (width, hidden): "MLP hidden layer",
+        }
+        return by_weight.get(tuple(tensors[-1].shape))
+
+    if any(part in name for part in ATTENTIONS):
+        return "self-attention" if tensors[0].shape == tensors[1].shape else "cross-attention"
+    return None
+
+
+class _Once:
+    """A context of recomputation, which uses up what was kept and so can be entered once.
+
+    Raises:
+        ValueError: when it is entered again.
+    """
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self.context, self.is_used = context, False
+
+    def __enter__(self) -> None:
+        if self.is_used:
+            raise ValueError(
+                "got a second backward pass (retain_graph=True) through checkpointed blocks that "
+                "keep activations; expected one, which uses them up; set "
+                "recompute_communication=True and grad_checkpoint=True, switch gradient "
+                "checkpointing off, or call the model again"
+            )
+        self.is_used = True
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.context.__exit__(*error)

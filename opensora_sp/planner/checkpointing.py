@@ -1,0 +1,78 @@
+"""``grad_checkpoint="auto"``: the least recomputation with which a batch fits into memory.
+
+All blocks keep the same stages of ``models/recompute.py``, and the first ones a stage more, as far
+as the planner's estimate of the peak stays below the budget. The choice depends on the config, the
+batch's shape and the device's memory alone, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from opensora_sp.models.recompute import EVERYTHING, STAGES
+
+from .trace import Activations
+
+LEVELS = tuple(range(EVERYTHING + 1))
+COMPILED_LEVELS = (0, EVERYTHING)
+"""Compiled blocks keep all or nothing: what is in between needs to see each operator."""
+
+FRAGMENTED = 0.05  # of a device's memory
+RESERVED = 3e9  # bytes of the CUDA context and of NCCL
+
+
+def budget_of(memory: float) -> float:
+    """Bytes of a device that a step may take, of all that it has."""
+    return (1 - FRAGMENTED) * memory - RESERVED
+
+
+def choose_levels(
+    needed: Callable[[Sequence[int]], float],
+    budget: float,
+    num_blocks: int,
+    levels: Sequence[int] = LEVELS,
+) -> list[int]:
+    """The level of each block: the highest that fit, or 0 for all if nothing does.
+
+    Args:
+        needed: bytes that a step takes with these levels of the blocks; grows with them.
+        levels: to choose from, in ascending order.
+    """
+
+    def at(position: int) -> list[int]:
+        index, ahead = divmod(position, num_blocks)
+        higher = levels[min(index + 1, len(levels) - 1)]
+        return [higher] * ahead + [levels[index]] * (num_blocks - ahead)
+
+    positions = range((len(levels) - 1) * num_blocks + 1)
+    fitting = bisect_right(positions, budget, key=lambda position: needed(at(position)))
+    return at(max(0, fitting - 1))
+
+
+def mixed(traced: Callable[[int], Activations], levels: Sequence[int]) -> Activations:
+    """Activations of a model of these blocks, from those of models whose blocks are all alike."""
+    shares = {level: count / len(levels) for level, count in Counter(levels).items()}
+    alike = {level: traced(level) for level in shares}
+    lowest = alike[min(shares)]  # it recomputes the largest part of a block at once
+    return Activations(
+        first=lowest.first,
+        pair=sum(share * alike[level].pair for level, share in shares.items()),
+        inputs=lowest.inputs,
+        largest=max(one.largest for one in alike.values()),
+    )
+
+
+def describe(levels: Sequence[int]) -> str:
+    """What blocks keep beside their input, for the log and the planner's table."""
+    num_blocks, lowest, highest = len(levels), min(levels), max(levels)
+    if lowest == EVERYTHING:
+        return "nothing is recomputed"
+    kept = ", ".join(STAGES[:lowest]) or "nothing but the input"
+    text = f"each of {num_blocks} blocks keeps {kept}"
+    if highest == lowest:
+        return text
+
+    more = "everything" if highest == EVERYTHING else ", ".join(STAGES[lowest:highest])
+    return f"{text}; {levels.count(highest)} of them {'also ' * (highest < EVERYTHING)}{more}"

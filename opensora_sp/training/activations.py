@@ -1,0 +1,68 @@
+"""``grad_checkpoint="auto"``: what blocks keep for backward, by the shape of each batch."""
+
+from __future__ import annotations
+
+import logging
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from opensora_sp.config import TrainConfig
+from opensora_sp.models.base import ConditionedModel
+from opensora_sp.planner import checkpoint_levels
+from opensora_sp.planner.checkpointing import describe
+from opensora_sp.runtime.environment import Launch
+
+logger = logging.getLogger(__name__)
+
+
+class ActivationBudget:
+    """Sets the levels of gradient checkpointing before each forward pass. Made collectively.
+
+    Args:
+        module: the bare model.
+        device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
+    """
+
+    def __init__(
+        self, cfg: TrainConfig, module: ConditionedModel, device: torch.device, reserved: int
+    ) -> None:
+        self.cfg, self.module, self.device = cfg, module, device
+        self.memory = 0.0
+        self._levels: dict[tuple[int, ...], list[int]] = {}
+        if cfg.grad_checkpoint == "auto":
+            self.memory = _smallest(memory_of(device) - reserved, device)
+        else:
+            module.set_grad_checkpoint(cfg.grad_checkpoint)
+
+    def fit(self, latents: torch.Size) -> None:
+        """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)``."""
+        if self.cfg.grad_checkpoint != "auto":
+            return
+        shape = tuple(latents)
+        if shape not in self._levels:
+            self._levels[shape] = checkpoint_levels(
+                self.cfg,
+                dist.get_world_size(),
+                shape,
+                memory_gb=self.memory / 1e9,
+                device=self.device.type,
+            )
+            logger.info("gradient checkpointing of %s: %s", shape, describe(self._levels[shape]))
+        self.module.set_grad_checkpoint(self._levels[shape])
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of a GPU; on CPU this process's part of the host's."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    launch = Launch.read()
+    return float(psutil.virtual_memory().total) / (launch.local_world_size if launch else 1)
+
+
+def _smallest(memory: float, device: torch.device) -> float:
+    """The least over all ranks, which have to choose alike."""
+    least = torch.tensor(memory, dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return float(least)

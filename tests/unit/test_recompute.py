@@ -1,0 +1,118 @@
+"""Gradient checkpointing by levels: equal gradients, the bytes that blocks keep, and the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opensora_sp.models import build_model
+from opensora_sp.models.recompute import EVERYTHING, levels_of
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import Options
+from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
+from opensora_sp.planner.trace import trace_activations
+
+SMALL = dict(hidden_size=24, depth=2, num_heads=2, caption_channels=5, model_max_length=4)
+MODELS = {
+    "STDiT": dict(input_size=(3, 4, 6), mlp_ratio=2.0),
+    "STDiT2": dict(qk_norm=True),
+    "STDiT3": dict(qk_norm=True),
+}
+# Activations of a token that a block keeps at each level, with an MLP of four times the width.
+KEPT = (1, 2, 3, 4, 7, 10, 14)
+
+
+def gradients(model: torch.nn.Module, setting: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 4, 3, 4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(2, 1, 4, 5, generator=generator, dtype=torch.float64)
+
+    model.zero_grad()
+    model.set_grad_checkpoint(setting)
+    samples = {name: torch.ones(2, dtype=torch.float64) for name in model.sample_inputs}
+    model(x, torch.tensor([900.0, 5.0]).double(), y, **samples).square().sum().backward()
+    trained = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    return [x.grad, *trained]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_without_checkpointing(name):
+    torch.manual_seed(0)
+    model = build_model(name, **{**SMALL, **MODELS[name]}).double()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    expected = gradients(model, False)
+    blocks = len(model.transformer_blocks)
+    settings = [True, 1, *([level] * blocks for level in range(EVERYTHING)), range(blocks)]
+    for setting in settings:
+        for found, wanted in zip(gradients(model, setting), expected, strict=True):
+            assert torch.equal(found, wanted), setting
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kept_activations(ranks):
+    """In 16 bits, in units of one activation of a token; flash attention keeps its sums as well."""
+    config = dataclasses.replace(resolve_config("STDiT3-XL/2"), depth=2)
+    latents = (1, 4, 8, 32, 32)
+    token_bytes = 8 * 16 * 16 / ranks * config.hidden_size * 2
+
+    for level, expected in enumerate(KEPT):
+        traced = trace_activations(
+            "STDiT3",
+            config,
+            latents,
+            options=Options(),
+            ranks=ranks,
+            dtype=torch.bfloat16,
+            level=level,
+            training=True,
+        )
+        assert traced.pair / 2 / token_bytes == pytest.approx(expected, rel=0.03), level
+
+
+def test_levels_of_settings():
+    assert levels_of(True, 3) == [0, 0, 0]
+    assert levels_of(False, 3) == [EVERYTHING] * 3
+    assert levels_of(1, 3) == [0, EVERYTHING, EVERYTHING]
+    assert levels_of(0, 2) == [EVERYTHING] * 2
+    assert levels_of((0, 6, 7), 3) == [0, 6, 7]
+
+    for setting in (4, -1, (0, 1), (0, 1, 8)):
+        with pytest.raises(ValueError, match="expected .* blocks"):
+            levels_of(setting, 3)
+
+
+@pytest.mark.parametrize("levels", [range(EVERYTHING + 1), (0, EVERYTHING)])
+def test_the_highest_levels_that_fit(levels):
+    def needed(chosen: list[int]) -> float:
+        return 10.0 + sum(chosen)
+
+    for budget in range(10, 10 + 4 * EVERYTHING + 2):
+        chosen = choose_levels(needed, budget, 4, levels)
+        assert len(chosen) == 4 and set(chosen) <= set(levels)
+        assert needed(chosen) <= budget
+        # One step more for one block would not fit, or there is none.
+        lowest = min(chosen)
+        higher = [level for level in levels if level > lowest]
+        if higher:
+            chosen[chosen.index(lowest)] = higher[0]
+            assert needed(chosen) > budget
+
+    assert choose_levels(needed, 0.0, 4, levels) == [0] * 4
+    assert budget_of(80e9) == pytest.approx(73e9)
+
+
+def test_descriptions():
+    assert describe([EVERYTHING] * 4) == "nothing is recomputed"
+    assert describe([0] * 4) == "each of 4 blocks keeps nothing but the input"
+    mixed = describe([3, 3, 2, 2])
+    assert mixed == (
+        "each of 4 blocks keeps MLP output, self-attention; 2 of them also cross-attention"
+    )
+    assert describe([7, 0]).endswith("nothing but the input; 1 of them everything")
