@@ -145,7 +145,7 @@ class TrainConfig(Common):
     """
 
     grace_time: float = Field(300.0, gt=0)
-    """Seconds for the last step and its checkpoint after SIGTERM."""
+    """Seconds for the last two steps and a checkpoint after SIGTERM."""
 
     stopped_exit_code: Literal[0, 143] = 0
     """Exit code of a run stopped by SIGTERM."""

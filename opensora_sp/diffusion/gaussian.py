@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opensora_sp.transfer import to_device
+
 MAX_BETA = 0.999
 HALF_BIN = 1 / 255  # of the 256 grey levels in [-1, 1]
 MIN_PROBABILITY = 1e-12
@@ -170,8 +172,8 @@ class Steps:
 
     def at(self, t: Tensor, like: Tensor) -> Steps:
         """The tables of steps t ``[B]``, as ``[B, 1, ..]`` in the dtype of ``like [B, ..]``."""
-        tables = torch.stack([*vars(self).values()]).to(t.device)
-        chosen = tables[:, t].to(like.dtype)
+        tables = torch.stack([*vars(self).values()])
+        chosen = to_device(tables, t.device)[:, t].to(like.dtype)
         return Steps(*chosen.view(len(tables), -1, *[1] * (like.ndim - 1)))
 
 

@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from opensora_sp.transfer import to_device
+
 from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced_steps
 from .loss import Positions
 from .process import Geometry, Noised, Prediction, by_frame, guided
@@ -158,7 +160,7 @@ class IDDPM:
 
     def network_time(self, t: Tensor) -> Tensor:
         """The network's input at t, the original step among ``diffusion_steps``, int64 ``[B]``."""
-        return self.timestep_map.to(t.device)[t]
+        return to_device(self.timestep_map, t.device)[t]
 
     def add_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """``x_t`` for ``x_start`` and ``noise`` ``[B, c, F, h, w]`` at t int64 ``[B]``."""

@@ -199,7 +199,8 @@ class RectifiedFlow:
         frames = geometry.num_frames
         if self.legacy_frame_count:
             # The first sample decides whether these are images.
-            frames = frames // 17 * 5 if frames[0] != 1 else torch.ones_like(frames)
+            is_image = frames[:1] == 1
+            frames = torch.where(is_image, torch.ones_like(frames), frames // 17 * 5)
 
         ratio = ratio_space * frames.sqrt() * self.transform_scale
         t = t / self.num_timesteps

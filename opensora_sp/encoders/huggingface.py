@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from opensora_sp.console import RANK_LOCAL
 from opensora_sp.dtypes import DTYPES
+from opensora_sp.transfer import to_device
 
 from .base import check_latent_frames
 from .loading import Dtype, FrozenEncoder, load_pretrained, saved_config
@@ -227,7 +228,8 @@ class T5TextEncoder(FrozenEncoder):
             truncation=True,
             return_tensors="pt",
         )
-        ids, mask = tokens.input_ids.to(self.device), tokens.attention_mask.to(self.device)
+        ids = to_device(tokens.input_ids, self.device)
+        mask = to_device(tokens.attention_mask, self.device)
         with self.on_device():
             features = self.t5(input_ids=ids, attention_mask=mask).last_hidden_state
         return features.float()[:, None], tokens.attention_mask

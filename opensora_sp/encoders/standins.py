@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opensora_sp.transfer import to_device
+
 
 class PatchPoolVAE(nn.Module):
     """Stand-in for a VAE: average pooling over ``pool`` = (frames, height, width).
@@ -64,7 +66,7 @@ class HashedBagOfWords(nn.Module):
                 features[i, 0, j] = self._vector(token)
             mask[i, : len(tokens)] = 1
 
-        return features.to(self.device_marker.device), mask
+        return to_device(features, self.device_marker.device), mask
 
     def num_tokens(self, text: str) -> int:
         return len(self._tokens(text))

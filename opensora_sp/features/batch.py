@@ -95,6 +95,8 @@ class BatchMaker:
             drop_path=self._drop_path(keys),
             **numbers,
         )
+        if x_mask is not None:
+            x_mask = to_device(x_mask, self.device)
         noised = Noised.of(self.flow, latents, noise, t, x_mask)
         clips = to_device(torch.tensor(ids), self.device)
         return Batch(noised, inputs, clips, features.text_lengths)
@@ -104,14 +106,16 @@ class BatchMaker:
         return self.make(0, [0], Features.filled(0.0, 1, shape, self.source, self.device))
 
     def _frame_masks(self, keys: list[tuple[int, int]], num_frames: int) -> Tensor | None:
-        """bool ``[B, f]``, False for conditioning frames; equal within a patch of frames."""
+        """bool ``[B, f]``, False for conditioning frames; equal within a patch of frames. On the
+        CPU, where the model checks that.
+        """
         ratios, patch = self.cfg.mask_ratios, self.model_config.patch_size[0]
         if ratios is None:
             return None
         patches = -(-num_frames // patch)
         draws = [generator(self.cfg.seed, "frame_mask", *key) for key in keys]
         masks = torch.stack([draw_frame_mask(ratios, patches, rng) for rng in draws])  # [B, T]
-        return to_device(masks.repeat_interleave(patch, dim=1)[:, :num_frames], self.device)
+        return masks.repeat_interleave(patch, dim=1)[:, :num_frames]
 
     def _drop_caption(self, keys: list[tuple[int, int]]) -> Tensor | None:
         """bool ``[B]``, True for samples without caption; on the CPU, where tokens are counted."""

@@ -20,6 +20,7 @@ from opensora_sp.data import BatchPlan, CachedClip, CachedFeatures, ClipShape, M
 from opensora_sp.data.cache import Key, shape_name
 from opensora_sp.encoders import Piece
 from opensora_sp.encoders.loading import weights_digest
+from opensora_sp.transfer import to_device
 
 from .sharded import MAX_SUBSTITUTES
 
@@ -48,14 +49,14 @@ class CachedSource:
         return [Piece(slice(i, i + 1), slice(i, i + 1)) for i in range(self.latent_size(shape)[0])]
 
     def latents(self, items: Sequence[CachedClip]) -> list[Tensor]:
-        return [item.latents.to(self.device).float() for item in items]
+        return [to_device(item.latents, self.device).float() for item in items]
 
     def text_lengths(self, clips: Sequence[int], captions: Sequence[str]) -> list[int]:
         return [self.dataset.text_length(clip) for clip in clips]
 
     def text_features(self, items: Sequence[CachedClip]) -> list[Tensor]:
         texts = [item.text for item in items if item.text is not None]
-        return [text.to(self.device).float() for text in texts]
+        return [to_device(text, self.device).float() for text in texts]
 
 
 def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:

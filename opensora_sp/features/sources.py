@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opensora_sp.data import Clip, ClipShape, scale
 from opensora_sp.encoders import Piece, independent_pieces
+from opensora_sp.transfer import to_device
 
 
 class Source(Protocol):
@@ -63,7 +64,8 @@ class Encoders:
         made: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
             places = [place for place, found in enumerate(lengths) if found == length]
-            videos = torch.stack([items[place].video for place in places]).to(self.device)
+            videos = torch.stack([items[place].video for place in places])
+            videos = to_device(videos, self.device)
             made |= zip(places, self.vae.encode(scale(videos)).float(), strict=True)
         return [made[place] for place in range(len(items))]
 

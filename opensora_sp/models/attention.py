@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import varlen
 from .compile import uncompiled
+from .functions import with_zero_gradients
 from .packing import MAX_ROWS, Call, Packing
 
 logger = logging.getLogger(__name__)
@@ -85,13 +86,11 @@ def attention(
             Compiled code passes the latter, since the choice is no part of a graph.
 
     Returns:
-        A tensor shaped like ``q``, in the dtype of ``v``.
+        A tensor shaped like ``q``; of packed tokens in the dtype of ``v``.
 
     Raises:
         ValueError: for an unknown backend, or for "flash" where it cannot run.
     """
-    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
-    q, k = q.to(v.dtype), k.to(v.dtype)
     if isinstance(backend, str):
         backend = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     if lengths is None:
@@ -215,6 +214,8 @@ def _attend_packed(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing
 ) -> Tensor:
     packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
+    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
+    q, k = q.to(v.dtype), k.to(v.dtype)
     sums = sum(packing.queries), sum(packing.keys)
     assert (len(q), len(k)) == sums, "lengths must add up to the tokens"
 
@@ -351,24 +352,6 @@ def _sdpa_backends() -> list[SDPBackend]:
         return fused
     cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
     return [*fused, SDPBackend.CUDNN_ATTENTION] if cudnn_is_safe else fused
-
-
-def with_zero_gradients(x: Tensor, *unused: Tensor) -> Tensor:
-    """``x``, with zeros as gradients of tensors that it does not depend on."""
-    return _Unused.apply(x, *unused)
-
-
-class _Unused(torch.autograd.Function):
-    """Forward returns the first tensor. Backward returns zeros for the others."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *unused: Tensor) -> Tensor:
-        ctx.shapes = [tensor.shape for tensor in unused]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(grad.new_zeros(shape) for shape in ctx.shapes)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

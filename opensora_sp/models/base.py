@@ -51,9 +51,10 @@ class ConditionedModel(nn.Module):
       on the CPU, even if x is on a GPU: a mask on the GPU costs a device synchronization to read
       the lengths.
     * ``x_mask``: bool ``[B, frames]``; False marks conditioning frames, which have timestep 0.
+      Where a patch has several frames, best on the CPU, like ``mask``.
     * ``video_mask``: bool ``[B, frames, height, width]``, for clips of different sizes in one
       batch: False outside of a clip. Each clip is treated as if it were alone, and the output
-      outside is zero.
+      outside is zero. Best on the CPU, like ``mask``.
     * ``drop_caption``: bool ``[B]``; True replaces y by the null caption at its full length. Best
       on the CPU, like ``mask``.
     * ``drop_path``: bool ``[2 * depth, B]`` in order of execution. True skips branches of that
@@ -169,7 +170,7 @@ class ConditionedModel(nn.Module):
         mask = None
         if video_mask is not None:
             check_clip_sizes(num_samples, len(scale))
-            mask = VideoMask(video_mask, self.config.patch_size)
+            mask = VideoMask.of(video_mask, self.config.patch_size, x.device)
 
         config, (frames, lines, columns) = self.config, x.shape[2:]
         head_width = config.hidden_size // config.num_heads
@@ -202,7 +203,10 @@ class ConditionedModel(nn.Module):
 
     def conditioning_frames(self, x_mask: Tensor | None) -> Tensor | None:
         """``[B, frames]``, False for conditioning frames -> ``[B, T]``, True for such patches."""
-        return None if x_mask is None else ~x_mask[:, :: self.config.patch_size[0]].bool()
+        if x_mask is None:
+            return None
+        frames = ~x_mask[:, :: self.config.patch_size[0]].bool()
+        return to_device(frames, self.x_embedder.proj.weight.device)
 
     def branch_scales(self, drop_path: Tensor | None) -> Sequence[Tensor | None]:
         """The factors ``[B]`` of the branches of each of the ``2 * depth`` parts (drop-path)."""

@@ -87,8 +87,8 @@ class ModulatedBlock(nn.Module):
         return add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
-        """Cross-attention of tokens to the text of their own sample, which is not modulated."""
-        return x + self.cross_attn(
+        """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
+        return self.cross_attn(
             x,
             condition.text,
             condition.packing,
@@ -118,7 +118,7 @@ class STDiT3Block(ModulatedBlock):
     def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
         x = self.attend_row(x, condition, branch_scale)
-        x = self.attend_text(x, condition)
+        x = x + self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
@@ -151,7 +151,7 @@ class STDiTBlock(ModulatedBlock):
         with_positions = x if positions is None else x + positions
         x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows))
 
-        x = self.attend_text(x, condition)
+        x = x + self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 
@@ -179,7 +179,7 @@ class STDiT2Block(ModulatedBlock):
         modulated = modulate(self.norm_temp(x), shift, scale)
         x = add_gated(x, gate, self.attn_temp(modulated, condition.rows, condition.rotation))
 
-        x = self.attend_text(x, condition)
+        x = x + self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
 
 

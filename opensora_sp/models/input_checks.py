@@ -43,7 +43,9 @@ def check_inputs(
 
     check_device("timestep", timestep, x)
     check_device("y", y.tokens if isinstance(y, Text) else y, x)
-    check_device("x_mask", x_mask, x)
+    # What is read on the host may be on the CPU.
+    if x_mask is not None and x_mask.device.type != "cpu":
+        check_device("x_mask", x_mask, x)
     check_frames_of_patches(config, x_mask)
     check_video_mask(x, video_mask)
 
@@ -75,7 +77,7 @@ def check_device(name: str, tensor: Tensor | None, x: Tensor) -> None:
 def check_frames_of_patches(config: SharedConfig, x_mask: Tensor | None) -> None:
     """Frames of one patch are all conditioning frames, or none of them is."""
     patch = config.patch_size[0]
-    # Reads the mask back from its device, which a patch of one frame does not need.
+    # Reads a mask on a GPU back, which a patch of one frame does not need.
     if x_mask is None or patch == 1:
         return
 
@@ -91,11 +93,12 @@ def check_video_mask(x: Tensor, mask: Tensor | None) -> None:
     if mask is None:
         return
     shape = (x.shape[0], *x.shape[2:])
-    if tuple(mask.shape) != shape or mask.dtype != torch.bool or mask.device != x.device:
+    places = {"cpu": None, str(x.device): None}
+    if tuple(mask.shape) != shape or mask.dtype != torch.bool or str(mask.device) not in places:
         raise ValueError(
             f"got a video_mask of shape {tuple(mask.shape)}, {mask.dtype} on {mask.device}; "
-            f"expected {list(shape)}, torch.bool on {x.device}: True where a position of a latent "
-            "lies inside of its clip; pass such a mask, or None if no clip is padded"
+            f"expected {list(shape)}, torch.bool on {' or '.join(places)}: True where a position "
+            "of a latent lies inside of its clip; pass such a mask, or None if no clip is padded"
         )
 
 

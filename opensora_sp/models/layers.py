@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from opensora_sp.transfer import to_device
 
-from .attention import Backend, Lengths, attention, with_zero_gradients
+from .attention import Backend, Lengths, attention
 from .compile import uncompiled
+from .functions import normalize, rotate, with_zero_gradients
 from .hook_points import Attend, Point
 from .packing import Packing
 from .take import take
@@ -68,13 +69,6 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
-def _rounded(like: Tensor, operator: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """The result of an operator in the dtype of ``like``, without another tensor that is wider."""
-    if torch.compiler.is_compiling():  # which fuses the two, and takes no ``out``
-        return operator(*args, **options).to(like.dtype)
-    return operator(*args, **options, out=torch.empty_like(like))
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim (Zhang & Sennrich, 2019), in at least float32."""
 
@@ -84,30 +78,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * _Normalize.apply(x, self.eps)
-
-
-class _Normalize(torch.autograd.Function):
-    """``y = x / rms(x)``; backward is ``(grad - y * mean(grad * y)) / rms(x)``.
-
-    No tensor of x's size is written in float32, or kept beside y.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
-        y = _rounded(x, torch.mul, x, inverse)
-        ctx.save_for_backward(y, inverse)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        y, inverse = ctx.saved_tensors
-        mean = (grad * y).mean(-1, keepdim=True, dtype=inverse.dtype)
-        wide = torch.addcmul(grad, y, mean, value=-1)
-        return _rounded(grad, torch.mul, wide, inverse), None
+        return self.weight * normalize(x, self.eps)
 
 
 class PatchEmbed3D(nn.Module):
@@ -141,34 +112,14 @@ class PositionEmbedding2D(nn.Module):
         sizes = [grid.shape[1:]] if grid.mask is None else grid.mask.frame_sizes()
 
         halves = []
-        for axis, places in ((1, patches % columns), (0, patches // columns)):
+        for axis, coordinates in ((1, patches % columns), (0, patches // columns)):
             steps = [round((size[0] * size[1]) ** 0.5) / size[axis] for size in sizes]
             step: float | Tensor = steps[0]
             if grid.mask is not None:
                 samples = rows.samples(device)
                 step = to_device(torch.tensor(steps), device)[samples][:, None]  # [R, 1]
-            halves.append(position_embedding(places / scale * step, self.width // 2))
+            halves.append(position_embedding(coordinates / scale * step, self.width // 2))
         return torch.cat(halves, dim=-1)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotates pairs of channels. The transpose of a rotation, backward, is the one back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rotation: Tensor) -> Tensor:
-        ctx.save_for_backward(rotation)
-        return _rotated(x, rotation, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (rotation,) = ctx.saved_tensors
-        return _rotated(grad, rotation, -1), None
-
-
-def _rotated(x: Tensor, rotation: Tensor, direction: int) -> Tensor:
-    cosine, sine = rotation
-    swapped = torch.stack([x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
-    return _rounded(x, torch.addcmul, x * cosine, swapped, sine, value=direction)
 
 
 class RotaryEmbedding(nn.Module):
@@ -196,8 +147,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, q: Tensor, rotation: Tensor) -> Tensor:
         """Rotate queries or keys ``[R, L, H, D]``."""
-        rotated: Tensor = _Rotate.apply(q, rotation)
-        return rotated
+        return rotate(q, rotation)
 
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """Cosine and sine for each channel of queries and keys, ``[2, 1 or R, 1 or L, 1, D]``.
@@ -226,7 +176,7 @@ class RotaryEmbedding3D(RotaryEmbedding):
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
 
-    @uncompiled  # made once for all blocks: no part of a block's graph
+    @uncompiled  # computed once for all blocks: no part of a block's graph
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
         compute = super().rotation
@@ -268,8 +218,8 @@ class SelfAttention(Point):
         super().__init__()
         self.num_heads, self.norm_last, self.in_frame = num_heads, norm_last, in_frame
         self.qkv = nn.Linear(width, 3 * width)
-        self.q_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(width // num_heads) if qk_norm else nn.Identity()
+        norm = partial(RMSNorm, width // num_heads) if qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
         self.proj = nn.Linear(width, width)
         self.attend = Attend()
         # In a list: the model owns the parameter, not its blocks.
@@ -307,8 +257,7 @@ class SelfAttention(Point):
             v = F.linear(x, self.qkv.weight[-width:], self.qkv.bias[-width:])
         else:
             v = self.qkv(x)[..., -width:]
-        for norm in (self.q_norm, self.k_norm):
-            v = with_zero_gradients(v, *norm.parameters())
+        v = with_zero_gradients(v, *self.q_norm.parameters(), *self.k_norm.parameters())
         return v.unflatten(-1, (self.num_heads, -1))
 
 

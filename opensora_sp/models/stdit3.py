@@ -19,6 +19,7 @@ from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiT3Block
 from .conditioning import Conditioning, Text
 from .config import STDiT3Config
+from .functions import with_zero_gradients
 from .input_checks import check_conditioning_frames, check_inputs, check_packed_lengths
 from .layers import (
     CaptionEmbedder,
@@ -151,7 +152,7 @@ class STDiT3(ConditionedModel):
         rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
         x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
         if config.use_cond:
-            x = x + self.embed_conditioning_frames(cond, cond_mask, rows)
+            x = self.add_conditioning_frames(x, cond, cond_mask, rows)
         x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
         scales = self.branch_scales(drop_path)
@@ -169,18 +170,16 @@ class STDiT3(ConditionedModel):
         x = self.final_layer(x, t, conditioning.temporal(rows))  # [R, T, V * C_out]
         return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
 
-    def embed_conditioning_frames(
-        self, cond: Tensor | None, cond_mask: Tensor | None, rows: Rows
+    def add_conditioning_frames(
+        self, x: Tensor, cond: Tensor | None, cond_mask: Tensor | None, rows: Rows
     ) -> Tensor:
-        """The tokens of conditioning frames ``[R, S, C]`` or, without any, zeros ``[C]``."""
-        embedders = self.x_embedder_cond, self.x_embedder_cond_mask
+        """Tokens ``[R, S, C]`` with those of conditioning frames added, if there are any."""
+        embed, embed_mask = self.x_embedder_cond, self.x_embedder_cond_mask
         if cond is None or cond_mask is None:
-            # Zeros that depend on all parameters of the embedders, so that each gets a gradient.
-            frames, mask = (0 * (z.proj.weight.flatten(1).sum(1) + z.proj.bias) for z in embedders)
-        else:
-            frames = self.x_embedder_cond(self.patchify(cond, rows))
-            mask = self.x_embedder_cond_mask(self.patchify(cond_mask, rows))
-        return frames + mask
+            # Gradients in the order of batches that have conditioning frames.
+            return with_zero_gradients(x, *embed.parameters(), *embed_mask.parameters())
+        frames = embed(self.patchify(cond, rows)) + embed_mask(self.patchify(cond_mask, rows))
+        return x + frames
 
     def embed_text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
         """Captions packed and projected; with ``skip_y_embedder`` they are already."""

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opensora_sp.transfer import to_device
+
 from .packing import Packing
 
 if TYPE_CHECKING:
@@ -61,8 +63,18 @@ def windows_of(height: int, width: int, kernel: tuple[int, int]) -> Windows:
 class VideoMask:
     """The latent positions inside of each clip, where clips of different sizes share a batch."""
 
-    positions: Tensor  # bool [B, frames, height, width]
+    positions: Tensor  # bool [B, frames, height, width], on the device of the latents
     patch_size: tuple[int, int, int]
+    on_host: Tensor  # the same on the CPU, where tokens are counted
+
+    @classmethod
+    def of(cls, mask: Tensor, patch_size: tuple[int, int, int], device: torch.device) -> VideoMask:
+        """A mask for latents on ``device``. One that is not on the CPU is read back."""
+        return cls(to_device(mask, device), patch_size, mask.cpu())
+
+    def on(self, device: torch.device) -> Tensor:
+        """``positions`` on the device of the latents or on the CPU."""
+        return self.on_host if device.type == "cpu" else self.positions
 
     def frame_sizes(self) -> list[tuple[int, int]]:
         """Height and width of each clip in patches, at least 1: its last line and column inside."""
@@ -73,8 +85,8 @@ class VideoMask:
 
     def _last_inside(self, dim: int) -> list[int]:
         """1 + the last line (``dim`` 2 reduced) or column inside of each clip, 0 without any."""
-        inside = self.positions.any(dim=1).any(dim=dim)  # [B, height] or [B, width]
-        numbers = torch.arange(1, inside.shape[1] + 1, device=inside.device)
+        inside = self.on_host.any(dim=1).any(dim=dim)  # [B, height] or [B, width]
+        numbers = torch.arange(1, inside.shape[1] + 1)
         return (inside * numbers).amax(1).tolist()
 
 
@@ -128,7 +140,7 @@ def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
     # The units as they are passed: in another order, perhaps more than once.
     if not isinstance(units, range):
         inside = torch.cat([inside[edges[i] : edges[i + 1]] for i in (u - first for u in units)])
-    index = inside.nonzero().flatten().to(grid.mask.positions.device)
+    index = to_device(inside.nonzero().flatten(), grid.mask.positions.device)
     lengths = [counts[unit - first] for unit in units]
     return Groups([length for length in lengths if length], index)
 

@@ -299,7 +299,7 @@ class Rows:
     def inside(self, device: torch.device) -> Tensor:
         """The positions of the patches inside of their clip, bool ``[R, L, V]``; False: padding."""
         if self.grid.mask is not None:
-            return self.slice(self.grid.mask.positions).to(device)
+            return self.slice(self.grid.mask.on(device))
         ones = torch.ones((), dtype=torch.bool, device=device)
         return self.slice(ones.expand(self.grid.num_samples, *self.grid.latent_size))
 

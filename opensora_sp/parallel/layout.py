@@ -34,6 +34,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from opensora_sp.transfer import to_device
+
 from .typed import Decorated
 
 Range: TypeAlias = tuple[int, int]  # [start, stop)
@@ -148,8 +150,8 @@ def plan_exchange(
     order = torch.argsort(sent_from[mine])
 
     return ExchangePlan(
-        pack=torch.argsort(receiver, stable=True).to(device),
-        place=mine[order].to(device),
+        pack=to_device(torch.argsort(receiver, stable=True), torch.device(device)),
+        place=to_device(mine[order], torch.device(device)),
         send_splits=torch.bincount(receiver, minlength=num_ranks).tolist(),
         recv_splits=torch.bincount(piece[mine] // num_chunks, minlength=num_ranks).tolist(),
     )

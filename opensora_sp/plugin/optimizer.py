@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -81,6 +81,21 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                     "cast the model first"
                 )
 
+    def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        """Accumulate and reduce gradients, as ColossalAI does; but the host does not wait for them.
+
+        ColossalAI's method ends with a synchronization of the device. Here the compute stream
+        waits for the stream of the reduction, see ``_reduce_grad``.
+        """
+        assert self.require_grad_sync or not self._partition_grads, "no_sync needs ZeRO stage 1"
+        if self.mixed_precision_mixin is not None:
+            loss = self.mixed_precision_mixin.pre_backward(loss)
+
+        with nullcontext() if self._backward_context is None else self._backward_context():
+            loss.backward(inputs=inputs, retain_graph=retain_graph)
+        if self.require_grad_sync:
+            self._reduce_grad(self._partition_grads)
+
     def _add_to_bucket(self, param: Tensor, group_id: int) -> None:
         super()._add_to_bucket(param, group_id)
         self._grad_streams.append((param, get_accelerator().current_stream()))
@@ -115,7 +130,6 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     def _reduce_grad(self, partition_grad: bool) -> None:
         super()._reduce_grad(partition_grad)
         if self._overlap_communication:
-            # ColossalAI synchronizes on the host next. The compute stream waits as long:
             with communicating("zero", self._device(), backward=True):
                 for store in self.pg_to_bucket_store.values():
                     torch.cuda.current_stream().wait_stream(store.comm_stream)

@@ -80,16 +80,19 @@ def _command_of_launcher() -> list[str]:
 def advice_for_long_steps(seconds_per_step: float, grace_time: float) -> str | None:
     """How to stop a run whose steps take longer than the launcher waits; None for shorter steps.
 
+    A run ends with the step after the one in which it was asked to stop, at the latest.
+
     Args:
         grace_time: of the config; a rank that was signalled alone has so many seconds to end.
     """
-    if seconds_per_step < LAUNCHER_GRACE_TIME or "TORCHELASTIC_RUN_ID" not in os.environ:
+    seconds = 2 * seconds_per_step
+    if seconds < LAUNCHER_GRACE_TIME or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    is_too_short = seconds_per_step >= grace_time
+    is_too_short = seconds >= grace_time
     raising = f", and raise grace_time (now {grace_time:g} s)" if is_too_short else ""
     return (
-        f"a step takes {seconds_per_step:.0f} s, and torchrun kills ranks "
-        f"{LAUNCHER_GRACE_TIME:.0f} s after Ctrl-C or SIGTERM, without a checkpoint of that step; "
+        f"two steps take {seconds:.0f} s, and torchrun kills ranks {LAUNCHER_GRACE_TIME:.0f} s "
+        "after Ctrl-C or SIGTERM, without a checkpoint of these steps; "
         "to stop with one, send SIGINT to this rank alone: "
         f"kill -INT {os.getpid()}{raising}"
     )

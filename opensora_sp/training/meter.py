@@ -21,6 +21,7 @@ from opensora_sp.features.batch import Batch
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommTimer
 from opensora_sp.planner.flops import ModelFlops
+from opensora_sp.transfer import to_device
 
 # Peak TFLOP/s of dense bf16 and fp16 matrix products, from the data sheets of NVIDIA and AMD
 # (without sparsity), by a pattern in the device's name. The first match counts.
@@ -120,7 +121,7 @@ class Meter:
         # times.
         shares = [waited / seconds, self.timer.take() / seconds]
         numbers = [self._work, *shares, peak_memory(self.device)]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        own = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, own)
         work, data, communication, memory = torch.stack(ranks, dim=1).tolist()

@@ -46,6 +46,7 @@ from .freeze import freeze
 from .meter import Meter
 from .metrics import Reporter, draw_loss
 from .optimizer import learning_rate, make_optimizer
+from .outcomes import Outcome, PendingOutcome
 from .preflight import initial_weights
 from .profiling import StepProfiler, Steps
 from .summary import log_setup, session_of, write_summary
@@ -53,15 +54,6 @@ from .sync_check import SyncCheck
 from .validation import Validator
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one optimizer step, equal on all ranks."""
-
-    loss: float  # mean over the step's samples
-    taken: bool  # False: loss or gradient were not finite, and no weight has changed
-    stop: bool  # some rank was asked to stop
 
 
 @dataclass
@@ -103,6 +95,8 @@ class Trainer:
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
         self.bad_steps_in_a_row = 0
+        self._pending: PendingOutcome | None = None  # of the newest step, until it is settled
+        self._asked_to_stop = False
 
         per_step = (
             cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
@@ -134,8 +128,9 @@ class Trainer:
     ) -> bool:
         """Train up to ``cfg.max_steps``, with a checkpoint every ``ckpt_every`` and at the end.
 
-        Where the watchdog of any rank was asked to stop, the current step is the last one and is
-        followed by a checkpoint. Returns whether ``max_steps`` was reached.
+        Outcomes of steps are read one step late (``outcomes.py``). So where the watchdog of any
+        rank was asked to stop, the run ends with the current step or the next one, and with a
+        checkpoint. Returns whether ``max_steps`` was reached.
         """
         cfg, is_main = self.cfg, dist.get_rank() == 0
         log_setup(self, run_dir)
@@ -151,11 +146,10 @@ class Trainer:
         done, stopped = self.start, False
 
         for step, batches in enumerate(steps, self.start):
-            with counter, self.meter.timer, profiler.step(step + 1):
-                outcome = self._step(step, batches, watch)
             done = step + 1
-            stopped = outcome.stop and done < cfg.max_steps
-            self._count(outcome, done)
+            with counter, self.meter.timer, profiler.step(done):
+                queued = self._step(step, batches, watch)
+            stopped = self._follow(queued)
 
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps or stopped
             if done % cfg.log_every == 0 or saves:
@@ -257,7 +251,7 @@ class Trainer:
             worker_init_fn=leave_process_group,
         )
 
-    def _step(self, step: int, batches: StepBatches, watch: Watchdog | None) -> Outcome:
+    def _step(self, step: int, batches: StepBatches, watch: Watchdog | None) -> PendingOutcome:
         """One optimizer step: forward and backward of each micro-batch, then the update."""
         for one in batches.micro_batches:
             self.interval.tokens += len(one.ids) * self.work.tokens(one.shape)
@@ -298,8 +292,8 @@ class Trainer:
             ids, features = self.encoder.encode(micro_batch, items)
             return self.batches.make(micro_batch.number, ids, features)
 
-    def _update(self, step: int, loss: torch.Tensor, watch: Watchdog | None) -> Outcome:
-        """Update the weights, if the loss and all gradients are finite.
+    def _update(self, step: int, loss: torch.Tensor, watch: Watchdog | None) -> PendingOutcome:
+        """Queue the update of the weights, which the device skips unless all numbers are finite.
 
         A skipped step still consumes its batches and its learning rate.
 
@@ -311,18 +305,45 @@ class Trainer:
 
         # One collective for the loss and for whether to stop.
         asked_to_stop = watch is not None and watch.stop_reason is not None
-        sums = torch.stack([loss, loss.new_tensor(float(asked_to_stop))])
+        sums = torch.stack([loss, torch.full_like(loss, asked_to_stop)])
         dist.all_reduce(sums)
         self.sync_check.compare(step)
 
+        total, stop = sums.unbind()
         with record_function("optimizer"):
-            taken = self.optimizer.step_if_finite(sums[0])
+            taken = self.optimizer.step_if_finite(total)
         self.ema.update(step, taken)
-        total, stop = sums.tolist()
-        return Outcome(total, bool(taken), stop > 0)
+        return PendingOutcome(step + 1, loss=total, taken=taken, stop=stop)
 
-    def _count(self, outcome: Outcome, done: int) -> None:
+    def _follow(self, queued: PendingOutcome) -> bool:
+        """Read the outcome of the step before, while the device computes the one that is queued.
+
+        What comes next may need the outcome of this step at once. Returns whether it is the last
+        one, because a rank was asked to stop.
+        """
+        self._settle()
+        self._pending = queued
+        if self._asked_to_stop or self._needs_outcome(queued.step):
+            self._settle()
+        return self._asked_to_stop and queued.step < self.cfg.max_steps
+
+    def _needs_outcome(self, done: int) -> bool:
+        """Whether a checkpoint, the log or validation follow a step, which need its outcome."""
+        cfg = self.cfg
+        every = [cfg.ckpt_every, cfg.log_every]
+        if cfg.validation is not None:
+            every.append(cfg.validation.every)
+        return done == cfg.max_steps or any(done % steps == 0 for steps in every)
+
+    def _settle(self) -> None:
+        """Wait for the pending step, if there is one, and count its outcome."""
+        if self._pending is not None:
+            outcome, self._pending = self._pending.read(), None
+            self._count(outcome)
+
+    def _count(self, outcome: Outcome) -> None:
         """Count an outcome; raises ValueError after ``max_bad_steps`` skipped steps in a row."""
+        self._asked_to_stop |= outcome.stop
         self.interval.steps += 1
         if outcome.taken:
             self.interval.losses.append(outcome.loss)
@@ -333,7 +354,7 @@ class Trainer:
         self.bad_steps_in_a_row += 1
         if self.mesh.rank == 0:
             message = "step %d skipped: the loss (%g) or a gradient is not finite"
-            logger.warning(message, done, outcome.loss)
+            logger.warning(message, outcome.step, outcome.loss)
         if self.bad_steps_in_a_row < self.cfg.max_bad_steps:
             return
 
@@ -344,8 +365,8 @@ class Trainer:
             source = f"the last good checkpoint, {newest}, with --resume auto"
         raise ValueError(
             f"got no finite loss and gradient in {self.bad_steps_in_a_row} steps in a row, up to "
-            f"step {done} (max_bad_steps); expected numbers; lower optimizer.lr or set grad_clip, "
-            f"and resume from {source}"
+            f"step {outcome.step} (max_bad_steps); expected numbers; lower optimizer.lr or set "
+            f"grad_clip, and resume from {source}"
         )
 
     def _log(self, reporter: Reporter, done: int) -> None:

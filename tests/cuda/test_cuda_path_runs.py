@@ -71,14 +71,14 @@ def test_a_step_of_the_plugin(stage, overlap):
     assert sent(step) == {"all_reduce": 1, "all_gather_into_tensor": 1}
     assert not sent(step, "host") and not sent(backward, "host")
 
-    assert not forward.syncs
-    assert len(backward.syncs) <= (1 if overlap else 0), backward.syncs
-    assert not step.syncs and len(step.launches) <= 53, len(step.launches)
+    assert not forward.syncs and not backward.syncs and not step.syncs
+    assert len(step.launches) <= 53, len(step.launches)
     assert not [copy for copy in step.copies if copy.blocking]
 
 
 def on_training(config):
     from opensora_sp.plugin import current_device
+    from opensora_sp.training.outcomes import PendingOutcome
     from opensora_sp.training.preflight import preflight
     from opensora_sp.training.trainer import Trainer
 
@@ -86,15 +86,16 @@ def on_training(config):
     options = ["precision=bf16", "max_steps=3", "ckpt_every=100", "num_workers=0", "log_every=1"]
     cfg = load_train_config(config, options)
     run = Trainer(cfg, *preflight(cfg, None, None), current_device())
-    one_step = run._step
+    one_step, read = run._step, PendingOutcome.read
 
     def step(number, *args):
         phase(f"step {number}")
-        outcome = one_step(number, *args)
+        pending = one_step(number, *args)
         phase(f"after {number}")
-        # What the loop decides by numbers that were never computed.
-        return replace(outcome, loss=1.0, taken=True, stop=False)
+        return pending
 
+    # What the loop decides by numbers that were never computed.
+    PendingOutcome.read = lambda pending: replace(read(pending), loss=1.0, taken=True, stop=False)
     # The checkpoint's content would be garbage.
     run._step, run.checkpoints.save = step, lambda *args: None
     Path(cfg.outputs).mkdir(parents=True)
@@ -123,9 +124,9 @@ def test_three_steps_of_training(tmp_path):
         }
         assert sent(step, "host") == {"all_reduce": 4}
         assert len(step.launches) <= (3454 if number == 0 else 3280), len(step.launches)
-        assert len(step.syncs) <= (17 if number == 0 else 13), Counter(s.where for s in step.syncs)
-        # One of them reads the gradients' norm for the log.
-        assert len(after.syncs) <= 22, Counter(s.where for s in after.syncs)
+        assert not step.syncs, Counter(s.where for s in step.syncs)
+        # The outcome, and the numbers of a line of the log.
+        assert len(after.syncs) <= 6, Counter(s.where for s in after.syncs)
 
 
 def on_sampling(folder):

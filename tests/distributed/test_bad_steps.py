@@ -35,6 +35,8 @@ SMALL = [
     "model.depth=1",
     "ckpt_every=1",
 ]
+# No step has to be settled at once.
+READ_LATE = ["log_every=100", "ckpt_every=100"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,19 @@ def bad_to_the_end(config: Path, root: Path) -> str:
     return train_once(config, root / "ended", "max_steps=9", "max_bad_steps=3", "precision=bf16")
 
 
+def bad_to_the_end_read_late(config: Path, root: Path) -> str:
+    """The same without a log or a checkpoint, and the number of the last step that was begun."""
+    begun = []
+
+    def change(step: int, losses: torch.Tensor) -> torch.Tensor:
+        begun.append(step + 1)
+        return losses * float("nan") if step else losses
+
+    with_losses(change)
+    outcome = train_once(config, root / "ended late", "max_steps=9", "max_bad_steps=3", *READ_LATE)
+    return f"{outcome}; began step {max(begun, default=0)}"
+
+
 class Full(FileSystem):
     """Has no room for optimizer.safetensors of the second checkpoint."""
 
@@ -103,7 +118,7 @@ def full_disk(config: Path, root: Path, in_background: bool) -> str:
         checkpoint.CheckpointFolder = plain
 
 
-def stopped(config: Path, root: Path, code: int) -> str:
+def stopped(config: Path, root: Path, code: int, *options: str) -> str:
     """Rank 1 gets SIGTERM in its second step."""
     from opensora_sp.training.trainer import Trainer
 
@@ -118,10 +133,18 @@ def stopped(config: Path, root: Path, code: int) -> str:
 
     Trainer._step = step
     try:
-        return train_once(config, root / f"code {code}", "max_steps=9", f"stopped_exit_code={code}")
+        outputs = root / " ".join([f"code {code}", *options[:1]])
+        options = ("max_steps=9", f"stopped_exit_code={code}", *options)
+        return train_once(config, outputs, *options)
     finally:
         Trainer._step = plain
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def stopped_late(config: Path, root: Path) -> str:
+    """Without a log or a checkpoint; the step that follows the second one has no finite loss."""
+    with_losses(lambda step, x: x * float("nan") if step == 2 else x)
+    return stopped(config, root, 0, *READ_LATE)
 
 
 def diverging(config: Path, root: Path) -> str:
@@ -147,10 +170,12 @@ CASES: dict[str, tuple] = {
     "stage 1": (bad_steps, 1),
     "stage 2": (bad_steps, 2),
     "ended": (bad_to_the_end,),
+    "ended late": (bad_to_the_end_read_late,),
     "full": (full_disk, False),
     "full in the background": (full_disk, True),
     "stopped": (stopped, 0),
     "stopped with a code": (stopped, 143),
+    "stopped late": (stopped_late,),
     "diverging": (diverging,),
 }
 
@@ -213,6 +238,21 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(
         assert "(max_bad_steps)" in error
         assert f"checkpoint, {run_dir / 'step_00000003'}, with --resume auto" in error
     assert digests(run_dir, 3) == digests(run_dir, 1)
+
+
+def test_outcomes_are_read_one_step_late_where_no_log_or_checkpoint_needs_them(
+    outcomes: Outcomes,
+) -> None:
+    for error in outcomes.of("ended late"):
+        assert "in 3 steps in a row, up to step 4 (max_bad_steps)" in error
+        assert "and resume from the beginning" in error
+    assert outcomes.of("ended late")[1].endswith("; began step 5")
+
+    assert outcomes.of("stopped late") == ["finished", "finished"]
+    run_dir = outcomes.root / "code 0 log_every=100"
+    assert [path.name for path in committed_checkpoints(run_dir)] == ["step_00000003"]
+    state = state_of(run_dir, 3)
+    assert (state["step"], state["skipped_steps"], state["next_micro_batch"]) == (3, 1, 6)
 
 
 @pytest.mark.parametrize(

@@ -195,13 +195,13 @@ def test_steps_longer_than_the_patience_of_the_launcher_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert advice_for_long_steps(29.0, 300.0) is None
+    assert advice_for_long_steps(14.0, 300.0) is None
     reported = advice_for_long_steps(45.0, 300.0) or ""
     assert (
-        "a step takes 45 s, and torchrun kills ranks 30 s after Ctrl-C" in reported
+        "two steps take 90 s, and torchrun kills ranks 30 s after Ctrl-C" in reported
         and "grace_time" not in reported
     )
-    for seconds in (300.0, 400.0):
+    for seconds in (150.0, 400.0):
         assert (advice_for_long_steps(seconds, 300.0) or "").endswith(
             ", and raise grace_time (now 300 s)"
         )

@@ -42,7 +42,7 @@ def build(case: str, *, checkpoint: bool = False, **options: Any) -> Any:
 def batch(
     case: str, model: Any, *, samples: int = 2, size: tuple[int, int, int] = SIZE
 ) -> dict[str, Any]:
-    """Arguments of `forward` as in training: text masks on the host, all else on the device."""
+    """Arguments of `forward`: masks of text and of clips on the host, all else on the device."""
     masks = CASES[case][2]
     frames, height, width = size
     inputs: dict[str, Any] = dict(
@@ -54,11 +54,11 @@ def batch(
     if "x_mask" in masks:
         inputs["x_mask"] = torch.ones(samples, frames, dtype=torch.bool)
         inputs["x_mask"][:, 0] = False
+
+    inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
     if "video_mask" in masks:
         inputs["video_mask"] = torch.zeros(samples, frames, height, width, dtype=torch.bool)
         inputs["video_mask"][:, :, : height - 4, : width - 4] = True
-
-    inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
     if "mask" in masks:
         inputs["mask"] = (torch.arange(6) < torch.tensor([[4], [6]])[:samples]).long()
     if "drop_caption" in masks:

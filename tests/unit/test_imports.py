@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "opensora_sp"
 # What each may import beside the standard library.
 BASE = {
     "models": {"torch", "einops"},
-    "parallel": {"torch"},
+    "parallel": {"torch", "einops"},
 }
 WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them
 

@@ -20,7 +20,10 @@ def mask_bytes(positions: torch.Tensor, ranks: int, rank: int, layout: str) -> t
     """Bytes at the peak of planning a rank's part of a mask, and those kept for the blocks."""
     mode = SwitchRows(SequenceMesh.imagined(ranks, rank), Options(), heads=16)
     grid = PatchGrid(
-        len(positions), tuple(positions.shape[1:]), PATCH, mask=VideoMask(positions, PATCH)
+        len(positions),
+        tuple(positions.shape[1:]),
+        PATCH,
+        mask=VideoMask(positions, PATCH, positions),
     )
     rows = mode.local_rows(grid.rows(layout))
     with LivePeak() as live:
@@ -49,7 +52,9 @@ def attended(layout: str, kernel: tuple[int, int] | None, full: bool) -> None:
     """Attention over units of which some have no token inside of the clip."""
     positions = torch.zeros(2, 4, 6, 6, dtype=torch.bool)
     positions[0, :2, :3, 1:5] = True  # sample 1 holds nothing at all
-    grid = PatchGrid(2, (4, 6, 6), (1, 1, 1), kernel, full, mask=VideoMask(positions, (1, 1, 1)))
+    grid = PatchGrid(
+        2, (4, 6, 6), (1, 1, 1), kernel, full, mask=VideoMask(positions, (1, 1, 1), positions)
+    )
     rows = grid.rows(layout)
     inside = rows.inside(positions.device)[..., 0]  # [R, L]
     q, k, v = (

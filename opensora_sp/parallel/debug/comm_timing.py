@@ -64,9 +64,10 @@ class CommTimer:
         self._entered.close()
 
     def take(self) -> float:
-        """Seconds since the last call. On CUDA waits until the last communication is complete."""
+        """Seconds since the last call. On CUDA waits until all communication is complete."""
+        if self._recorded:
+            torch.cuda.synchronize(self.device)
         for events in self._recorded:
-            events.after.synchronize()
             self._seconds += events.before.elapsed_time(events.after) / 1000
 
         self._spare += self._recorded

@@ -1,0 +1,96 @@
+"""Operations with a backward of their own, which reads and writes less than autograd's.
+
+They compute in at least float32 and round where the result is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x ** 2) + eps)`` over the last dim."""
+    return _Normalize.apply(x, eps)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate pairs of neighbouring channels ``[..., D]``.
+
+    Args:
+        rotation: ``[2, ..., D]``, the cosine of each pair's angle and its sine, which is negated
+            for the first channel of the pair.
+    """
+    return _Rotate.apply(x, rotation)
+
+
+def with_zero_gradients(x: Tensor, *unused: Tensor) -> Tensor:
+    """``x``, with zeros as gradients of tensors that it does not depend on.
+
+    The last one's gradient comes first, as if they had been used one after the other.
+    """
+    for tensor in unused:
+        x = _Unused.apply(x, tensor)
+    return x
+
+
+class _Normalize(torch.autograd.Function):
+    """``y = x / rms``; backward is ``(grad - y * mean(grad * y)) / rms``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # The norm of a vector, unlike a mean of squares, writes no tensor of squares.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
+        y = _rounded(x, torch.mul, x, inverse)
+        ctx.save_for_backward(y, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, inverse = ctx.saved_tensors
+        mean = (grad * y).mean(-1, keepdim=True, dtype=inverse.dtype)
+        return _rounded(grad, torch.mul, torch.addcmul(grad, y, mean, value=-1), inverse), None
+
+
+class _Rotate(torch.autograd.Function):
+    """Backward rotates back: the transpose of a rotation is its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotation: Tensor) -> Tensor:
+        ctx.save_for_backward(rotation)
+        return _rotated(x, *rotation, direction=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rotation,) = ctx.saved_tensors
+        return _rotated(grad, *rotation, direction=-1), None
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, *, direction: int) -> Tensor:
+    swapped = torch.stack([x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return _rounded(x, torch.addcmul, x * cosine, swapped, sine, value=direction)
+
+
+class _Unused(torch.autograd.Function):
+    """Forward returns the first tensor. Backward returns zeros for the other one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
+        ctx.shape = unused.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_zeros(ctx.shape)
+
+
+def _rounded(like: Tensor, operator: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """The result of an operator in the dtype of ``like``, without a wider tensor in between."""
+    if torch.compiler.is_compiling():  # which fuses the two, and takes no ``out``
+        return operator(*args, **options).to(like.dtype)
+    return operator(*args, **options, out=torch.empty_like(like))
