@@ -167,6 +167,9 @@ class Frames(nn.Module):
         super().__init__()
         self.up = nn.ConvTranspose3d(4, 3, (1, 8, 8), stride=(1, 8, 8))
 
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        return num_frames, height // 8, width // 8
+
     def decode(self, latents: torch.Tensor, *, num_frames: int) -> torch.Tensor:
         return self.up(latents)[:, :, :num_frames]
 
