@@ -2,21 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor.to(device)`` without blocking the host.
 
-    A copy from pageable memory waits for all work queued on the GPU. For small tensors only: pinned
-    memory is cached for later copies.
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same value with each tensor in it, in its lists and in its dataclasses replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list):
+        return [map_tensors(function, one) for one in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        content = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **{k: map_tensors(function, v) for k, v in content.items()})
+    return value
+
+
+def to_device(value: T, device: torch.device) -> T:
+    """The value with its tensors on the device, without blocking the host.
+
+    A copy from pageable memory waits for all work queued on the GPU, so tensors are pinned first
+    if they are not. Pinned memory is cached for later copies.
     """
+    result: T = map_tensors(partial(_to_device, device=device), value)
+    return result
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def copied_ahead(values: Iterator[T], device: torch.device) -> Iterator[T]:
+    """The values on the device, where the copy of the next one has started before one is yielded.
+
+    Copies run on a stream of their own, beside the computation. So two values are on the device,
+    and a third one while the consumer asks for the next. On the CPU nothing is copied or read
+    ahead.
+    """
+    if device.type != "cuda":
+        yield from values
+        return
+
+    stream = torch.cuda.Stream(device)
+    ahead: tuple[T, torch.cuda.Event] | None = None
+    for value in values:
+        with torch.cuda.stream(stream):
+            copied = to_device(value, device), stream.record_event()
+        if ahead is not None:
+            yield _handed_over(*ahead)
+        ahead = copied
+    if ahead is not None:
+        yield _handed_over(*ahead)
+
+
+def _handed_over(value: T, copied: torch.cuda.Event) -> T:
+    """The value, for use on the current stream, which waits for the copy."""
+    current = torch.cuda.current_stream()
+    current.wait_event(copied)
+
+    def keep(tensor: Tensor) -> Tensor:
+        # Its memory is of the copies' stream, which must not reuse it while this one reads it.
+        tensor.record_stream(current)
+        return tensor
+
+    kept: T = map_tensors(keep, value)
+    return kept
 
 
 class ToHost:

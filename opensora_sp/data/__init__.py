@@ -5,12 +5,13 @@ from .buckets import Buckets
 from .cache import CachedClip, CachedFeatures
 from .dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
 from .index import find_files, index_files, read_captions
-from .loader import StepBatches, StepLoader
+from .loader import LoadedBatch, StepBatches, StepLoader
 from .manifest import Entry, Manifest, write_manifest
 from .sampler import (
     BatchPlan,
     MicroBatch,
     MicroBatchPlan,
+    ReadRequest,
     ReplicaBatches,
     micro_batches_of,
     snake_order,
@@ -35,9 +36,11 @@ __all__ = [
     "ClipShape",
     "CorruptSample",
     "Entry",
+    "LoadedBatch",
     "Manifest",
     "MicroBatch",
     "MicroBatchPlan",
+    "ReadRequest",
     "ReplicaBatches",
     "Sample",
     "StepBatches",

@@ -1,8 +1,12 @@
-"""Loading of training data, step by step: items come together with their micro-batch.
+"""Loading of training data, step by step: items and random draws come with their micro-batch.
 
-The batch sampler decides which samples a micro-batch needs, the workers read them, and both come
-back together. So the training loop never works out a second time which micro-batch the items belong
-to.
+The batch sampler decides which samples a micro-batch needs, the workers read them and draw its
+random numbers, and all come back together. So the training loop never works out a second time which
+micro-batch the items belong to.
+
+On a GPU, batches are pinned by a thread of the ``DataLoader`` and copied one ahead
+(``transfer.copied_ahead``). In memory at a time are, at most, two batches for each worker on the
+host (``prefetch_factor``), and three on the device.
 """
 
 from __future__ import annotations
@@ -13,14 +17,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
-from .dataset import Sample
-from .sampler import MicroBatch, ReplicaBatches
+from opensora_sp.transfer import copied_ahead, map_tensors
 
-LoadedBatch = tuple[MicroBatch, list[Any]]
-"""A micro-batch, and the items that were read for it: those that this rank asked for."""
+from .sampler import MicroBatch, ReadRequest, ReplicaBatches
+
+CPU = torch.device("cpu")
+Draw = Callable[[MicroBatch, Any], Any]
+"""Draws the random numbers of a micro-batch, whose latents have a size."""
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """A micro-batch, the items that this rank has read for it, and its random draws."""
+
+    micro_batch: MicroBatch
+    items: list[Any]
+    draws: Any
+
+    def pin_memory(self) -> LoadedBatch:
+        """Called by the ``DataLoader``."""
+        pinned: LoadedBatch = map_tensors(Tensor.pin_memory, self)
+        return pinned
 
 
 @dataclass(frozen=True)
@@ -37,14 +58,15 @@ class StepBatches:
 
 
 class MicroBatchReader(Dataset[LoadedBatch]):
-    """Reads ``(micro_batch, samples)`` as ``(micro_batch, items)``, one item for each sample."""
+    """Answers a ``ReadRequest``, with one item for each sample."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset[Any], draw: Draw) -> None:
+        self.dataset, self.draw = dataset, draw
 
-    def __getitem__(self, request: tuple[MicroBatch, list[Sample]]) -> LoadedBatch:
-        micro_batch, samples = request
-        return micro_batch, [self.dataset[sample] for sample in samples]
+    def __getitem__(self, request: ReadRequest) -> LoadedBatch:
+        items = [self.dataset[sample] for sample in request.samples]
+        draws = self.draw(request.micro_batch, request.latent_size)
+        return LoadedBatch(request.micro_batch, items, draws)
 
 
 class StepLoader:
@@ -55,9 +77,11 @@ class StepLoader:
 
     Args:
         dataset: indexed by ``Sample``.
-        num_workers: processes that read; 0 reads in this one.
+        num_workers: processes that read and draw; 0 reads and draws in this one.
         seed: of the generator from which workers are seeded, so that the global one stays
             untouched.
+        draw: what workers call for the random numbers of a micro-batch; by default there are none.
+        device: to which tensors are copied.
         worker_init_fn: called in each worker with its number.
     """
 
@@ -68,24 +92,25 @@ class StepLoader:
         *,
         num_workers: int,
         seed: int,
+        draw: Draw = lambda micro_batch, latent_size: None,
+        device: torch.device = CPU,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
-        self.batches = batches
+        self.batches, self.device = batches, device
         self.waited = 0.0
         self._loader: DataLoader[LoadedBatch] = DataLoader(
-            MicroBatchReader(dataset),
+            MicroBatchReader(dataset, draw),
             batch_size=None,
             sampler=batches,
-            # In the place of torch's conversion, which would turn tuples into lists.
-            collate_fn=tuple,
             num_workers=num_workers,
+            pin_memory=device.type == "cuda",
             worker_init_fn=worker_init_fn,
             generator=torch.Generator().manual_seed(seed),
         )
 
     def __iter__(self) -> Iterator[StepBatches]:
         """Starts the workers at once, not with the first step."""
-        return self._steps(iter(self._loader))
+        return self._steps(copied_ahead(iter(self._loader), self.device))
 
     def _steps(self, loaded: Iterator[LoadedBatch]) -> Iterator[StepBatches]:
         for step in self.batches.steps:

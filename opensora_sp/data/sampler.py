@@ -162,14 +162,25 @@ def micro_batches_of(
     return [None if index is None else micro_batches[index] for index in indices]
 
 
-class ReplicaBatches:
-    """Sampler of one replica: each of its micro-batches, with the samples to read for it.
+class ReadRequest(NamedTuple):
+    """What a worker reads and draws for a micro-batch.
 
-    Where the replica has no micro-batch left in a step's last round, it yields one without ids, of
-    the shape that costs least in this step, and no samples.
+    ``samples`` are those that this rank reads, ``latent_size`` is (frames, height, width).
+    """
+
+    micro_batch: MicroBatch
+    samples: list[Sample]
+    latent_size: tuple[int, int, int] | None = None
+
+
+class ReplicaBatches:
+    """Sampler of one replica: the requests of its micro-batches.
+
+    Where the replica has no micro-batch left in a step's last round, it requests one without ids,
+    of the shape that costs least in this step.
 
     Args:
-        samples_of: which samples this rank reads of a micro-batch; by default all of them.
+        request_of: the request of a micro-batch; by default for all of its samples.
     """
 
     def __init__(
@@ -180,19 +191,18 @@ class ReplicaBatches:
         stop: int,
         replica: int,
         num_replicas: int,
-        samples_of: Callable[[MicroBatch], list[Sample]] = lambda micro_batch: micro_batch.samples,
+        request_of: Callable[[MicroBatch], ReadRequest] = lambda one: ReadRequest(one, one.samples),
     ) -> None:
         self.plan, self.steps = plan, range(start, stop)
-        self.replica, self.num_replicas, self.samples_of = replica, num_replicas, samples_of
+        self.replica, self.num_replicas, self.request_of = replica, num_replicas, request_of
 
     def rounds(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Micro-batches that each replica computes of a step's, idle rounds included."""
         return -(-len(micro_batches) // self.num_replicas)
 
-    def __iter__(self) -> Iterator[tuple[MicroBatch, list[Sample]]]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         for step in self.steps:
             micro_batches = self.plan.step(step)
             idle = min(micro_batches, key=lambda one: one.cost)._replace(ids=())
             for assigned in micro_batches_of(micro_batches, self.replica, self.num_replicas):
-                micro_batch = idle if assigned is None else assigned
-                yield micro_batch, self.samples_of(micro_batch)
+                yield self.request_of(idle if assigned is None else assigned)

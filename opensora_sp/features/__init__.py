@@ -7,6 +7,7 @@ Read in this order:
 ``exchange``         which rank encodes what, and the layout of what ranks send each other
 ``sharded``          the features of one micro-batch, encoded and exchanged by a group of ranks
 ``corrupt_samples``  the count of files that could not be read
-``batch``            the random draws about a micro-batch: noise, timesteps, masks
+``draws``            what is drawn at random about a micro-batch: noise, timesteps, masks
+``batch``            the arguments of model and loss, from features and draws
 ``precompute``       writes a feature cache
 """

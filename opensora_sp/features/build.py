@@ -120,11 +120,19 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
 
 
 def largest_batch(cfg: TrainConfig) -> int:
-    """Bytes of the largest micro-batch that workers read: uint8 ``[3, frames, height, width]``."""
+    """Bytes of the largest micro-batch that workers make, without text.
+
+    That is uint8 ``[3, frames, height, width]`` and noise, float32 ``[c, f, h, w]``, of each clip.
+    """
     if cfg.bucket_config is None:
-        return cfg.batch_size * 3 * cfg.num_frames * math.prod(cfg.size)
+        return cfg.batch_size * _clip_bytes(cfg, ClipShape(cfg.num_frames, *cfg.size))
     entries = Buckets.of(cfg.bucket_config).entries
-    return max(3 * one.batch_size * math.prod(one.shape_at(9 / 16)) for one in entries)
+    return max(one.batch_size * _clip_bytes(cfg, one.shape_at(9 / 16)) for one in entries)
+
+
+def _clip_bytes(cfg: TrainConfig, shape: ClipShape) -> int:
+    channels: int = cfg.model_spec.config.in_channels
+    return 3 * math.prod(shape) + 4 * channels * math.prod(planned_latent_size(cfg.vae, *shape))
 
 
 class Work:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opensora_sp.data import BatchPlan, ClipShape, CorruptSample, MicroBatch, Sample
+from opensora_sp.data import BatchPlan, ClipShape, CorruptSample, MicroBatch, ReadRequest, Sample
 from opensora_sp.parallel import SequenceMesh, held_rows
 from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.parallel.layout import plan_delivery
@@ -120,13 +120,24 @@ class ShardedEncoder:
             for portion in own
         ]
 
-    def encode(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[list[int], Features]:
-        """The ids to train on and their features, from the items read. Collective in the group.
+    def request(self, micro_batch: MicroBatch) -> ReadRequest:
+        """What a worker of this rank reads and draws for a micro-batch."""
+        size = self.source.latent_size(micro_batch.shape)
+        return ReadRequest(micro_batch, self.samples(micro_batch), size)
+
+    def encode(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[MicroBatch, Features]:
+        """Encode what was read; returns the micro-batch with substitutes for corrupt clips.
+
+        In an idle round, the features are those of one empty clip. Collective in the group.
 
         Raises:
             ValueError: if no substitute of a corrupt clip can be read either.
         """
-        ids, shape = list(micro_batch.ids), micro_batch.shape
+        shape = micro_batch.shape
+        if not micro_batch.ids:
+            return micro_batch, Features.filled(0.0, 1, shape, self.source, self.device)
+
+        ids = list(micro_batch.ids)
         places = list(range(len(ids)))
         features = Features.filled(float("nan"), len(ids), shape, self.source, self.device)
 
@@ -138,8 +149,8 @@ class ShardedEncoder:
                 ids[place] = self.plan.substitute(micro_batch, micro_batch.ids[place], attempt)
             if attempt == 0:
                 self.corrupt.substituted += len(places)
-            substituted = micro_batch._replace(ids=tuple(ids))
-            items = [self.dataset[sample] for sample in self.samples(substituted, places)]
+            used = micro_batch._replace(ids=tuple(ids))
+            items = [self.dataset[sample] for sample in self.samples(used, places)]
         else:
             raise ValueError(
                 f"got no readable clip in {MAX_SUBSTITUTES} tries for one place of a batch of "
@@ -149,7 +160,7 @@ class ShardedEncoder:
 
         self.whole = False
         self.corrupt.count_used(ids)
-        return ids, features
+        return micro_batch._replace(ids=tuple(ids)), features
 
     @torch.no_grad()
     def encode_readable(

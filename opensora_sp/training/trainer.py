@@ -20,7 +20,7 @@ from opensora_sp.checkpoint import (
     newest_checkpoint,
 )
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import MicroBatch, ReplicaBatches, StepBatches, StepLoader
+from opensora_sp.data import LoadedBatch, ReplicaBatches, StepBatches, StepLoader
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.features.batch import Batch, BatchMaker
 from opensora_sp.features.build import (
@@ -32,6 +32,7 @@ from opensora_sp.features.build import (
     with_length,
 )
 from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
@@ -233,7 +234,8 @@ class Trainer:
             self.device,
             whole=cfg.sequence_parallel.verify,
         )
-        self.batches = BatchMaker(cfg, self.module.config, self.source, self.device)
+        self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
+        self.batches = BatchMaker(cfg, self.device)
 
         own = ReplicaBatches(
             self.plan,
@@ -241,13 +243,15 @@ class Trainer:
             stop=cfg.max_steps,
             replica=self.mesh.dp_rank,
             num_replicas=self.mesh.dp_size,
-            samples_of=self.encoder.samples,
+            request_of=self.encoder.request,
         )
         self.loader = StepLoader(
             self.dataset,
             own,
             num_workers=cfg.num_workers,
             seed=cfg.seed,
+            draw=self.draws.draw_micro_batch,
+            device=self.device,
             worker_init_fn=leave_process_group,
         )
 
@@ -257,16 +261,14 @@ class Trainer:
             self.interval.tokens += len(one.ids) * self.work.tokens(one.shape)
 
         loss = torch.zeros((), device=self.device)
-        for micro_batch, items in batches.loaded:
-            loss += self._forward_backward(step, micro_batch, items, batches.num_samples)
+        for loaded in batches.loaded:
+            loss += self._forward_backward(step, loaded, batches.num_samples)
         return self._update(step, loss, watch)
 
-    def _forward_backward(
-        self, step: int, micro_batch: MicroBatch, items: list[Any], num_samples: int
-    ) -> torch.Tensor:
+    def _forward_backward(self, step: int, loaded: LoadedBatch, num_samples: int) -> torch.Tensor:
         """Forward and backward of a micro-batch; returns this rank's part of the mean loss."""
-        is_idle = not micro_batch.ids
-        batch = self._batch(micro_batch, items)
+        is_idle = not loaded.micro_batch.ids
+        batch = self._batch(loaded)
         if not is_idle:
             self.sync_check.see(step, batch.of_group)
             self.meter.count(batch)
@@ -285,12 +287,14 @@ class Trainer:
             self.booster.backward(loss, self.optimizer)
         return losses.detach().sum() / num_samples
 
-    def _batch(self, micro_batch: MicroBatch, items: list[Any]) -> Batch:
+    def _batch(self, loaded: LoadedBatch) -> Batch:
         with record_function("encode"):
-            if not micro_batch.ids:
-                return self.batches.idle(micro_batch.shape)
-            ids, features = self.encoder.encode(micro_batch, items)
-            return self.batches.make(micro_batch.number, ids, features)
+            used, features = self.encoder.encode(loaded.micro_batch, loaded.items)
+            draws = loaded.draws
+            if used != loaded.micro_batch:
+                # The worker did not know the clips that substitute corrupt ones.
+                draws = self.draws.draw_micro_batch(used, self.source.latent_size(used.shape))
+            return self.batches.make(features, draws)
 
     def _update(self, step: int, loss: torch.Tensor, watch: Watchdog | None) -> PendingOutcome:
         """Queue the update of the weights, which the device skips unless all numbers are finite.

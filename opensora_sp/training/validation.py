@@ -21,20 +21,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.checkpoint import checkpoint_name
-from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.common import Common
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import MicroBatch, VideoTextDataset
-from opensora_sp.diffusion import Noised
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Encoders
-from opensora_sp.randomness import normal, uniform
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 from opensora_sp.sampling.run import write_batch
+from opensora_sp.transfer import to_device
 
 from .ema import ShardedEma
 
@@ -196,30 +195,23 @@ class Validator:
 
     def _losses(self, ids: list[int], features: Features, bins: int) -> Tensor:
         """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""
-        module, device = self.trainer.module, self.trainer.device
-        seed, process = self.trainer.cfg.seed, self.trainer.batches.flow
-        latents = features.latents  # [B, c, f, h, w]
-        size = tuple(latents.shape[1:])
-        noise = torch.stack([normal(size, seed, "validation_noise", i) for i in ids]).to(latents)
-        geometry, numbers = size_conditions(
-            process,
-            module.sample_inputs,
-            features.shape,
-            features.fps,
-            latent_frames=latents.shape[2],
+        trainer, module = self.trainer, self.trainer.module
+        rules = DrawConfig(
+            seed=trainer.cfg.seed,
+            channels=self.encoder.source.channels,
+            purpose="validation_",
+            bins=bins,
         )
+        draws = rules.draw([(i,) for i in ids], self.encoder.source.latent_size(features.shape))
+        draws = to_device(draws, trainer.device)
         text = module.encode_text(features.y, features.mask)
 
         sums = []
         for k in range(bins):
-            shares = [(k + uniform(seed, "validation_timestep", i, k)) / bins for i in ids]
-            t = process.timesteps_from(torch.tensor(shares, device=device), geometry)
-            noised = Noised.of(process, latents, noise, t, None)
-            time_input = process.network_time(t)
-            shard = self.trainer.model(
-                noised.x_t, timestep=time_input, y=text, **numbers, output="shards"
-            )
-            sums.append(process.losses(shard, noised).sum())
+            batch = trainer.batches.make(features, draws, timestep=k)
+            inputs = batch.inputs | dict(y=text, mask=None)
+            shard = trainer.model(batch.x_t, **inputs, output="shards")
+            sums.append(trainer.batches.flow.losses(shard, batch.noised).sum())
         return torch.stack(sums)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from runs import features_of
+from runs import batch_of, features_of
 
 from opensora_sp.cli import main
 from opensora_sp.config import TrainConfig, load_inference_config, load_train_config
@@ -193,7 +193,6 @@ def measured_peak(cfg: TrainConfig) -> int:
     """Live bytes at the peak of two training steps, run as ``training/trainer.py`` does."""
     from opensora_sp.data import Clip
     from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
-    from opensora_sp.features.batch import BatchMaker
     from opensora_sp.features.sources import Encoders
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
@@ -218,13 +217,11 @@ def measured_peak(cfg: TrainConfig) -> int:
         boosted, optimizer, *_ = booster.boost(model, optimizer)
         ema = ShardedEma(NamedShards(model, optimizer).master_weights, cfg.ema_decay)
         source = Encoders(PatchPoolVAE((1, 4, 4)), HashedBagOfWords(64, 20), torch.device("cpu"))
-        maker = BatchMaker(cfg, model.config, source, torch.device("cpu"))
         live.reset_peak()
         for step in range(2):
             for micro_batch in range((cfg.micro_batches_per_step or mesh.dp_size) // mesh.dp_size):
-                batch = maker.make(
-                    micro_batch, range(cfg.batch_size), features_of(source, [clip] * cfg.batch_size)
-                )
+                features = features_of(source, [clip] * cfg.batch_size)
+                batch = batch_of(cfg, model.config, features, micro_batch, range(cfg.batch_size))
                 shard = boosted(batch.x_t, **batch.inputs, output="shards")
                 loss = rank_loss(
                     velocity_loss(shard, batch.target), global_samples=4, world_size=mesh.world_size

@@ -272,7 +272,7 @@ def sample_log(
     attempt: int,
 ) -> list:
     """What one attempt consumed, in order, without the step in which it was interrupted."""
-    from opensora_sp.features.batch import BatchMaker
+    from opensora_sp.training.trainer import Trainer
 
     multiprocessing.current_process()._config["daemon"] = False  # so that loaders may have workers
     rows: list[tuple] = []
@@ -280,11 +280,12 @@ def sample_log(
     crops: dict[int, dict] = {}
     record_draws(drawn)
     record_crops(crops)
-    recorded = BatchMaker.make
+    recorded = Trainer._batch
     until = cuts[attempt] if attempt < len(cuts) else None
 
-    def interrupted(self: Any, micro_batch: int, ids: Any, *args: Any) -> Any:
-        batch = recorded(self, micro_batch, ids, *args)
+    def interrupted(self: Any, loaded: Any) -> Any:
+        batch = recorded(self, loaded)
+        micro_batch = loaded.micro_batch.number
         rows.append((micro_batch, drawn[micro_batch], crops[micro_batch]))
         step, place = divmod(micro_batch, MICRO_BATCHES)
         # The last one of this rank: gradients are being accumulated.
@@ -293,7 +294,7 @@ def sample_log(
         return batch
 
     interrupted.original = recorded.original
-    BatchMaker.make = interrupted
+    Trainer._batch = interrupted
     outputs = root / f"sample_log {layout} {workers} {len(cuts)}"
     try:
         train_once(

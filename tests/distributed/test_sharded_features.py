@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from random_weights import draw_weights
 from ranks import run_ranks
-from runs import write_toy_set
+from runs import batch_of, write_toy_set
 from torch import Tensor
 from worlds import in_worlds
 
@@ -197,11 +197,11 @@ def make_model(name: str) -> Any:
 
 
 def gradients(
-    model: Any, maker: BatchMaker, ids: list[int], features: Any, world: int, shards: bool
+    model: Any, cfg: Any, ids: list[int], features: Any, world: int, shards: bool
 ) -> list[Tensor]:
     """Each sample's loss, and the gradient of every parameter, of a batch."""
-    batch = maker.make(5, ids, features)
-    losses = maker.flow.losses(
+    batch = batch_of(cfg, model.config, features, 5, ids)
+    losses = BatchMaker(cfg, CPU).flow.losses(
         model(batch.x_t, **batch.inputs, **({"output": "shards"} if shards else {})), batch.noised
     )
     rank_loss(losses, global_samples=len(ids), world_size=world).backward()
@@ -224,7 +224,7 @@ def encode_clips(
     clips = ShardedEncoder(mesh, model, dataset, plan, source, corrupt, CPU)
     items = [dataset[sample] for sample in clips.samples(micro_batch)]
     used, features = clips.encode(micro_batch, items)
-    assert used == ids and corrupt.read == len(ids)
+    assert used == micro_batch and corrupt.read == len(ids)
     return features, source, dataset
 
 
@@ -249,16 +249,15 @@ def shared(
         model_spec=ModelSpec.parse({"type": kind}),
     )
     model = make_model(name)
-    maker = BatchMaker(cfg, model.config, Counting(encoder), CPU)
 
     alone, *_ = encode_clips(SimpleNamespace(sp_size=1, sp_rank=0), model, ids, encoder, shape)
     assert not alone.latents.isnan().any()
-    wanted = gradients(model, maker, ids, alone, 1, False)
+    wanted = gradients(model, cfg, ids, alone, 1, False)
 
     parallelize(model, mesh, **options)
     with CommLedger() as counter:
         features, source, dataset = encode_clips(mesh, model, ids, encoder, shape)
-    found = gradients(model, maker, ids, features, mesh.sp_size, True)
+    found = gradients(model, cfg, ids, features, mesh.sp_size, True)
     assert_mean_gradients_equal(found, wanted, mesh.sp_size)
 
     here = ~features.latents.isnan()
@@ -358,7 +357,7 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
     clips = clips_of(Drawn(lambda sample: rank == 1 and sample.clip % 2 == 1), 0.25)
     for _ in range(2):  # the same clips are broken in the next epoch too
         with CommLedger() as counter:
-            ids, features = clips.encode(
+            used, features = clips.encode(
                 batch, [clips.dataset[sample] for sample in clips.samples(batch)]
             )
         replaced = clips.corrupt.report(CPU)
@@ -380,11 +379,17 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
         False,
         True,
     ]
-    expected = torch.stack([Drawn()[Sample(i, 0, SHAPE, (0, 7))].video.float() for i in ids])
+    expected = torch.stack([Drawn()[Sample(i, 0, SHAPE, (0, 7))].video.float() for i in used.ids])
     made = PatchPoolVAE((1, 4, 4)).encode(expected / 127.5 - 1)
     here = ~features.latents.isnan()
     torch.testing.assert_close(features.latents[here], made[here])
-    return ids, features.fps.tolist(), sorted(clips.corrupt.found), replaced, str(error.value)
+    return (
+        list(used.ids),
+        features.fps.tolist(),
+        sorted(clips.corrupt.found),
+        replaced,
+        str(error.value),
+    )
 
 
 def attempts(plan: MicroBatchPlan) -> int:

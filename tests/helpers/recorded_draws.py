@@ -7,24 +7,28 @@ import hashlib
 
 def record_draws(into: dict[int, tuple]) -> None:
     """Note what is drawn for each micro-batch of this rank."""
-    from opensora_sp.features import batch as module
+    from opensora_sp.features.batch import BatchMaker
+    from opensora_sp.training.trainer import Trainer
 
-    BatchMaker, noise = module.BatchMaker, []
     make = getattr(BatchMaker.make, "original", BatchMaker.make)
-    normal = getattr(module.normal, "original", module.normal)
+    batch_of = getattr(Trainer._batch, "original", Trainer._batch)
+    made = []
 
-    def recorded_normal(*args):
-        noise.append(normal(*args))
-        return noise[-1]
-
-    def recorded(self, micro_batch, ids, *args):
-        noise.clear()
-        batch = make(self, micro_batch, ids, *args)
-        assert len(noise) == len(ids)
-        drawn = [*noise, batch.noised.t, batch.inputs["drop_caption"], batch.inputs["drop_path"]]
-        digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in drawn)).hexdigest()
-        into[micro_batch] = (tuple(ids), tuple(batch.noised.t.tolist()), digest)
+    def recorded_make(self, features, draws, **options):
+        batch = make(self, features, draws, **options)
+        made[:] = [(draws, batch)]
         return batch
 
-    recorded.original, recorded_normal.original = make, normal
-    BatchMaker.make, module.normal = recorded, recorded_normal
+    def recorded(self, loaded):
+        batch_of(self, loaded)
+        ((draws, batch),) = made
+        if not loaded.micro_batch.ids:
+            return batch
+        drawn = [*draws.noise, batch.noised.t, batch.inputs["drop_caption"], draws.drop_path]
+        digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in drawn)).hexdigest()
+        ids = tuple(batch.ids.tolist())
+        into[loaded.micro_batch.number] = (ids, tuple(batch.noised.t.tolist()), digest)
+        return batch
+
+    recorded.original, recorded_make.original = batch_of, make
+    Trainer._batch, BatchMaker.make = recorded, recorded_make

@@ -114,6 +114,18 @@ def features_of(source: Any, clips: list[Any]) -> Any:
     return features
 
 
+def batch_of(cfg: Any, model_config: Any, features: Any, number: int, ids: Any) -> Any:
+    """The batch of clips' features, with what training draws for them as micro-batch ``number``."""
+    from opensora_sp.data import MicroBatch
+    from opensora_sp.features.batch import BatchMaker
+    from opensora_sp.features.draws import DrawConfig
+
+    *size, channels = features.positions.shape[1:]
+    micro_batch = MicroBatch(number, 0, features.shape, tuple(ids), 1.0)
+    draws = DrawConfig.of_training(cfg, model_config, channels).draw_micro_batch(micro_batch, size)
+    return BatchMaker(cfg, features.positions.device).make(features, draws)
+
+
 def run(
     *command: str | Path, launcher: str = "python", ranks: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess:

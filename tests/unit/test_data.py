@@ -153,8 +153,8 @@ def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> 
             assert step.micro_batches == plan.step(number) and step.num_samples == 12
             of_step = list(step.loaded)
             assert len(of_step) == 2
-            assert all(items == micro_batch.samples for micro_batch, items in of_step)
-            loaded[number] += [micro_batch for micro_batch, _ in of_step if micro_batch.ids]
+            assert all(one.items == one.micro_batch.samples for one in of_step)
+            loaded[number] += [one.micro_batch for one in of_step if one.micro_batch.ids]
     for number, micro_batches in loaded.items():
         assert sorted(micro_batches) == plan.step(number)
 

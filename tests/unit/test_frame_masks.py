@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 from golden_values import GOLDEN
-from runs import features_of
+from runs import batch_of, features_of
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip
 from opensora_sp.diffusion import check_mask_ratios, draw_frame_mask, frame_mask
 from opensora_sp.diffusion.frame_masks import STRATEGIES
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
-from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.sources import Encoders
 from opensora_sp.randomness import generator
 
@@ -156,10 +155,9 @@ def test_configs_refuse_bad_ratios_and_models_that_do_not_fit_the_scheduler() ->
 def make_batch(cfg, micro_batch: int, ids: list[int]):
     config = SimpleNamespace(class_dropout_prob=0.0, drop_path=0.0, patch_size=(2, 2, 2))
     source = Encoders(PatchPoolVAE((1, 4, 4)), HashedBagOfWords(8, 4), torch.device("cpu"))
-    maker = BatchMaker(cfg, config, source, torch.device("cpu"))
     videos = [torch.randn(3, 7, 8, 8, generator=torch.Generator().manual_seed(i)) for i in ids]
     clips = [Clip(video=video, text="a", fps=8.0) for video in videos]
-    return maker.make(micro_batch, ids, features_of(source, clips))
+    return batch_of(cfg, config, features_of(source, clips), micro_batch, ids)
 
 
 @pytest.mark.parametrize(

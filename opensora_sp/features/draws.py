@@ -1,0 +1,135 @@
+"""All that is drawn at random about a micro-batch: noise, timesteps, masks, what is dropped.
+
+Draws are keyed by seed, purpose and clip, in training also by the micro-batch, and never by rank or
+worker. So the loader's workers draw them ahead of the step, and they are the same wherever they are
+drawn.
+
+Legend: B clips, c latent channels, f x h x w latent size, K timesteps of each clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opensora_sp.config import TrainConfig
+from opensora_sp.data import MicroBatch
+from opensora_sp.diffusion import draw_frame_mask
+from opensora_sp.randomness import generator, normal, uniform
+
+Key = tuple[int, ...]
+"""The counters of a clip's draws; the last one is its id."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of B clips. Tensors are copied to the device, tuples stay on the host."""
+
+    ids: Tensor  # int64 [B], of the clips
+    noise: Tensor  # float32 [B, c, f, h, w]
+    timesteps: Tensor  # float32 [K, B], uniform in [0, 1); K is 1 in training
+    frame_mask: tuple[tuple[bool, ...], ...] | None  # [B][f], False for conditioning frames
+    drop_caption: tuple[bool, ...] | None  # [B]; the host counts tokens
+    drop_path: Tensor | None  # bool [2 * depth, B], True for branches to drop
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawConfig:
+    """What to draw for each clip.
+
+    Attributes:
+        channels: c.
+        purpose: prefix of the purposes that key the draws.
+        bins: K, where each clip has a timestep in each part of [0, 1); None for one in all of it.
+        mask_ratios: probabilities of frame masks; None for no masks.
+        patch_frames: latent frames of a patch, within which a frame mask is equal.
+        caption_rate: probability of dropping a caption.
+        path_rates: probability of dropping each branch of the model, float64 ``[2 * depth]``.
+    """
+
+    seed: int
+    channels: int
+    purpose: str = ""
+    bins: int | None = None
+    mask_ratios: Mapping[str, float] | None = None
+    patch_frames: int = 1
+    caption_rate: float = 0.0
+    path_rates: Tensor | None = None
+
+    @classmethod
+    def of_training(cls, cfg: TrainConfig, model_config: Any, channels: int) -> DrawConfig:
+        """What training draws. Branches are dropped at rates that grow with the depth."""
+        rates = None
+        if model_config.drop_path:
+            depth = model_config.depth
+            rates = torch.linspace(0, model_config.drop_path, depth, dtype=torch.float64)
+            rates = rates.repeat_interleave(2)
+        return cls(
+            seed=cfg.seed,
+            channels=channels,
+            mask_ratios=cfg.mask_ratios,
+            patch_frames=model_config.patch_size[0],
+            caption_rate=model_config.class_dropout_prob,
+            path_rates=rates,
+        )
+
+    def draw_micro_batch(self, micro_batch: MicroBatch, latent_size: tuple[int, int, int]) -> Draws:
+        """The draws of a micro-batch; of one clip for an idle round."""
+        keys = [(micro_batch.number, sample) for sample in micro_batch.ids]
+        return self.draw(keys or [(0, 0)], latent_size)
+
+    def draw(self, keys: Sequence[Key], latent_size: tuple[int, int, int]) -> Draws:
+        """The draws of clips with these keys, whose latents have this size (f, h, w)."""
+        size, purpose = (self.channels, *latent_size), f"{self.purpose}noise"
+        return Draws(
+            ids=torch.tensor([key[-1] for key in keys]),
+            noise=torch.stack([normal(size, self.seed, purpose, *key) for key in keys]),
+            timesteps=self._timesteps(keys),
+            frame_mask=self._frame_mask(keys, latent_size[0]),
+            drop_caption=self._drop_caption(keys),
+            drop_path=self._drop_path(keys),
+        )
+
+    def _timesteps(self, keys: Sequence[Key]) -> Tensor:
+        purpose = f"{self.purpose}timestep"
+        if self.bins is None:
+            return torch.tensor([[uniform(self.seed, purpose, *key) for key in keys]])
+
+        rows = []
+        for k in range(self.bins):
+            drawn = [uniform(self.seed, purpose, *key, k) for key in keys]
+            rows.append([(k + number) / self.bins for number in drawn])
+        return torch.tensor(rows)
+
+    def _frame_mask(
+        self, keys: Sequence[Key], num_frames: int
+    ) -> tuple[tuple[bool, ...], ...] | None:
+        if self.mask_ratios is None:
+            return None
+        patches = -(-num_frames // self.patch_frames)
+        masks = []
+        for key in keys:
+            draws = generator(self.seed, "frame_mask", *key)
+            mask = draw_frame_mask(self.mask_ratios, patches, draws)
+            mask = mask.repeat_interleave(self.patch_frames)[:num_frames]
+            masks.append(tuple(mask.tolist()))
+        return tuple(masks)
+
+    def _drop_caption(self, keys: Sequence[Key]) -> tuple[bool, ...] | None:
+        if not self.caption_rate:
+            return None
+        drawn = [uniform(self.seed, "drop_caption", *key) for key in keys]
+        return tuple(number < self.caption_rate for number in drawn)
+
+    def _drop_path(self, keys: Sequence[Key]) -> Tensor | None:
+        if self.path_rates is None:
+            return None
+        dropped = []
+        for key in keys:
+            drawn = generator(self.seed, "drop_path", *key).random(len(self.path_rates))
+            dropped.append(torch.from_numpy(drawn) < self.path_rates)
+        return torch.stack(dropped, dim=1)
