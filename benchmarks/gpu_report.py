@@ -6,7 +6,7 @@ python -m benchmarks gpu_report --quick --doctor     # a minute; also compares r
 Three parts: ceilings (the same as of ``opensora-sp doctor --device``); attention of STDiT3-XL/2 by
 every kernel, forward, backward and peak memory; forward and backward of STDiT3-XL/2 in bf16, its
 MFU and peak memory. The optimizer step and the links are not a part of it. A kernel or a step that
-fails is reported with its error, and the rest goes on.
+fails is reported with its error, and the rest still runs.
 """
 
 from __future__ import annotations
