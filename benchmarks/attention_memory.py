@@ -1,8 +1,8 @@
 """Peak memory of a spatial and a temporal block with masks, against the lower bound.
 
-    python benchmarks/attention_memory.py
-    python benchmarks/attention_memory.py --tokens 20000
-    python benchmarks/attention_memory.py --full
+    python -m benchmarks attention_memory
+    python -m benchmarks attention_memory --tokens 20000
+    python -m benchmarks attention_memory --full
 
 The default is 200,000 tokens per clip (minutes and 15 GB on CPU). ``--full`` measures full 3D
 attention, forward, with one head of width 16.
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 import torch
-from time_limit import limit_time
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -112,8 +112,8 @@ def pair_of_blocks(width: int, heads: int, device: torch.device, **options: obje
     return model.to(device)
 
 
-def measure_masks(tokens: int, device: torch.device) -> None:
-    """Print peaks with and without masks, and their ratios to the bounds."""
+def measure_masks(tokens: int, device: torch.device) -> dict[str, Any]:
+    """Print peaks with and without masks, and their ratios to the bounds; returns both."""
     model, fewer = pair_of_blocks(WIDTH, HEADS, device), tokens // 4
 
     peaks = {}
@@ -139,14 +139,18 @@ def measure_masks(tokens: int, device: torch.device) -> None:
     listed = ", ".join(f"{what} {size / 1e9:.3f} GB" for what, size in parts.items())
     print(f"lower bound: {listed}; {saved / activation:.1f} activations are saved")
 
-    print(f"masks / no masks: {peaks[tokens, True] / peaks[tokens, False]:.3f} (bound 1.15)")
-    print(f"masks / lower bound: {peaks[tokens, True] / sum(parts.values()):.3f} (bound 1.3)")
-    print(
-        f"growth from {fewer:,} tokens: {peaks[tokens, True] / peaks[fewer, True]:.2f} (bound 4.2)"
-    )
+    masked = peaks[tokens, True]
+    ratios = {
+        "masks / no masks": masked / peaks[tokens, False],
+        "masks / lower bound": masked / sum(parts.values()),
+        f"growth from {fewer:,} tokens": masked / peaks[fewer, True],
+    }
+    for (name, ratio), bound in zip(ratios.items(), (1.15, 1.3, 4.2), strict=True):
+        print(f"{name}: {ratio:.3f} (bound {bound})")
+    return {"tokens": tokens, "peak_bytes": masked, "lower_bound_bytes": parts, "ratios": ratios}
 
 
-def measure_full_attention(tokens: int, device: torch.device) -> None:
+def measure_full_attention(tokens: int, device: torch.device) -> dict[str, Any]:
     model = pair_of_blocks(16, 1, device, full_attention=True)
     x = torch.randn(1, 4, FRAMES, tokens // FRAMES // COLUMNS, COLUMNS, device=device)
     start = time.perf_counter()
@@ -158,23 +162,18 @@ def measure_full_attention(tokens: int, device: torch.device) -> None:
         f"largest tensor {largest.bytes / 1e6:.1f} MB (bound 64)"
     )
     print(f"a matrix of scores would be {tokens**2 * 4 / 1e9:.0f} GB ({seconds:.0f} s)")
+    return {"tokens": tokens, "largest_tensor_bytes": largest.bytes, "seconds": seconds}
 
 
-def main() -> None:
-    limit_time()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, default=MAX_TOKENS, help="tokens of a clip, in steps of 8,000"
     )
     parser.add_argument("--full", action="store_true", help="full 3D attention instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     step = 4 * FRAMES * COLUMNS
     measure = measure_full_attention if args.full else measure_masks
-    measure(max(step, args.tokens // step * step), torch.device(args.device))
-
-
-if __name__ == "__main__":
-    main()
+    return measure(max(step, args.tokens // step * step), torch.device(args.device))

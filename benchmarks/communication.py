@@ -1,7 +1,7 @@
 """Bytes that one training step sends per rank, counted on CPU, against the prediction.
 
-python benchmarks/communication.py        # the tables of docs/communication.md
-python benchmarks/communication.py --batch 3 --frames 5 --ranks 8
+python -m benchmarks communication        # the tables of docs/communication.md
+python -m benchmarks communication --batch 3 --frames 5 --ranks 8
 """
 
 import argparse
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from time_limit import limit_time
 
+from benchmarks.time_limit import limit_time
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, shutdown_process_group
@@ -38,16 +38,14 @@ class Case:
         return ", ".join(str(value) for value in self.options.values()) or "switch"
 
 
-def main() -> None:
-    limit_time()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--patches", type=int, default=256)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
 
     print(
         f"T={args.frames} S={args.patches} C=288, {DEPTH} pairs, fp32; MB = 1e6 bytes sent per "
@@ -59,6 +57,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
 
+    rows = []
     for ranks in args.ranks:
         cases = []
         for options in STRATEGIES:
@@ -68,14 +67,33 @@ def main() -> None:
             cases += [Case(batch, args.frames, args.patches) for batch in (2, 3, 4, 8)]
 
         for case, sent in zip(cases, count(cases, ranks), strict=True):
-            mean, busiest, again = (value / 1e6 for value in sent)
-            bytes_predicted = predicted_bytes(case, ranks)
-            predicted = "" if bytes_predicted is None else f"{bytes_predicted / 1e6:.2f}"
-            print(
-                f"| {ranks} | {case.batch} | {case.name} | {'yes' if case.checkpointing else 'no'} "
-                f"| {mean:.2f} | {busiest:.2f} | {again:.2f} | "
-                f"{predicted} |"
-            )
+            row = row_of(case, ranks, sent)
+            rows.append(row)
+            print(markdown(row))
+    return {"rows": rows}
+
+
+def row_of(case: Case, ranks: int, sent: tuple[float, float, float]) -> dict[str, Any]:
+    """Bytes that were counted and predicted for a case."""
+    mean, busiest, again = sent
+    return {
+        "ranks": ranks,
+        "batch": case.batch,
+        "how": case.name,
+        "checkpointing": case.checkpointing,
+        "mean": mean,
+        "busiest": busiest,
+        "recompute": again,
+        "predicted": predicted_bytes(case, ranks),
+    }
+
+
+def markdown(row: dict[str, Any]) -> str:
+    sizes = [row[key] for key in ("mean", "busiest", "recompute", "predicted")]
+    in_mb = ["" if size is None else f"{size / 1e6:.2f}" for size in sizes]
+    checkpointing = "yes" if row["checkpointing"] else "no"
+    cells = [str(row["ranks"]), str(row["batch"]), row["how"], checkpointing, *in_mb]
+    return f"| {' | '.join(cells)} |"
 
 
 STRATEGIES: list[dict[str, Any]] = [
@@ -181,7 +199,3 @@ def rows_of_all_tokens(case: Case) -> Iterator[tuple[int, int]]:
 def holder(row: int, rows: int, ranks: int) -> int:
     """The rank r with ``rows * r // ranks <= row < rows * (r + 1) // ranks``."""
     return ((row + 1) * ranks - 1) // rows
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Clips per second of the training loader against a plain loop over PyAV, one decoding thread each.
 
-OMP_NUM_THREADS=1 python benchmarks/data_loading.py --workers 2
+OMP_NUM_THREADS=1 python -m benchmarks data_loading --workers 2
 
 Both decode the same frames of the same files to the same clips, which is checked first. They take
 turns; the result is the median of the ratios.
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import av
 import numpy as np
 import torch
-from time_limit import limit_time
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -35,16 +35,14 @@ from opensora_sp.data import (
 FRAMES, SIZE = 48, 480  # of each file
 
 
-def main() -> None:
-    limit_time()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--files", type=int, default=6)
     parser.add_argument("--clips", type=int, default=24, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     shape = ClipShape(32, 240, 240)
 
@@ -73,7 +71,7 @@ def main() -> None:
         rounds = [[args.clips / seconds(way) for way in ways] for _ in range(args.rounds)]
 
     plain, loaded = (median(round[way] for round in rounds) for way in (0, 1))
-    ratio = median(loaded / plain for plain, loaded in rounds)
+    ratios = [loaded / plain for plain, loaded in rounds]
     print(
         f"{shape.num_frames} frames of {SIZE}x{SIZE} to {shape.height}x{shape.width}, {args.clips} "
         "clips a round"
@@ -82,9 +80,10 @@ def main() -> None:
         f"plain loop {plain:.2f} clips/s, loader with {args.workers} workers {loaded:.2f} clips/s"
     )
     print(
-        f"ratio: median {ratio:.2f} of {args.rounds} rounds: "
-        f"{', '.join(f'{b / a:.2f}' for a, b in rounds)}"
+        f"ratio: median {median(ratios):.2f} of {args.rounds} rounds: "
+        f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}"
     )
+    return {"plain_clips_per_second": plain, "loader_clips_per_second": loaded, "ratios": ratios}
 
 
 def write_files(folder: Path, count: int) -> Path:
@@ -111,7 +110,3 @@ def seconds(way: Callable[[], Iterable[object]]) -> float:
     for _ in way():
         pass
     return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    main()

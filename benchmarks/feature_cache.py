@@ -1,6 +1,6 @@
 """Step time of a training run that encodes its clips, against one from a feature cache.
 
-OMP_NUM_THREADS=1 python benchmarks/feature_cache.py
+OMP_NUM_THREADS=1 python -m benchmarks feature_cache
 
 Both have the same clips, model and losses. The autoencoder has the architecture of Stable
 Diffusion's with random weights and a quarter of its width. Captions take no time.
@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from time_limit import limit_time
 
 from opensora_sp.data import toy_clip, write_video
 
@@ -37,20 +37,18 @@ max_steps = {steps}
 """
 
 
-def main() -> None:
-    limit_time()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_set(folder)
         config = folder / "train.py"
         config.write_text(CONFIG.format(folder=folder, steps=args.steps))
-        run("scripts/precompute.py", config, "-o", folder / "cache")
+        run_script("scripts/precompute.py", config, "-o", folder / "cache")
         from_cache = ["dataset.type=CachedFeatures", f"dataset.path={folder / 'cache'}"]
 
         ratios = []
@@ -65,6 +63,7 @@ def main() -> None:
             ratios.append(encoding / cached)
 
     print(f"ratio: median {median(ratios):.1f} of {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
+    return {"ratio": median(ratios), "ratios": ratios}
 
 
 def write_set(folder: Path) -> None:
@@ -88,17 +87,13 @@ def write_set(folder: Path) -> None:
 
 def train(config: Path, outputs: Path, *options: str) -> tuple[float, list[float]]:
     """The median step time after the first steps, and all losses."""
-    run("scripts/train.py", config, "--cfg-options", f"outputs={outputs}", *options)
+    run_script("scripts/train.py", config, "--cfg-options", f"outputs={outputs}", *options)
     lines = [json.loads(line) for line in (outputs / "metrics.jsonl").read_text().splitlines()]
     return median(line["step_time"] for line in lines[2:]), [line["loss"] for line in lines]
 
 
-def run(script: str, *arguments: object) -> None:
+def run_script(script: str, *arguments: object) -> None:
     command = [sys.executable, ROOT / script, *arguments]
     done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Time of a forward and backward step of the plain model, against a naive implementation.
 
-python benchmarks/model_step.py
-python benchmarks/model_step.py --xl --compile --attention auto
+python -m benchmarks model_step
+python -m benchmarks model_step --xl --compile --attention auto
 
 The first checks the ratios of two sizes with C=288, depth 4. The second prints tokens/s and MFU of
 STDiT3-XL/2, for a GPU.
@@ -19,11 +19,11 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from time_limit import limit_time
 from torch import Tensor, nn
 
 from opensora_sp.models import build_model, compile_blocks
@@ -33,11 +33,7 @@ XL_SHAPES = [(16, 256, 16), (15, 1590, 1), (15, 1590, 5), (30, 3600, 1)]  # T, S
 HEADS, TEXT, TEXT_WIDTH = 4, 120, 64
 
 
-def main() -> None:
-    limit_time()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--attention", default="auto")
@@ -54,7 +50,9 @@ def main() -> None:
         default=989.0,
         help="peak TFLOP/s for the MFU; 989 is bf16 of an H100 or H200",
     )
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     print(
         f"torch {torch.__version__}, {args.device}, load {os.getloadavg()[0]:.1f} on "
@@ -62,16 +60,13 @@ def main() -> None:
     )
 
     if args.xl:
-        for shape in XL_SHAPES:
-            xl_step(args, *shape)
-        return
-
-    kept = [compare(args, *size, at_least) for size, at_least in SIZES]
-    raise SystemExit(not all(kept))
+        return {"steps": [xl_step(args, *shape) for shape in XL_SHAPES]}
+    compared = [compare(args, *size, at_least) for size, at_least in SIZES]
+    return {"sizes": compared, "kept": all(one["kept"] for one in compared)}
 
 
-def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> bool:
-    """Print the ratio at T frames of S patches; returns whether it is at least ``at_least``."""
+def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> dict[str, Any]:
+    """Print the ratio at T frames of S patches, and whether it is at least ``at_least``."""
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     torch.manual_seed(0)
     model = build_model(
@@ -107,10 +102,10 @@ def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> bool:
         f"of the ratios {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), limit "
         f"{at_least}: {'kept' if kept else 'MISSED'}; load {os.getloadavg()[0]:.1f}"
     )
-    return kept
+    return {"T": T, "S": S, "ratios": ratios, "limit": at_least, "kept": kept}
 
 
-def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> None:
+def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> dict[str, float]:
     """Print tokens/s and model FLOPs utilisation of STDiT3-XL/2, without optimizer."""
     model = build_model("STDiT3-XL/2", attention=args.attention).to(args.device, torch.bfloat16)
     model.set_grad_checkpoint(args.checkpointing)
@@ -134,6 +129,15 @@ def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> None:
         f"T={T} S={S} B={B}: {taken:.3f} s, {tokens / taken:,.0f} tokens/s, {rate / 1e12:.0f} "
         f"TFLOP/s, MFU {rate / 1e12 / args.peak_tflops:.1%}"
     )
+    mfu = rate / 1e12 / args.peak_tflops
+    return {
+        "T": T,
+        "S": S,
+        "B": B,
+        "seconds": taken,
+        "tokens_per_second": tokens / taken,
+        "mfu": mfu,
+    }
 
 
 def inputs(model: nn.Module, T: int, S: int, B: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,7 +235,3 @@ def naive_rotation(q: Tensor, freqs: Tensor) -> Tensor:
     cos, sin = (f(angles).repeat_interleave(2, dim=-1).to(q.dtype) for f in (torch.cos, torch.sin))
     turned = torch.stack([-q[..., 1::2], q[..., ::2]], dim=-1).flatten(-2)
     return q * cos + turned * sin
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Time of a step of a parallelized model on one process; the ratio to the bare model should be 1.
 
-python benchmarks/one_process.py --repeats 15
+python -m benchmarks one_process --repeats 15
 
 The same operators run (``tests/distributed/test_engine.py`` counts them), so only Python overhead
 could cost time. Also measured, on two processes: the check of shapes before each forward.
@@ -11,26 +11,25 @@ import socket
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from time_limit import limit_time
 from torch import nn
 
+from benchmarks.time_limit import limit_time
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group
 from opensora_sp.parallel.debug.input_check import InputCheck
 
 
-def main() -> None:
-    limit_time()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
 
     print(f"one process, {args.device}, B=1 T=8 S=64 C=288, 4 pairs, forward and backward, in turn")
@@ -46,7 +45,9 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(compare_shapes, (port,), nprocs=2)
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(compare_shapes, (port, results), nprocs=2)
+    return {"ratios": ratios, "comparison_of_shapes_seconds": results.get()}
 
 
 def step_of(device: str, parallelized: bool) -> Callable[[], None]:
@@ -75,7 +76,7 @@ def seconds(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def compare_shapes(rank: int, port: int) -> None:
+def compare_shapes(rank: int, port: int, results: Any) -> None:
     limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -88,8 +89,5 @@ def compare_shapes(rank: int, port: int) -> None:
             f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds "
             "a forward"
         )
+        results.put(median(taken))
     shutdown_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Time of a sampling step on 2 processes against 1, text encodings, and memory of decoding.
 
-python benchmarks/sampling.py --repeats 5
+python -m benchmarks sampling --repeats 5
 
 Each process computes with one thread. In each repeat one process samples while the other waits,
 then both sample. Reported are wall time and CPU time; other programs hardly change the latter. Also
@@ -15,13 +15,14 @@ import time
 from collections import Counter
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from time_limit import limit_time
 from torch import nn
 
+from benchmarks.time_limit import limit_time
 from opensora_sp.config import InferenceConfig
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.memory import LivePeak
@@ -43,32 +44,31 @@ MODEL = dict(
 SCALES = {"guidance": 4.0, "no guidance": 1.0}
 
 
-def main() -> None:
-    limit_time()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="sampling steps of one repeat")
     parser.add_argument("--num-frames", type=int, default=16)
     parser.add_argument(
         "--size", type=int, default=128, help="side of a frame in pixels; 8 pixels make a patch"
     )
-    args = parser.parse_args()
 
-    decoding_peaks()
 
+def run(args: argparse.Namespace) -> dict[str, Any]:
+
+    peaks = decoding_peaks()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(time_steps, (port, args), nprocs=2)
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(time_steps, (port, args, results), nprocs=2)
+    return {"decoding_peak_mb": peaks, "steps": results.get()}
 
 
-def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
+def time_steps(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
     limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    meshes = {1: None, 2: SequenceMesh(2)}
+    meshes, timed = {1: None, 2: SequenceMesh(2)}, {}
     for name, scale in SCALES.items():
         pipeline = make_pipeline(args, scale)
         request = requests_of(pipeline.cfg, ["a red circle moving left on a white background"])
@@ -93,16 +93,26 @@ def time_steps(rank: int, port: int, args: argparse.Namespace) -> None:
 
         if rank == 0:
             print(f"{name}, {tokens} tokens a video", flush=True)
-            for place, kind in enumerate(("seconds a step", "of them computing")):
-                one, two = ([times[place] for times in seconds[processes]] for processes in (1, 2))
-                ratios = [b / a for a, b in zip(one, two, strict=True)]
-                print(
-                    f"  {kind}: {median(one):.3f} on 1 process, {median(two):.3f} on 2; ratio, "
-                    f"median of {len(ratios)}: {median(ratios):.3f} (of {min(ratios):.3f} to "
-                    f"{max(ratios):.3f})",
-                    flush=True,
-                )
+            timed[name] = compare(seconds)
+    if rank == 0:
+        results.put(timed)
     shutdown_process_group()
+
+
+def compare(seconds: dict[int, list[tuple[float, float]]]) -> dict[str, list[float]]:
+    """Print wall and CPU time of a step on 1 and 2 processes; returns their ratios."""
+    compared = {}
+    for place, kind in enumerate(("seconds a step", "of them computing")):
+        one, two = ([times[place] for times in seconds[processes]] for processes in (1, 2))
+        ratios = [b / a for a, b in zip(one, two, strict=True)]
+        compared[kind] = ratios
+        print(
+            f"  {kind}: {median(one):.3f} on 1 process, {median(two):.3f} on 2; ratio, "
+            f"median of {len(ratios)}: {median(ratios):.3f} (of {min(ratios):.3f} to "
+            f"{max(ratios):.3f})",
+            flush=True,
+        )
+    return compared
 
 
 def make_pipeline(args: argparse.Namespace, scale: float) -> Pipeline:
@@ -157,11 +167,14 @@ class Frames(nn.Module):
         super().__init__()
         self.up = nn.ConvTranspose3d(4, 3, (1, 8, 8), stride=(1, 8, 8))
 
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        return num_frames, height // 8, width // 8
+
     def decode(self, latents: torch.Tensor, *, num_frames: int) -> torch.Tensor:
         return self.up(latents)[:, :, :num_frames]
 
 
-def decoding_peaks() -> None:
+def decoding_peaks() -> dict[int, float]:
     vae, size = Frames().requires_grad_(False), (256, 256)
     peaks = {}
     for num_frames in (8, 32, 128):
@@ -176,7 +189,4 @@ def decoding_peaks() -> None:
         "decoding, peak of live MB:",
         json.dumps({f"{n} frames": round(peak, 1) for n, peak in peaks.items()}),
     )
-
-
-if __name__ == "__main__":
-    main()
+    return peaks

@@ -1,6 +1,6 @@
 """Time of a training step of two ranks on a slow link, where ``switch`` is half communication.
 
-python benchmarks/slow_link.py
+python -m benchmarks slow_link
 
 The table takes about four minutes, two with --repeats 1. The script fails if a limit is missed.
 
@@ -19,6 +19,7 @@ Needs root and iproute2 (``ip``, ``tc``); exits with 2 without them.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -29,12 +30,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from time_limit import limit_time
 
+from benchmarks.time_limit import limit_time
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
 from opensora_sp.parallel import (
@@ -65,17 +69,15 @@ FREE, PLAIN = Case("switch, no limit", {}, slowed=False), Case("switch", {})
 ULYSSES = Case("ulysses", dict(strategy="ulysses"))
 
 
-def main() -> None:
-    limit_time()
-    args = parse_args()
+def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rank is not None:
-        sys.exit(work(args))
+        return work(args)
 
     lacking = [] if os.geteuid() == 0 else ["root"]
     lacking += [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if lacking:
         print(
-            "slow_link.py needs root and iproute2 to slow a link down; missing here: "
+            "slow_link needs root and iproute2 to slow a link down; missing here: "
             f"{', '.join(lacking)}."
         )
         sys.exit(2)
@@ -83,13 +85,10 @@ def main() -> None:
     # The namespaces must be removed in any case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with namespaces() as names:
-        sys.exit(run_ranks(names))
+        return run_ranks(names)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument(
@@ -102,7 +101,6 @@ def parse_args() -> argparse.Namespace:
 
     parser.add_argument("--no-limits", action="store_true", help="only report; never fail")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 @contextmanager
@@ -130,17 +128,28 @@ def command(*words: str) -> None:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
-def run_ranks(names: list[str]) -> int:
-    """Run this script once in each namespace; the first exit code that is not 0 ends both."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, *sys.argv, "--rank", str(rank)],
-            env=environment,
-        )
-        for rank, name in enumerate(names)
-    ]
+def run_ranks(names: list[str]) -> dict[str, Any]:
+    """Run this command once in each namespace; returns what rank 0 does."""
+    with TemporaryDirectory() as folder:
+        files = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
+        code = exit_code(start_ranks(names, files))
+        if not files[0].exists():
+            sys.exit(code or 1)
+        return json.loads(files[0].read_text())
 
+
+def start_ranks(names: list[str], files: list[Path]) -> list[subprocess.Popen]:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
+    same = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
+    workers = []
+    for rank, (name, file) in enumerate(zip(names, files, strict=True)):
+        words = ["ip", "netns", "exec", name, *same, "--rank", str(rank), "--json", str(file)]
+        workers.append(subprocess.Popen(words, env=environment))
+    return workers
+
+
+def exit_code(workers: list[subprocess.Popen]) -> int:
+    """Wait for all; the first code that is not 0 ends the others."""
     try:
         codes: list[int | None] = [None]
         while None in codes and not any(codes):
@@ -153,7 +162,7 @@ def run_ranks(names: list[str]) -> int:
             worker.wait()
 
 
-def work(args: argparse.Namespace) -> int:
+def work(args: argparse.Namespace) -> dict[str, Any]:
     """Run one rank; both know the times of the slower rank and so decide alike."""
     limit_time()
     torch.set_num_threads(1)
@@ -178,13 +187,13 @@ def work(args: argparse.Namespace) -> int:
     part = f"{share(seconds[PLAIN.name], seconds[FREE.name]):.0%}"
     bench.say(f"communication in these rounds: {part} of a step of plain switch with checkpointing")
 
-    missed = 0
+    limits = []
     for case, base, limit in (
         (PLAIN, ULYSSES, SWITCH_TO_ULYSSES),
         (overlaps[0], PLAIN, OVERLAP_TO_SWITCH),
     ):
         ratio = seconds[case.name] / seconds[base.name]
-        missed += ratio > limit
+        limits.append({"ratio": ratio, "limit": limit, "kept": ratio <= limit})
         bench.say(
             f"{case.name} / {base.name}: {ratio:.2f}, limit {limit}: "
             f"{'missed' if ratio > limit else 'kept'}"
@@ -193,7 +202,8 @@ def work(args: argparse.Namespace) -> int:
     shutdown_process_group()
 
     # Rank 0 reports; the other rank just exits.
-    return int(missed > 0 and not args.no_limits and args.rank == 0)
+    kept = args.no_limits or args.rank != 0 or all(one["kept"] for one in limits)
+    return {"seconds": seconds, "mbit_per_second": bench.rate / 1e6, "limits": limits, "kept": kept}
 
 
 def share(slowed: float, free: float) -> float:
@@ -320,7 +330,3 @@ class Clock:
         seconds = torch.tensor(time.perf_counter() - self._start, dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         self.seconds = seconds.item()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A time limit for every process of a benchmark.
 
-``BENCHMARK_TIME_LIMIT=7200 python benchmarks/...`` sets another limit, in seconds.
+``BENCHMARK_TIME_LIMIT=7200 python -m benchmarks ...`` sets another limit, in seconds.
 """
 
 import faulthandler

@@ -149,16 +149,11 @@ class RotaryEmbedding(nn.Module):
         """Rotate queries or keys ``[R, L, H, D]``."""
         return rotate(q, rotation)
 
-    @uncompiled  # computed once for all blocks: no part of a block's graph
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """Cosine and sine for each channel of queries and keys, ``[2, 1 or R, 1 or L, 1, D]``.
 
         ``in_frame``: for attention within a frame, not over frames.
         """
-        key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
-        return rows.grid.cached(key, lambda: self._rotation(rows, in_frame, device))
-
-    def _rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         angles = self.angles(rows, in_frame, device)[:, :, None]
         # The first channel of a pair takes minus the sine of the second.
         angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
@@ -180,6 +175,12 @@ class RotaryEmbedding3D(RotaryEmbedding):
 
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
+
+    @uncompiled  # computed once for all blocks: no part of a block's graph
+    def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
+        key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
+        compute = super().rotation
+        return rows.grid.cached(key, lambda: compute(rows, in_frame, device))
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, L, D/2]``."""

@@ -136,7 +136,10 @@ def accumulation_without_sending(stage: int) -> None:
                 backward(booster, model, optimizer, micro)
         optimizer.step()
         results.append(
-            (optimizer.get_grad_norm(), optimizer.shards.states()["final_layer.linear.weight"])
+            (
+                float(optimizer.get_grad_norm()),
+                optimizer.shards.states()["final_layer.linear.weight"],
+            )
         )
 
     (whole, state), (accumulated, other) = results

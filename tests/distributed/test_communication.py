@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from communication import DEPTH, HEADS, Case, count, moved_tokens, predicted_bytes
+from benchmarks.communication import DEPTH, HEADS, Case, count, moved_tokens, predicted_bytes
 
 pytestmark = pytest.mark.core
 # Elements are proportional to the width, so a narrow model shows those of a wide one.

@@ -204,6 +204,8 @@ def test_benchmarks_are_the_figures_of_the_pages_they_come_from() -> None:
         for name in ("communication", "architecture", "sampling", "data", "planner")
     ]
     known = [float(one) for one in re.findall(r"\d+\.\d+|\d+", " ".join(sources))]
-    for figure in re.findall(r"(?<![\w.=])\d+\.\d+(?![\w.])", (DOCS / "benchmarks.md").read_text()):
+    # The roofline has a test of its own (unit/test_roofline.py).
+    page = (DOCS / "benchmarks.md").read_text().partition("\n## Roofline")[0]
+    for figure in re.findall(r"(?<![\w.=])\d+\.\d+(?![\w.])", page):
         decimals = len(figure.split(".")[1])
         assert any(abs(one - float(figure)) <= 0.5001 * 10**-decimals for one in known), figure

@@ -38,7 +38,7 @@ def test_limits_are_kept() -> None:
     reports, limit = [], {"PYTHONPATH": str(ROOT), "BENCHMARK_TIME_LIMIT": "300"}
     for _ in range(ATTEMPTS):
         done = subprocess.run(
-            [sys.executable, "benchmarks/slow_link.py", *SMALL],
+            [sys.executable, "-m", "benchmarks", "slow_link", *SMALL],
             cwd=ROOT,
             env={**os.environ, **limit},
             capture_output=True,

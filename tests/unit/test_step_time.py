@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,3 +141,10 @@ def test_small_batches_are_bound_by_launches():
 def test_single_precision_is_refused():
     with pytest.raises(ValueError, match="for which the speeds of GPUs are known; set precision"):
         predict(1, 4, 1, 8, 8, dtype=torch.float32)
+
+
+@pytest.mark.slow
+def test_configs_state_todays_predictions():
+    """Memory, step time and MFU in the docstrings of the shipped configs."""
+    script = Path(__file__).parents[2] / "scripts" / "config_headers.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)

@@ -1,0 +1,56 @@
+"""The runner of the benchmarks: what it lists, runs and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import import_module
+
+import pytest
+from runs import ROOT
+
+from benchmarks.__main__ import main, summaries
+
+NAMES = list(summaries())
+
+
+def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == NAMES
+    assert {"communication", "model_step", "one_process"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_have_a_summary_and_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.fullmatch(r"[A-Z].{30,98}\.", summaries()[name])
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: python -m benchmarks {name}" in capsys.readouterr().out
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["speed"]) == 2
+    assert "got the benchmark 'speed'; expected one of attention_memory," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kept", "status"), [(None, 0), (True, 0), (False, 1)])
+def test_figures_are_written_and_missed_limits_fail(tmp_path, monkeypatch, kept, status) -> None:
+    benchmark = import_module("benchmarks.model_step")
+    figures = {"sizes": [1.5]} | ({} if kept is None else {"kept": kept})
+    monkeypatch.setattr(benchmark, "run", lambda args: figures | {"repeats": args.repeats})
+    monkeypatch.setattr("benchmarks.__main__.limit_time", lambda: None)
+
+    file = tmp_path / "figures.json"
+    assert main(["model_step", "--repeats", "3", "--json", str(file)]) == status
+    assert json.loads(file.read_text()) == figures | {"repeats": 3}
+
+
+def test_documented_commands_name_benchmarks() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = []
+    for page in pages:
+        named += re.findall(r"python -m\s+benchmarks (\w+)", page.read_text())
+    assert len(named) > 8
+    assert set(named) <= set(NAMES)
