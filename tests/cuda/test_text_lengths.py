@@ -33,7 +33,6 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 WORDS = 6  # tokens of a caption at most
 CAPTIONS = ["red on blue", "", "a b c d e f g", "white"]  # of 5, 0, more than 6 and 1 tokens
 SHAPE = ClipShape(4, 16, 16)
-STAND_IN = "opensora_sp/encoders/standins.py"
 MODEL = dict(
     type="STDiT3",
     in_channels=3,
@@ -172,12 +171,10 @@ def test_nothing_waits_for_the_device_on_cuda(tmp_path: Path) -> None:
         training_step(CPU, 0.5)[0],
         sampling_steps(CPU, sampling_config(tmp_path)),
     )
-    video = "opensora_sp/features/sources.py"  # pageable, as the loader hands it over
-    for name, copied in (("train", [video, STAND_IN]), ("sample", [STAND_IN])):
+    for name in ("train", "sample"):
         made = recording.in_phase(name)
-        assert "D2H" not in {copy.kind for copy in made.copies}
-        # The test's encoder makes its features on the CPU.
-        assert [sync.where.split(":")[0] for sync in made.syncs] == copied * (1 + (name == "train"))
+        assert made.copies and "D2H" not in {copy.kind for copy in made.copies}
+        assert not made.syncs
 
 
 @pytest.mark.parametrize("on_device", ["mask", "drop_caption"])
