@@ -50,17 +50,26 @@ class ModulePoint:
         instance, local = vars(self.module), self.module.forward
         self._own = {"forward": instance["forward"]} if "forward" in instance else {}
 
-        signature = inspect.signature(local)
-        attached: Any = lambda *args, **kwargs: function(  # noqa: E731
-            ModuleCall(local, signature.bind(*args, **kwargs))
-        )
-        attached.__signature__ = signature
+        # A partial, unlike a closure, is copied with what it holds: a copy of the module is refused.
+        attached: Any = partial(_call, function, local, inspect.signature(local))
+        attached.__signature__ = inspect.signature(local)
         instance["forward"] = attached
 
     def detach(self) -> None:
         """Restore ``forward``. Points of one module are detached last to first."""
         del vars(self.module)["forward"]
         vars(self.module).update(self._own)
+
+
+def _call(
+    function: Callable[[ModuleCall], Any],
+    local: Local,
+    signature: inspect.Signature,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return function(ModuleCall(local, signature.bind(*args, **kwargs)))
 
 
 class ModuleCall:
