@@ -50,7 +50,7 @@ class ModulePoint:
         instance, local = vars(self.module), self.module.forward
         self._own = {"forward": instance["forward"]} if "forward" in instance else {}
 
-        # A partial, unlike a closure, is copied with what it holds: a copy of the module is refused.
+        # Copying a partial, unlike a closure, copies what it holds, and so is refused.
         attached: Any = partial(_call, function, local, inspect.signature(local))
         attached.__signature__ = inspect.signature(local)
         instance["forward"] = attached
