@@ -146,6 +146,8 @@ class Saver:
         Raises:
             ValueError, RuntimeError: what failed on rank 0.
         """
+        # Until it is complete it stays known, also to a ``join`` after an interrupt.
+        self.join()
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()

@@ -206,9 +206,9 @@ RULES: tuple[Rule, ...] = (
                   "num_sampling_steps=100, ...)"}),
     # optimization
     Rule("lr", "optimizer.lr", run="train"),
-    Rule("adam_eps", "optimizer.eps", run="train"),
-    Rule("weight_decay", "optimizer.weight_decay", run="train"),
-    *(Rule(key, key, run="train")
+    Rule("adam_eps", "optimizer.eps", run="train", inert=(None,)),
+    Rule("weight_decay", "optimizer.weight_decay", run="train", inert=(None,)),
+    *(Rule(key, key, run="train", inert=(None,))
       for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")),
     # sampling
     Rule("prompt", "prompts", run="sample",

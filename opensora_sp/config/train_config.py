@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from opensora_sp.data import Buckets, ClipShape
 from opensora_sp.diffusion import check_mask_ratios
+from opensora_sp.models.recompute import levels_of
 
 from .common import Common
 from .findings import raise_together
@@ -183,6 +184,11 @@ class TrainConfig(Common):
         yield self._one_length
         yield self._buckets_fit
         yield self._training_precision
+        yield self._blocks_to_recompute
+
+    def _blocks_to_recompute(self) -> None:
+        if self.grad_checkpoint != "auto":
+            levels_of(self.grad_checkpoint, self.model_spec.config.num_blocks)
 
     def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.transfer import to_device
+
 
 @dataclass(frozen=True)
 class Positions:
@@ -61,6 +63,8 @@ class Positions:
             video_mask = prediction.layout.grid.mask.positions
 
         mask = _combined(x_mask, video_mask)
+        # Masks may lie on the CPU, as those of the model.
+        mask = None if mask is None else to_device(mask, tensors[0].device)
         if mask is None:
             count = torch.full((num_samples,), math.prod(size), device=tensors[0].device)
         else:
@@ -86,9 +90,10 @@ class Positions:
 
 def _combined(x_mask: Tensor | None, video_mask: Tensor | None) -> Tensor | None:
     """Counted positions, bool ``[B, F]`` or ``[B, F, h, w]``; None if all count."""
-    if x_mask is None:
-        return video_mask
-    return x_mask.bool() if video_mask is None else video_mask & x_mask.bool()[:, :, None, None]
+    if video_mask is None:
+        return None if x_mask is None else x_mask.bool()
+    inside = video_mask.bool()
+    return inside if x_mask is None else inside & x_mask.to(inside.device).bool()[:, :, None, None]
 
 
 def _of_output(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from opensora_sp.config import TrainConfig, build_component
+from opensora_sp.config.geometry import latent_size
 from opensora_sp.data import (
     BatchPlan,
     BucketPlan,
@@ -131,8 +132,11 @@ def largest_batch(cfg: TrainConfig) -> int:
 
 
 def _clip_bytes(cfg: TrainConfig, shape: ClipShape) -> int:
-    channels: int = cfg.model_spec.config.in_channels
-    return 3 * math.prod(shape) + 4 * channels * math.prod(planned_latent_size(cfg.vae, *shape))
+    # A bucket's size at 16:9, which no clip may have, is rounded if the autoencoder refuses it.
+    vae = cfg.vae | ({"round_down": True} if "round_down" in cfg.vae else {})
+    latents = latent_size(vae, shape) or ()
+    noise = 4 * cfg.model_spec.config.in_channels * math.prod(latents) if latents else 0
+    return 3 * math.prod(shape) + noise
 
 
 class Work:

@@ -251,8 +251,16 @@ class ConditionedModel(nn.Module):
         level: int = block.checkpoint_level
         if level == EVERYTHING or not torch.is_grad_enabled():
             return None
+        if self.compile_backend is not None and level > 0:
+            raise ValueError(
+                f"got level {level} of gradient checkpointing in compiled blocks; expected 0 or "
+                f"{EVERYTHING}, since the others see each operator; set one of these, or compile "
+                "nothing"
+            )
         width = self.config.hidden_size
-        return Recompute(level, width, hidden=int(width * self.config.mlp_ratio))
+        return Recompute(
+            level, width, hidden=int(width * self.config.mlp_ratio), preserve_rng=_draws(block)
+        )
 
     def initialize(self, embedders: Iterable[nn.Module], zero: Iterable[str]) -> None:
         """Initialize as the released models: Xavier weights, and small ones in ``embedders``.
@@ -274,3 +282,9 @@ class ConditionedModel(nn.Module):
             if any(fnmatchcase(name, pattern) for pattern in zero):
                 for parameter in module.parameters():
                     nn.init.zeros_(parameter)
+
+
+def _draws(block: nn.Module) -> bool:
+    """Whether a block draws random numbers, as adapters with dropout do."""
+    dropouts = (module for module in block.modules() if isinstance(module, nn.Dropout))
+    return any(module.training and module.p > 0 for module in dropouts)

@@ -45,6 +45,11 @@ class SharedConfig:
     full_attention: bool = False
     attention: str = "auto"
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that gradient checkpointing may recompute, each or in two parts."""
+        return self.depth
+
     def __post_init__(self) -> None:
         self._check_positive("in_channels", "hidden_size", "depth", "num_heads", "mlp_ratio")
         self._check_positive("caption_channels", "model_max_length")
@@ -179,6 +184,11 @@ class STDiT3Config(SharedConfig):
     use_cond: bool = False
     kernel_size: tuple[int, int, int] | None = None
     use_spatial_rope: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Spatial and temporal blocks."""
+        return 2 * self.depth
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,8 @@ from torch import Tensor
 
 def normalize(x: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps)`` over the last dim."""
+    if _is_transformed():
+        return (x * _inverse_rms(x, eps)).to(x.dtype)
     return _Normalize.apply(x, eps)
 
 
@@ -24,6 +26,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
         rotation: ``[2, ..., D]``, the cosine of each pair's angle and its sine, which is negated
             for the first channel of the pair.
     """
+    if _is_transformed():
+        return _rotated(x, *rotation, direction=1)
     return _Rotate.apply(x, rotation)
 
 
@@ -33,7 +37,7 @@ def with_zero_gradients(x: Tensor, *unused: Tensor) -> Tensor:
     The last one's gradient comes first, as if they had been used one after the other.
     """
     for tensor in unused:
-        x = _Unused.apply(x, tensor)
+        x = x + 0 * tensor.sum() if _is_transformed() else _Unused.apply(x, tensor)
     return x
 
 
@@ -42,19 +46,35 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        # The norm of a vector, unlike a mean of squares, writes no tensor of squares.
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
-        y = _rounded(x, torch.mul, x, inverse)
-        ctx.save_for_backward(y, inverse)
-        return y
+        inverse = _inverse_rms(x, eps)
+        ctx.eps = eps
+        ctx.save_for_backward(x, inverse)
+        return _rounded(x, torch.mul, x, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        y, inverse = ctx.saved_tensors
-        mean = (grad * y).mean(-1, keepdim=True, dtype=inverse.dtype)
+        x, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient is differentiated in turn
+            inverse = _inverse_rms(x, ctx.eps)
+
+        # Wide, and not from the rounded result: the two terms may nearly cancel, and their
+        # products overflow in float16.
+        y = x * inverse
+        mean = (grad * y).mean(-1, keepdim=True)
         return _rounded(grad, torch.mul, torch.addcmul(grad, y, mean, value=-1), inverse), None
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """``1 / sqrt(mean(x ** 2) + eps)`` over the last dim, ``[..., 1]`` in at least float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # The norm of a vector, unlike a mean of squares, writes no tensor of squares.
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return torch.rsqrt(length.square() / x.shape[-1] + eps)
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` (jvp, vmap, ...) runs, which takes plain operations only."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Rotate(torch.autograd.Function):
@@ -91,6 +111,7 @@ class _Unused(torch.autograd.Function):
 
 def _rounded(like: Tensor, operator: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     """The result of an operator in the dtype of ``like``, without a wider tensor in between."""
-    if torch.compiler.is_compiling():  # which fuses the two, and takes no ``out``
+    # Compilers fuse the two. Neither they nor autograd take ``out``.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_transformed():
         return operator(*args, **options).to(like.dtype)
     return operator(*args, **options, out=torch.empty_like(like))

@@ -252,8 +252,10 @@ class SelfAttention(Point):
         sums gradients over ranks in the order in which they come.
         """
         width = x.shape[-1]
-        # Other layers in its place, such as peft's, have no weight that can be cut.
-        if type(self.qkv) is nn.Linear:
+        # Other layers in its place, such as peft's, have no weight that can be cut, and hooks see
+        # the whole layer.
+        is_plain = type(self.qkv) is nn.Linear and self.qkv.bias is not None
+        if is_plain and not self.qkv._forward_hooks and not self.qkv._forward_pre_hooks:
             v = F.linear(x, self.qkv.weight[-width:], self.qkv.bias[-width:])
         else:
             v = self.qkv(x)[..., -width:]

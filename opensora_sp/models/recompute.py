@@ -75,11 +75,13 @@ class Recompute:
         level: below ``EVERYTHING``.
         width, hidden: of the tokens and of the MLP's hidden layer, by which matrix products are
             recognised.
+        preserve_rng: draw the same random numbers again, for dropout.
     """
 
     level: int
     width: int
     hidden: int
+    preserve_rng: bool = False
 
     def run(
         self, function: Callable[..., Any], *args: Any, context_fn: ContextFunction | None = None
@@ -91,8 +93,9 @@ class Recompute:
         makers = [] if context_fn is None else [context_fn]
         if self.level > 0:
             makers.append(self._contexts)
-        options = {"context_fn": partial(_together, makers)} if makers else {}
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        options: dict[str, Any] = {"context_fn": partial(_together, makers)} if makers else {}
+        options |= {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
+        return checkpoint(function, *args, **options)
 
     def _contexts(self) -> tuple[Context, Context]:
         keeping, using = create_selective_checkpoint_contexts(self._policy)

@@ -122,7 +122,10 @@ def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
         sample, number = divmod(row, rows.per_sample)
         return sample * len(starts) + bisect_left(starts, number)
 
-    units = range(unit_at(rows.start), unit_at(rows.stop)) if units is None else units
+    if units is None:
+        units = range(unit_at(rows.start), unit_at(rows.stop))
+        ends = first_row(units.start), first_row(units.stop)
+        assert ends == (rows.start, rows.stop), "local rows begin and end with a unit"
     if grid.mask is None or not units:
         return Groups([(first_row(unit + 1) - first_row(unit)) * rows.length for unit in units])
 

@@ -23,7 +23,7 @@ from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
 from .sharing import Sharing, sharing_of
 from .step_time import StepTime, predict_step
-from .trace import Activations, meta_model, trace_activations
+from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, tokens_changing_rank, traffic
 
 UNEVEN = 0.03  # imbalance above which a better one is searched for
@@ -222,7 +222,7 @@ class _Run:
         self.training = isinstance(cfg, TrainConfig)
         self.checkpointing: bool | int | Literal["auto"] = False
         self.micro_batches, self.guides = 1, False
-        self.compiled = device == "cuda" and getattr(cfg, "compile", None) == "blocks"
+        self.compiles = getattr(cfg, "compile", None) == "blocks"
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
             replicas = num_gpus // self.ranks
@@ -233,10 +233,6 @@ class _Run:
     @cached_property
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.name, self.config)
-
-    @cached_property
-    def num_blocks(self) -> int:
-        return len(meta_model(self.name, self.config, self.dtype).transformer_blocks)
 
     def estimate(self, bucket: BatchSpec, *, brief: bool) -> BatchEstimate:
         shape, latents = self.shape(bucket), self.latents(bucket)
@@ -325,10 +321,10 @@ class _Run:
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
         """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""
         if self.checkpointing != "auto":
-            return levels_of(self.checkpointing, self.num_blocks)
+            return levels_of(self.checkpointing, self.config.num_blocks)
         memory = DEFAULT_MEMORY if self.memory_gb is None else self.memory_gb * 1e9
-        levels = COMPILED_LEVELS if self.compiled else LEVELS
-        return choose_levels(needed, budget_of(memory), self.num_blocks, levels)
+        levels = COMPILED_LEVELS if self.compiles else LEVELS
+        return choose_levels(needed, budget_of(memory), self.config.num_blocks, levels)
 
     def time(self, latents: tuple[int, ...], levels: Sequence[int]) -> StepTime | None:
         """Predicted for a training step in 16 bits, if a GPU was named."""
@@ -358,7 +354,7 @@ class _Run:
             level=level,
             training=self.training,
             device=self.device,
-            compiled=self.compiled,
+            compiled=self.compiles and self.device == "cuda",
         )
 
     def _better_balance(self, bucket: BatchSpec, sharing: Sharing) -> list[str]:

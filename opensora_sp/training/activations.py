@@ -31,6 +31,8 @@ class ActivationBudget:
         self.cfg, self.module, self.device = cfg, module, device
         self.memory = 0.0
         self._levels: dict[tuple[int, ...], list[int]] = {}
+        # The first batch is then also computed without sequence parallelism.
+        self._verifies = cfg.sequence_parallel.verify
         if cfg.grad_checkpoint == "auto":
             self.memory = _smallest(memory_of(device) - reserved, device)
         else:
@@ -40,6 +42,11 @@ class ActivationBudget:
         """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)``."""
         if self.cfg.grad_checkpoint != "auto":
             return
+        if self._verifies:
+            self._verifies = False
+            self.module.set_grad_checkpoint(True)
+            return
+
         shape = tuple(latents)
         if shape not in self._levels:
             self._levels[shape] = checkpoint_levels(

@@ -83,10 +83,9 @@ class Trainer:
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
-        encoders = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        encoders = _allocated(device)
 
         self.module = self._build_model(cfg)
-        self.activations = ActivationBudget(cfg, self.module, device, reserved=encoders)
         fixed = fixed_tensors(self.module)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         optimizer = make_optimizer(cfg, trained)
@@ -97,7 +96,7 @@ class Trainer:
         self.skipped: int = state.get("skipped_steps", 0)
         self.bad_steps_in_a_row = 0
         self._pending: PendingOutcome | None = None  # of the newest step, until it is settled
-        self._asked_to_stop = False
+        self.asked_to_stop = False
 
         per_step = (
             cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
@@ -113,7 +112,10 @@ class Trainer:
             in_background=cfg.async_save,
         )
         self.sync_check = SyncCheck(self.module, self.mesh, cfg.check_sync_every)
+        before = _allocated(device)
         self.validator = Validator(self)
+        encoders += _allocated(device) - before
+        self.activations = ActivationBudget(cfg, self.module, device, reserved=encoders)
         self.meter = Meter(
             self.module,
             device,
@@ -327,9 +329,9 @@ class Trainer:
         """
         self._settle()
         self._pending = queued
-        if self._asked_to_stop or self._needs_outcome(queued.step):
+        if self.asked_to_stop or self._needs_outcome(queued.step):
             self._settle()
-        return self._asked_to_stop and queued.step < self.cfg.max_steps
+        return self.asked_to_stop and queued.step < self.cfg.max_steps
 
     def _needs_outcome(self, done: int) -> bool:
         """Whether a checkpoint, the log or validation follow a step, which need its outcome."""
@@ -347,7 +349,7 @@ class Trainer:
 
     def _count(self, outcome: Outcome) -> None:
         """Count an outcome; raises ValueError after ``max_bad_steps`` skipped steps in a row."""
-        self._asked_to_stop |= outcome.stop
+        self.asked_to_stop |= outcome.stop
         self.interval.steps += 1
         if outcome.taken:
             self.interval.losses.append(outcome.loss)
@@ -403,3 +405,8 @@ class Trainer:
             "skipped_steps": self.skipped,
             **measured,
         }
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes allocated on a GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -126,6 +126,7 @@ class Validator:
         stop = torch.tensor(float(asked_to_stop), device=self.trainer.device)
         dist.all_reduce(stop)
         if stop.item() and step < self.trainer.cfg.max_steps:
+            self.trainer.asked_to_stop = True
             return 0.0
 
         since = time.perf_counter()

@@ -61,6 +61,7 @@ def test_all_configs_are_found() -> None:
         (["model.depth=abc"], r"got model.depth = 'abc'; Input should be a valid integer"),
         (["model.depth=2.5"], "got model.depth = 2.5; Input should be a valid integer"),
         (["model.depth=0"], "got depth 0; expected a positive number"),
+        (["grad_checkpoint=100"], "got grad_checkpoint=100; expected a number from 0 to 6,"),
         (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
         (["model.patch_size=(2, 2)"], "got model.patch_size = .*Field required"),
         (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; Input should be a valid boolean"),

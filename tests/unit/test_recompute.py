@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opensora_sp.models import build_model
+from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.recompute import EVERYTHING, levels_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
@@ -53,6 +53,29 @@ def test_gradients_are_those_without_checkpointing(name):
     for setting in settings:
         for found, wanted in zip(gradients(model, setting), expected, strict=True):
             assert torch.equal(found, wanted), setting
+
+
+def test_dropout_of_adapters_draws_the_same_again():
+    torch.manual_seed(0)
+    model = build_model("STDiT3", **SMALL).double()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    for block in model.transformer_blocks:
+        block.mlp.fc2 = torch.nn.Sequential(torch.nn.Dropout(0.5), block.mlp.fc2)
+
+    found = []
+    for setting in (False, True, [3] * len(model.transformer_blocks)):
+        torch.manual_seed(1)
+        found.append(gradients(model, setting))
+    for recomputed in found[1:]:
+        assert all(map(torch.equal, recomputed, found[0]))
+
+
+def test_compiled_blocks_keep_all_or_nothing():
+    model = compile_blocks(build_model("STDiT3", **SMALL).double(), backend="eager")
+    with pytest.raises(ValueError, match="got level 3 .* in compiled blocks; expected 0 or 7"):
+        gradients(model, [3] * len(model.transformer_blocks))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
