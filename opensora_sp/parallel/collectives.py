@@ -7,6 +7,7 @@ graph as it is.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .debug.comm_counter import record
 from .debug.comm_timing import communicating
@@ -72,13 +72,17 @@ def _exchange_now(
     backward: bool,
 ) -> Tensor:
     """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in
-    place.
+    place. Or what ``Received`` has kept.
     """
-    # Operators take no group objects.
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    packed = tokens.index_select(0, pack)
-    received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
-    return torch.empty_like(received).index_copy_(0, place, received)
+
+    def send_and_receive() -> Tensor:
+        # Operators take no group objects.
+        process_group = dist.distributed_c10d._resolve_process_group(group)
+        packed = tokens.index_select(0, pack)
+        received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
+        return torch.empty_like(received).index_copy_(0, place, received)
+
+    return _active[-1].result_of(send_and_receive) if _active else send_and_receive()
 
 
 _exchange = torch.library.custom_op(
@@ -86,9 +90,16 @@ _exchange = torch.library.custom_op(
 )
 
 
-_exchange.register_fake(
-    lambda tokens, pack, place, *_: tokens.new_empty(len(place), *tokens.shape[1:])
-)
+def _exchange_fake(tokens: Tensor, pack: Tensor, place: Tensor, *_: Any) -> Tensor:
+    def allocate() -> Tensor:
+        return tokens.new_empty(len(place), *tokens.shape[1:])
+
+    # Meta tensors, as of the planner, are kept; fake ones belong to a compiler.
+    is_kept = _active and type(tokens) is Tensor
+    return _active[-1].result_of(allocate) if is_kept else allocate()
+
+
+_exchange.register_fake(_exchange_fake)
 
 
 def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -106,8 +117,45 @@ def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _exchange.register_autograd(_exchange_back, setup_context=_save_plan)
 
-# Of ``around_exchanges``; the innermost one is the last.
-_modes: list[Context] = []
+
+class Received:
+    """What exchanges return in forward, kept for the recomputation of gradient checkpointing.
+
+    ``keeping()`` and ``reusing()`` are contexts of the two. Under the second, exchanges return what
+    was kept, in the same order, and send nothing.
+    """
+
+    def __init__(self) -> None:
+        self._results: deque[Tensor] = deque()
+        self._reuses = False
+
+    def keeping(self) -> Context:
+        return self._active(reuses=False)
+
+    def reusing(self) -> Context:
+        return self._active(reuses=True)
+
+    @contextmanager
+    def _active(self, *, reuses: bool) -> Iterator[None]:
+        self._reuses = reuses
+        _active.append(self)
+        try:
+            yield
+        finally:
+            _active.pop()
+
+    def result_of(self, exchange: Callable[[], Tensor]) -> Tensor:
+        """The result of an exchange in the context that is entered."""
+        if self._reuses:
+            return self._results.popleft()
+        result = exchange()
+        # Without the graph, which autograd is going to attach.
+        self._results.append(result.detach())
+        return result
+
+
+# The innermost context is the last.
+_active: list[Received] = []
 
 
 def exchange(
@@ -125,42 +173,16 @@ def exchange(
     """
     there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
     back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
-    run = _exchange_in_mode if _modes else _exchange
-    exchanged: Tensor = run(tokens, *(back if reverse else there), group.group_name, kind, reverse)
+    exchanged: Tensor = _exchange(
+        tokens, *(back if reverse else there), group.group_name, kind, reverse
+    )
     return exchanged
 
 
-@uncompiled  # modes do not reach into compiled graphs
-def _exchange_in_mode(*args: Any) -> Any:
-    with _modes[-1]:
-        return _exchange(*args)
-
-
-def exchange_modes() -> tuple[Context, Context]:
-    """Dispatch modes of forward and of recomputation, for exchanges.
-
-    Under the first, what they return is kept; under the second, they return that and send nothing.
-    """
-    keeping, reusing = create_selective_checkpoint_contexts(
-        [torch.ops.opensora_sp.exchange.default]
-    )
-    return keeping, reusing
-
-
-@contextmanager
-def around_exchanges(mode: Context) -> Iterator[None]:
-    """Enter a dispatch mode around each exchange; nothing else runs under it."""
-    _modes.append(mode)
-    try:
-        yield
-    finally:
-        _modes.pop()
-
-
 def keep_exchanged() -> tuple[Context, Context]:
-    """``exchange_modes`` for ``torch.utils.checkpoint``, the second of which is entered once."""
-    keeping, reusing = exchange_modes()
-    return keeping, _Once(reusing)
+    """``Received`` for ``torch.utils.checkpoint``; its second context is entered once."""
+    received = Received()
+    return received.keeping(), _Once(received.reusing())
 
 
 class _Once:

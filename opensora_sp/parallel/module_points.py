@@ -26,7 +26,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from .collectives import around_exchanges, exchange_modes
+from .collectives import Received
 from .shard_plan import find_modules
 from .typed import Context, Local, after_backward, is_backward_running
 
@@ -348,8 +348,9 @@ class ModulePoints:
         )
         if resends or module not in self._recomputed or not torch.is_grad_enabled():
             return None
-        keeping, self._pass.kept[module] = map(around_exchanges, exchange_modes())
-        return keeping
+        received = Received()
+        self._pass.kept[module] = received.reusing()
+        return received.keeping()
 
     def _grid(self, call: ModuleCall) -> TokenGrid:
         x, axes = call.tokens, self.plan.tokens

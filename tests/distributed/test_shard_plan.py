@@ -309,7 +309,7 @@ def kept_no_longer() -> None:
     assert live.live == 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module_points, "exchange_modes", None)
+        patch.setattr(module_points, "Received", None)
         model = parallelize(InPlaceBranches(), mesh, strategy="split_gather")
         for _ in range(2):
             model(x).sum().backward()
