@@ -74,7 +74,8 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 def _is_transformed() -> bool:
     """Whether ``torch.func`` (jvp, vmap, ...) runs, which takes plain operations only."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    compiles = torch.compiler.is_compiling()
+    return not compiles and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Rotate(torch.autograd.Function):
