@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .debug.comm_counter import record
 from .debug.comm_timing import communicating
@@ -181,11 +180,9 @@ def exchange(
 
 
 def keep_exchanged() -> tuple[Context, Context]:
-    """As ``Received``, for ``torch.utils.checkpoint``; the second context is entered once."""
-    keeping, reusing = create_selective_checkpoint_contexts(
-        [torch.ops.opensora_sp.exchange.default]
-    )
-    return keeping, _Once(reusing)
+    """``Received`` for ``torch.utils.checkpoint``; its second context is entered once."""
+    received = Received()
+    return received.keeping(), _Once(received.reusing())
 
 
 class _Once:
