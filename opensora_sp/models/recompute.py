@@ -13,7 +13,6 @@ at the levels 0 to 6.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,8 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-Context = AbstractContextManager[Any]
-ContextFunction = Callable[[], tuple[Context, Context]]
+from opensora_sp.contexts import Once, Pair, together
 
 STAGES = (
     "MLP output",
@@ -84,7 +82,10 @@ class Recompute:
     preserve_rng: bool = False
 
     def run(
-        self, function: Callable[..., Any], *args: Any, context_fn: ContextFunction | None = None
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        context_fn: Callable[[], Pair] | None = None,
     ) -> Any:
         """``function(*args)``, of which backward recomputes what this level does not keep.
 
@@ -93,38 +94,17 @@ class Recompute:
         makers = [] if context_fn is None else [context_fn]
         if self.level > 0:
             makers.append(self._contexts)
-        options: dict[str, Any] = {"context_fn": partial(_together, makers)} if makers else {}
+        options: dict[str, Any] = {"context_fn": partial(together, makers)} if makers else {}
         options |= {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
         return checkpoint(function, *args, **options)
 
-    def _contexts(self) -> tuple[Context, Context]:
+    def _contexts(self) -> Pair:
         keeping, using = create_selective_checkpoint_contexts(self._policy)
-        return keeping, _Once(using)
+        return keeping, Once(using)
 
     def _policy(self, context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
         keeps = stage_of(operator, args, self.width, self.hidden) in STAGES[: self.level]
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Together(AbstractContextManager[None]):
-    """Several contexts, entered one inside the other."""
-
-    def __init__(self, contexts: Sequence[Context]) -> None:
-        self.contexts = contexts
-
-    def __enter__(self) -> None:
-        self.stack = ExitStack()
-        for context in self.contexts:
-            self.stack.enter_context(context)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.stack.__exit__(*error)
-
-
-def _together(makers: Sequence[ContextFunction]) -> tuple[Context, Context]:
-    """The contexts of forward, and those of recomputation."""
-    forward, recomputation = zip(*(maker() for maker in makers), strict=True)
-    return _Together(forward), _Together(recomputation)
 
 
 def stage_of(operator: Any, args: Sequence[Any], width: int, hidden: int) -> str | None:
@@ -144,28 +124,3 @@ def stage_of(operator: Any, args: Sequence[Any], width: int, hidden: int) -> str
     if any(part in name for part in ATTENTIONS):
         return "self-attention" if tensors[0].shape == tensors[1].shape else "cross-attention"
     return None
-
-
-class _Once:
-    """A context of recomputation, which uses up what was kept and so can be entered once.
-
-    Raises:
-        ValueError: when it is entered again.
-    """
-
-    def __init__(self, context: AbstractContextManager[Any]) -> None:
-        self.context, self.is_used = context, False
-
-    def __enter__(self) -> None:
-        if self.is_used:
-            raise ValueError(
-                "got a second backward pass (retain_graph=True) through checkpointed blocks that "
-                "keep activations; expected one, which uses them up; set "
-                "recompute_communication=True and grad_checkpoint=True, switch gradient "
-                "checkpointing off, or call the model again"
-            )
-        self.is_used = True
-        self.context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.context.__exit__(*error)

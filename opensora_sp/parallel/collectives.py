@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_sp.contexts import Context, Once, Pair
+
 from .debug.comm_counter import record
 from .debug.comm_timing import communicating
 from .layout import ExchangePlan
 from .mesh import ImaginedGroup
-from .typed import Context, once_differentiable, uncompiled
+from .typed import once_differentiable, uncompiled
 
 
 def all_to_all(
@@ -72,7 +74,7 @@ def _exchange_now(
     backward: bool,
 ) -> Tensor:
     """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in
-    place. Or what ``Received`` has kept.
+    place; in recomputation the result that ``Received`` has kept.
     """
 
     def send_and_receive() -> Tensor:
@@ -82,7 +84,7 @@ def _exchange_now(
         received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
         return torch.empty_like(received).index_copy_(0, place, received)
 
-    return _active[-1].result_of(send_and_receive) if _active else send_and_receive()
+    return _entered[-1].result_of(send_and_receive) if _entered else send_and_receive()
 
 
 _exchange = torch.library.custom_op(
@@ -95,8 +97,8 @@ def _exchange_fake(tokens: Tensor, pack: Tensor, place: Tensor, *_: Any) -> Tens
         return tokens.new_empty(len(place), *tokens.shape[1:])
 
     # Meta tensors, as of the planner, are kept; fake ones belong to a compiler.
-    is_kept = _active and type(tokens) is Tensor
-    return _active[-1].result_of(allocate) if is_kept else allocate()
+    is_kept = _entered and type(tokens) is Tensor
+    return _entered[-1].result_of(allocate) if is_kept else allocate()
 
 
 _exchange.register_fake(_exchange_fake)
@@ -130,19 +132,19 @@ class Received:
         self._reuses = False
 
     def keeping(self) -> Context:
-        return self._active(reuses=False)
+        return self._enter(reuses=False)
 
     def reusing(self) -> Context:
-        return self._active(reuses=True)
+        return self._enter(reuses=True)
 
     @contextmanager
-    def _active(self, *, reuses: bool) -> Iterator[None]:
+    def _enter(self, *, reuses: bool) -> Iterator[None]:
         self._reuses = reuses
-        _active.append(self)
+        _entered.append(self)
         try:
             yield
         finally:
-            _active.pop()
+            _entered.pop()
 
     def result_of(self, exchange: Callable[[], Tensor]) -> Tensor:
         """The result of an exchange in the context that is entered."""
@@ -155,7 +157,7 @@ class Received:
 
 
 # The innermost context is the last.
-_active: list[Received] = []
+_entered: list[Received] = []
 
 
 def exchange(
@@ -179,35 +181,10 @@ def exchange(
     return exchanged
 
 
-def keep_exchanged() -> tuple[Context, Context]:
+def keep_exchanged() -> Pair:
     """``Received`` for ``torch.utils.checkpoint``; its second context is entered once."""
     received = Received()
-    return received.keeping(), _Once(received.reusing())
-
-
-class _Once:
-    """A context of recomputation, which uses up what was kept and so can be entered once.
-
-    Raises:
-        ValueError: when it is entered again.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self.context, self.is_used = context, False
-
-    def __enter__(self) -> None:
-        if self.is_used:
-            raise ValueError(
-                "got a second backward pass (retain_graph=True) through checkpointed blocks that "
-                "keep what they receive from other ranks; expected one, which uses that up; set "
-                "recompute_communication=True, switch gradient checkpointing off, or call the "
-                "model again"
-            )
-        self.is_used = True
-        self.context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.context.__exit__(*error)
+    return received.keeping(), Once(received.reusing())
 
 
 class _GatherRows(torch.autograd.Function):

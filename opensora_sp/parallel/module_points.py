@@ -26,9 +26,11 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from opensora_sp.contexts import Context
+
 from .collectives import Received
 from .shard_plan import find_modules
-from .typed import Context, Local, after_backward, is_backward_running
+from .typed import Local, after_backward, is_backward_running
 
 if TYPE_CHECKING:
     from .parallelize import SequenceParallel

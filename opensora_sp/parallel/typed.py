@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -13,7 +12,6 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Local: TypeAlias = Callable[..., Any]  # what a hook point does on one rank
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
-Context: TypeAlias = AbstractContextManager[Any]
 
 
 def uncompiled(function: Decorated) -> Decorated:

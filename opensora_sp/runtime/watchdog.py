@@ -306,7 +306,7 @@ class Watchdog:
             reason = f"rank {self._rank}: {reason}"
             self._store.request_stop(reason)
         if self.grace_time:
-            logger.info("%s; stopping after this step, with a checkpoint", reason)
+            logger.info("%s; stopping within two steps, with a checkpoint", reason)
         self.stop_reason, self._stop_number = reason, self._number
 
     def _end_run(self, reason: str) -> None:

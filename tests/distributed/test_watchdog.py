@@ -163,7 +163,7 @@ def test_slow_and_late_ranks_alarm_nobody() -> None:
 def test_a_run_that_does_not_stop_is_ended(found: dict[str, list]) -> None:
     for rank, (codes, lines) in enumerate(found["no_step_in_time"]):
         assert codes == [1]
-        assert lines[0] == "rank 1: SIGTERM; stopping after this step, with a checkpoint"
+        assert lines[0] == "rank 1: SIGTERM; stopping within two steps, with a checkpoint"
         assert lines[1].startswith(
             f"rank {rank} stops: rank 1: SIGTERM, but the run did not stop within 2 s (grace_time)"
         )
@@ -193,7 +193,7 @@ def test_sigint_is_passed_on_and_a_second_signal_ends_the_process(found: dict[st
     """SIGINT twice within a second is one Ctrl-C."""
     for rank, (codes, lines, reason) in enumerate(found["interrupted"]):
         assert codes == [130] * rank and reason == "rank 1: SIGINT"
-        assert lines == ["rank 1: SIGINT; stopping after this step, with a checkpoint"]
+        assert lines == ["rank 1: SIGINT; stopping within two steps, with a checkpoint"]
 
 
 def test_a_rank_that_joins_late_does_not_end_the_run(found: dict[str, list]) -> None:
@@ -207,7 +207,7 @@ def test_sigint_on_one_rank_ends_all_ranks_with_130(found: dict[str, list]) -> N
 
 def test_a_failure_after_sigint_is_a_failure(found: dict[str, list]) -> None:
     for rank, (codes, lines) in enumerate(found["interrupted_then_failed"]):
-        assert lines[0] == "rank 1: SIGINT; stopping after this step, with a checkpoint"
+        assert lines[0] == "rank 1: SIGINT; stopping within two steps, with a checkpoint"
         assert lines[1].startswith(
             f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) for "
         )

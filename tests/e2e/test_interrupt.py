@@ -54,7 +54,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_so_does_sigint_to_one_rank(
     again.until_gone(30)
     assert assert_interrupted(again, "torchrun") > step
     assert again.process.returncode == 1 and "exitcode  : 130" in again.text
-    assert "rank 1: SIGINT; stopping after this step" in again.text
+    assert "rank 1: SIGINT; stopping within two steps" in again.text
     assert (
         again.text.count(
             "stopped by Ctrl-C (SIGINT) with a checkpoint, from which --resume auto resumes"
@@ -92,7 +92,7 @@ def test_a_second_ctrl_c_ends_at_once(
         to
     ]
     interrupt()
-    job.until(": SIGINT; stopping after this step, with a checkpoint")
+    job.until(": SIGINT; stopping within two steps, with a checkpoint")
     time.sleep(2)
 
     assert job.rank(1) in job.left()

@@ -16,6 +16,7 @@ BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch", "einops"},
 }
+SHARED = ("backends", "contexts", "transfer")  # modules of the package that need torch only
 WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them
 
 
@@ -47,7 +48,7 @@ def test_models_and_parallel_stand_alone(room: str) -> None:
         for name in imported(path):
             top = name.split(".")[0]
             inside = name == f"opensora_sp.{room}" or name.startswith(f"opensora_sp.{room}.")
-            inside |= name in ("opensora_sp.backends", "opensora_sp.transfer")  # torch only
+            inside |= name.removeprefix("opensora_sp.") in SHARED
             lazy = top == "flash_attn" or name == WHEN_CALLED.get(path.name)
             assert top in sys.stdlib_module_names or top in BASE[room] or inside or lazy, (
                 path,
