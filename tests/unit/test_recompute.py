@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.recompute import EVERYTHING, levels_of
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
@@ -49,7 +49,8 @@ def test_gradients_are_those_without_checkpointing(name):
 
     expected = gradients(model, False)
     blocks = len(model.transformer_blocks)
-    settings = [True, 1, *([level] * blocks for level in range(EVERYTHING)), range(blocks)]
+    settings = [True, 1, "offload", range(blocks), range(OFFLOADED, blocks - 1)]
+    settings += [[level] * blocks for level in range(EVERYTHING)]
     for setting in settings:
         for found, wanted in zip(gradients(model, setting), expected, strict=True):
             assert torch.equal(found, wanted), setting
@@ -105,8 +106,9 @@ def test_levels_of_settings():
     assert levels_of(1, 3) == [0, EVERYTHING, EVERYTHING]
     assert levels_of(0, 2) == [EVERYTHING] * 2
     assert levels_of((0, 6, 7), 3) == [0, 6, 7]
+    assert levels_of("offload", 3) == [OFFLOADED] * 3
 
-    for setting in (4, -1, (0, 1), (0, 1, 8)):
+    for setting in (4, -1, (0, 1), (0, 1, 8), (0, 1, -2)):
         with pytest.raises(ValueError, match="expected .* blocks"):
             levels_of(setting, 3)
 
