@@ -97,3 +97,32 @@ def backward_twice(blocks: Blocks) -> None:
 )
 def test_gradients_are_equal_in_any_order_of_passes(passes: Any) -> None:
     assert torch.equal(gradient(True, passes), gradient(False, passes))
+
+
+def test_pages_are_used_again(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+    new_page = HostMemory._new_page
+
+    def noted(self: HostMemory) -> Tensor:
+        made.append(new_page(self))
+        return made[-1]
+
+    monkeypatch.setattr(HostMemory, "_new_page", noted)
+    blocks = Blocks(hosted=True)
+    for _ in range(3):
+        one_after_the_other(blocks)
+        a_pass_without_backward(blocks)
+        gc.collect()
+        # Each block keeps two tensors of 60 numbers; the most live when two passes begin.
+        assert len(made) == 2 * 2 * DEPTH * -(-60 * 8 // PAGE)
+        assert len(memory._free) == len(made)
+
+
+def test_levels_without_an_input_on_the_host_make_no_pages(memory: HostMemory) -> None:
+    text = dict(caption_channels=5, model_max_length=4)
+    model = build_model("STDiT3", hidden_size=24, depth=2, num_heads=2, **text)
+    x, y = torch.zeros(1, 4, 2, 4, 4), torch.zeros(1, 1, 4, 5)
+    for setting, makes in ((False, False), (True, False), ([0, 7, OFFLOADED, 3], True)):
+        model.set_grad_checkpoint(setting)
+        model(x, torch.zeros(1), y).sum().backward()
+        assert bool(memory._free) == makes

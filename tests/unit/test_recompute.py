@@ -22,8 +22,9 @@ MODELS = {
     "STDiT2": dict(qk_norm=True),
     "STDiT3": dict(qk_norm=True),
 }
-# Activations of a token that a block keeps at each level, with an MLP of four times the width.
-KEPT = (1, 2, 3, 4, 7, 10, 14)
+# Activations of a token that a block keeps on the device at each level, from OFFLOADED on, with an
+# MLP of four times the width.
+KEPT = (0, 1, 2, 3, 4, 7, 10, 14)
 
 
 def gradients(model: torch.nn.Module, setting: Any) -> list[Tensor]:
@@ -86,7 +87,7 @@ def test_kept_activations(ranks):
     latents = (1, 4, 8, 32, 32)
     token_bytes = 8 * 16 * 16 / ranks * config.hidden_size * 2
 
-    for level, expected in enumerate(KEPT):
+    for level, expected in enumerate(KEPT, OFFLOADED):
         traced = trace_activations(
             "STDiT3",
             config,
@@ -97,7 +98,7 @@ def test_kept_activations(ranks):
             level=level,
             training=True,
         )
-        assert traced.pair / 2 / token_bytes == pytest.approx(expected, rel=0.03), level
+        assert traced.pair / 2 / token_bytes == pytest.approx(expected, rel=0.03, abs=0.01), level
 
 
 def test_levels_of_settings():
@@ -141,3 +142,4 @@ def test_descriptions():
         "each of 4 blocks keeps MLP output, self-attention; 2 of them also cross-attention"
     )
     assert describe([7, 0]).endswith("nothing but the input; 1 of them everything")
+    assert describe([0, -1, -1]) == "inputs of 2 of 3 blocks are kept in pinned host memory"
