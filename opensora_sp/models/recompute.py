@@ -38,7 +38,7 @@ EVERYTHING = len(STAGES) + 1
 """The level at which nothing is recomputed."""
 
 PRODUCTS = ("aten::mm", "aten::addmm")
-ATTENTIONS = ("scaled_dot_product", "attention_forward", "flash_attn")
+ATTENTIONS = ("scaled_dot_product", "attention_forward", "flash_attn", "short_rows")
 
 
 def levels_of(setting: bool | int | Sequence[int], num_blocks: int) -> list[int]:
