@@ -94,7 +94,7 @@ class ModulatedBlock(nn.Module):
             condition.packing,
             order=condition.order,
             keys_values=condition.keys_values.get(self.cross_attn),
-            backend=condition.rows.grid.attention,
+            backend=condition.rows.grid.attention.cross,
         )
 
     def feed_forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:

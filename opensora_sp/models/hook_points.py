@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import attention
+from .attention import Backend, attention
 from .compile import uncompiled
 from .recompute import Recompute
 from .take import take
@@ -64,23 +64,28 @@ class Switch(Point):
 class Attend(Point):
     """Where tokens attend to each other: those of a row, a window or a clip.
 
+    ``kind`` of the attention, spatial or temporal, chooses the backend.
     q, k and v are ``[R, L, H, D]``. ``units`` are the numbers of the rows, windows or clips that
     the tokens make up, where these are not just those of the local rows (``Rows.groups``). Tokens
     outside of their clip get zero.
     """
 
+    def __init__(self, kind: str = SPATIAL) -> None:
+        super().__init__()
+        self.kind = kind
+
     def local(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None = None
     ) -> Tensor:
         if rows.are_sequences:
-            return attention(q, k, v, backend=rows.grid.attention)
+            return attention(q, k, v, backend=self._backend(rows))
         return self._attend_in_groups(q, k, v, rows, units)
 
     @uncompiled  # groups differ from batch to batch, as the lengths of packed attention do
     def _attend_in_groups(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None
     ) -> Tensor:
-        groups, backend = rows.groups(units), rows.grid.attention
+        groups, backend = rows.groups(units), self._backend(rows)
         if groups is None:
             return attention(q, k, v, backend=backend)
 
@@ -96,6 +101,10 @@ class Attend(Point):
             # Without a token here, all three get a gradient, as on ranks that hold tokens.
             out = (q + k + v).to(v.dtype)
         return (out if index is None else outside.index_copy(0, index, out)).view(shape)
+
+    def _backend(self, rows: Rows) -> str | Backend:
+        backends = rows.grid.attention
+        return backends.spatial if self.kind == SPATIAL else backends.temporal
 
 
 class Segment(Point):

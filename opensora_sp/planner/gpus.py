@@ -22,6 +22,7 @@ class Gpu:
         shortest_kernel: seconds of a kernel that has nothing to do.
         launch: seconds in which the host queues an operator.
         links: bandwidth and latency of an all-to-all among the GPUs of a node.
+        capability: compute capability.
     """
 
     peak: float
@@ -33,6 +34,7 @@ class Gpu:
     shortest_kernel: float
     launch: float
     links: CostModel
+    capability: tuple[int, int] = (9, 0)
 
 
 # 90 % of what was measured on one H200: 790 TFLOP/s in bf16 products and 4.3 TB/s in copies.

@@ -13,11 +13,13 @@ from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
+from opensora_sp.models.attention_table import Platform
 from opensora_sp.models.recompute import EVERYTHING, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_for, strategy_options
 
+from .attention_kernels import AttentionKernels
 from .checkpointing import COMPILED_LEVELS, LEVELS, budget_of, choose_levels, mixed
 from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
@@ -65,8 +67,8 @@ class BatchEstimate:
 
     ``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by
     strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves.
-    ``time`` is predicted for training in 16 bits on a GPU that was named. Among several buckets
-    there is neither a comparison nor advice.
+    ``time`` is predicted for training in 16 bits on a GPU that was named, ``attention`` are the
+    kernels on that GPU. Among several buckets there is neither a comparison nor advice.
     """
 
     bucket: BatchSpec
@@ -77,6 +79,7 @@ class BatchEstimate:
     compared: dict[str, Traffic]
     memory: Memory
     time: StepTime | None
+    attention: AttentionKernels | None
     advice: list[str]
 
 
@@ -84,7 +87,8 @@ class BatchEstimate:
 class Plan:
     """The plan of a run.
 
-    ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes.
+    ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes;
+    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here.
     """
 
     purpose: str
@@ -99,6 +103,7 @@ class Plan:
     spans_nodes: bool | None
     memory_gb: float | None
     gpu: str | None
+    versions: str | None
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,6 +180,7 @@ def plan(
         spans_nodes=spans,
         memory_gb=memory_gb,
         gpu=gpu,
+        versions=run.platform.describe() if run.platform else None,
         buckets=[run.estimate(bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
 
@@ -262,8 +268,23 @@ class _Run:
             compared=compared,
             memory=memory,
             time=self.time(latents, memory.levels),
+            attention=self.attention(latents),
             advice=advice,
         )
+
+    @cached_property
+    def platform(self) -> Platform | None:
+        """The GPU that was named, with the packages of this environment."""
+        if self.gpu is None:
+            return None
+        deterministic = getattr(self.cfg, "deterministic", False)
+        return Platform.with_installed(self.gpu.capability, deterministic)
+
+    def attention(self, latents: tuple[int, ...]) -> AttentionKernels | None:
+        """The kernels of attention on the GPU that was named."""
+        if self.platform is None:
+            return None
+        return AttentionKernels.of(self.config, latents, self.dtype, self.platform)
 
     def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
         """Shape of the model's input ``[B, c, frames, height, width]``, doubled for guidance."""
