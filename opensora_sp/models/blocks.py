@@ -84,7 +84,7 @@ class ModulatedBlock(nn.Module):
         table = self.scale_shift_table[:MLP]
         shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
         modulated = modulate(self.norm1(x), shift, scale)
-        return add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
+        return add_gated(x, gate, self.attn(modulated, condition.rows, *condition.of_rows))
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
@@ -149,7 +149,7 @@ class STDiTBlock(ModulatedBlock):
         table = self.scale_shift_table[GATE:MLP]
         (gate,) = condition.entries(table, GATE, branch_scale, ignore_frames=True)
         with_positions = x if positions is None else x + positions
-        x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows))
+        x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows, *condition.of_rows))
 
         x = x + self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)
@@ -177,7 +177,7 @@ class STDiT2Block(ModulatedBlock):
         table = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(table, TEMPORAL_ATTENTION, branch_scale)
         modulated = modulate(self.norm_temp(x), shift, scale)
-        x = add_gated(x, gate, self.attn_temp(modulated, condition.rows, condition.rotation))
+        x = add_gated(x, gate, self.attn_temp(modulated, condition.rows, *condition.of_rows))
 
         x = x + self.attend_text(x, condition)
         return self.feed_forward(x, condition, branch_scale)

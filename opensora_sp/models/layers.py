@@ -26,6 +26,7 @@ from .functions import normalize, rotate, with_zero_gradients
 from .hook_points import Attend, Point
 from .packing import Lengths, Packing
 from .take import take
+from .token_groups import Groups
 from .token_layout import SPATIAL, TEMPORAL, Rows
 
 
@@ -225,13 +226,22 @@ class SelfAttention(Point):
         # In a list: the model owns the parameter, not its blocks.
         self.ropes = [] if rope is None else [rope]
 
-    def local(self, x: Tensor, rows: Rows, rotation: Tensor | None = None) -> Tensor:
-        """``[R, L, C]`` -> ``[R, L, C]``; ``rotation`` is that of the rows, if precomputed."""
+    def local(
+        self,
+        x: Tensor,
+        rows: Rows,
+        rotation: Tensor | None = None,
+        groups: Groups | None = None,
+    ) -> Tensor:
+        """``[R, L, C]`` -> ``[R, L, C]``.
+
+        ``rotation`` and ``groups`` are those of the rows, if precomputed.
+        """
         # Rows of the other layout are brought into this one where tokens attend.
         own_layout = SPATIAL if self.in_frame else TEMPORAL
         if rows.length == 1 and rows.layout == own_layout and rows.are_sequences:
             v = self._values(x)
-            return self.proj(self.attend(v, v, v, rows).flatten(-2))
+            return self.proj(self.attend(v, v, v, rows, groups).flatten(-2))
 
         qkv = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
         q, k, v = qkv
@@ -243,7 +253,7 @@ class SelfAttention(Point):
             q, k = rope(q, rotation), rope(k, rotation)
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.proj(self.attend(q, k, v, rows).flatten(-2))
+        return self.proj(self.attend(q, k, v, rows, groups).flatten(-2))
 
     def _values(self, x: Tensor) -> Tensor:
         """The values ``[R, 1, H, D]``, which are what single tokens get, such as those of images.
