@@ -19,12 +19,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from itertools import groupby
-from typing import Any
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from . import varlen
 from .compile import uncompiled
 from .functions import with_zero_gradients
-from .packing import MAX_ROWS, Call, Packing
+from .packed_attention import attend_packed, concat
+from .packing import MAX_ROWS, Lengths, Packing
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +44,6 @@ GPUS = ("cuda", "meta")  # on meta tensors the planner traces the calls of a rec
 PROCESSORS = 132  # of such a GPU, an H100 or H200
 DATA_CENTER_GPUS = ((8, 0), (9, 0))  # compute capabilities of A100 and H100
 SAFE_CUDNN = 91501  # older ones are wrong if 128 does not divide a length (pytorch#169849)
-
-Lengths = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,15 @@ def attention(
         backend = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     if lengths is None:
         return _attend_rows(backend, q, k, v)
-    return _attend_packed(backend, q, k, v, lengths)
+    return attend_packed(
+        q,
+        k,
+        v,
+        lengths,
+        attend_rows=partial(_attend_rows, backend),
+        kernel_for=partial(_varlen_kernel, backend),
+        processors=backend.processors,
+    )
 
 
 def check_backend(backend: str) -> None:
@@ -206,91 +210,7 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     kernel = _flash_attn("flash_attn_func", backend) if backend.name == "flash" else _sdpa_rows
     parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
-    return _concat([kernel(*part) for part in parts])
-
-
-@uncompiled  # lengths differ from batch to batch: compiled, each batch would have its own graph
-def _attend_packed(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing
-) -> Tensor:
-    packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
-    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    sums = sum(packing.queries), sum(packing.keys)
-    assert (len(q), len(k)) == sums, "lengths must add up to the tokens"
-
-    kernel = _varlen_kernel(backend, q) if q.numel() else None
-    if kernel is None:
-        return _by_lengths(partial(_attend_rows, backend), q, k, v, packing)
-
-    pieces = packing.pieces(q.shape[1], backend.processors)
-    k, v = pieces.repeat(k), pieces.repeat(v)
-    if pieces.are_equal:
-        rows = q.unflatten(0, (len(pieces.queries), -1))  # [P, L, H, D]
-        return _attend_rows(backend, rows, k, v).flatten(0, 1)
-    return _in_calls(kernel, q, k, v, pieces.calls)
-
-
-def _by_lengths(
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-) -> Tensor:
-    """Samples of equal lengths share a call, wherever they lie."""
-    runs = _runs(packing.queries, packing.keys)
-    q_rows = _rows_of(q, [(run.samples, run.queries) for run in runs])
-    k_rows, v_rows = (_rows_of(z, [(run.samples, run.keys) for run in runs]) for z in (k, v))
-
-    alike = defaultdict(list)
-    for i, run in enumerate(runs):
-        alike[run.queries, run.keys].append(i)
-
-    out: list[Any] = [None] * len(runs)
-    for indices in alike.values():
-        rows = attend(*(_concat([z[i] for i in indices]) for z in (q_rows, k_rows, v_rows)))
-        parts = rows.split([runs[i].samples for i in indices])
-        for i, part in zip(indices, parts, strict=True):
-            out[i] = part.flatten(0, 1)
-    return _concat(out)
-
-
-def _rows_of(z: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    """Packed tokens ``[N, H, D]`` as ``[samples, length, H, D]`` for each of the shapes."""
-    parts = z.split([samples * length for samples, length in shapes])
-    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _concat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Neighbouring samples of equal lengths."""
-
-    samples: int
-    queries: int
-    keys: int
-
-
-@lru_cache(maxsize=64)  # the blocks of a model ask alike, perhaps for thousands of rows
-def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[_Run]:
-    samples = groupby(zip(q_lengths, k_lengths, strict=True))
-    return [_Run(len(list(equal)), *lengths) for lengths, equal in samples]
-
-
-def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
-    """Attention by a kernel for packed tokens, some pieces at a time."""
-    q_parts = q.split([sum(call.queries) for call in calls])
-    k_parts, v_parts = (z.split([sum(call.keys) for call in calls]) for z in (k, v))
-
-    out = []
-    for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
-        longest = max(call.queries), max(call.keys)
-        out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *longest))
-    return _concat(out)
+    return concat([kernel(*part) for part in parts])
 
 
 def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from opensora_sp.transfer import to_device
 
-from .attention import Backend, Lengths, attention
+from .attention import Backend, attention
 from .compile import uncompiled
 from .functions import normalize, rotate, with_zero_gradients
 from .hook_points import Attend, Point
-from .packing import Packing
+from .packing import Lengths, Packing
 from .take import take
 from .token_layout import SPATIAL, TEMPORAL, Rows
 

@@ -22,6 +22,8 @@ TILE = 128  # queries and keys that a block of threads works on at a time
 PIECE = 1024  # queries of a sample that a piece has at most
 MAX_ROWS = 65_535  # kernels count rows or pieces along an axis of CUDA's grid that ends here
 
+Lengths = tuple[Sequence[int], Sequence[int]]  # queries and keys of each sample
+
 
 class Packing:
     """The numbers of queries and keys of each sample, host integers."""

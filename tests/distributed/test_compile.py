@@ -119,7 +119,7 @@ def test_nothing_breaks_the_graph_of_self_attention_and_mlp() -> None:
 
 # Windows, positions of frame, line and column.
 V13 = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True)
-PACKED = ("_attend_packed", "_attend_in_groups")  # what ends a graph
+PACKED = ("attend_packed", "_attend_in_groups")  # what ends a graph
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from opensora_sp.models.attention import Lengths, attention, choose_backend
+from opensora_sp.models.attention import attention, choose_backend
+from opensora_sp.models.packing import Lengths
 
 from .findings import Finding, Setup, relative_error
 
