@@ -23,9 +23,10 @@ help:
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh
+$(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh scripts/install_numpy1.sh
 	sh scripts/make_venv.sh $(VENV)
 	$(BIN)/pip install --quiet --editable '.[test]'
+	sh scripts/install_numpy1.sh $(VENV)
 	touch $@
 
 demo: $(VENV)/.installed
