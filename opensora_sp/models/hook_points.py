@@ -131,14 +131,18 @@ class Segment(Point):
 class Tokenwise(Point):
     """Where a block ends with work on single tokens, so that chunks of rows can be finished alone.
 
-    ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation,
+    ``function`` takes ``tokens``, ``[R, L, C]`` each, and ``entries`` of a modulation,
     ``[b, 1 or n, 1 or L, C]`` with b * n = R.
     """
 
     def local(
-        self, function: Callable[..., Tensor], rows: Rows, x: Tensor, *entries: Tensor
+        self,
+        function: Callable[..., Tensor],
+        rows: Rows,
+        tokens: Sequence[Tensor],
+        entries: Sequence[Tensor],
     ) -> Tensor:
-        return function(x, *entries)
+        return function(*tokens, *entries)
 
 
 class Gather(Point):
