@@ -104,9 +104,7 @@ def attention(
     )
 
 
-def _attend_in_graph(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing
-) -> Tensor:
+def _attend_in_graph(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """Attention of packed samples as one node of a graph, by ``packed_operator.py``."""
     # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
     q, k = q.to(v.dtype), k.to(v.dtype)
