@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import attention
+from .attention import Backend, attention
 from .recompute import Recompute
 from .take import take
 from .token_groups import Groups
@@ -64,10 +64,15 @@ class Switch(Point):
 class Attend(Point):
     """Where tokens attend to each other: those of a row, a window or a clip.
 
+    ``kind`` of the attention, spatial or temporal, chooses the backend.
     q, k and v are ``[R, L, H, D]``. ``groups`` are those of the rows, if found ahead. ``units`` are
     the numbers of the rows, windows or clips that the tokens make up, where these are not just
     those of the local rows (``Rows.groups``). Tokens outside of their clip get zero.
     """
+
+    def __init__(self, kind: str = SPATIAL) -> None:
+        super().__init__()
+        self.kind = kind
 
     def local(
         self,
@@ -79,7 +84,7 @@ class Attend(Point):
         *,
         units: Sequence[int] | None = None,
     ) -> Tensor:
-        backend = rows.grid.attention
+        backend = self._backend(rows)
         if groups is None:
             groups = rows.groups(units)
         if groups.are_rows:
@@ -97,6 +102,10 @@ class Attend(Point):
             # Without a token here, all three get a gradient, as on ranks that hold tokens.
             out = (q + k + v).to(v.dtype)
         return (out if index is None else outside.index_copy(0, index, out)).view(shape)
+
+    def _backend(self, rows: Rows) -> str | Backend:
+        backends = rows.grid.attention
+        return backends.spatial if self.kind == SPATIAL else backends.temporal
 
 
 class Segment(Point):
@@ -122,14 +131,18 @@ class Segment(Point):
 class Tokenwise(Point):
     """Where a block ends with work on single tokens, so that chunks of rows can be finished alone.
 
-    ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation,
+    ``function`` takes ``tokens``, ``[R, L, C]`` each, and ``entries`` of a modulation,
     ``[b, 1 or n, 1 or L, C]`` with b * n = R.
     """
 
     def local(
-        self, function: Callable[..., Tensor], rows: Rows, x: Tensor, *entries: Tensor
+        self,
+        function: Callable[..., Tensor],
+        rows: Rows,
+        tokens: Sequence[Tensor],
+        entries: Sequence[Tensor],
     ) -> Tensor:
-        return function(x, *entries)
+        return function(*tokens, *entries)
 
 
 class Gather(Point):

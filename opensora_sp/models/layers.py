@@ -222,7 +222,7 @@ class SelfAttention(Point):
         norm = partial(RMSNorm, width // num_heads) if qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
         self.proj = nn.Linear(width, width)
-        self.attend = Attend()
+        self.attend = Attend(SPATIAL if in_frame else TEMPORAL)
         # In a list: the model owns the parameter, not its blocks.
         self.ropes = [] if rope is None else [rope]
 

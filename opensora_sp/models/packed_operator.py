@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .attention import MAX_SCORES, Backend, _attend_rows, _varlen_kernel
+from .attention_table import PACKAGES
 from .packed_attention import by_lengths, concat, rows_of, runs_of
 from .packing import MAX_ROWS, Packing, Pieces
 from .varlen import FusedKernel
@@ -37,7 +38,7 @@ def _attend(
         q, k, v: packed tokens ``[N, H, D]`` of one dtype.
         lengths: ``Packing.lengths``, int64 ``[2, samples]`` on the CPU.
         backend, processors: of a ``Backend``. Packed samples take torch's FlashAttention-2 also
-            where ``backend`` is "flash".
+            where ``backend`` is one of the packages of flash-attn.
 
     Returns:
         The output ``[N, H, D]``, and the logarithms of sums of exponentials, fp32 ``[N * H]``;
@@ -118,8 +119,9 @@ def _packing(queries: tuple[int, ...], keys: tuple[int, ...]) -> Packing:
 
 def _fused_kernel(backend: str, q: Tensor) -> FusedKernel | None:
     """The kernel of torch for such queries, if there is one."""
-    # The flash-attn package has torch's kernel, but a backward without a public name.
-    name = "sdpa" if backend == "flash" else backend
+    # The packages of flash-attn have a backward without a public name; torch's is the same kernel
+    # as that of flash-attn 2.
+    name = "sdpa" if backend in PACKAGES else backend
     kernel = _varlen_kernel(Backend(name), q)
     return kernel if isinstance(kernel, FusedKernel) else None
 

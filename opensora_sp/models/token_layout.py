@@ -42,7 +42,7 @@ from torch import Tensor
 
 from opensora_sp.transfer import to_device
 
-from .attention import Backend
+from .attention import Backends
 from .compile import uncompiled
 from .take import take
 from .token_groups import (
@@ -83,7 +83,7 @@ class PatchGrid:
         full: all tokens of a sample attend to each other.
         mask: the positions inside of each clip, where clips of different sizes share the batch.
         scale: what positions are divided by, ``[]`` or, with a mask, ``[B]``.
-        attention: the attention backend of the batch; models resolve it before their blocks.
+        attention: the attention backends of the batch; models resolve them before their blocks.
     """
 
     num_samples: int
@@ -93,7 +93,7 @@ class PatchGrid:
     full: bool = False
     mask: VideoMask | None = field(default=None, compare=False)
     scale: Tensor | None = field(default=None, compare=False)
-    attention: str | Backend = field(default="auto", compare=False)
+    attention: Backends = field(default=Backends(), compare=False)
     _cache: _Cache = field(default_factory=_Cache, compare=False, repr=False)  # see ``cached``
 
     @property
@@ -269,6 +269,16 @@ class Rows:
         """Whether each row is one attention sequence (no windows, mask or full attention)."""
         in_windows = self.layout == TEMPORAL and self.grid.kernel is not None
         return self.grid.mask is None and not in_windows and not self.grid.full
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that attend to each other, at most: of a row, window or sample."""
+        grid = self.grid
+        if grid.full:
+            return grid.frames * grid.patches_per_frame
+        if self.layout == TEMPORAL and grid.windows is not None:
+            return grid.frames * max(grid.windows.sizes)
+        return self.length
 
     def groups(self, units: Sequence[int] | None = None) -> Groups:
         """The tokens that attend to each other, made once for a batch.
