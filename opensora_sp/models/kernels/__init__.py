@@ -18,7 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .reference import gelu as reference_gelu
 from .reference import modulation as reference_modulation
+from .reference import qk_norm as reference_qk_norm
 from .selection import Kernels, chosen, current_kernels, set_kernels, using_kernels
 
 __all__ = [
@@ -27,7 +29,9 @@ __all__ = [
     "add_norm_modulate",
     "chosen",
     "current_kernels",
+    "linear_gelu",
     "norm_modulate",
+    "qk_norm",
     "set_kernels",
     "using_kernels",
 ]
@@ -56,3 +60,23 @@ def _modulation(like: Tensor) -> Any:
 
         return modulation
     return reference_modulation
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``reference.gelu.linear_gelu``."""
+    if chosen("gelu", x):
+        from .triton import gelu as triton_gelu
+
+        return triton_gelu.linear_gelu(x, weight, bias)
+    return reference_gelu.linear_gelu(x, weight, bias)
+
+
+def qk_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``reference.qk_norm.qk_norm``."""
+    if chosen("qk_norm", qkv):
+        from .triton import qk_norm as triton_qk_norm
+
+        return triton_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
+    return reference_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
