@@ -14,6 +14,20 @@ Triton is imported where it is used, and so only where it is chosen.
 
 from __future__ import annotations
 
-from .selection import Kernels, chosen, current_kernels, set_kernels, using_kernels
+from .selection import (
+    Kernels,
+    check_kernels,
+    chosen,
+    current_kernels,
+    set_kernels,
+    using_kernels,
+)
 
-__all__ = ["Kernels", "chosen", "current_kernels", "set_kernels", "using_kernels"]
+__all__ = [
+    "Kernels",
+    "check_kernels",
+    "chosen",
+    "current_kernels",
+    "set_kernels",
+    "using_kernels",
+]
