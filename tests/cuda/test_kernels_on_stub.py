@@ -2,6 +2,7 @@
 which kernels run: "triton" to record them, "torch" to record the reference."""
 
 import logging.handlers
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from planted_kernels import SIZES, plant
 
 from opensora_sp.device_verification import choose_kernels, kernels
 from opensora_sp.models.kernels import chosen, set_kernels
+from opensora_sp.models.kernels.examples import Sizes, kernel_names
 from opensora_sp.models.kernels.verification import verify_kernel
 
 pytestmark = [requires_stub, pytest.mark.slow]
@@ -77,3 +79,29 @@ def test_verification_launches_forward_and_backward_and_refuses_garbage(tmp_path
 
     names = [launch.name for launch in recording.in_phase("verify").launches]
     assert names.count("scale_kernel") == 2, names
+
+
+def verify_all():
+    """The kernels of the project for the widths of XL/2; what they raise on the device."""
+    device, sizes = torch.device("cuda"), Sizes(width=1152, heads=16, hidden=4608)
+    found = {}
+    for name in kernel_names():
+        phase(name)
+        verify_kernel(name, sizes, torch.bfloat16, device)
+        phase(f"{name} again")
+        start = time.process_time()
+        verify_kernel(name, sizes, torch.bfloat16, device)
+        found[name] = time.process_time() - start
+    phase("end")
+    return found
+
+
+def test_all_kernels_are_verified_within_seconds():
+    recording = run_on_stub(verify_all, env=cache(), timeout=500)
+    assert set(recording.result) == set(kernel_names())
+    # Less what the compiler takes the first time.
+    assert sum(recording.result.values()) < 10, recording.result
+    for name in recording.result:
+        launches = [launch.name for launch in recording.in_phase(name).launches]
+        own = [one for one in launches if one.isidentifier()]  # torch's have types in their names
+        assert len(own) >= 2, launches

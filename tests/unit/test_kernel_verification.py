@@ -56,6 +56,7 @@ def every_kernel(dtype):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_kernels_pass_under_the_interpreter(dtype):
     assert run_interpreted(every_kernel, dtype) == []
