@@ -101,7 +101,7 @@ def _weights(q_first, q_last, k_first, k_last, T, D: tl.constexpr, L: tl.constex
 
 # One binary for each dtype, head width, alignment and padding: no other number is compiled in.
 @triton.jit(do_not_specialize=INTEGERS)
-def forward_kernel(
+def _short_rows_forward(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -142,7 +142,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_kernel(
+def _short_rows_backward(
     grad_ptr,
     q_ptr,
     k_ptr,
@@ -174,9 +174,9 @@ def backward_kernel(
 ):
     """With weights W and the result's gradient G, of a pair::
 
-        grad_v = W^T G      A = G v^T
-        S = W * (A - sum of W * A over keys) / sqrt(D)
-        grad_q = S k        grad_k = S^T q
+    grad_v = W^T G      A = G v^T
+    S = W * (A - sum of W * A over keys) / sqrt(D)
+    grad_q = S k        grad_k = S^T q
     """
     row, head, token, exists = _pairs(T, H, pairs, P, L)
     q = q_ptr + (row * q_row + token * q_token + head * q_head) * ALIGNED
@@ -209,15 +209,13 @@ def backward_kernel(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = _fake(q, k, v)
-    _launch(forward_kernel, (q, k, v), (out,))
+    _launch(_short_rows_forward, (q, k, v), (out,))
     return out
 
 
-def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grads = _fake_backward(grad_out, q, k, v)
-    _launch(backward_kernel, (grad_out, q, k, v), grads)
+    _launch(_short_rows_backward, (grad_out, q, k, v), grads)
     return grads
 
 
@@ -271,7 +269,7 @@ def _constants(length: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     return dict(L=padded, LOW=low, HIGH=high, P=pairs, num_warps=warps)
 
 
-attend = differentiable(
+attend_short_rows = differentiable(
     "short_rows",
     _forward,
     _backward,
