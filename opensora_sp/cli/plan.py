@@ -157,8 +157,6 @@ def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
 
 def _memory(estimate: BatchEstimate) -> list[str]:
-    from opensora_sp.planner.checkpointing import describe
-
     memory, state = estimate.memory, estimate.memory.kept
     states = (state.weights, state.master_weights + state.moments, state.ema)
     head = ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at")
@@ -170,7 +168,7 @@ def _memory(estimate: BatchEstimate) -> list[str]:
         peaks = {"recomputing all": memory.checkpointed, "recomputing nothing": memory.plain}
         if memory.configured not in peaks.values():
             peaks = {"as configured": memory.configured, **peaks}
-        note = f"* as configured: {describe(memory.levels)}. "
+        note = f"* as configured: {memory.describe()}. "
 
     for name, peak in peaks.items():
         if peak is not None:
@@ -199,6 +197,10 @@ def _time(plan: Plan, estimate: BatchEstimate) -> list[str]:
             shares.append(f"{kind} {work.seconds / time.seconds:.0%}")
 
     lines = _entry("time", speed) + _entry("", "; ".join(shares))
+    if time.host_copies.bytes:
+        copies = time.host_copies
+        text = f"{copies.bytes / 1e9:.3g} GB to the host and back take {copies.seconds:.3g} s"
+        lines += _entry("", f"{text}, beside the computation")
     if time.is_launch_bound:
         lines += _entry("", "bound by the host, which launches operators: take larger batches")
     return lines

@@ -74,7 +74,7 @@ class ConditionedModel(nn.Module):
     def __init__(self, config: SharedConfig) -> None:
         super().__init__()
         self.config = config
-        self.grad_checkpoint: bool | int | Sequence[int] = False  # what was set
+        self.grad_checkpoint: bool | int | str | Sequence[int] = False  # what was set
         self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
 
@@ -102,12 +102,13 @@ class ConditionedModel(nn.Module):
         """Buffers in the state dict that follow from the configuration, by name."""
         return {}
 
-    def set_grad_checkpoint(self, setting: bool | int | Sequence[int] = True) -> None:
+    def set_grad_checkpoint(self, setting: bool | int | str | Sequence[int] = True) -> None:
         """Choose what forward keeps of each block; backward recomputes the rest.
 
         Args:
-            setting: whether to recompute all blocks; the number of blocks to recompute; or the
-                level of each block, 0 (recompute all) to ``EVERYTHING`` (``recompute.py``).
+            setting: whether to recompute all blocks; the number of blocks to recompute; "offload"
+                to recompute all and keep their inputs on the host; or the level of each block,
+                ``OFFLOADED`` or 0 (recompute all) to ``EVERYTHING`` (``recompute.py``).
 
         Raises:
             ValueError: if the model has fewer blocks, or there is no such level.

@@ -45,7 +45,15 @@ from opensora_sp.transfer import to_device
 from .attention import Backends
 from .compile import uncompiled
 from .take import take
-from .token_groups import Groups, VideoMask, Windows, group_tokens, windows_of
+from .token_groups import (
+    ROWS,
+    Groups,
+    VideoMask,
+    Windows,
+    group_tokens,
+    holds_whole_units,
+    windows_of,
+)
 
 SPATIAL = "spatial"
 TEMPORAL = "temporal"
@@ -272,19 +280,24 @@ class Rows:
             return grid.frames * max(grid.windows.sizes)
         return self.length
 
-    def groups(self, units: Sequence[int] | None = None) -> Groups | None:
-        """The tokens that attend to each other; None if each row attends to itself.
-
-        Made once for a batch.
+    def groups(self, units: Sequence[int] | None = None) -> Groups:
+        """The tokens that attend to each other, made once for a batch.
 
         Args:
             units: numbers of the frames, patches, windows or samples that the tokens make up, in
                 their order and counted sample by sample; None for those of the local rows.
         """
-        if self.are_sequences:
-            return None
+        return ROWS if self.are_sequences else self._groups(units)
+
+    @uncompiled  # inside of a graph, the cache would be guarded
+    def _groups(self, units: Sequence[int] | None) -> Groups:
         key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
         return self.grid.cached(key, lambda: group_tokens(self, units))
+
+    @property
+    def own_groups(self) -> Groups | None:
+        """``groups()`` of the local rows; None if parts of these attend elsewhere."""
+        return self.groups() if self.are_sequences or holds_whole_units(self) else None
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.

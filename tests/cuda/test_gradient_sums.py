@@ -387,7 +387,7 @@ def compiled_on_the_device() -> list[str]:
 
         def branch(x: Tensor, condition: Any, order: Tensor) -> Tensor:
             entries = condition.entries(block.scale_shift_table[3:], 3, None)
-            return block.add_mlp(take(x, order), *entries)
+            return block.add_mlp(take(x, order), x, *entries)
 
         def both(*inputs: Any) -> None:
             torch.compile(branch, fullgraph=True)(*inputs).square().sum().backward()

@@ -80,6 +80,7 @@ def waits(recording, *phases):
 
 SETTINGS = {
     "one micro-batch": ("single", ["precision=bf16", "micro_batches_per_step=1"]),
+    "inputs on the host": ("single", ["precision=bf16", "grad_checkpoint='offload'"]),
     "buckets, masks and packed text": (
         "mixed",
         ["precision=bf16", "sp_size=2", "model.patch_size=(2, 2, 2)"],

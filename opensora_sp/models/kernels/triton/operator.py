@@ -55,8 +55,8 @@ def differentiable(
     Returns:
         A function of the inputs: one output, or a tuple of several.
     """
-    operator = _operator(name, forward, fake)
-    operator_backward = _operator(f"{name}_backward", backward, fake_backward)
+    operator = opaque_operator(name, forward, fake)
+    operator_backward = opaque_operator(f"{name}_backward", backward, fake_backward)
     inputs = list(inspect.signature(forward).parameters)
     needed = list(inspect.signature(backward).parameters)
 
@@ -98,8 +98,8 @@ def differentiable(
     return call
 
 
-def _operator(name: str, function: Function, fake: Function) -> Function:
-    """A torch operator without a gradient."""
+def opaque_operator(name: str, function: Function, fake: Function) -> Function:
+    """The torch operator ``opensora_sp::<name>``, without a gradient; ``fake`` as above."""
     definition = custom_op(f"opensora_sp::{name}", function, mutates_args=())
     definition.register_fake(fake)
     overload: Function = getattr(torch.ops.opensora_sp, name).default
