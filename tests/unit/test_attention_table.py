@@ -29,6 +29,7 @@ from opensora_sp.models.attention_table import (
 )
 from opensora_sp.models.config import STDiT3Config
 from opensora_sp.models.registry import resolve_config
+from opensora_sp.planner.attention_kernels import attention_kernels, describe_kernels
 
 pytestmark = pytest.mark.core
 BF16 = torch.bfloat16
@@ -241,3 +242,32 @@ def test_lengths_of_sequences(options: dict, lengths: dict) -> None:
     found = config.sequences(config.grid(2, (5, 8, 12)), BF16)
     assert {kind: (found[kind].length, found[kind].packed) for kind in lengths} == lengths
     assert found["cross"] == Sequences(BF16, 72, "cross", 300, packed=True)
+
+
+def test_a_plan_shows_the_kernels() -> None:
+    config = resolve_config("STDiT3-XL/2")
+    kernels = attention_kernels(config, (1, 4, 16, 64, 64), BF16, replace(ALL, packages=("flash",)))
+    assert [choice.kernel for choice in kernels.values()] == ["cudnn", "flash", "flash"]
+    assert describe_kernels(kernels)[1:] == [
+        "temporal attention: flash-attn (flash-attn is installed)",
+        "cross-attention: flash-attn (flash-attn is installed)",
+    ]
+
+
+def test_a_plan_knows_images_and_names_that_this_machine_lacks() -> None:
+    """The GPU of the run is on another machine, which may have more packages."""
+    config = resolve_config("STDiT3-XL/2", attention=dict(spatial="flash3"))
+    lines = describe_kernels(attention_kernels(config, (1, 4, 1, 64, 64), BF16, BARE))
+    assert lines == [
+        "spatial attention: flash-attn 3 (asked for, but here flash-attn 3 is not installed)",
+        "temporal attention: none (a single token keeps its value)",
+        "cross-attention: torch's FlashAttention-2 (flash-attn is not installed)",
+    ]
+
+
+def test_versions_are_described() -> None:
+    assert CUDNN.describe() == (
+        f"torch {torch.__version__}, cuDNN 9.15.1, no flash-attn, no flash-attn 3"
+    )
+    with_flash = replace(BARE, packages=("flash",)).describe()
+    assert "no cuDNN, flash-attn " in with_flash and with_flash.endswith("no flash-attn 3")
