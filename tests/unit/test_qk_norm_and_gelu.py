@@ -6,7 +6,6 @@ on the same numbers: between the two lies one rounding.
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from interpreter import run_interpreted
