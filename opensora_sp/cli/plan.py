@@ -100,6 +100,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
         *lines,
         "busiest: work of the busiest rank over the mean. MB sent: by a rank for a micro-batch.",
         "GB peak: of a rank, without the encoders. A bucket_config with one bucket prints more.",
+        *_kernels(plan, *plan.buckets),
     ]
 
 
@@ -130,6 +131,7 @@ def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
     lines += _entry("moved", sharing.moves or switched)
 
     lines += _sent(plan, estimate) + _memory(estimate) + _time(plan, estimate)
+    lines += _kernels(plan, estimate)
     for advice in estimate.advice:
         lines += _entry("try", advice)
     return lines
@@ -155,8 +157,6 @@ def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
 
 def _memory(estimate: BatchEstimate) -> list[str]:
-    from opensora_sp.planner.checkpointing import describe
-
     memory, state = estimate.memory, estimate.memory.kept
     states = (state.weights, state.master_weights + state.moments, state.ema)
     head = ("peak", "weights", "optimizer", "EMA", "gradients", "activations", "at")
@@ -168,7 +168,7 @@ def _memory(estimate: BatchEstimate) -> list[str]:
         peaks = {"recomputing all": memory.checkpointed, "recomputing nothing": memory.plain}
         if memory.configured not in peaks.values():
             peaks = {"as configured": memory.configured, **peaks}
-        note = f"* as configured: {describe(memory.levels)}. "
+        note = f"* as configured: {memory.describe()}. "
 
     for name, peak in peaks.items():
         if peak is not None:
@@ -197,8 +197,26 @@ def _time(plan: Plan, estimate: BatchEstimate) -> list[str]:
             shares.append(f"{kind} {work.seconds / time.seconds:.0%}")
 
     lines = _entry("time", speed) + _entry("", "; ".join(shares))
+    if time.host_copies.bytes:
+        copies = time.host_copies
+        text = f"{copies.bytes / 1e9:.3g} GB to the host and back take {copies.seconds:.3g} s"
+        lines += _entry("", f"{text}, beside the computation")
     if time.is_launch_bound:
         lines += _entry("", "bound by the host, which launches operators: take larger batches")
+    return lines
+
+
+def _kernels(plan: Plan, *estimates: BatchEstimate) -> list[str]:
+    """What computes each kind of attention on the GPU; several batches may differ."""
+    found: dict[str, None] = {}  # in order
+    for estimate in estimates:
+        found |= dict.fromkeys(estimate.attention.lines() if estimate.attention else [])
+    if not found:
+        return []
+
+    lines = _entry("kernels", f"on {plan.gpu} with {plan.versions}:")
+    for line in found:
+        lines += _entry("", line)
     return lines
 
 

@@ -83,9 +83,10 @@ class TrainConfig(Common):
     grad_clip: float = Field(0.0, ge=0)
     """Largest global norm of the gradients; 0 is no clipping."""
 
-    grad_checkpoint: bool | int | Literal["auto"] = False
+    grad_checkpoint: bool | int | Literal["auto", "offload"] = False
     """Gradient checkpointing: recompute activations in backward to save memory. True for all
-    blocks, a number for as many, "auto" for as little as the device's memory allows.
+    blocks, a number for as many, "auto" for as little as the device's memory allows. "offload"
+    also keeps the blocks' inputs in pinned host memory, which "auto" does where nothing else fits.
     """
 
     deterministic: bool = False

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from opensora_sp.transfer import to_device
 
-from .attention import choose_backend
+from .attention import choose_backends
 from .blocks import ModulatedBlock
 from .compile import run_compiled
 from .conditioning import Condition, Text
@@ -74,7 +74,7 @@ class ConditionedModel(nn.Module):
     def __init__(self, config: SharedConfig) -> None:
         super().__init__()
         self.config = config
-        self.grad_checkpoint: bool | int | Sequence[int] = False  # what was set
+        self.grad_checkpoint: bool | int | str | Sequence[int] = False  # what was set
         self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
 
@@ -102,12 +102,13 @@ class ConditionedModel(nn.Module):
         """Buffers in the state dict that follow from the configuration, by name."""
         return {}
 
-    def set_grad_checkpoint(self, setting: bool | int | Sequence[int] = True) -> None:
+    def set_grad_checkpoint(self, setting: bool | int | str | Sequence[int] = True) -> None:
         """Choose what forward keeps of each block; backward recomputes the rest.
 
         Args:
-            setting: whether to recompute all blocks; the number of blocks to recompute; or the
-                level of each block, 0 (recompute all) to ``EVERYTHING`` (``recompute.py``).
+            setting: whether to recompute all blocks; the number of blocks to recompute; "offload"
+                to recompute all and keep their inputs on the host; or the level of each block,
+                ``OFFLOADED`` or 0 (recompute all) to ``EVERYTHING`` (``recompute.py``).
 
         Raises:
             ValueError: if the model has fewer blocks, or there is no such level.
@@ -156,7 +157,7 @@ class ConditionedModel(nn.Module):
         *,
         trained_at: int = 1,
     ) -> PatchGrid:
-        """The patches of latents ``x``, with the attention backend resolved for this forward.
+        """The patches of latents ``x``, with the attention backends resolved for this forward.
 
         The scale of positions is the side of a square with the area of the first sample in pixels,
         as released, over ``trained_at``. With a mask each sample has its own; without pixels it
@@ -173,14 +174,11 @@ class ConditionedModel(nn.Module):
             mask = VideoMask.of(video_mask, self.config.patch_size, x.device)
 
         config, (frames, lines, columns) = self.config, x.shape[2:]
-        head_width = config.hidden_size // config.num_heads
-        return config.grid(
-            num_samples,
-            (frames, lines, columns),
-            mask=mask,
-            scale=scale if mask else scale[0],
-            attention=choose_backend(config.attention, x.device, self.dtype, head_width),
+        grid = config.grid(
+            num_samples, (frames, lines, columns), mask=mask, scale=scale if mask else scale[0]
         )
+        sequences = config.sequences(grid, self.dtype)
+        return replace(grid, attention=choose_backends(config.attention, sequences, x.device))
 
     def patchify(self, x: Tensor, rows: Rows) -> Tensor:
         """The patches of the local rows, ``[R, L, V * c]``; zero outside of the clips."""

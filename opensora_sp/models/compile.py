@@ -70,14 +70,28 @@ def run_compiled(
     *arguments: Tensor | None,
 ) -> Tensor:
     """``part(x, condition, *arguments)``, compiled."""
-    for tokens in (condition.text, *condition.keys_values.values()):
-        torch._dynamo.maybe_mark_dynamic(tokens, 0)
+    _mark_what_differs(condition)
 
     run = _compiled(backend)
     # A graph made for a bound method would be that block's alone.
     if isinstance(part, MethodType):
         return run(part.__func__, part.__self__, x, condition, *arguments)
     return run(part, x, condition, *arguments)
+
+
+def _mark_what_differs(condition: Condition) -> None:
+    """Mark the sizes that differ from batch to batch as dynamic."""
+    mark = torch._dynamo.maybe_mark_dynamic
+    for tokens in (condition.text, *condition.keys_values.values()):
+        mark(tokens, 0)
+    # Tensors of lengths are made here, and not where a graph is traced.
+    mark(condition.packing.lengths, 1)
+
+    groups = condition.groups
+    if groups is not None and not groups.are_rows:
+        mark(groups.packing.lengths, 1)
+        if groups.index is not None:
+            mark(groups.index, 0)
 
 
 @cache

@@ -27,6 +27,7 @@ from .hook_points import Attend, Point
 from .kernels import linear_gelu, qk_norm
 from .packing import Lengths, Packing
 from .take import take
+from .token_groups import Groups
 from .token_layout import SPATIAL, TEMPORAL, Rows
 
 
@@ -238,17 +239,26 @@ class SelfAttention(Point):
         norm = partial(RMSNorm, width // num_heads) if qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
         self.proj = nn.Linear(width, width)
-        self.attend = Attend()
+        self.attend = Attend(SPATIAL if in_frame else TEMPORAL)
         # In a list: the model owns the parameter, not its blocks.
         self.ropes = [] if rope is None else [rope]
 
-    def local(self, x: Tensor, rows: Rows, rotation: Tensor | None = None) -> Tensor:
-        """``[R, L, C]`` -> ``[R, L, C]``; ``rotation`` is that of the rows, if precomputed."""
+    def local(
+        self,
+        x: Tensor,
+        rows: Rows,
+        rotation: Tensor | None = None,
+        groups: Groups | None = None,
+    ) -> Tensor:
+        """``[R, L, C]`` -> ``[R, L, C]``.
+
+        ``rotation`` and ``groups`` are those of the rows, if precomputed.
+        """
         # Rows of the other layout are brought into this one where tokens attend.
         own_layout = SPATIAL if self.in_frame else TEMPORAL
         if rows.length == 1 and rows.layout == own_layout and rows.are_sequences:
             v = self._values(x)
-            return self.proj(self.attend(v, v, v, rows).flatten(-2))
+            return self.proj(self.attend(v, v, v, rows, groups).flatten(-2))
 
         if not self.ropes:
             rotation = None
@@ -256,7 +266,7 @@ class SelfAttention(Point):
             rotation = self.ropes[0].rotation(rows, self.in_frame, x.device)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [R, L, 3, H, D]
         q, k, v = self._normed(qkv, rotation)
-        return self.proj(self.attend(q, k, v, rows).flatten(-2))
+        return self.proj(self.attend(q, k, v, rows, groups).flatten(-2))
 
     def _normed(self, qkv: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[R, L, H, D]`` each."""

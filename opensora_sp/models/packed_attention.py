@@ -54,7 +54,7 @@ def attend_packed(
 
     kernel = kernel_for(q) if q.numel() else None
     if kernel is None:
-        return _by_lengths(attend_rows, q, k, v, packing)
+        return by_lengths(attend_rows, q, k, v, packing)
 
     pieces = packing.pieces(q.shape[1], processors)
     k, v = pieces.repeat(k), pieces.repeat(v)
@@ -64,7 +64,7 @@ def attend_packed(
     return _in_calls(kernel, q, k, v, pieces.calls)
 
 
-def _by_lengths(
+def by_lengths(
     attend: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
@@ -72,9 +72,9 @@ def _by_lengths(
     packing: Packing,
 ) -> Tensor:
     """Samples of equal lengths share a call, wherever they lie."""
-    runs = _runs(packing.queries, packing.keys)
-    q_rows = _rows_of(q, [(run.samples, run.queries) for run in runs])
-    k_rows, v_rows = (_rows_of(z, [(run.samples, run.keys) for run in runs]) for z in (k, v))
+    runs = runs_of(packing.queries, packing.keys)
+    q_rows = rows_of(q, [(run.samples, run.queries) for run in runs])
+    k_rows, v_rows = (rows_of(z, [(run.samples, run.keys) for run in runs]) for z in (k, v))
 
     alike = defaultdict(list)
     for i, run in enumerate(runs):
@@ -89,7 +89,7 @@ def _by_lengths(
     return concat(out)
 
 
-def _rows_of(z: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
+def rows_of(z: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
     """Packed tokens ``[N, H, D]`` as ``[samples, length, H, D]`` for each of the shapes."""
     parts = z.split([samples * length for samples, length in shapes])
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -100,7 +100,7 @@ def concat(parts: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """Neighbouring samples of equal lengths."""
 
     samples: int
@@ -109,9 +109,9 @@ class _Run:
 
 
 @lru_cache(maxsize=64)  # the blocks of a model ask alike, perhaps for thousands of rows
-def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[_Run]:
+def runs_of(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[Run]:
     samples = groupby(zip(q_lengths, k_lengths, strict=True))
-    return [_Run(len(list(equal)), *lengths) for lengths, equal in samples]
+    return [Run(len(list(equal)), *lengths) for lengths, equal in samples]
 
 
 def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
@@ -121,6 +121,5 @@ def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: lis
 
     out = []
     for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
-        longest = max(call.queries), max(call.keys)
-        out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *longest))
+        out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *call.longest))
     return concat(out)

@@ -4,15 +4,17 @@ Activation checkpointing (Chen et al., 2016) keeps the input of a block alone. S
 recomputation (Korthikanti et al., 2022) also keeps results that take long to compute for their
 size. A *level* is the number of ``STAGES`` that are kept, in the order of the time that each byte
 saves. At level 0 all is recomputed, at ``EVERYTHING`` nothing is. Norms, modulation, rotary
-positions and GELU are recomputed below ``EVERYTHING``: their results are large and quick.
+positions and GELU are recomputed below ``EVERYTHING``: their results are large and quick. At
+``OFFLOADED`` the block's input leaves the device as well (``offload.py``).
 
-With an MLP of four times the width, a block keeps 1, 2, 3, 4, 7, 10 or 14 activations of a token
-at the levels 0 to 6.
+With an MLP of four times the width, a block keeps 0, 1, 2, 3, 4, 7, 10 or 14 activations of a token
+at the levels -1 to 6.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +28,8 @@ from torch.utils.checkpoint import (
 
 from opensora_sp.contexts import Once, Pair, together
 
+from .offload import input_on_host
+
 STAGES = (
     "MLP output",
     "self-attention",
@@ -36,17 +40,22 @@ STAGES = (
 )
 EVERYTHING = len(STAGES) + 1
 """The level at which nothing is recomputed."""
+OFFLOADED = -1
+"""The level at which the input, too, is kept on the host."""
 
 PRODUCTS = ("aten::mm", "aten::addmm")
-ATTENTIONS = ("scaled_dot_product", "attention_forward", "flash_attn")
+ATTENTIONS = ("scaled_dot_product", "attention_forward", "flash_attn", "short_rows")
 
 
-def levels_of(setting: bool | int | Sequence[int], num_blocks: int) -> list[int]:
-    """The level of each block: True recomputes all blocks, a number the first ones.
+def levels_of(setting: bool | int | str | Sequence[int], num_blocks: int) -> list[int]:
+    """The level of each block: True recomputes all blocks, a number the first ones; "offload"
+    recomputes all and keeps their inputs on the host.
 
     Raises:
         ValueError: if the model has fewer blocks, or there is no such level.
     """
+    if setting == "offload":
+        return [OFFLOADED] * num_blocks
     if isinstance(setting, int):
         recomputed = num_blocks * setting if isinstance(setting, bool) else setting
         if not 0 <= recomputed <= num_blocks:
@@ -56,10 +65,11 @@ def levels_of(setting: bool | int | Sequence[int], num_blocks: int) -> list[int]
             )
         return [0] * recomputed + [EVERYTHING] * (num_blocks - recomputed)
 
-    levels = list(setting)
-    if len(levels) != num_blocks or not all(0 <= level <= EVERYTHING for level in levels):
+    levels: list[Any] = list(setting)
+    known = range(OFFLOADED, EVERYTHING + 1)
+    if len(levels) != num_blocks or not all(level in known for level in levels):
         raise ValueError(
-            f"got levels {levels}; expected one from 0 to {EVERYTHING} for each of the "
+            f"got levels {levels}; expected one from {OFFLOADED} to {EVERYTHING} for each of the "
             f"{num_blocks} blocks; correct them"
         )
     return levels
@@ -96,7 +106,10 @@ class Recompute:
             makers.append(self._contexts)
         options: dict[str, Any] = {"context_fn": partial(together, makers)} if makers else {}
         options |= {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
-        return checkpoint(function, *args, **options)
+
+        tokens: Tensor = args[0]
+        with input_on_host(tokens) if self.level == OFFLOADED else nullcontext():
+            return checkpoint(function, *args, **options)
 
     def _contexts(self) -> Pair:
         keeping, using = create_selective_checkpoint_contexts(self._policy)

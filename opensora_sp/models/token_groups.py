@@ -95,11 +95,12 @@ class Groups:
     """Groups of tokens, next to each other in their order, that attend to each other.
 
     ``lengths`` are the tokens of each group. With an ``index``, int64, the tokens are those at
-    these places, and the others take no part.
+    these places, and the others take no part. ``are_rows``: each row attends to itself, all of it.
     """
 
     lengths: Sequence[int]
     index: Tensor | None = None
+    are_rows: bool = False
 
     @cached_property
     def packing(self) -> Packing:
@@ -107,12 +108,21 @@ class Groups:
         return Packing(self.lengths, self.lengths)
 
 
-def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
+ROWS = Groups([], are_rows=True)
+
+
+def holds_whole_units(rows: Rows) -> bool:
+    """Whether rows begin and end with a unit (``group_tokens``), so that they attend alone."""
+    starts = _unit_starts(rows)
+    return all(edge % rows.per_sample in starts for edge in (rows.start, rows.stop))
+
+
+def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups:
     """See ``Rows.groups``."""
     grid, starts = rows.grid, _unit_starts(rows)
     are_rows = len(starts) == rows.per_sample
     if grid.mask is None and are_rows:
-        return None
+        return ROWS
 
     def first_row(unit: int) -> int:
         sample, number = divmod(unit, len(starts))
@@ -138,7 +148,7 @@ def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
     edges = [(first_row(unit) - start) * rows.length for unit in range(first, last + 1)]
     counts = F.pad(inside.cumsum(0), (1, 0))[edges].diff().tolist()
     if are_rows and sum(counts) == len(inside):
-        return None
+        return ROWS
 
     # The units as they are passed: in another order, perhaps more than once.
     if not isinstance(units, range):

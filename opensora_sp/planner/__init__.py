@@ -1,6 +1,14 @@
 """Estimates of a config's run on a number of GPUs: balance, communication, memory."""
 
-from .run_plan import BatchEstimate, BatchSpec, Plan, buckets_of, checkpoint_levels, plan
+from .run_plan import (
+    BatchEstimate,
+    BatchSpec,
+    Plan,
+    batch_memory,
+    buckets_of,
+    checkpoint_levels,
+    plan,
+)
 
 # The names of 0.x, until 1.0.
 Bucket = BatchSpec
@@ -12,6 +20,7 @@ __all__ = [
     "Bucket",
     "BucketPlan",
     "Plan",
+    "batch_memory",
     "buckets_of",
     "checkpoint_levels",
     "plan",

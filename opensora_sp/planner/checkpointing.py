@@ -1,8 +1,9 @@
 """``grad_checkpoint="auto"``: the least recomputation with which a batch fits into memory.
 
 All blocks keep the same stages of ``models/recompute.py``, and the first ones a stage more, as far
-as the planner's estimate of the peak stays below the budget. The choice depends on the config, the
-batch's shape and the device's memory alone, so all ranks choose alike.
+as the planner's estimate of the peak stays below the budget. Only where recomputing everything does
+not fit do the inputs of the last blocks, of as few as possible, go to the host. The choice depends
+on the config, the batch's shape and the device's memory alone, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from opensora_sp.models.recompute import EVERYTHING, STAGES
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES
+from opensora_sp.parallel import Options
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.strategies import strategy_for
 
 from .trace import Activations
 
-LEVELS = tuple(range(EVERYTHING + 1))
-COMPILED_LEVELS = (0, EVERYTHING)
+LEVELS = tuple(range(OFFLOADED, EVERYTHING + 1))
+COMPILED_LEVELS = (OFFLOADED, 0, EVERYTHING)
 """Compiled blocks keep all or nothing: what is in between needs to see each operator."""
 
 FRAGMENTED = 0.05  # of a device's memory
@@ -34,7 +38,7 @@ def choose_levels(
     num_blocks: int,
     levels: Sequence[int] = LEVELS,
 ) -> list[int]:
-    """The level of each block: the highest that fit, or 0 for all if nothing does.
+    """The level of each block: the highest that fit, or the lowest for all if nothing does.
 
     Args:
         needed: bytes that a step takes with these levels of the blocks; grows with them.
@@ -64,11 +68,24 @@ def mixed(traced: Callable[[int], Activations], levels: Sequence[int]) -> Activa
     )
 
 
+def offloaded_bytes(
+    levels: Sequence[int], shape: BatchShape, options: Options, ranks: int, element_size: int
+) -> int:
+    """Bytes that the busiest of ``ranks`` copies to the host in forward, and back in backward."""
+    spatial, temporal = strategy_for(shape, options, ranks).token_layouts(shape)
+    held = zip(shape.entries(spatial, ranks), shape.entries(temporal, ranks), strict=True)
+    of_pair = max(map(sum, held)) * shape.width * element_size
+    return of_pair * shape.depth * levels.count(OFFLOADED) // len(levels)
+
+
 def describe(levels: Sequence[int]) -> str:
     """What blocks keep beside their input, for the log and the planner's table."""
     num_blocks, lowest, highest = len(levels), min(levels), max(levels)
     if lowest == EVERYTHING:
         return "nothing is recomputed"
+    if lowest == OFFLOADED:
+        number = levels.count(OFFLOADED)
+        return f"inputs of {number} of {num_blocks} blocks are kept in pinned host memory"
     kept = ", ".join(STAGES[:lowest]) or "nothing but the input"
     text = f"each of {num_blocks} blocks keeps {kept}"
     if highest == lowest:

@@ -13,12 +13,22 @@ from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.recompute import EVERYTHING, levels_of
+from opensora_sp.models.attention_table import Platform
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_for, strategy_options
 
-from .checkpointing import COMPILED_LEVELS, LEVELS, budget_of, choose_levels, mixed
+from .attention_kernels import AttentionKernels
+from .checkpointing import (
+    COMPILED_LEVELS,
+    LEVELS,
+    budget_of,
+    choose_levels,
+    describe,
+    mixed,
+    offloaded_bytes,
+)
 from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
 from .sharing import Sharing, sharing_of
@@ -44,8 +54,9 @@ class BatchSpec:
 class Memory:
     """Bytes of one rank, the busiest: without checkpointing, with it, and as the config sets it.
 
-    ``levels`` is what each block keeps as configured (``models/recompute.py``). Among several
-    buckets only the peak as configured is estimated.
+    ``levels`` is what each block keeps as configured (``models/recompute.py``), ``offloaded`` are
+    the bytes of a micro-batch that go to the host and come back. Among several buckets only the
+    peak as configured is estimated.
     """
 
     kept: Persistent
@@ -53,10 +64,16 @@ class Memory:
     checkpointed: MemoryPeak | None
     configured: MemoryPeak
     levels: list[int]
+    offloaded: int = 0
 
     @property
     def recomputes(self) -> bool:
         return min(self.levels) < EVERYTHING
+
+    def describe(self) -> str:
+        """What blocks keep, for the log and the planner's table."""
+        size = f": {self.offloaded / 1e9:.3f} GB of a rank" if self.offloaded else ""
+        return describe(self.levels) + size
 
 
 @dataclass(frozen=True)
@@ -65,8 +82,8 @@ class BatchEstimate:
 
     ``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by
     strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves.
-    ``time`` is predicted for training in 16 bits on a GPU that was named. Among several buckets
-    there is neither a comparison nor advice.
+    ``time`` is predicted for training in 16 bits on a GPU that was named, ``attention`` are the
+    kernels on that GPU. Among several buckets there is neither a comparison nor advice.
     """
 
     bucket: BatchSpec
@@ -77,6 +94,7 @@ class BatchEstimate:
     compared: dict[str, Traffic]
     memory: Memory
     time: StepTime | None
+    attention: AttentionKernels | None
     advice: list[str]
 
 
@@ -84,7 +102,8 @@ class BatchEstimate:
 class Plan:
     """The plan of a run.
 
-    ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes.
+    ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes;
+    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here.
     """
 
     purpose: str
@@ -99,6 +118,7 @@ class Plan:
     spans_nodes: bool | None
     memory_gb: float | None
     gpu: str | None
+    versions: str | None
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,6 +195,7 @@ def plan(
         spans_nodes=spans,
         memory_gb=memory_gb,
         gpu=gpu,
+        versions=run.platform.describe() if run.platform else None,
         buckets=[run.estimate(bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
 
@@ -189,8 +210,15 @@ def checkpoint_levels(
         memory_gb: memory of one device in GB (1e9 bytes) that training may take.
         device: "cuda" or "cpu".
     """
+    return batch_memory(cfg, num_gpus, latents, memory_gb=memory_gb, device=device).levels
+
+
+def batch_memory(
+    cfg: TrainConfig, num_gpus: int, latents: tuple[int, ...], *, memory_gb: float, device: str
+) -> Memory:
+    """Memory of a rank with batches of one shape, as configured; see ``checkpoint_levels``."""
     run = _Run(cfg, num_gpus, memory_gb, device, gpu=None)
-    return run.memory(latents, run.ranks, brief=True).levels
+    return run.memory(latents, run.ranks, brief=True)
 
 
 def spans_nodes(num_gpus: int, sp_size: int, gpus_per_node: int) -> bool:
@@ -220,7 +248,7 @@ class _Run:
         self.dtype = DTYPES[cfg.precision]
 
         self.training = isinstance(cfg, TrainConfig)
-        self.checkpointing: bool | int | Literal["auto"] = False
+        self.checkpointing: bool | int | Literal["auto", "offload"] = False
         self.micro_batches, self.guides = 1, False
         self.compiles = getattr(cfg, "compile", None) == "blocks"
         if isinstance(cfg, TrainConfig):
@@ -262,8 +290,23 @@ class _Run:
             compared=compared,
             memory=memory,
             time=self.time(latents, memory.levels),
+            attention=self.attention(latents),
             advice=advice,
         )
+
+    @cached_property
+    def platform(self) -> Platform | None:
+        """The GPU that was named, with the packages of this environment."""
+        if self.gpu is None:
+            return None
+        deterministic = getattr(self.cfg, "deterministic", False)
+        return Platform.with_installed(self.gpu.capability, deterministic)
+
+    def attention(self, latents: tuple[int, ...]) -> AttentionKernels | None:
+        """The kernels of attention on the GPU that was named."""
+        if self.platform is None:
+            return None
+        return AttentionKernels.of(self.config, latents, self.dtype, self.platform)
 
     def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
         """Shape of the model's input ``[B, c, frames, height, width]``, doubled for guidance."""
@@ -271,7 +314,10 @@ class _Run:
         return bucket.batch_size * (2 if self.guides else 1), self.config.in_channels, *size
 
     def shape(self, bucket: BatchSpec) -> BatchShape:
-        num_samples, _, frames, height, width = self.latents(bucket)
+        return self._shape_of(self.latents(bucket))
+
+    def _shape_of(self, latents: tuple[int, ...]) -> BatchShape:
+        num_samples, _, frames, height, width = latents
         return BatchShape.of(self.config, num_samples, (frames, height, width))
 
     def traffic(self, shape: BatchShape, options: Options, recomputes: bool) -> Traffic:
@@ -314,9 +360,16 @@ class _Run:
             return training_peak(state, self.sizes, zero, mixed(traced, levels))
 
         levels = self._levels(lambda levels: peak_at(*levels).needed)
-        plain = None if brief else peak_at(EVERYTHING)
-        checkpointed = None if brief else peak_at(0)
-        return Memory(state, plain, checkpointed, peak_at(*levels), levels)
+        return Memory(
+            state,
+            plain=None if brief else peak_at(EVERYTHING),
+            checkpointed=None if brief else peak_at(0),
+            configured=peak_at(*levels),
+            levels=levels,
+            offloaded=offloaded_bytes(
+                levels, self._shape_of(latents), self.options, ranks, self.dtype.itemsize
+            ),
+        )
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
         """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""
@@ -324,6 +377,9 @@ class _Run:
             return levels_of(self.checkpointing, self.config.num_blocks)
         memory = DEFAULT_MEMORY if self.memory_gb is None else self.memory_gb * 1e9
         levels = COMPILED_LEVELS if self.compiles else LEVELS
+        if self.device == "cpu":
+            # What is on the host takes as much of the same memory.
+            levels = tuple(level for level in levels if level != OFFLOADED)
         return choose_levels(needed, budget_of(memory), self.config.num_blocks, levels)
 
     def time(self, latents: tuple[int, ...], levels: Sequence[int]) -> StepTime | None:

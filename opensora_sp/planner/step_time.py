@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import strategy_for
 
+from .checkpointing import offloaded_bytes
 from .flops import ModelFlops
 from .gpus import Gpu
 from .operators import OperatorCounter, Work
@@ -40,6 +41,7 @@ class StepTime:
 
     Attributes:
         work: FLOPs, bytes, operators and seconds by kind of operator.
+        host_copies: of blocks' inputs to the host and back, beside all other work.
         seconds: of the whole step.
         mfu: model FLOPs utilisation: FLOPs of forward and backward, without recomputation, per
             second, as a share of the GPU's dense bf16 peak.
@@ -48,6 +50,7 @@ class StepTime:
     work: dict[str, Work]
     seconds: float
     mfu: float
+    host_copies: Work = field(default_factory=Work)
 
     @property
     def is_launch_bound(self) -> bool:
@@ -101,11 +104,16 @@ def predict_step(
     work[OPTIMIZER] = _optimizer(trained / world, gpu)
     work[ZERO] = _zero(trained * dtype.itemsize, gpu, world)
 
+    offloaded = offloaded_bytes(levels, shape, options, ranks, dtype.itemsize) * micro_batches
+    copies = Work(bytes=2.0 * offloaded, seconds=2.0 * offloaded / gpu.to_host)
+
     operators = sum(one.operators for one in work.values())
     seconds = max(sum(one.seconds for one in work.values()), operators * gpu.launch)
+    # Copies to the host run beside forward, a quarter of the time where all is recomputed.
+    seconds += max(0.0, copies.seconds / 2 - seconds / 4)
     text = float(latents[0] * config.model_max_length)
     useful = ModelFlops.of(model).step(latents, text) * micro_batches / ranks
-    return StepTime(work, seconds, mfu=useful / seconds / gpu.peak)
+    return StepTime(work, seconds, mfu=useful / seconds / gpu.peak, host_copies=copies)
 
 
 def _passes(

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.planner import checkpoint_levels
-from opensora_sp.planner.checkpointing import describe
+from opensora_sp.planner import batch_memory
 from opensora_sp.runtime.environment import Launch
 
 logger = logging.getLogger(__name__)
@@ -49,14 +48,15 @@ class ActivationBudget:
 
         shape = tuple(latents)
         if shape not in self._levels:
-            self._levels[shape] = checkpoint_levels(
+            planned = batch_memory(
                 self.cfg,
                 dist.get_world_size(),
                 shape,
                 memory_gb=self.memory / 1e9,
                 device=self.device.type,
             )
-            logger.info("gradient checkpointing of %s: %s", shape, describe(self._levels[shape]))
+            self._levels[shape] = planned.levels
+            logger.info("gradient checkpointing of %s: %s", shape, planned.describe())
         self.module.set_grad_checkpoint(self._levels[shape])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -72,7 +73,10 @@ def test_one_wrong_gradient_of_a_model_is_found_by_name(monkeypatch: pytest.Monk
 
 def test_attention_backends_and_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = verdicts(attention_checks.check_attention(CPU))
-    assert found.pop("attention flash, float32") == found.pop("attention flash, bfloat16") == "skip"
+    for name, dtype in product(
+        ("flash", "flash3", "cudnn", "torch_flash", "efficient"), attention_checks.BOUNDS
+    ):
+        assert found.pop(f"attention {name}, {str(dtype).removeprefix('torch.')}") == "skip"
     assert len(found) == 12 and set(found.values()) == {"ok"}
 
     plain = attention_checks.attention

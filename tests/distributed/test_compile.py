@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.attention import choose_backend
+from opensora_sp.models.attention import Backends, choose_backend
 from opensora_sp.models.conditioning import Conditioning, Text
 from opensora_sp.models.token_layout import SPATIAL, PatchGrid
 from opensora_sp.parallel import SequenceMesh, parallelize
@@ -106,9 +106,8 @@ def test_nothing_breaks_the_graph_of_self_attention_and_mlp() -> None:
     block = small("STDiT3").temporal_blocks[0]
     block.attend_text = lambda x, _: x  # attention to packed text is no part of a graph
     backend = choose_backend("auto", torch.device("cpu"), torch.float64, 12)
-    rows = PatchGrid(1, latent_size=(3, 2, 2), patch_size=(1, 1, 1), attention=backend).rows(
-        SPATIAL
-    )
+    grid = PatchGrid(1, (3, 2, 2), (1, 1, 1), attention=Backends(backend, backend))
+    rows = grid.rows(SPATIAL)
     modulation = torch.zeros(1, 1, 6, 24, dtype=torch.float64)
     text = Text(torch.zeros(1, 24).double(), [1])
     condition = Conditioning(modulation, None, text).temporal(rows)

@@ -28,7 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
     dict(strategy="ulysses"),
     dict(strategy="split_gather"),
 ]
-LEVELS = [(1, 2, 3, 4), (5, 6, 0, 7)]  # of the four blocks
+LEVELS = [(1, 2, 3, 4), (5, 6, -1, -1)]  # of the four blocks; 0 and 7 are those of other tests
 
 
 def compare() -> None:
@@ -51,6 +51,7 @@ RUNS = {  # grad_checkpoint, and bytes of a device
     "small": ("auto", 3.1e9),
     "large": ("auto", 80e9),
     "number": ("3", 80e9),
+    "offload": ("offload", 80e9),
 }
 
 
@@ -97,6 +98,7 @@ def test_training_keeps_what_fits(tmp_path: Path) -> None:
             "small": [0] * 4,
             "large": [EVERYTHING] * 4,
             "number": 3,
+            "offload": "offload",
         }
         losses = [losses for losses, _ in of_rank.values()]
         assert len(losses[0]) == 2

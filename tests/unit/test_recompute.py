@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.recompute import EVERYTHING, levels_of
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
@@ -22,8 +22,9 @@ MODELS = {
     "STDiT2": dict(qk_norm=True),
     "STDiT3": dict(qk_norm=True),
 }
-# Activations of a token that a block keeps at each level, with an MLP of four times the width.
-KEPT = (1, 2, 3, 4, 7, 10, 14)
+# Activations of a token that a block keeps on the device at each level, from OFFLOADED on, with an
+# MLP of four times the width.
+KEPT = (0, 1, 2, 3, 4, 7, 10, 14)
 
 
 def gradients(model: torch.nn.Module, setting: Any) -> list[Tensor]:
@@ -49,7 +50,8 @@ def test_gradients_are_those_without_checkpointing(name):
 
     expected = gradients(model, False)
     blocks = len(model.transformer_blocks)
-    settings = [True, 1, *([level] * blocks for level in range(EVERYTHING)), range(blocks)]
+    settings = [True, 1, "offload", range(blocks), range(OFFLOADED, blocks - 1)]
+    settings += [[level] * blocks for level in range(EVERYTHING)]
     for setting in settings:
         for found, wanted in zip(gradients(model, setting), expected, strict=True):
             assert torch.equal(found, wanted), setting
@@ -85,7 +87,7 @@ def test_kept_activations(ranks):
     latents = (1, 4, 8, 32, 32)
     token_bytes = 8 * 16 * 16 / ranks * config.hidden_size * 2
 
-    for level, expected in enumerate(KEPT):
+    for level, expected in enumerate(KEPT, OFFLOADED):
         traced = trace_activations(
             "STDiT3",
             config,
@@ -96,7 +98,7 @@ def test_kept_activations(ranks):
             level=level,
             training=True,
         )
-        assert traced.pair / 2 / token_bytes == pytest.approx(expected, rel=0.03), level
+        assert traced.pair / 2 / token_bytes == pytest.approx(expected, rel=0.03, abs=0.01), level
 
 
 def test_levels_of_settings():
@@ -105,8 +107,9 @@ def test_levels_of_settings():
     assert levels_of(1, 3) == [0, EVERYTHING, EVERYTHING]
     assert levels_of(0, 2) == [EVERYTHING] * 2
     assert levels_of((0, 6, 7), 3) == [0, 6, 7]
+    assert levels_of("offload", 3) == [OFFLOADED] * 3
 
-    for setting in (4, -1, (0, 1), (0, 1, 8)):
+    for setting in (4, -1, (0, 1), (0, 1, 8), (0, 1, -2)):
         with pytest.raises(ValueError, match="expected .* blocks"):
             levels_of(setting, 3)
 
@@ -139,3 +142,4 @@ def test_descriptions():
         "each of 4 blocks keeps MLP output, self-attention; 2 of them also cross-attention"
     )
     assert describe([7, 0]).endswith("nothing but the input; 1 of them everything")
+    assert describe([0, -1, -1]) == "inputs of 2 of 3 blocks are kept in pinned host memory"

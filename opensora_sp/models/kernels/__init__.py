@@ -14,36 +14,67 @@ Triton is imported where it is used, and so only where it is chosen.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .reference import gelu as reference_gelu
+from .reference import modulation as reference_modulation
 from .reference import qk_norm as reference_qk_norm
 from .selection import Kernels, chosen, current_kernels, set_kernels, using_kernels
 
 __all__ = [
     "Kernels",
+    "add_gated",
+    "add_norm_modulate",
     "chosen",
     "current_kernels",
     "linear_gelu",
+    "norm_modulate",
     "qk_norm",
     "set_kernels",
     "using_kernels",
 ]
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``reference.gelu.linear_gelu``."""
-    if chosen("gelu", x):
-        from .triton import gelu as triton_gelu
+def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``reference/modulation.py``."""
+    return _modulation(x).norm_modulate(x, shift, scale)
 
-        return triton_gelu.linear_gelu(x, weight, bias)
+
+def add_norm_modulate(
+    x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``reference/modulation.py``."""
+    return _modulation(x).add_norm_modulate(x, branch, shift, scale)
+
+
+def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
+    """See ``reference/modulation.py``."""
+    return _modulation(x).add_gated(x, gate, branch)
+
+
+def _modulation(like: Tensor) -> Any:
+    if chosen("modulation", like):
+        from .triton import modulation
+
+        return modulation
+    return reference_modulation
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """See ``reference/gelu.py``."""
+    if chosen("gelu", x):
+        from .triton import gelu
+
+        return gelu.linear_gelu(x, weight, bias)
     return reference_gelu.linear_gelu(x, weight, bias)
 
 
 def qk_norm(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.qk_norm.qk_norm``."""
+    """See ``reference/qk_norm.py``."""
     if chosen("qk_norm", qkv):
         from .triton import qk_norm as triton_qk_norm
 

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import reference
+
+if TYPE_CHECKING:
+    from opensora_sp.models.config import SharedConfig
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class Sizes:
     width: int
     heads: int
     hidden: int
+
+    @classmethod
+    def of(cls, config: SharedConfig) -> Sizes:
+        """Of an STDiT model's config."""
+        hidden = int(config.hidden_size * config.mlp_ratio)
+        return cls(config.hidden_size, config.num_heads, hidden)
 
     @property
     def head_width(self) -> int:

@@ -1,0 +1,152 @@
+"""Inputs of blocks that leave the device: what is copied and when, the order of streams, memory.
+
+The order of accesses decides, not the speed (``stream_checker``). Functions that run under the stub
+begin with ``on_``.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from cuda_cases import batch, build, step
+from cuda_stub import requires_stub, run_on_stub
+from stream_checker import StreamChecker
+
+from opensora_sp.models import offload
+from opensora_sp.models.offload import HostMemory
+from opensora_sp.models.recompute import OFFLOADED
+from opensora_sp.parallel import Options
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.planner.checkpointing import offloaded_bytes
+
+pytestmark = requires_stub
+
+CASE, BLOCKS = "STDiT3 x_mask", 4
+LATENTS = (2, 4, 8, 16, 16)
+TOKENS = 2 * 8 * 8 * 8
+INPUT = TOKENS * 144 * 2  # bytes
+PAGE = 1 << 17  # holds less than an input
+
+
+def on_steps() -> int:
+    """Two steps; the bytes of a step that the planner predicts to leave the device."""
+    offload.PAGE = PAGE
+    model = build(CASE, checkpoint="offload")
+    inputs = batch(CASE, model)
+    step(model, inputs, "first ")
+    step(model, inputs, "")
+
+    levels = [block.checkpoint_level for block in model.transformer_blocks]
+    assert levels == [OFFLOADED] * BLOCKS
+    shape = BatchShape.of(model.config, LATENTS[0], LATENTS[2:])
+    return offloaded_bytes(levels, shape, Options(), 1, 2)
+
+
+def test_copies_are_those_predicted_and_the_host_waits_for_none() -> None:
+    recording = run_on_stub(on_steps)
+    forward, backward = recording.in_phase("forward"), recording.in_phase("backward")
+    out = [copy for copy in forward.copies if copy.kind == "D2H"]
+    back = [copy for copy in backward.copies if copy.kind == "H2D"]
+
+    # A page at a time. The last input is still on the device when backward begins.
+    pieces = -(-INPUT // PAGE)
+    assert pieces > 1 and len(out) == BLOCKS * pieces and len(back) == (BLOCKS - 1) * pieces
+    assert sum(copy.bytes for copy in out) == BLOCKS * INPUT == recording.result
+    assert sum(copy.bytes for copy in back) == (BLOCKS - 1) * INPUT
+
+    # Beside the computation, all on one stream: so pages are reused in its order.
+    (stream,) = {copy.stream for copy in (*out, *back)}
+    assert all(copy.asynchronous and copy.pinned for copy in (*out, *back))
+    for part in (forward, backward):
+        computing = {record.stream for record in (*part.launches, *part.gemms)}
+        assert computing == {0} and stream != 0
+        assert not part.syncs
+        assert not [one for one in part.allocations if one.kind == "pinned"], "pages are reused"
+
+
+def on_timeline() -> list[str]:
+    """What is queued for the blocks of the second step, in order."""
+    offload.PAGE = PAGE
+    model = build(CASE, checkpoint="offload")
+    inputs = batch(CASE, model)
+    step(model, inputs, "first ")
+
+    events: list[str] = []
+    copy, wait = HostMemory.copy, HostMemory.wait
+
+    def note_copy(self: HostMemory, targets: Any, sources: Any) -> Any:
+        events.append("out" if targets[0].device.type == "cpu" else "back")
+        return copy(self, targets, sources)
+
+    def note_wait(self: HostMemory, copied: Any) -> None:
+        events.append("wait")
+        wait(self, copied)
+
+    for number, block in enumerate(model.transformer_blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: events.append(f"block {number}"))
+    with patch.object(HostMemory, "copy", note_copy), patch.object(HostMemory, "wait", note_wait):
+        step(model, inputs, "")
+    return events
+
+
+def test_a_block_is_computed_between_each_copy_and_the_wait_for_it() -> None:
+    # Spatial blocks are numbered before temporal ones.
+    forward = ["out", "block 0", "wait", "out", "block 2", "wait", "out", "block 1", "wait", "out"]
+    backward = ["wait", "back", "block 3", "wait", "back", "block 1", "wait", "back", "block 2"]
+    expected = [*forward, "block 3", *backward, "wait", "block 0"]
+    assert run_on_stub(on_timeline).result == expected
+
+
+# --- the order of streams
+
+
+def on_streams(fault: str | None) -> list[str]:
+    """The races of steps, of a backward that ends early and of a pass without one."""
+    offload.PAGE = PAGE
+    model = build(CASE, checkpoint="offload")
+    inputs = batch(CASE, model)
+    checker = StreamChecker()
+    without = patch.object(torch.cuda.Stream, fault, lambda *args: None) if fault else nullcontext()
+    with checker, without:
+        for _ in range(2):
+            step(model, inputs, "")
+        ends_early(model, inputs)
+        model(**inputs)
+        step(model, inputs, "")
+    # A checker that sees nothing would find nothing.
+    assert len(checker.operators) == 2
+    assert min(checker.operators.values()) >= 5 * BLOCKS
+    return sorted(set(checker.races))
+
+
+def ends_early(model: Any, inputs: Any) -> None:
+    """Backward of the last block alone. The input of the one before is on its way meanwhile."""
+    out = model(**inputs)
+    out.square().mean().backward(inputs=[model.temporal_blocks[-1].mlp.fc1.weight])
+    del out
+    gc.collect()
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.slow
+def test_no_input_is_read_or_its_memory_reused_before_its_copy_is_complete() -> None:
+    assert run_on_stub(on_streams, None).result == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "race"),
+    [
+        ("wait_stream", "copy_.* does not wait for"),
+        ("wait_event", "does not wait for copy_|may reuse freed memory before copy_"),
+    ],
+)
+def test_an_order_that_is_left_out_is_found(fault: str, race: str) -> None:
+    races: list[Any] = run_on_stub(on_streams, fault).result
+    assert any(re.search(race, found) for found in races), races
