@@ -63,18 +63,18 @@ def _modulation(like: Tensor) -> Any:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """See ``reference/gelu.py``."""
+    """``reference.gelu.linear_gelu``."""
     if chosen("gelu", x):
-        from .triton import gelu
+        from .triton import gelu as triton_gelu
 
-        return gelu.linear_gelu(x, weight, bias)
+        return triton_gelu.linear_gelu(x, weight, bias)
     return reference_gelu.linear_gelu(x, weight, bias)
 
 
 def qk_norm(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``reference/qk_norm.py``."""
+    """``reference.qk_norm.qk_norm``."""
     if chosen("qk_norm", qkv):
         from .triton import qk_norm as triton_qk_norm
 
