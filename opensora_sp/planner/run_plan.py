@@ -306,7 +306,8 @@ class _Run:
         """The kernels of attention on the GPU that was named."""
         if self.platform is None:
             return None
-        return attention_kernels(self.config, latents, self.dtype, self.platform)
+        triton = self.cfg.kernels != "torch"
+        return attention_kernels(self.config, latents, self.dtype, self.platform, triton=triton)
 
     def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
         """Shape of the model's input ``[B, c, frames, height, width]``, doubled for guidance."""
