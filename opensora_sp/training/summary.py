@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-
 def log_setup(trainer: Trainer, run_dir: Path) -> None:
     """Log processes, model, micro-batches and the peak for MFU, with warnings about them."""
     cfg, mesh, plan = trainer.cfg, trainer.mesh, trainer.plan

@@ -1,4 +1,4 @@
-"""The launches by which the cost model judges chunks and fp8 exchanges, counted on CUDA's code path.
+"""The launches by which the cost model judges chunks and fp8 exchanges, counted under the stub.
 
 A model of three pairs of blocks less one of two, as one rank of eight.
 """

@@ -1,4 +1,4 @@
-"""``overlap_chunks="auto"``: how many chunks the cost model chooses, and what the log says of it."""
+"""``overlap_chunks="auto"``: how many chunks the cost model chooses, and what the log says."""
 
 from __future__ import annotations
 
@@ -112,8 +112,9 @@ def test_one_line_each_says_what_was_chosen_and_by_which_figures():
         "exchanges in chunks: off (overlap_chunks='auto'): a switch sends 16.5 MB inside a node in "
         "0.047 ms at 350 GB/s, and one more chunk takes 40 launches, 0.2 ms"
     )
-    assert "chunks: 2 (overlap_chunks='auto'): a switch sends 16.5 MB between nodes in 0.41" in (
-        lines(between=True)[1]
+    assert (
+        "chunks: 2 (overlap_chunks='auto'): a switch sends 16.5 MB between nodes in 0.41"
+        in (lines(between=True)[1])
     )
     assert "chunks: 4 (overlap_chunks=4): a switch" in lines(overlap_chunks=4)[1]
 
