@@ -21,12 +21,22 @@ from torch import Tensor
 from .reference import gelu as reference_gelu
 from .reference import modulation as reference_modulation
 from .reference import qk_norm as reference_qk_norm
-from .selection import Kernels, chosen, current_kernels, set_kernels, using_kernels
+from .reference import short_rows as reference_short_rows
+from .selection import (
+    Kernels,
+    check_kernels,
+    chosen,
+    current_kernels,
+    set_kernels,
+    using_kernels,
+)
 
 __all__ = [
     "Kernels",
     "add_gated",
     "add_norm_modulate",
+    "attend_short_rows",
+    "check_kernels",
     "chosen",
     "current_kernels",
     "linear_gelu",
@@ -80,3 +90,14 @@ def qk_norm(
 
         return triton_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
     return reference_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
+
+
+def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``reference.short_rows.attend_short_rows``."""
+    # Under autocast, norms leave queries and keys wider than values.
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if chosen("short_rows", v):
+        from .triton import short_rows as triton_short_rows
+
+        return triton_short_rows.attend_short_rows(q, k, v)
+    return reference_short_rows.attend_short_rows(q, k, v)
