@@ -21,6 +21,7 @@ from torch import Tensor
 from .reference import gelu as reference_gelu
 from .reference import modulation as reference_modulation
 from .reference import qk_norm as reference_qk_norm
+from .reference import short_rows as reference_short_rows
 from .selection import (
     Kernels,
     check_kernels,
@@ -34,6 +35,7 @@ __all__ = [
     "Kernels",
     "add_gated",
     "add_norm_modulate",
+    "attend_short_rows",
     "check_kernels",
     "chosen",
     "current_kernels",
@@ -88,3 +90,14 @@ def qk_norm(
 
         return triton_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
     return reference_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
+
+
+def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``reference.short_rows.attend_short_rows``."""
+    # Under autocast, norms leave queries and keys wider than values.
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if chosen("short_rows", v):
+        from .triton import short_rows as triton_short_rows
+
+        return triton_short_rows.attend_short_rows(q, k, v)
+    return reference_short_rows.attend_short_rows(q, k, v)
