@@ -94,6 +94,7 @@ class Condition:
         keys_values: see ``Text``.
         rotation: by which a rotary embedding rotates queries and keys of self-attention.
         groups: tokens that attend to each other, if the local rows attend here.
+        own_keys_values: those of the block that runs, if looked up ahead.
     """
 
     rows: Rows
@@ -106,6 +107,13 @@ class Condition:
     keys_values: Mapping[nn.Module, Tensor]
     rotation: Tensor | None
     groups: Groups | None
+    own_keys_values: Tensor | None = None
+
+    def keys_values_of(self, layer: nn.Module) -> Tensor | None:
+        """Keys and values of the text for a cross-attention, if precomputed."""
+        if self.own_keys_values is not None:
+            return self.own_keys_values
+        return self.keys_values.get(layer)
 
     @property
     def of_rows(self) -> tuple[Tensor | None, Groups | None]:

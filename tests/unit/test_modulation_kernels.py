@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from interpreter import run_interpreted
+from kernel_builds import builds_of
 
 
 @dataclass(frozen=True)
@@ -108,3 +110,62 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
     titles = ["per sample", "parts of samples, per token"]
     for name, error in run_interpreted(errors_of, titles, dtype).items():
         assert error <= torch.finfo(dtype).eps, (name, error)
+
+
+# E, activations of a token: what each launcher may read and write, forward or backward.
+TRAFFIC = {
+    "norm_modulate": 2,
+    "add_norm_modulate": 4,
+    "norm_modulate_backward": 4,
+    "add_gated": 3,
+    "add_gated_backward": 3,
+}
+
+
+def launch(which: str, dtype: torch.dtype, device: str, *, rows: int, length: int) -> None:
+    """Run a launcher for rows of a frame each, with conditioning frames, of the released width."""
+    from opensora_sp.models.kernels.triton import modulation as kernels
+
+    tokens = torch.empty(rows, length, 1152, dtype=dtype, device=device)
+    entries = torch.empty(1, rows, 1, 3, 1152, dtype=dtype, device=device).unbind(-2)
+    shift, scale, gate = entries
+    if which in ("norm_modulate", "add_norm_modulate"):
+        branch = tokens.clone() if which == "add_norm_modulate" else None
+        kernels._norm_modulate(tokens, branch, shift, scale, 0, 0)
+    elif which == "norm_modulate_backward":
+        kernels._norm_modulate_backward(tokens, scale, tokens.clone(), tokens.clone(), 0, 0)
+    elif which == "add_gated":
+        kernels._add_gated(tokens, gate, tokens.clone(), 0, 0)
+    else:
+        kernels._add_gated_backward(gate, tokens, tokens.clone(), 0, 0)
+
+
+@pytest.mark.parametrize("which", TRAFFIC)
+def test_traffic_of_launches(which: str) -> None:
+    """By their pointers, each of which is read or written once."""
+    from triton.runtime.jit import JITFunction
+
+    rows, length, moved = 64, 1024, 0
+
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        nonlocal moved
+        moved += sum(z.numel() * z.element_size() for z in args if isinstance(z, torch.Tensor))
+
+    with mock.patch.object(JITFunction, "run", run):
+        launch(which, torch.bfloat16, "meta", rows=rows, length=length)
+    assert TRAFFIC[which] < moved / (rows * length * 1152 * 2) < TRAFFIC[which] + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_builds(dtype: torch.dtype, capability: int) -> None:
+    """Tokens travel in 128 bits, registers are not spilled, and nothing is added by atomics."""
+    for which in TRAFFIC:
+        arguments = which, dtype, "cpu"
+        kernel, *sums = builds_of(launch, *arguments, rows=4, length=8, capability=capability)
+        kernel.check(wide_loads=True, wide_stores=True)
+        assert kernel.registers <= 128, which
+        assert len(sums) == which.endswith("backward")
+        for build in sums:
+            build.check(wide_loads=True)

@@ -22,13 +22,21 @@ from .reference import gelu as reference_gelu
 from .reference import modulation as reference_modulation
 from .reference import qk_norm as reference_qk_norm
 from .reference import short_rows as reference_short_rows
-from .selection import Kernels, chosen, current_kernels, set_kernels, using_kernels
+from .selection import (
+    Kernels,
+    check_kernels,
+    chosen,
+    current_kernels,
+    set_kernels,
+    using_kernels,
+)
 
 __all__ = [
     "Kernels",
     "add_gated",
     "add_norm_modulate",
     "attend_short_rows",
+    "check_kernels",
     "chosen",
     "current_kernels",
     "linear_gelu",
