@@ -13,6 +13,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
+# Launchers write the environment into command lines of a shell, which cannot read what make puts there.
+MAKEOVERRIDES :=
 
 .PHONY: help demo test test-all test-mutations test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
 
@@ -21,9 +23,10 @@ help:
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh
+$(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh scripts/install_numpy1.sh
 	sh scripts/make_venv.sh $(VENV)
 	$(BIN)/pip install --quiet --editable '.[test]'
+	sh scripts/install_numpy1.sh $(VENV)
 	touch $@
 
 demo: $(VENV)/.installed
@@ -39,7 +42,7 @@ demo: $(VENV)/.installed
 	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.png"
 
 # The tiers of tests (tests/README.md). What needs the machine for itself is slow, and runs alone after the others.
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q
 # A file goes to one worker; unit tests, short and many, come last and even out the workers.
 PARALLEL := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder

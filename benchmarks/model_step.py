@@ -184,7 +184,7 @@ def naive(model: nn.Module, x: Tensor, timestep: Tensor, y: Tensor) -> Tensor:
         x = naive_block(temporal, x, modulation, text, to_temporal, T, model.rope.freqs)
 
     shift, scale = (model.final_layer.scale_shift_table + t[:, None]).chunk(2, dim=1)
-    x = model.final_layer.linear(model.final_layer.norm_final(x) * (1 + scale) + shift)
+    x = model.final_layer.linear(naive_layer_norm(x) * (1 + scale) + shift)
     return rearrange(x, "b (t h w) (p q c) -> b c t (h p) (w q)", t=T, h=H, p=2, q=2)
 
 
@@ -200,7 +200,7 @@ def naive_block(
     entries = (block.scale_shift_table + modulation).chunk(6, dim=1)
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = entries
 
-    rows = rearrange(block.norm1(x) * (1 + scale) + shift, patterns[0], t=T)
+    rows = rearrange(naive_layer_norm(x) * (1 + scale) + shift, patterns[0], t=T)
     q, k, v = rearrange(block.attn.qkv(rows), "r l (three h d) -> three r h l d", three=3, h=HEADS)
     q, k = naive_norm(block.attn.q_norm, q), naive_norm(block.attn.k_norm, k)
     if freqs is not None:
@@ -214,8 +214,14 @@ def naive_block(
     )
     x = x + block.cross_attn.proj(rearrange(naive_attention(q, k, v), "b h n d -> b n (h d)"))
 
-    hidden = F.gelu(block.mlp.fc1(block.norm2(x) * (1 + mlp_scale) + mlp_shift), approximate="tanh")
+    hidden = F.gelu(
+        block.mlp.fc1(naive_layer_norm(x) * (1 + mlp_scale) + mlp_shift), approximate="tanh"
+    )
     return x + mlp_gate * block.mlp.fc2(hidden)
+
+
+def naive_layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
         *lines,
         "busiest: work of the busiest rank over the mean. MB sent: by a rank for a micro-batch.",
         "GB peak: of a rank, without the encoders. A bucket_config with one bucket prints more.",
+        *_kernels(plan, *plan.buckets),
     ]
 
 
@@ -130,6 +131,7 @@ def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
     lines += _entry("moved", sharing.moves or switched)
 
     lines += _sent(plan, estimate) + _memory(estimate) + _time(plan, estimate)
+    lines += _kernels(plan, estimate)
     for advice in estimate.advice:
         lines += _entry("try", advice)
     return lines
@@ -201,6 +203,22 @@ def _time(plan: Plan, estimate: BatchEstimate) -> list[str]:
         lines += _entry("", f"{text}, beside the computation")
     if time.is_launch_bound:
         lines += _entry("", "bound by the host, which launches operators: take larger batches")
+    return lines
+
+
+def _kernels(plan: Plan, *estimates: BatchEstimate) -> list[str]:
+    """What computes each kind of attention on the GPU; several batches may differ."""
+    from opensora_sp.planner.attention_kernels import describe_kernels
+
+    found: list[str] = []
+    for estimate in estimates:
+        found += describe_kernels(estimate.attention or {})
+    if not found:
+        return []
+
+    lines = _entry("kernels", f"on {plan.gpu} with {plan.versions}:")
+    for line in dict.fromkeys(found):
+        lines += _entry("", line)
     return lines
 
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 from opensora_sp.checkpoint import check_conversions
 from opensora_sp.data import ClipShape
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
+from opensora_sp.models.kernels import Kernels
 from opensora_sp.models.registry import model_class
 
 from .components import (
@@ -84,8 +85,13 @@ class Common(Strict):
     model: Annotated[dict[str, Any], AfterValidator(_checked_model)]
     """dict(type=..., ...): model class or preset, and its options."""
 
-    compile: Literal["blocks"] | None = None
-    """'blocks' compiles each block with torch.compile; None is eager mode."""
+    compile: Literal["auto", "blocks"] | None = "auto"
+    """'blocks' compiles each block with torch.compile, 'auto' does so on CUDA where Triton is
+    installed; None is eager mode."""
+
+    kernels: Kernels = "auto"
+    """'auto' runs the Triton kernels that this device has verified, 'triton' requires them, 'torch'
+    runs none."""
 
     vae: Annotated[dict[str, Any], AfterValidator(_checked_vae)]
     """dict(type=..., ...): video autoencoder, and its options."""

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from opensora_sp.models.kernels import check_kernels
 from opensora_sp.parallel import check_sp_size
 
 from .findings import raise_together
@@ -23,6 +24,7 @@ def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
         lambda: check_sp_size(cfg.sp_size or world_size, world_size),
         lambda: _check_precision(cfg.precision),
         lambda: _check_optimizer(cfg),
+        lambda: check_kernels(cfg.kernels, "cuda" if torch.cuda.is_available() else "cpu"),
     )
 
 

@@ -1,5 +1,6 @@
 """STDiT models in plain torch, without process groups."""
 
+from . import packed_operator  # noqa: F401 (registers the operator of compiled attention)
 from .compile import compile_blocks
 from .conditioning import Text, sample_numbers
 from .config import STDiT2Config, STDiT3Config, STDiTConfig

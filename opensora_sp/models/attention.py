@@ -4,26 +4,26 @@
 with lengths (cross-attention to texts of different lengths). No mask tensor is ever built, so no
 tensor is quadratic in a length.
 
-It has three backends, chosen by name or by what the tensors allow (``choose_backend``):
+Which kernel computes it is chosen by name or from a table (``attention_table.py``):
 
-* ``flash``: FlashAttention-2 (Dao, 2023) of the flash-attn 2.x package;
-* ``sdpa``: torch's scaled dot product attention and, for packed tokens on CUDA, the kernels below
-  it (``varlen.py``);
+* ``flash``, ``flash3``: FlashAttention-2 (Dao, 2023) of the flash-attn 2.x package, and
+  FlashAttention-3 (Shah et al., 2024) of the flash-attn 3 package;
+* ``cudnn``, ``torch_flash``, ``efficient``: one kernel of torch's scaled dot product attention;
+* ``sdpa``: the one that torch prefers;
 * ``reference``: an explicit softmax in at least float32, a bounded number of scores at a time.
+
+Packed tokens of unequal lengths take the package's varlen function or, on CUDA, torch's kernels
+below its scaled dot product attention (``varlen.py``).
 
 Legend: R rows, L tokens of a row, N packed tokens, H heads, D head width, P pieces of samples.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from itertools import groupby
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,29 +33,39 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from . import varlen
+from .attention_table import (
+    LABELS,
+    NAMES,
+    SAFE_CUDNN,
+    WIDE_HEADS,
+    Choice,
+    Platform,
+    Sequences,
+    choose,
+    flash_obstacle,
+    names_by_kind,
+)
 from .compile import uncompiled
 from .functions import with_zero_gradients
-from .packing import MAX_ROWS, Call, Packing
+from .kernels import attend_short_rows, chosen
+from .kernels.reference.short_rows import attend_short_rows as explicit_softmax
+from .packed_attention import attend_packed, concat
+from .packing import MAX_ROWS, Lengths, Packing
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "flash", "sdpa", "reference")
-NAMES = {"flash": "flash-attn", "sdpa": "torch SDPA", "reference": "explicit softmax"}
+BACKENDS = NAMES
 MAX_SCORES = 2**22  # numbers in one tensor of the reference: 16 MB in float32
 GPUS = ("cuda", "meta")  # on meta tensors the planner traces the calls of a recent GPU
 PROCESSORS = 132  # of such a GPU, an H100 or H200
-DATA_CENTER_GPUS = ((8, 0), (9, 0))  # compute capabilities of A100 and H100
-SAFE_CUDNN = 91501  # older ones are wrong if 128 does not divide a length (pytorch#169849)
-
-Lengths = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The backend for one kind of tensors; ``choose_backend`` resolves a name to it.
+    """A kernel for one kind of tensors; ``choose_backend`` resolves a name to it.
 
     Args:
-        name: "flash", "sdpa" or "reference".
+        name: a name in ``attention_table.KERNELS``.
         processors: multiprocessors of the device. Packed queries are cut into pieces for them.
         deterministic: gradients of queries are summed without atomics
             (``torch.use_deterministic_algorithms``).
@@ -64,6 +74,15 @@ class Backend:
     name: str
     processors: int = 1
     deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The backend of each kind of attention in a batch, or its name."""
+
+    spatial: str | Backend = "auto"
+    temporal: str | Backend = "auto"
+    cross: str | Backend = "auto"
 
 
 def attention(
@@ -82,118 +101,99 @@ def attention(
         lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and
             of k. A query length may be 0; a key length is at least 1. With a ``Packing``, calls
             share what is copied to the device.
-        backend: "auto", "flash", "sdpa" or "reference", or a result of ``choose_backend``.
-            Compiled code passes the latter, since the choice is no part of a graph.
+        backend: one of ``BACKENDS``, or a result of ``choose_backend``. Compiled code passes the
+            latter, since the choice is no part of a graph.
 
     Returns:
         A tensor shaped like ``q``; of packed tokens in the dtype of ``v``.
 
     Raises:
-        ValueError: for an unknown backend, or for "flash" where it cannot run.
+        ValueError: for an unknown backend, or one that cannot run.
     """
     if isinstance(backend, str):
-        backend = choose_backend(backend, q.device, q.dtype, q.shape[-1])
+        length = k.shape[1] if lengths is None else None
+        backend = choose_backend(backend, q.device, q.dtype, q.shape[-1], length=length)
     if lengths is None:
         return _attend_rows(backend, q, k, v)
-    return _attend_packed(backend, q, k, v, lengths)
+    if torch.compiler.is_compiling() and isinstance(lengths, Packing):
+        return _attend_in_graph(backend, q, k, v, lengths)
+    return attend_packed(
+        q,
+        k,
+        v,
+        lengths,
+        attend_rows=partial(_attend_rows, backend),
+        kernel_for=partial(_varlen_kernel, backend),
+        processors=backend.processors,
+    )
 
 
-def check_backend(backend: str) -> None:
-    """Raise ValueError for a name that is none of ``BACKENDS``."""
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"got attention {backend!r}; expected one of {BACKENDS}; choose one of these"
-        )
+def _attend_in_graph(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """Attention of packed samples as one node of a graph, by ``packed_operator.py``."""
+    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    operator = torch.ops.opensora_sp.packed_attention
+    return operator(q, k, v, packing.lengths, backend.name, backend.processors)[0]
 
 
-@uncompiled  # looks up packages and devices, and logs: models resolve it before their blocks
-def choose_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, head_width: int
-) -> Backend:
-    """Resolve the name of a backend for this kind of tensors. Logs the reason, once for each kind.
+def choose_backends(
+    setting: str | Mapping[str, str], sequences: Mapping[str, Sequences], device: torch.device
+) -> Backends:
+    """Resolve what a config sets for each kind of attention of a batch.
+
+    Args:
+        setting: a name for all kinds, or names by kind.
+        sequences: what attends to what, by kind.
 
     Raises:
         ValueError: as ``attention``.
     """
-    return _choose(backend, device, dtype, head_width, torch.are_deterministic_algorithms_enabled())
+    names = names_by_kind(setting)
+    return Backends(**{kind: _resolve(names[kind], sequences[kind], device) for kind in names})
+
+
+def choose_backend(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_width: int,
+    *,
+    length: int | None = None,
+) -> Backend:
+    """Resolve the name of a backend for this kind of tensors; ``length`` of rows, if they are.
+
+    Raises:
+        ValueError: as ``attention``.
+    """
+    sequences = Sequences(dtype, head_width, length=length, packed=length is None)
+    return _resolve(backend, sequences, device)
+
+
+@uncompiled  # looks up packages and devices, and logs: models resolve it before their blocks
+def _resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
+    if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        sequences = replace(sequences, autocast=True)
+    if chosen("short_rows", torch.empty(0, dtype=sequences.dtype, device=device)):
+        sequences = replace(sequences, short_rows=True)
+    return _choose(name, sequences, device, torch.are_deterministic_algorithms_enabled())
 
 
 @cache
-def _choose(
-    backend: str, device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool
-) -> Backend:
-    check_backend(backend)
-    if backend in ("auto", "flash") and device.type == "meta":
-        backend = "sdpa"  # torch's own kernels, which allocate the same
-
-    chosen, reason = backend, "asked for"
-    if backend in ("auto", "flash"):
-        obstacle = _flash_obstacle(device, dtype, head_width, deterministic)
-        if backend == "flash" and obstacle:
-            raise ValueError(
-                f"got attention 'flash', but {obstacle}; expected flash-attn 2.x and fp16 or bf16 "
-                "tensors on a GPU of compute capability 8.0 or more; install it or change the "
-                "precision, or set attention='auto'"
-            )
-        chosen, reason = ("sdpa", obstacle) if obstacle else ("flash", "flash-attn is installed")
-    if chosen == "sdpa" and (obstacle := _sdpa_obstacle(device, dtype, head_width)):
-        chosen, reason = "reference", obstacle
-    logger.info("attention backend: %s (%s)", NAMES[chosen], reason)
+def _choose(name: str, sequences: Sequences, device: torch.device, deterministic: bool) -> Backend:
+    if device.type == "meta" and name in ("flash", "flash3", "cudnn"):
+        name = "auto"  # torch's own kernels, which allocate about the same
+    choice = choose(name, sequences, Platform.of(device, deterministic))
+    _log(sequences.kind, choice)
 
     processors = PROCESSORS if device.type == "meta" else 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Backend(chosen, processors, deterministic)
+    return Backend(choice.kernel, processors, deterministic)
 
 
-def _flash_obstacle(
-    device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool
-) -> str | None:
-    """Why flash-attn cannot take such tensors; None if it can."""
-    if obstacle := _flash_kernels_obstacle(device, dtype, head_width):
-        return obstacle
-    if importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed"
-    from flash_attn import flash_attn_func
-
-    if deterministic and "deterministic" not in inspect.signature(flash_attn_func).parameters:
-        return "this flash-attn has no deterministic backward (2.4.1 and later have)"
-    return None
-
-
-def _flash_kernels_obstacle(
-    device: torch.device, dtype: torch.dtype, head_width: int
-) -> str | None:
-    """Why no kernels of FlashAttention can take such tensors, of flash-attn or torch."""
-    if device.type not in GPUS:
-        return "the tensors are not on a GPU"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"{dtype} is not fp16 or bf16"
-    if head_width > 256:
-        return f"a head is {head_width} wide, over 256"
-    if _is_old(device):
-        return "the GPU's compute capability is below 8.0"
-    return None
-
-
-def _sdpa_obstacle(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
-    """Why torch would build whole matrices of scores for such tensors; None if it would not."""
-    if device.type not in GPUS:
-        return None
-    if dtype == torch.float64:
-        return "torch has no fused kernel for float64 on a GPU"
-    if head_width * dtype.itemsize % 16:
-        return (
-            f"torch's fused kernels take heads in multiples of 16 bytes, not {head_width} x {dtype}"
-        )
-    if dtype == torch.bfloat16 and _is_old(device):
-        return "torch's fused kernels take bf16 from compute capability 8.0 on"
-    return None
-
-
-def _is_old(device: torch.device) -> bool:
-    """Whether a GPU is older than Ampere."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+@cache  # once, however many lengths there are
+def _log(kind: str | None, choice: Choice) -> None:
+    logger.info("%s: %s", LABELS[kind] if kind else "attention backend", choice)
 
 
 def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -204,110 +204,43 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # One key has all the weight. Kernels would fill a tile of 64 or 128 queries for each row.
         return v if q is v else with_zero_gradients(v.expand(q.shape).contiguous(), q, k)
 
-    kernel = _flash_attn("flash_attn_func", backend) if backend.name == "flash" else _sdpa_rows
+    if backend.name == "short_rows":
+        return attend_short_rows(q, k, v)
+
+    kernel = _rows_kernel(backend)
     parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
-    return _concat([kernel(*part) for part in parts])
+    return concat([kernel(*part) for part in parts])
 
 
-@uncompiled  # lengths differ from batch to batch: compiled, each batch would have its own graph
-def _attend_packed(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | Packing
-) -> Tensor:
-    packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
-    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    sums = sum(packing.queries), sum(packing.keys)
-    assert (len(q), len(k)) == sums, "lengths must add up to the tokens"
-
-    kernel = _varlen_kernel(backend, q) if q.numel() else None
-    if kernel is None:
-        return _by_lengths(partial(_attend_rows, backend), q, k, v, packing)
-
-    pieces = packing.pieces(q.shape[1], backend.processors)
-    k, v = pieces.repeat(k), pieces.repeat(v)
-    if pieces.are_equal:
-        rows = q.unflatten(0, (len(pieces.queries), -1))  # [P, L, H, D]
-        return _attend_rows(backend, rows, k, v).flatten(0, 1)
-    return _in_calls(kernel, q, k, v, pieces.calls)
-
-
-def _by_lengths(
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-) -> Tensor:
-    """Samples of equal lengths share a call, wherever they lie."""
-    runs = _runs(packing.queries, packing.keys)
-    q_rows = _rows_of(q, [(run.samples, run.queries) for run in runs])
-    k_rows, v_rows = (_rows_of(z, [(run.samples, run.keys) for run in runs]) for z in (k, v))
-
-    alike = defaultdict(list)
-    for i, run in enumerate(runs):
-        alike[run.queries, run.keys].append(i)
-
-    out: list[Any] = [None] * len(runs)
-    for indices in alike.values():
-        rows = attend(*(_concat([z[i] for i in indices]) for z in (q_rows, k_rows, v_rows)))
-        parts = rows.split([runs[i].samples for i in indices])
-        for i, part in zip(indices, parts, strict=True):
-            out[i] = part.flatten(0, 1)
-    return _concat(out)
-
-
-def _rows_of(z: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    """Packed tokens ``[N, H, D]`` as ``[samples, length, H, D]`` for each of the shapes."""
-    parts = z.split([samples * length for samples, length in shapes])
-    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _concat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Neighbouring samples of equal lengths."""
-
-    samples: int
-    queries: int
-    keys: int
-
-
-@lru_cache(maxsize=64)  # the blocks of a model ask alike, perhaps for thousands of rows
-def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[_Run]:
-    samples = groupby(zip(q_lengths, k_lengths, strict=True))
-    return [_Run(len(list(equal)), *lengths) for lengths, equal in samples]
-
-
-def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
-    """Attention by a kernel for packed tokens, some pieces at a time."""
-    q_parts = q.split([sum(call.queries) for call in calls])
-    k_parts, v_parts = (z.split([sum(call.keys) for call in calls]) for z in (k, v))
-
-    out = []
-    for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
-        longest = max(call.queries), max(call.keys)
-        out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *longest))
-    return _concat(out)
+def _rows_kernel(backend: Backend) -> Callable[..., Tensor]:
+    """The kernel for rows ``[R, L, H, D]``."""
+    if backend.name == "flash":
+        return _flash_attn("flash_attn_func", backend)
+    if backend.name == "flash3":
+        return partial(_flash_attn_3, "flash_attn_func", backend)
+    return partial(_sdpa_rows, backend.name)
 
 
 def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     """A kernel for packed tokens with the arguments of ``varlen.flash``, if there is one."""
     if backend.name == "flash":
         return _flash_attn("flash_attn_varlen_func", backend)
+    if backend.name == "flash3":
+        return partial(_flash_attn_3, "flash_attn_varlen_func", backend)
     if backend.name == "reference" or q.device.type not in GPUS:
         return None
 
-    # FlashAttention-2's backward takes wide heads on data-center GPUs only.
-    head_width = q.shape[-1]
-    takes_width = head_width <= 192 or (
-        q.is_cuda and torch.cuda.get_device_capability(q.device) in DATA_CENTER_GPUS
-    )
-    if takes_width and not _flash_kernels_obstacle(q.device, q.dtype, head_width):
+    if backend.name != "efficient" and _flash_takes(q):
         return varlen.flash if varlen.available("_flash_attention_forward") else None
     return varlen.efficient if varlen.available("_efficient_attention_forward") else None
+
+
+def _flash_takes(q: Tensor) -> bool:
+    """Whether torch's FlashAttention-2 takes such queries, which autocast may have cast."""
+    platform = Platform.of(q.device, deterministic=False)
+    if q.shape[-1] > 192 and platform.capability not in WIDE_HEADS:
+        return False
+    return flash_obstacle(Sequences(q.dtype, q.shape[-1]), platform) is None
 
 
 def _flash_attn(function: str, backend: Backend) -> Callable[..., Tensor]:
@@ -318,21 +251,35 @@ def _flash_attn(function: str, backend: Backend) -> Callable[..., Tensor]:
     return partial(getattr(flash_attn, function), **options)
 
 
-def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+@uncompiled  # its first builds have no operators that can be traced
+def _flash_attn_3(
+    function: str, backend: Backend, q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int
+) -> Tensor:
+    import flash_attn_interface
+
+    # Pieces of queries share their keys in memory (packing.py); its TMA copies need real strides.
+    k, v = (z if z.stride(0) else z.contiguous() for z in (k, v))
+    attend = getattr(flash_attn_interface, function)
+    out = attend(q, k, v, *lengths, deterministic=backend.deterministic)
+    # Builds until August 2025 return the logarithms of the softmax's sums as well.
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _sdpa_rows(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # [R, H, L, D]
     if q.is_cuda:
-        out = _pinned_sdpa(q, k, v)
+        out = _pinned_sdpa(name, q, k, v)
     elif q.is_meta:
-        out = _traced_sdpa(q, k, v)
+        out = _traced_sdpa(name, q, k, v)
     else:
         out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)
 
 
-def _traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _traced_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
     aten = torch.ops.aten
-    if q.dtype in (torch.float16, torch.bfloat16):
+    if name != "efficient" and q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention(q, k, v)[0]
     keep_sums = torch.is_grad_enabled()
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep_sums)[0]
@@ -340,18 +287,25 @@ def _traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 # One node of the graph: torch 2.5 cannot trace the context manager, which acts while it is lowered.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _pinned_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(_sdpa_backends()):
+def _pinned_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # torch takes the next one where cuDNN refuses a call.
+    options: dict[str, Any] = {"set_priority": True} if name == "cudnn" else {}
+    with sdpa_kernel(_sdpa_backends(name), **options):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-def _sdpa_backends() -> list[SDPBackend]:
+def _sdpa_backends(name: str) -> list[SDPBackend]:
     """Those that are correct, build no matrix of scores and, where asked for, are deterministic."""
-    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    if torch.are_deterministic_algorithms_enabled():
-        return fused
+    flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+    if name == "torch_flash":
+        return [flash]
+    if name == "efficient":
+        return [efficient]
+
     cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
-    return [*fused, SDPBackend.CUDNN_ATTENTION] if cudnn_is_safe else fused
+    if torch.are_deterministic_algorithms_enabled() or not cudnn_is_safe:
+        return [flash, efficient]
+    return [SDPBackend.CUDNN_ATTENTION, flash, efficient]
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -359,20 +313,14 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     _, num_queries, num_heads, _ = q.shape
     of_query = num_heads * k.shape[1]
     if len(q) * num_queries * of_query <= MAX_SCORES:
-        return _softmax(q, k, v)
+        return explicit_softmax(q, k, v)
 
     # The gradients of all chunks of queries are added to keys and values: not in 16 bits.
     k, v = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (k, v))
     rows, queries = max(1, MAX_SCORES // (num_queries * of_query)), max(1, MAX_SCORES // of_query)
-    attend = partial(checkpoint, _softmax, use_reentrant=False, preserve_rng_state=False)
+    attend = partial(checkpoint, explicit_softmax, use_reentrant=False, preserve_rng_state=False)
     out = []
     for q_rows, k_rows, v_rows in zip(*(z.split(rows) for z in (q, k, v)), strict=True):
         parts = [attend(part, k_rows, v_rows) for part in q_rows.split(queries, dim=1)]
         out.append(torch.cat(parts, dim=1))
     return torch.cat(out)
-
-
-def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("rqhd,rkhd->rhqk", q.to(wide) * q.shape[-1] ** -0.5, k.to(wide))
-    return torch.einsum("rhqk,rkhd->rqhd", scores.softmax(dim=-1), v.to(wide)).to(q.dtype)

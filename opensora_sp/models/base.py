@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from opensora_sp.transfer import to_device
 
-from .attention import choose_backend
+from .attention import choose_backends
 from .blocks import ModulatedBlock
 from .compile import run_compiled
 from .conditioning import Condition, Text
@@ -157,7 +157,7 @@ class ConditionedModel(nn.Module):
         *,
         trained_at: int = 1,
     ) -> PatchGrid:
-        """The patches of latents ``x``, with the attention backend resolved for this forward.
+        """The patches of latents ``x``, with the attention backends resolved for this forward.
 
         The scale of positions is the side of a square with the area of the first sample in pixels,
         as released, over ``trained_at``. With a mask each sample has its own; without pixels it
@@ -174,14 +174,11 @@ class ConditionedModel(nn.Module):
             mask = VideoMask.of(video_mask, self.config.patch_size, x.device)
 
         config, (frames, lines, columns) = self.config, x.shape[2:]
-        head_width = config.hidden_size // config.num_heads
-        return config.grid(
-            num_samples,
-            (frames, lines, columns),
-            mask=mask,
-            scale=scale if mask else scale[0],
-            attention=choose_backend(config.attention, x.device, self.dtype, head_width),
+        grid = config.grid(
+            num_samples, (frames, lines, columns), mask=mask, scale=scale if mask else scale[0]
         )
+        sequences = config.sequences(grid, self.dtype)
+        return replace(grid, attention=choose_backends(config.attention, sequences, x.device))
 
     def patchify(self, x: Tensor, rows: Rows) -> Tensor:
         """The patches of the local rows, ``[R, L, V * c]``; zero outside of the clips."""

@@ -17,11 +17,12 @@ V patch volume, m modulation states of a sample, b samples of n rows (``Rows.exp
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from . import kernels
 from .conditioning import Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
 from .hook_points import Tokenwise
@@ -31,24 +32,6 @@ from .recompute import EVERYTHING
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
 ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
 GATE = 2  # of the attention
-
-# Without weights of its own: the modulation scales and shifts.
-LayerNorm = partial(nn.LayerNorm, eps=1e-6, elementwise_affine=False)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``x * (1 + scale) + shift`` of tokens ``[R, L, C]``, with ``[b, 1 or n, 1 or L, C]`` each."""
-    return torch.addcmul(shift, _by_sample(x, shift), 1 + scale).flatten(0, 1)
-
-
-def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
-    """``x + gate * branch`` of tokens ``[R, L, C]``, with a gate ``[b, 1 or n, 1 or L, C]``."""
-    return torch.addcmul(_by_sample(x, gate), gate, _by_sample(branch, gate)).flatten(0, 1)
-
-
-def _by_sample(x: Tensor, entry: Tensor) -> Tensor:
-    """Tokens ``[R, L, C]`` as ``[b, n, L, C]``, against which an entry is broadcast."""
-    return x.unflatten(0, (len(entry), len(x) // len(entry)))
 
 
 class ModulatedBlock(nn.Module):
@@ -71,10 +54,8 @@ class ModulatedBlock(nn.Module):
     ) -> None:
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
-        self.norm1 = LayerNorm(width)
         self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame)
         self.cross_attn = CrossAttention(width, heads)
-        self.norm2 = LayerNorm(width)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.tokenwise = Tokenwise()
@@ -83,8 +64,9 @@ class ModulatedBlock(nn.Module):
         """Self-attention within a row: modulate, attend, gate."""
         table = self.scale_shift_table[:MLP]
         shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
-        modulated = modulate(self.norm1(x), shift, scale)
-        return add_gated(x, gate, self.attn(modulated, condition.rows, condition.rotation))
+        x, modulated = kernels.norm_modulate(x, shift, scale)
+        branch = self.attn(modulated, condition.rows, *condition.of_rows)
+        return kernels.add_gated(x, gate, branch)
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
@@ -93,18 +75,23 @@ class ModulatedBlock(nn.Module):
             condition.text,
             condition.packing,
             order=condition.order,
-            keys_values=condition.keys_values.get(self.cross_attn),
-            backend=condition.rows.grid.attention,
+            keys_values=condition.keys_values_of(self.cross_attn),
+            backend=condition.rows.grid.attention.cross,
         )
 
-    def feed_forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
-        """The MLP: modulate, project, gate. ``tokenwise`` may run it in chunks of rows."""
+    def feed_forward(
+        self, x: Tensor, attended: Tensor, condition: Condition, branch_scale: Tensor | None
+    ) -> Tensor:
+        """Add what the text contributes, then the MLP. ``tokenwise`` may run it in chunks."""
         entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
-        return self.tokenwise(self.add_mlp, condition.rows, x, *entries)
+        return self.tokenwise(self.add_mlp, condition.rows, (x, attended), entries)
 
-    def add_mlp(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        """The MLP branch with its entries of the modulation."""
-        return add_gated(x, gate, self.mlp(modulate(self.norm2(x), shift, scale)))
+    def add_mlp(
+        self, x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, gate: Tensor
+    ) -> Tensor:
+        """Add the branch before it, then the MLP branch: modulate, project, gate."""
+        x, modulated = kernels.add_norm_modulate(x, branch, shift, scale)
+        return kernels.add_gated(x, gate, self.mlp(modulated))
 
 
 class STDiT3Block(ModulatedBlock):
@@ -118,8 +105,8 @@ class STDiT3Block(ModulatedBlock):
     def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
         x = self.attend_row(x, condition, branch_scale)
-        x = x + self.attend_text(x, condition)
-        return self.feed_forward(x, condition, branch_scale)
+        attended = self.attend_text(x, condition)
+        return self.feed_forward(x, attended, condition, branch_scale)
 
 
 class STDiTBlock(ModulatedBlock):
@@ -149,10 +136,11 @@ class STDiTBlock(ModulatedBlock):
         table = self.scale_shift_table[GATE:MLP]
         (gate,) = condition.entries(table, GATE, branch_scale, ignore_frames=True)
         with_positions = x if positions is None else x + positions
-        x = add_gated(x, gate, self.attn_temp(with_positions, condition.rows))
+        branch = self.attn_temp(with_positions, condition.rows, *condition.of_rows)
+        x = kernels.add_gated(x, gate, branch)
 
-        x = x + self.attend_text(x, condition)
-        return self.feed_forward(x, condition, branch_scale)
+        attended = self.attend_text(x, condition)
+        return self.feed_forward(x, attended, condition, branch_scale)
 
 
 class STDiT2Block(ModulatedBlock):
@@ -166,7 +154,6 @@ class STDiT2Block(ModulatedBlock):
     def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
         super().__init__(config, qk_norm=config.qk_norm, in_frame=True)
         width, heads = config.hidden_size, config.num_heads
-        self.norm_temp = LayerNorm(width)
         self.attn_temp = SelfAttention(
             width, heads, qk_norm=config.qk_norm, rope=rope, norm_last=config.qk_norm_legacy
         )
@@ -176,11 +163,12 @@ class STDiT2Block(ModulatedBlock):
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``."""
         table = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(table, TEMPORAL_ATTENTION, branch_scale)
-        modulated = modulate(self.norm_temp(x), shift, scale)
-        x = add_gated(x, gate, self.attn_temp(modulated, condition.rows, condition.rotation))
+        x, modulated = kernels.norm_modulate(x, shift, scale)
+        branch = self.attn_temp(modulated, condition.rows, *condition.of_rows)
+        x = kernels.add_gated(x, gate, branch)
 
-        x = x + self.attend_text(x, condition)
-        return self.feed_forward(x, condition, branch_scale)
+        attended = self.attend_text(x, condition)
+        return self.feed_forward(x, attended, condition, branch_scale)
 
 
 class FinalLayer(nn.Module):
@@ -189,7 +177,6 @@ class FinalLayer(nn.Module):
     def __init__(self, config: SharedConfig) -> None:
         super().__init__()
         width = config.hidden_size
-        self.norm_final = LayerNorm(width)
         self.linear = nn.Linear(width, math.prod(config.patch_size) * config.out_channels)
         self.scale_shift_table = nn.Parameter(torch.randn(2, width) / width**0.5)
         self.legacy = config.legacy_final_layer
@@ -198,12 +185,18 @@ class FinalLayer(nn.Module):
         """Rows ``[R, L, C]`` and timestep embeddings ``[B, m, C]`` -> ``[R, L, V * C_out]``."""
         table = self.scale_shift_table + t[:, :, None]  # [B, m, 2, C]
         if condition.frames is None or not self.legacy:
-            return self.linear(modulate(self.norm_final(x), *condition.per_token(table)))
+            return self.linear(_modulated(x, condition.per_token(table)))
 
         # As released: all frames are modulated by the timestep of their sample, and conditioning
         # frames after that once more, by timestep 0.
-        once = modulate(self.norm_final(x), *condition.per_token(table, ignore_frames=True))
-        twice = modulate(self.norm_final(once), *condition.per_token(table))
+        once = _modulated(x, condition.per_token(table, ignore_frames=True))
+        twice = _modulated(once, condition.per_token(table))
         frames = condition.rows.expand_to_rows(condition.frames)  # [b, 1 or n, 1 or L, 1]
-        chosen = torch.where(frames, _by_sample(twice, frames), _by_sample(once, frames))
+        by_sample = len(frames), len(x) // len(frames)
+        chosen = torch.where(frames, twice.unflatten(0, by_sample), once.unflatten(0, by_sample))
         return self.linear(chosen.flatten(0, 1))
+
+
+def _modulated(x: Tensor, entries: Sequence[Tensor]) -> Tensor:
+    _, modulated = kernels.norm_modulate(x, *entries)
+    return modulated

@@ -22,6 +22,7 @@ from opensora_sp.transfer import to_device
 
 from .layers import RotaryEmbedding
 from .packing import Packing
+from .token_groups import Groups
 from .token_layout import SPATIAL, Rows
 
 IMAGE_FPS = 120.0
@@ -92,6 +93,8 @@ class Condition:
         order: int64 ``[R * L]``, the tokens in the order of ``packing``, if they do not lie in it.
         keys_values: see ``Text``.
         rotation: by which a rotary embedding rotates queries and keys of self-attention.
+        groups: tokens that attend to each other, if the local rows attend here.
+        own_keys_values: those of the block that runs, if looked up ahead.
     """
 
     rows: Rows
@@ -103,6 +106,19 @@ class Condition:
     order: Tensor | None
     keys_values: Mapping[nn.Module, Tensor]
     rotation: Tensor | None
+    groups: Groups | None
+    own_keys_values: Tensor | None = None
+
+    def keys_values_of(self, layer: nn.Module) -> Tensor | None:
+        """Keys and values of the text for a cross-attention, if precomputed."""
+        if self.own_keys_values is not None:
+            return self.own_keys_values
+        return self.keys_values.get(layer)
+
+    @property
+    def of_rows(self) -> tuple[Tensor | None, Groups | None]:
+        """What a self-attention takes beside the rows."""
+        return self.rotation, self.groups
 
     def per_token(self, table: Tensor, *, ignore_frames: bool = False) -> tuple[Tensor, ...]:
         """A table ``[B, m, k, C]`` for the local tokens: k tensors ``[b, 1 or n, 1 or L, C]``.
@@ -202,6 +218,7 @@ class Conditioning:
             order=order,
             keys_values=text.keys_values,
             rotation=rotation,
+            groups=rows.own_groups,
         )
 
 

@@ -5,11 +5,13 @@ The names are those of the public checkpoints' ``config.json``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from .attention import check_backend
-from .token_layout import PatchGrid
+import torch
+
+from .attention_table import Sequences, names_by_kind
+from .token_layout import SPATIAL, TEMPORAL, PatchGrid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,9 @@ class SharedConfig:
     ``legacy_final_layer`` keeps the final layer of the released models, which modulates
     conditioning frames twice. With ``full_attention`` all tokens of a clip attend to each other in
     every self-attention, as in Open-Sora-Plan 1.2.
-    ``attention`` is the backend, one of ``attention.BACKENDS``. It is no property of the weights.
+    ``attention`` names the kernel, one of ``attention_table.NAMES``, or a kernel for each kind:
+    ``dict(spatial=..., temporal=..., cross=...)``, "auto" for those left out. It is no property of
+    the weights.
 
     Raises:
         ValueError: if a value is out of range or does not fit another one.
@@ -43,7 +47,7 @@ class SharedConfig:
     drop_path: float = 0.0
     legacy_final_layer: bool = True
     full_attention: bool = False
-    attention: str = "auto"
+    attention: str | dict[str, str] = field(default="auto", hash=False)
 
     @property
     def num_blocks(self) -> int:
@@ -55,7 +59,7 @@ class SharedConfig:
         self._check_positive("caption_channels", "model_max_length")
         self._check_rate("class_dropout_prob")
         self._check_rate("drop_path")
-        check_backend(self.attention)
+        names_by_kind(self.attention)
 
         self._make_tuple("patch_size")
         if len(self.patch_size) != 3 or min(self.patch_size) < 1:
@@ -84,6 +88,18 @@ class SharedConfig:
         return PatchGrid(
             num_samples, latent_size, self.patch_size, self.window, self.full_attention, **more
         )
+
+    def sequences(self, grid: PatchGrid, dtype: torch.dtype) -> dict[str, Sequences]:
+        """What attends to what in a batch, by kind of attention."""
+        head_width = self.hidden_size // self.num_heads
+        found = {}
+        for layout in (SPATIAL, TEMPORAL):
+            rows = grid.rows(layout)
+            found[layout] = Sequences(
+                dtype, head_width, layout, rows.longest_sequence, packed=not rows.are_sequences
+            )
+        text = Sequences(dtype, head_width, "cross", self.model_max_length, packed=True)
+        return found | {"cross": text}
 
     def _check_width(self) -> None:
         hidden, heads = self.hidden_size, self.num_heads

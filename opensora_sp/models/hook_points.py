@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import attention
-from .compile import uncompiled
+from .attention import Backend, attention
 from .recompute import Recompute
 from .take import take
+from .token_groups import Groups
 from .token_layout import SPATIAL, PatchGrid, Rows, unpatchify
 
 
@@ -64,24 +64,30 @@ class Switch(Point):
 class Attend(Point):
     """Where tokens attend to each other: those of a row, a window or a clip.
 
-    q, k and v are ``[R, L, H, D]``. ``units`` are the numbers of the rows, windows or clips that
-    the tokens make up, where these are not just those of the local rows (``Rows.groups``). Tokens
-    outside of their clip get zero.
+    ``kind`` of the attention, spatial or temporal, chooses the backend.
+    q, k and v are ``[R, L, H, D]``. ``groups`` are those of the rows, if found ahead. ``units`` are
+    the numbers of the rows, windows or clips that the tokens make up, where these are not just
+    those of the local rows (``Rows.groups``). Tokens outside of their clip get zero.
     """
 
-    def local(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None = None
-    ) -> Tensor:
-        if rows.are_sequences:
-            return attention(q, k, v, backend=rows.grid.attention)
-        return self._attend_in_groups(q, k, v, rows, units)
+    def __init__(self, kind: str = SPATIAL) -> None:
+        super().__init__()
+        self.kind = kind
 
-    @uncompiled  # groups differ from batch to batch, as the lengths of packed attention do
-    def _attend_in_groups(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, units: Sequence[int] | None
+    def local(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        groups: Groups | None = None,
+        *,
+        units: Sequence[int] | None = None,
     ) -> Tensor:
-        groups, backend = rows.groups(units), rows.grid.attention
+        backend = self._backend(rows)
         if groups is None:
+            groups = rows.groups(units)
+        if groups.are_rows:
             return attention(q, k, v, backend=backend)
 
         shape, index = v.shape, groups.index
@@ -90,12 +96,16 @@ class Attend(Point):
             outside = torch.zeros_like(v)
             q, k, v = (take(z, index) for z in (q, k, v))
 
-        if groups.lengths:
+        if len(q) > 0:  # a comparison, which no graph fixes to a number
             out = attention(q, k, v, lengths=groups.packing, backend=backend)
         else:
             # Without a token here, all three get a gradient, as on ranks that hold tokens.
             out = (q + k + v).to(v.dtype)
         return (out if index is None else outside.index_copy(0, index, out)).view(shape)
+
+    def _backend(self, rows: Rows) -> str | Backend:
+        backends = rows.grid.attention
+        return backends.spatial if self.kind == SPATIAL else backends.temporal
 
 
 class Segment(Point):
@@ -121,14 +131,18 @@ class Segment(Point):
 class Tokenwise(Point):
     """Where a block ends with work on single tokens, so that chunks of rows can be finished alone.
 
-    ``function`` takes tokens ``[R, L, C]`` and ``entries`` of a modulation,
+    ``function`` takes ``tokens``, ``[R, L, C]`` each, and ``entries`` of a modulation,
     ``[b, 1 or n, 1 or L, C]`` with b * n = R.
     """
 
     def local(
-        self, function: Callable[..., Tensor], rows: Rows, x: Tensor, *entries: Tensor
+        self,
+        function: Callable[..., Tensor],
+        rows: Rows,
+        tokens: Sequence[Tensor],
+        entries: Sequence[Tensor],
     ) -> Tensor:
-        return function(x, *entries)
+        return function(*tokens, *entries)
 
 
 class Gather(Point):

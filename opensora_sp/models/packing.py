@@ -22,6 +22,8 @@ TILE = 128  # queries and keys that a block of threads works on at a time
 PIECE = 1024  # queries of a sample that a piece has at most
 MAX_ROWS = 65_535  # kernels count rows or pieces along an axis of CUDA's grid that ends here
 
+Lengths = tuple[Sequence[int], Sequence[int]]  # queries and keys of each sample
+
 
 class Packing:
     """The numbers of queries and keys of each sample, host integers."""
@@ -30,6 +32,11 @@ class Packing:
         assert len(queries) == len(keys), (len(queries), len(keys))
         self.queries, self.keys = tuple(queries), tuple(keys)
         self._pieces: dict[tuple[int, int], Pieces] = {}
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Both on the CPU, int64 ``[2, samples]``: so they reach the operator of a graph."""
+        return torch.tensor([self.queries, self.keys])
 
     def pieces(self, heads: int, processors: int) -> Pieces:
         """The queries cut into pieces, for a device of that many multiprocessors."""
@@ -60,6 +67,11 @@ class Call:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     _edges: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Queries and keys of the longest piece."""
+        return max(self.queries), max(self.keys)
 
     def edges(self, device: torch.device) -> tuple[Tensor, ...]:
         """Where queries and where keys of each piece begin, and the end: int32 ``[P + 1]`` each."""
@@ -112,6 +124,24 @@ class Pieces:
                 parts += own.expand(pieces, *own.shape).unbind()
             z = torch.cat(parts)
         return z.unflatten(0, (len(self.keys), -1)) if self.are_equal else z
+
+    def add_repeated(self, z: Tensor) -> Tensor:
+        """The adjoint of ``repeat``: packed gradients of repeated keys or values, ``[N, H, D]``.
+
+        Those of a sample's pieces are added with one rounding.
+        """
+        if all(pieces == 1 for _, pieces in self.samples):
+            return z
+
+        if len(set(self.samples)) == 1:
+            keys, pieces = self.samples[0]
+            return z.unflatten(0, (-1, pieces, keys)).sum(1).flatten(0, 1)
+
+        parts = z.split([keys * pieces for keys, pieces in self.samples])
+        samples = zip(parts, self.samples, strict=True)
+        return torch.cat(
+            [part.unflatten(0, (pieces, keys)).sum(0) for part, (keys, pieces) in samples]
+        )
 
 
 def _cut(queries: int, keys: int, wanted: int) -> list[int]:

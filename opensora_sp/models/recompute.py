@@ -44,7 +44,7 @@ OFFLOADED = -1
 """The level at which the input, too, is kept on the host."""
 
 PRODUCTS = ("aten::mm", "aten::addmm")
-ATTENTIONS = ("scaled_dot_product", "attention_forward", "flash_attn")
+ATTENTIONS = ("scaled_dot_product", "attention_forward", "flash_attn", "short_rows")
 
 
 def levels_of(setting: bool | int | str | Sequence[int], num_blocks: int) -> list[int]:

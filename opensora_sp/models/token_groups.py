@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -94,25 +94,41 @@ class VideoMask:
 class Groups:
     """Groups of tokens, next to each other in their order, that attend to each other.
 
-    ``lengths`` are the tokens of each group. With an ``index``, int64, the tokens are those at
-    these places, and the others take no part.
+    ``packing`` has the tokens of each group. With an ``index``, int64, the tokens are those at
+    these places, and the others take no part. ``are_rows``: each row attends to itself, all of it.
     """
 
-    lengths: Sequence[int]
+    # Not as a list: compiled code would be compiled again for each number of groups.
+    packing: Packing
     index: Tensor | None = None
+    are_rows: bool = False
 
-    @cached_property
-    def packing(self) -> Packing:
-        """The lengths for attention; made once, for all blocks."""
-        return Packing(self.lengths, self.lengths)
+    @classmethod
+    def of(cls, lengths: Sequence[int], index: Tensor | None = None) -> Groups:
+        """Groups of these numbers of tokens."""
+        return cls(Packing(lengths, lengths), index)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The tokens of each group."""
+        return self.packing.queries
 
 
-def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
+ROWS = Groups(Packing([], []), are_rows=True)
+
+
+def holds_whole_units(rows: Rows) -> bool:
+    """Whether rows begin and end with a unit (``group_tokens``), so that they attend alone."""
+    starts = _unit_starts(rows)
+    return all(edge % rows.per_sample in starts for edge in (rows.start, rows.stop))
+
+
+def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups:
     """See ``Rows.groups``."""
     grid, starts = rows.grid, _unit_starts(rows)
     are_rows = len(starts) == rows.per_sample
     if grid.mask is None and are_rows:
-        return None
+        return ROWS
 
     def first_row(unit: int) -> int:
         sample, number = divmod(unit, len(starts))
@@ -127,7 +143,7 @@ def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
         ends = first_row(units.start), first_row(units.stop)
         assert ends == (rows.start, rows.stop), "local rows begin and end with a unit"
     if grid.mask is None or not units:
-        return Groups([(first_row(unit + 1) - first_row(unit)) * rows.length for unit in units])
+        return Groups.of([(first_row(unit + 1) - first_row(unit)) * rows.length for unit in units])
 
     # Which tokens of the units, from the first to the last, are inside of their clip.
     first, last = min(units), max(units) + 1
@@ -138,14 +154,14 @@ def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups | None:
     edges = [(first_row(unit) - start) * rows.length for unit in range(first, last + 1)]
     counts = F.pad(inside.cumsum(0), (1, 0))[edges].diff().tolist()
     if are_rows and sum(counts) == len(inside):
-        return None
+        return ROWS
 
     # The units as they are passed: in another order, perhaps more than once.
     if not isinstance(units, range):
         inside = torch.cat([inside[edges[i] : edges[i + 1]] for i in (u - first for u in units)])
     index = to_device(inside.nonzero().flatten(), grid.mask.positions.device)
     lengths = [counts[unit - first] for unit in units]
-    return Groups([length for length in lengths if length], index)
+    return Groups.of([length for length in lengths if length], index)
 
 
 def _unit_starts(rows: Rows) -> Sequence[int]:

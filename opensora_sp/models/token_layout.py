@@ -42,10 +42,18 @@ from torch import Tensor
 
 from opensora_sp.transfer import to_device
 
-from .attention import Backend
+from .attention import Backends
 from .compile import uncompiled
 from .take import take
-from .token_groups import Groups, VideoMask, Windows, group_tokens, windows_of
+from .token_groups import (
+    ROWS,
+    Groups,
+    VideoMask,
+    Windows,
+    group_tokens,
+    holds_whole_units,
+    windows_of,
+)
 
 SPATIAL = "spatial"
 TEMPORAL = "temporal"
@@ -75,7 +83,7 @@ class PatchGrid:
         full: all tokens of a sample attend to each other.
         mask: the positions inside of each clip, where clips of different sizes share the batch.
         scale: what positions are divided by, ``[]`` or, with a mask, ``[B]``.
-        attention: the attention backend of the batch; models resolve it before their blocks.
+        attention: the attention backends of the batch; models resolve them before their blocks.
     """
 
     num_samples: int
@@ -85,7 +93,7 @@ class PatchGrid:
     full: bool = False
     mask: VideoMask | None = field(default=None, compare=False)
     scale: Tensor | None = field(default=None, compare=False)
-    attention: str | Backend = field(default="auto", compare=False)
+    attention: Backends = field(default=Backends(), compare=False)
     _cache: _Cache = field(default_factory=_Cache, compare=False, repr=False)  # see ``cached``
 
     @property
@@ -262,19 +270,34 @@ class Rows:
         in_windows = self.layout == TEMPORAL and self.grid.kernel is not None
         return self.grid.mask is None and not in_windows and not self.grid.full
 
-    def groups(self, units: Sequence[int] | None = None) -> Groups | None:
-        """The tokens that attend to each other; None if each row attends to itself.
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that attend to each other, at most: of a row, window or sample."""
+        grid = self.grid
+        if grid.full:
+            return grid.frames * grid.patches_per_frame
+        if self.layout == TEMPORAL and grid.windows is not None:
+            return grid.frames * max(grid.windows.sizes)
+        return self.length
 
-        Made once for a batch.
+    def groups(self, units: Sequence[int] | None = None) -> Groups:
+        """The tokens that attend to each other, made once for a batch.
 
         Args:
             units: numbers of the frames, patches, windows or samples that the tokens make up, in
                 their order and counted sample by sample; None for those of the local rows.
         """
-        if self.are_sequences:
-            return None
+        return ROWS if self.are_sequences else self._groups(units)
+
+    @uncompiled  # inside of a graph, the cache would be guarded
+    def _groups(self, units: Sequence[int] | None) -> Groups:
         key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
         return self.grid.cached(key, lambda: group_tokens(self, units))
+
+    @property
+    def own_groups(self) -> Groups | None:
+        """``groups()`` of the local rows; None if parts of these attend elsewhere."""
+        return self.groups() if self.are_sequences or holds_whole_units(self) else None
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.

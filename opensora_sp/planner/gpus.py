@@ -23,6 +23,7 @@ class Gpu:
         launch: seconds in which the host queues an operator.
         to_host: bytes per second between its memory and pinned memory of the host, each way.
         links: bandwidth and latency of an all-to-all among the GPUs of a node.
+        capability: compute capability.
     """
 
     peak: float
@@ -35,6 +36,7 @@ class Gpu:
     launch: float
     to_host: float
     links: CostModel
+    capability: tuple[int, int] = (9, 0)
 
 
 # 90 % of what was measured on one H200: 790 TFLOP/s in bf16 products and 4.3 TB/s in copies.

@@ -13,6 +13,8 @@ from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
+from opensora_sp.models.attention_table import Platform
+from opensora_sp.models.compile import compiles_blocks
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -24,6 +26,7 @@ from opensora_sp.parallel.strategies import (
     with_chunks,
 )
 
+from .attention_kernels import Kernels, attention_kernels
 from .checkpointing import (
     COMPILED_LEVELS,
     LEVELS,
@@ -86,8 +89,8 @@ class BatchEstimate:
 
     ``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by
     strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves.
-    ``time`` is predicted for training in 16 bits on a GPU that was named. Among several buckets
-    there is neither a comparison nor advice.
+    ``time`` is predicted for training in 16 bits on a GPU that was named, ``attention`` are the
+    kernels on that GPU. Among several buckets there is neither a comparison nor advice.
     """
 
     bucket: BatchSpec
@@ -98,6 +101,7 @@ class BatchEstimate:
     compared: dict[str, Traffic]
     memory: Memory
     time: StepTime | None
+    attention: Kernels | None
     advice: list[str]
 
 
@@ -105,7 +109,8 @@ class BatchEstimate:
 class Plan:
     """The plan of a run.
 
-    ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes.
+    ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes;
+    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here.
     """
 
     purpose: str
@@ -120,6 +125,7 @@ class Plan:
     spans_nodes: bool | None
     memory_gb: float | None
     gpu: str | None
+    versions: str | None
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,6 +200,7 @@ def plan(
         spans_nodes=None if gpus_per_node is None else run.spans_nodes,
         memory_gb=memory_gb,
         gpu=gpu,
+        versions=run.platform.describe() if run.platform else None,
         buckets=[run.estimate(bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
 
@@ -251,7 +258,7 @@ class _Run:
         self.training = isinstance(cfg, TrainConfig)
         self.checkpointing: bool | int | Literal["auto", "offload"] = False
         self.micro_batches, self.guides = 1, False
-        self.compiles = getattr(cfg, "compile", None) == "blocks"
+        self.compiles = compiles_blocks(cfg.compile, device)
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
             replicas = num_gpus // self.ranks
@@ -291,8 +298,24 @@ class _Run:
             compared=compared,
             memory=memory,
             time=self.time(latents, memory.levels),
+            attention=self.attention(latents),
             advice=advice,
         )
+
+    @cached_property
+    def platform(self) -> Platform | None:
+        """The GPU that was named, with the packages of this environment."""
+        if self.gpu is None:
+            return None
+        deterministic = getattr(self.cfg, "deterministic", False)
+        return Platform.with_installed(self.gpu.capability, deterministic)
+
+    def attention(self, latents: tuple[int, ...]) -> Kernels | None:
+        """The kernels of attention on the GPU that was named."""
+        if self.platform is None:
+            return None
+        triton = self.cfg.kernels != "torch"
+        return attention_kernels(self.config, latents, self.dtype, self.platform, triton=triton)
 
     def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
         """Shape of the model's input ``[B, c, frames, height, width]``, doubled for guidance."""

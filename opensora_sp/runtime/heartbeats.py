@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from opensora_sp.polling import wait_until
 
+from .bounded_store import BoundedStore
 from .processes import is_alive, machine_id
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
@@ -40,7 +41,9 @@ class Heartbeat:
 
 
 class HeartbeatStore:
-    """A ``TCPStore`` beside that of the process group. A lost connection raises RuntimeError.
+    """A ``TCPStore`` beside that of the process group.
+
+    All methods raise RuntimeError if the connection is lost, or if rank 0 does not answer in time.
 
     Attributes:
         peers: processes of the other ranks on this host, which can be watched directly.
@@ -52,8 +55,13 @@ class HeartbeatStore:
         self._store: Any = None
         self._acknowledged = False
 
-    def open(self, timeout: float) -> None:
-        """Rank 0 hosts the store, all others connect to it. Collective."""
+    def open(self, timeout: float, answer_timeout: float) -> None:
+        """Rank 0 hosts the store, all others connect to it. Collective.
+
+        Args:
+            timeout: seconds to connect.
+            answer_timeout: seconds after which a store that does not answer is lost.
+        """
         machine = machine_id()
         ranks: list[Any] = [None] * self._world_size
         dist.all_gather_object(ranks, (machine, os.getpid()))
@@ -67,14 +75,15 @@ class HeartbeatStore:
         options: dict[str, Any] = dict(timeout=timedelta(seconds=timeout), wait_for_workers=False)
         port = [0]
         if self._rank == 0:
-            self._store = dist.TCPStore(address, 0, is_master=True, **options)
-            self._store.set("failure", "")
-            self._store.set("stop", "")
-            port = [self._store.port]
+            store = dist.TCPStore(address, 0, is_master=True, **options)
+            store.set("failure", "")
+            store.set("stop", "")
+            port = [store.port]
 
         dist.broadcast_object_list(port, src=0)
         if self._rank:
-            self._store = dist.TCPStore(address, port[0], is_master=False, **options)
+            store = dist.TCPStore(address, port[0], is_master=False, **options)
+        self._store = BoundedStore(store, answer_timeout)
 
     def close(self) -> None:
         self._store = None

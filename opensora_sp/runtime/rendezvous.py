@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from opensora_sp.polling import wait_until
 
+from .bounded_store import BoundedStore
 from .environment import Launch
 from .host_checks import check_devices, check_machine
 from .rank_info import RankInfo, find_conflict, find_differences, format_ranks
@@ -72,7 +73,7 @@ def raise_on_all_ranks() -> Iterator[None]:
         raise
 
 
-def join_rendezvous(settings: Mapping[str, Any] | None = None) -> dist.Store | None:
+def join_rendezvous(settings: Mapping[str, Any] | None = None) -> BoundedStore | None:
     """Wait until all ranks have joined; returns the store, to keep until they have joined a group.
 
     Does nothing and returns None for a single process, or where a process group exists already.
@@ -90,8 +91,7 @@ def join_rendezvous(settings: Mapping[str, Any] | None = None) -> dist.Store | N
 
     rendezvous = Rendezvous(launch, join_timeout())
     rendezvous.join(settings or {})
-    store: dist.Store = rendezvous.store
-    return store
+    return rendezvous.store
 
 
 def join_timeout() -> float:
@@ -120,8 +120,10 @@ class Rendezvous:
         # The store of torchrun outlives the ranks, so each attempt has keys of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         names = dist.PrefixStore(f"opensora_sp/{attempt}", server)
-        number = names.add(f"rendezvous of process {os.getpid()} of {self.host}", 1)
-        self.store: Any = dist.PrefixStore(str(number), names)  # torch's type stubs lack ``check``
+        key = f"rendezvous of process {os.getpid()} of {self.host}"
+        with self._reported():
+            number = BoundedStore(names, timeout).add(key, 1)
+        self.store = BoundedStore(dist.PrefixStore(str(number), names), timeout)
 
     def join(self, settings: Mapping[str, Any], error: str | None = None) -> None:
         """Report what this rank runs, and wait for the verdict.
@@ -133,20 +135,26 @@ class Rendezvous:
         software = {**versions(), "device": device_kind()}
         info = RankInfo(launch.rank, launch.world_size, self.host, software, settings, error)
 
-        try:
+        with self._reported():
             number = self.store.add(COUNTER, 1)
             self.store.set(REPORT.format(number), json.dumps(asdict(info)))
             verdict = self._judge() if launch.rank == 0 else self._read_verdict()
             if verdict:
                 self._wait_until_all_know()
+        if verdict:
+            raise ValueError(verdict)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Turn the error of a store that is lost, or does not answer, into one for users."""
+        try:
+            yield
         except RuntimeError as lost:
             raise ValueError(
-                f"got no response from the store at {_address(launch)} on {self.host} "
+                f"got no response from the store at {_address(self.launch)} on {self.host} "
                 f"({_reason(lost)}); expected the first host to keep running until all ranks have "
                 "joined; look at its output"
             ) from None
-        if verdict:
-            raise ValueError(verdict)
 
     def _judge(self) -> str:
         """Compare the ranks as they join; set and return the reason not to start, empty if none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +16,12 @@ def location_of_thread(thread: int) -> str:
     """Where a thread is, as in ``location``."""
     frame = sys._current_frames().get(thread)
     return "an unknown place" if frame is None else location(frame)
+
+
+def stack_of_thread(thread: int) -> str:
+    """The whole stack of a thread, outermost frame first."""
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
 def location(frame: FrameType) -> str:

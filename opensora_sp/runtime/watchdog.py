@@ -10,6 +10,8 @@ a rank is killed, other host   a lost connection, or no        the others report
                                heartbeat for ``peer_timeout``
 a rank is stopped or cut off   no heartbeat for                the others report it and exit
                                ``peer_timeout``
+rank 0 is, or its host         its store does not answer for   the others report it and exit
+                               the shorter of both timeouts
 a rank does not join a         ``collective_timeout``          the others report the collective and
 collective                                                     the rank, and exit
 SIGTERM, Ctrl-C, the launcher  a signal handler; the           ``stop_reason`` is set on all ranks;
@@ -52,7 +54,7 @@ from .heartbeats import (
 )
 from .processes import is_alive, launchers
 from .signals import SignalHandler
-from .stack_inspection import location_of_thread
+from .stack_inspection import location_of_thread, stack_of_thread
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit
@@ -66,6 +68,8 @@ CONNECTION_ERRORS = (
     "gloo/transport",
     "NCCL",
 )
+OF_HANGS = ("(peer_timeout)", "(collective_timeout)", "cut off")
+"""In the reason where some rank does not respond: each rank then logs its stack."""
 NOT_STOPPED = ", but the run did not stop within"
 
 
@@ -112,6 +116,8 @@ class Watchdog:
 
         self._store = HeartbeatStore(self._rank, self._world_size)
         self._peer_timeout = PeerTimeout(peer_timeout)
+        # Its server is a thread of its own: rank 0 answers whatever its main thread does.
+        self._answer_timeout = min(peer_timeout, collective_timeout)
         self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
         self._collective_timeout = CollectiveTimeout(
             self._recorder,
@@ -128,7 +134,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._world_size > 1:
-            self._store.open(self.peer_timeout)
+            self._store.open(self.peer_timeout, self._answer_timeout)
             self._write_heartbeat()
             dist.barrier()
             self._recorder.start()
@@ -250,7 +256,8 @@ class Watchdog:
                 self._store.close()
                 reason = (str(error) or type(error).__name__).splitlines()[0]
                 return self._end_run(
-                    f"rank 0, which hosts the store, has exited or does not respond ({reason})"
+                    "rank 0, which hosts the store of the heartbeats, has exited, is stopped or is "
+                    f"cut off ({reason})"
                 )
             except Exception:
                 return logger.exception("the watchdog failed; the run continues without it")
@@ -314,6 +321,9 @@ class Watchdog:
         self._failure = reason = self._store.claim_failure(reason)
         if not self._ended.is_set():
             self._report(reason)
+            if any(words in reason for words in OF_HANGS):
+                stack = stack_of_thread(self._main_thread)
+                logger.error("rank %d was at:\n%s", self._rank, stack)
         self._store.wait_until_all_know()
         if self._ended.wait(EXIT_TIMEOUT):
             return

@@ -21,7 +21,9 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, ReplicaBatches, StepBatches, StepLoader
+from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss
+from opensora_sp.dtypes import DTYPES
 from opensora_sp.features.batch import Batch, BatchMaker
 from opensora_sp.features.build import (
     TrainingSet,
@@ -34,8 +36,8 @@ from opensora_sp.features.build import (
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import ShardedEncoder
-from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
+from opensora_sp.models.compile import compile_as_set, reporting_compilation
 from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, leave_process_group
 
@@ -86,12 +88,18 @@ class Trainer:
         encoders = _allocated(device)
 
         self.module = self._build_model(cfg)
+        dtype = DTYPES[cfg.precision]
+        self.kernels = {
+            **choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device),
+            **choose_compiled(self.module, dtype=dtype, device=device),
+        }
         fixed = fixed_tensors(self.module)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         optimizer = make_optimizer(cfg, trained)
         self.model, self.optimizer, *_ = self.booster.boost(self.module, optimizer)
 
         state = self._restore(cfg, checkpoint, fixed)
+        warn_of_changes(state.get("kernels"), self.kernels)
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
         self.bad_steps_in_a_row = 0
@@ -190,6 +198,7 @@ class Trainer:
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
             "skipped_steps": self.skipped,
+            "kernels": self.kernels,
             "config": self.cfg.model_dump(mode="json"),
         }
 
@@ -200,8 +209,7 @@ class Trainer:
         check_encoders(model.config, self.source, self.source)
 
         freeze(model, cfg.freeze)
-        if cfg.compile is not None:
-            compile_blocks(model)
+        compile_as_set(model, cfg.compile, self.device.type)
         return model
 
     def _restore(
@@ -264,7 +272,8 @@ class Trainer:
 
         loss = torch.zeros((), device=self.device)
         for loaded in batches.loaded:
-            loss += self._forward_backward(step, loaded, batches.num_samples)
+            with reporting_compilation(f"step {step}"):
+                loss += self._forward_backward(step, loaded, batches.num_samples)
         return self._update(step, loss, watch)
 
     def _forward_backward(self, step: int, loaded: LoadedBatch, num_samples: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
-from opensora_sp.models.attention import choose_backend
+from opensora_sp.models.attention import Backends, choose_backend
 from opensora_sp.models.conditioning import Conditioning, Text
 from opensora_sp.models.take import take
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
@@ -315,7 +315,7 @@ def test_no_compiled_backward_adds_by_index() -> None:
     )
     block = some("STDiT3").temporal_blocks[0]
     block.attend_text = lambda x, _: x  # attention to packed text is no part of a graph
-    attention = choose_backend("auto", torch.device("cpu"), torch.bfloat16, 12)
+    attention = Backends(*[choose_backend("auto", torch.device("cpu"), torch.bfloat16, 12)] * 3)
     for batch, start, stop in ((2, 0, 8), (3, 2, 10)):
         grid = PatchGrid(batch, latent_size=(3, 2, 2), patch_size=(1, 1, 1), attention=attention)
         rows = grid.rows(TEMPORAL).take(start, stop)
@@ -387,7 +387,7 @@ def compiled_on_the_device() -> list[str]:
 
         def branch(x: Tensor, condition: Any, order: Tensor) -> Tensor:
             entries = condition.entries(block.scale_shift_table[3:], 3, None)
-            return block.add_mlp(take(x, order), *entries)
+            return block.add_mlp(take(x, order), x, *entries)
 
         def both(*inputs: Any) -> None:
             torch.compile(branch, fullgraph=True)(*inputs).square().sum().backward()

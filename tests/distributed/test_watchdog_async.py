@@ -90,8 +90,13 @@ def watched(step: Any) -> None:
     """One step with asynchronous collectives; ``hold`` returns when the watchdog would act."""
     group = dist.group.WORLD
     with recorded_exits() as codes, Watchdog(collective_timeout=TIMEOUT):
+
+        def hold() -> None:
+            # Returns nothing, as a hook on a gradient must.
+            wait_until(lambda: codes)
+
         group.asynchronous = True
-        step(lambda: wait_until(lambda: codes))
+        step(hold)
         group.synchronize()  # as loss.tolist() would
         wait_until(lambda: codes)
     group.asynchronous = False

@@ -136,6 +136,24 @@ def test_a_run_resumes_whatever_its_ranks_die_of(
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=grid)])
+def test_ranks_end_where_one_is_stopped(
+    config: Path, tmp_path: Path, jobs: list[Job], rank: int
+) -> None:
+    """Rank 0 hosts the store of the heartbeats, which then answers nobody."""
+    job = Job(tmp_path, config, "peer_timeout=5", faults={0: ("stop", rank, 2)})
+    jobs.append(job)
+    reason = "which hosts the store" if rank == 0 else "has sent no heartbeat for 5 s"
+    job.until(f"rank {1 - rank} stops: rank {rank}")
+    assert reason in job.text and f"rank {1 - rank} was at" in job.text
+
+    job.until(f"Sending process {job.rank(rank)} closing signal SIGTERM", 15)
+    # Else torchrun would wait 30 s for it to handle SIGTERM.
+    os.kill(job.rank(rank), signal.SIGCONT)
+    job.until_gone(30)
+    assert job.process.returncode == 1
+
+
 def test_sigterm_to_the_job_leaves_a_checkpoint(
     config: Path, tmp_path: Path, jobs: list[Job]
 ) -> None:

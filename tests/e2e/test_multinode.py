@@ -79,6 +79,28 @@ def test_two_hosts_train_as_one_and_resume_after_one_lost_its_rank(
     assert len(losses(outputs)) == last and losses(outputs) == losses(tmp_path / "one_host")
 
 
+def test_ranks_of_hosts_that_the_network_separates_end(
+    pair: list[Host], config: Path, tmp_path: Path
+) -> None:
+    """Packets vanish; nothing reports that the connection is lost."""
+    alpha, beta = pair
+    outputs = tmp_path / "run"
+    running = alpha.start(
+        *colossalai_run(pair, config, outputs, "max_steps=100000", "peer_timeout=6")
+    )
+    try:
+        wait_until(lambda: running.poll() is not None or newest_checkpoint(outputs), 200)
+        assert running.poll() is None, running.communicate()[0]
+        beta.cut_off()
+        wait_until(lambda: not alpha.ranks() and not beta.ranks(), 6 + 15)
+    finally:
+        beta.connect()
+
+    reported, _ = running.communicate(timeout=NOTICED)
+    assert "rank 0 stops: rank 1 has sent no heartbeat for 6 s (peer_timeout)" in reported
+    assert "rank 1 stops: rank 0, which hosts the store of the heartbeats" in reported
+
+
 def test_torchrun_joins_at_a_rendezvous(pair: list[Host], config: Path, tmp_path: Path) -> None:
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "alpha:29600", "--rdzv_id", "run-1"]
     command = [

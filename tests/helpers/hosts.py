@@ -45,12 +45,14 @@ def lacking() -> str | None:
 
 @dataclass
 class Host:
-    """A host that runs. ``pid`` is its first process, as seen from outside."""
+    """A host that runs. ``pid`` is its first process, as seen from outside; ``switch`` the one
+    that has the bridge."""
 
     name: str
     address: str
     folder: Path
     pid: int
+    switch: int
 
     def command(self, *command: str | Path) -> list[str]:
         """The command line that runs a command on the host, in the project's root."""
@@ -112,6 +114,13 @@ class Host:
     def mount(self, *options: str | Path) -> None:
         subprocess.run(self.command("mount", *options), check=True)
 
+    def cut_off(self) -> None:
+        """From now on the network drops all packets to and from this host, without a word."""
+        _inside(self.switch, "ip", "link", "set", f"to-{self.name}", "down")
+
+    def connect(self) -> None:
+        _inside(self.switch, "ip", "link", "set", f"to-{self.name}", "up")
+
     def ranks(self) -> list[int]:
         """Ranks on this host, without their children; process ids as seen from outside."""
         having = [
@@ -169,7 +178,7 @@ def hosts(folder: Path, *names: str) -> Iterator[list[Host]]:
         for name, address in addresses.items():
             home = folder / name
             (home / ".ssh").mkdir(parents=True)
-            host = Host(name, address, home, running.enter_context(_namespaces()))
+            host = Host(name, address, home, running.enter_context(_namespaces()), switch)
             _connect(switch, host)
             _inside(host.pid, "hostname", name)
             _inside(host.pid, "mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", "/dev/shm")

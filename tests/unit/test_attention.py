@@ -7,6 +7,7 @@ import logging
 import sys
 import types
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, attention
+from opensora_sp.models.attention_table import HOPPER, Platform
 from opensora_sp.models.config import STDiT3Config
 from opensora_sp.models.layers import RotaryEmbedding, SelfAttention
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
@@ -119,7 +121,7 @@ def test_more_rows_than_a_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "MAX_ROWS", 2)
     calls = []
     monkeypatch.setattr(
-        module, "_sdpa_rows", lambda q, k, v: calls.append(len(q)) or _explicit(q, k, v)
+        module, "_sdpa_rows", lambda _, q, k, v: calls.append(len(q)) or _explicit(q, k, v)
     )
     assert_equal_to_definition((5, 3, 4), "sdpa")
     assert calls == [2, 2, 1]
@@ -127,10 +129,10 @@ def test_more_rows_than_a_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    softmax = module._softmax
+    softmax = module.explicit_softmax
     monkeypatch.setattr(
         module,
-        "_softmax",
+        "explicit_softmax",
         lambda q, k, v: seen.append(len(q) * q.shape[1] * k.shape[1]) or softmax(q, k, v),
     )
 
@@ -255,15 +257,102 @@ class StandIn(types.ModuleType):
 def flash(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """As if flash-attn were installed and the CPU a GPU that it knows."""
     stand_in = StandIn()
-    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
-    real = module._flash_kernels_obstacle
+    yield from installed("flash_attn", stand_in, monkeypatch)
+
+
+def installed(
+    name: str, package: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[types.ModuleType]:
+    monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(
-        module, "_flash_kernels_obstacle", lambda _, *kind: real(torch.device("cuda"), *kind)
+        Platform, "of", lambda device, deterministic: Platform.with_installed(HOPPER, deterministic)
     )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     module._choose.cache_clear()
-    yield stand_in
+    yield package
     module._choose.cache_clear()
+
+
+class StandIn3(StandIn):
+    """flash-attn 3, whose functions take no dropout; early builds also return sums of the softmax.
+
+    ``deterministic`` has what each call asked for.
+    """
+
+    def __init__(self, returns_sums: bool) -> None:
+        super().__init__()
+        self.returns_sums = returns_sums
+        self.deterministic: list[bool] = []
+
+    def returned(self, out: torch.Tensor, deterministic: bool):
+        self.deterministic.append(deterministic)
+        return (out, out.new_zeros(out.shape[:-1])) if self.returns_sums else out
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        super().check(*tensors)
+        assert all(z.stride(0) and z.shape[-1] % 8 == 0 for z in tensors)
+
+    def flash_attn_func(
+        self, q, k, v, softmax_scale=None, causal=False, qv=None, deterministic=False, sm_margin=0
+    ):
+        assert softmax_scale is None and not causal and qv is None and not sm_margin
+        return self.returned(super().flash_attn_func(q, k, v), deterministic)
+
+    def flash_attn_varlen_func(
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q=None,
+        seqused_k=None,
+        deterministic=False,
+    ):
+        assert seqused_q is None and seqused_k is None
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return self.returned(super().flash_attn_varlen_func(q, k, v, *lengths), deterministic)
+
+
+@pytest.fixture(params=[False, True], ids=["output", "output and sums"])
+def flash3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StandIn3:
+    """As if flash-attn 3 were installed and the CPU a Hopper GPU."""
+    yield from installed("flash_attn_interface", StandIn3(request.param), monkeypatch)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attn_3_is_called_as_documented(flash3: StandIn3, deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for case in [*EQUAL, *PACKED[:-1]]:
+            flash3.calls.clear()
+            assert_equal_to_definition(case, "flash3", torch.bfloat16, 6e-2)
+            holds_tokens = sum(case[0]) if isinstance(case[0], list) else case[0] and case[2] > 1
+            several = isinstance(case[0], list) and len(set(zip(*case, strict=True))) > 1
+            assert flash3.calls == (["varlen" if several else "rows"] if holds_tokens else [])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert flash3.deterministic == [deterministic] * len(flash3.deterministic) != []
+
+
+def test_flash_attn_3_gets_keys_of_its_own(
+    flash3: StandIn3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a caption's queries share its keys in memory, which other kernels read in place."""
+    monkeypatch.setattr(packing, "PIECE", 2)
+    assert packing.Packing([6], [3]).pieces(HEADS, 1).are_equal
+    assert_equal_to_definition(([6], [3]), "flash3", torch.bfloat16, 6e-2)
+    assert flash3.calls == ["rows"]
+
+
+def test_long_rows_take_flash_attn_3_by_themselves(flash3: StandIn3) -> None:
+    for length, taken in ((128, []), (129, ["rows"])):
+        z = drawn((1, length, 1, 8), 0, torch.bfloat16)
+        assert torch.equal(
+            attention(z, z, z, backend="auto" if taken else "reference"), _explicit(z, z, z)
+        )
+        assert flash3.calls == taken
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash"])
@@ -457,6 +546,7 @@ def test_edges_are_laid_out_once_for_all_blocks(
 
 def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
     module._choose.cache_clear()
+    module._log.cache_clear()
     (q, k, v), _ = tensors((2, 3, 3))
     with pytest.raises(
         ValueError, match=r"got attention 'flash', but .* not on a GPU; expected .*; install"
@@ -505,24 +595,6 @@ def test_flash_attn_adds_in_order_where_that_is_asked_for(
     assert asked == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("kind", "obstacle"),
-    [
-        (("cuda", torch.float64, 64), "float64"),
-        (("cuda", torch.bfloat16, 36), "multiples of 16 bytes, not 36"),
-        (("cuda", torch.bfloat16, 72), None),
-        (("cuda", torch.float32, 36), None),
-        (("cpu", torch.float64, 5), None),
-    ],
-)
-def test_sdpa_is_not_taken_where_it_would_build_matrices(
-    kind: tuple, obstacle: str | None, monkeypatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    found = module._sdpa_obstacle(torch.device(kind[0]), *kind[1:])
-    assert (found is None) == (obstacle is None) and (obstacle or "") in (found or "")
-
-
 def test_cudnn_is_not_used_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, taken in (
         (None, False),
@@ -532,7 +604,7 @@ def test_cudnn_is_not_used_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
         (92000, True),
     ):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        names = [backend.name for backend in module._sdpa_backends()]
+        names = [backend.name for backend in module._sdpa_backends("sdpa")]
         assert ("CUDNN_ATTENTION" in names) == taken and "MATH" not in names
 
 

@@ -45,12 +45,12 @@ class SplitAttention(OneLayout):
         return self._attend(local, *args, block="temporal")
 
     def _attend(
-        self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows, *, block: str
+        self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows, *of_rows: Any, block: str
     ) -> Any:
         """Attend with entries (token, head) in a block's layout; q, k, v are ``[R, L, H, D]``."""
         layout = getattr(self.attention_layouts(rows.grid), block)
         if not has_heads(layout):
-            return local(q, k, v, rows)
+            return local(q, k, v, rows, *of_rows)
 
         held = f"{self.layout_of(rows)} h"
         there = self.plan(rows, held, layout, q.device)
@@ -64,7 +64,7 @@ class SplitAttention(OneLayout):
         qkv = torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)
         qkv = exchange(qkv, there, self.group, kind="heads")
         qkv = qkv.view(-1, rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
-        out = local(*qkv.unbind(3), rows, self.local_units(rows, layout))
+        out = local(*qkv.unbind(3), rows, units=self.local_units(rows, layout))
         return exchange(out.flatten(0, 2), back, self.group, kind="heads").view(q.shape)
 
     @uncompiled

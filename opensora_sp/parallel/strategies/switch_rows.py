@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -94,19 +94,24 @@ class SwitchRows(Strategy):
 
     @uncompiled  # each forward has an in-flight switch of its own, which belongs to no graph
     def _in_chunks(
-        self, local: Local, function: Local, rows: Rows, x: Tensor, *entries: Tensor
+        self,
+        local: Local,
+        function: Local,
+        rows: Rows,
+        tokens: Sequence[Tensor],
+        entries: Sequence[Tensor],
     ) -> Any:
         if self.in_flight is None:
-            return local(function, rows, x, *entries)
+            return local(function, rows, tokens, entries)
 
         num_chunks = self._num_chunks(rows)
         if num_chunks == 1:
             # The bits of the plain switch: entries by row would be reduced in another order.
-            return self.in_flight.start([function(x, *entries)], num_chunks)
+            return self.in_flight.start([function(*tokens, *entries)], num_chunks)
 
         sizes = balanced_sizes(rows.count, num_chunks)
         of_chunks = (_expand_rows(entry, rows.count).split(sizes, dim=1) for entry in entries)
-        chunks = zip(x.split(sizes), *of_chunks, strict=True)
+        chunks = zip(*(x.split(sizes) for x in tokens), *of_chunks, strict=True)
         return self.in_flight.start((function(*chunk) for chunk in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:

@@ -1,0 +1,397 @@
+"""Which kernel computes an attention: one table, read from the top (``TABLE``).
+
+The choice depends on what attends to what (``Sequences``), on the device and on what is installed
+for it (``Platform``). A name in a config (``KERNELS``) overrides it. Nothing here computes
+attention: ``attention.py`` runs the kernel that is chosen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module, metadata
+
+import torch
+
+from .kernels.reference.short_rows import HEAD_WIDTHS, LENGTHS
+
+LABELS = {
+    "spatial": "spatial attention",
+    "temporal": "temporal attention",
+    "cross": "cross-attention",
+}
+KINDS = tuple(LABELS)
+SELF = ("spatial", "temporal")
+
+KERNELS = {
+    "short_rows": "the Triton kernel for short rows",
+    "flash": "flash-attn",
+    "flash3": "flash-attn 3",
+    "cudnn": "cuDNN",
+    "torch_flash": "torch's FlashAttention-2",
+    "efficient": "torch's memory-efficient kernel",
+    "sdpa": "torch SDPA",  # the one that torch prefers
+    "reference": "explicit softmax",
+}
+NAMES = ("auto", *KERNELS)
+
+# The module that each package of Dao-AILab is imported as.
+PACKAGES = {"flash": "flash_attn", "flash3": "flash_attn_interface"}
+
+HOPPER = (9, 0)
+DATA_CENTER = ((9, 0), (10, 0), (10, 3))  # Hopper and Blackwell
+WIDE_HEADS = ((8, 0), HOPPER)  # where FlashAttention-2's backward takes over 192 columns
+SAFE_CUDNN = 91501  # older ones are wrong if 128 does not divide a length (pytorch#169849)
+
+ANY = range(sys.maxsize)
+LONG = range(129, sys.maxsize)  # more than one tile of queries
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table: a kernel, what it is the first choice for, and why.
+
+    Args:
+        kernel: a name in ``KERNELS``.
+        reason: why it is, where those above it in the table do not apply.
+        kinds: of attention.
+        lengths: tokens of the sequences. Unknown lengths are in ``ANY`` alone.
+        packed: whether also for sequences of unequal lengths.
+        capabilities: of GPUs, None for all.
+        autocast: under autocast only.
+        verified: only where the Triton kernel for short rows may run.
+    """
+
+    kernel: str
+    reason: str
+    kinds: tuple[str, ...] = KINDS
+    lengths: range = ANY
+    packed: bool = True
+    capabilities: tuple[tuple[int, int], ...] | None = None
+    autocast: bool = False
+    verified: bool = False
+
+    def suits(self, sequences: Sequences, platform: Platform) -> bool:
+        """Whether this is a good choice. ``obstacle`` is about whether it is possible."""
+        length = sequences.length
+        return (
+            (sequences.kind is None or sequences.kind in self.kinds)
+            and (self.lengths == ANY if length is None else length in self.lengths)
+            and (self.packed or not sequences.packed)
+            and (not self.autocast or sequences.autocast)
+            and (not self.verified or sequences.short_rows)
+            and (self.capabilities is None or platform.capability in self.capabilities)
+        )
+
+
+# The first entry that suits and has no obstacle is taken. Cross-attention keeps FlashAttention-2:
+# many pieces of queries share a caption's keys (packing.py), which it reads in place, and lengths
+# change with each batch, where cuDNN would make a new plan.
+TABLE = (
+    Entry("sdpa", "autocast sets the dtype of each call", autocast=True),
+    Entry(
+        "short_rows",
+        "no tile is padded to 64 tokens or more",
+        kinds=SELF,
+        lengths=range(2, LENGTHS.stop),
+        packed=False,
+        verified=True,
+    ),
+    Entry(
+        "flash3",
+        "Hopper's asynchronous products, heads padded to a multiple of 32",
+        kinds=SELF,
+        lengths=LONG,
+    ),
+    Entry(
+        "cudnn",
+        "faster than FlashAttention-2 on Hopper and Blackwell from one tile of tokens on",
+        kinds=SELF,
+        lengths=LONG,
+        packed=False,
+        capabilities=DATA_CENTER,
+    ),
+    Entry("flash", "flash-attn is installed"),
+    Entry("torch_flash", "torch's build of FlashAttention-2"),
+    Entry("efficient", "takes any GPU, fp32 and wide heads"),
+    Entry("sdpa", "torch's choice"),
+    Entry("reference", "takes anything"),
+)
+
+NEEDS = {
+    "short_rows": "rows of at most 32 tokens, heads of at most 128 and a GPU whose results of the "
+    "kernel were verified",
+    "flash": "flash-attn 2.x and fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
+    "flash3": "flash-attn 3 and fp16 or bf16 tensors on a Hopper GPU (compute capability 9.0)",
+    "cudnn": "cuDNN 9.15.1, torch 2.6 and fp16 or bf16 tensors on a GPU of compute capability 8.0 "
+    "or more",
+    "torch_flash": "fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
+    "efficient": "fp32, fp16 or bf16 tensors on a GPU",
+}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What attends to what, as far as a choice depends on it.
+
+    Args:
+        dtype, head_width: of queries, keys and values.
+        kind: one of ``KINDS``; None for a call that names none.
+        length: tokens of a sequence that attends to itself, at most; None if that is not known.
+        packed: whether sequences may differ in length.
+        autocast: whether torch casts the tensors of each call.
+        short_rows: whether the Triton kernel for short rows may run (``kernels.chosen``).
+    """
+
+    dtype: torch.dtype
+    head_width: int
+    kind: str | None = None
+    length: int | None = None
+    packed: bool = False
+    autocast: bool = False
+    short_rows: bool = False
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A device, and what is installed for it.
+
+    Args:
+        capability: compute capability of the GPU; None for other devices.
+        packages: those of ``PACKAGES`` that can be imported, by name of the kernel.
+        cudnn: version as ``torch.backends.cudnn.version()``, 0 without.
+        torch_flash: whether torch was built with FlashAttention-2.
+        deterministic: gradients must not be summed by atomics
+            (``torch.use_deterministic_algorithms``).
+    """
+
+    capability: tuple[int, int] | None
+    packages: tuple[str, ...] = ()
+    cudnn: int = 0
+    torch_flash: bool = True
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device, deterministic: bool) -> Platform:
+        """That of a device of this machine.
+
+        Meta tensors stand for those of a recent GPU with torch's own kernels.
+        """
+        if device.type == "cuda":
+            gpu = cls.with_installed(torch.cuda.get_device_capability(device), deterministic)
+            return replace(gpu, torch_flash=torch.backends.cuda.is_flash_attention_available())
+        return cls(HOPPER if device.type == "meta" else None, deterministic=deterministic)
+
+    @classmethod
+    def with_installed(cls, capability: tuple[int, int], deterministic: bool = False) -> Platform:
+        """A GPU with the packages of this environment, which may be on another machine."""
+        packages = (name for name, module in PACKAGES.items() if importlib.util.find_spec(module))
+        cudnn = torch.backends.cudnn.version() or 0
+        return cls(capability, tuple(packages), cudnn, deterministic=deterministic)
+
+    def describe(self) -> str:
+        """The versions that a choice depends on."""
+        cudnn = f"cuDNN {_dotted(self.cudnn)}" if self.cudnn else "no cuDNN"
+        packages = [
+            f"{KERNELS[name]} {_version(name)}" if name in self.packages else f"no {KERNELS[name]}"
+            for name in PACKAGES
+        ]
+        return ", ".join([f"torch {torch.__version__}", cudnn, *packages])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, a name in ``KERNELS``, and the reason for it."""
+
+    kernel: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{KERNELS[self.kernel]} ({self.reason})"
+
+
+def names_by_kind(setting: str | Mapping[str, str]) -> dict[str, str]:
+    """The name that a config sets for each kind: one for all, or a dict, which may leave some out.
+
+    Raises:
+        ValueError: for an unknown kind or name.
+    """
+    if isinstance(setting, str):
+        setting = dict.fromkeys(KINDS, setting)
+    if not setting.keys() <= set(KINDS):
+        raise ValueError(
+            f"got attention {dict(setting)}; expected a name for some of {KINDS}; correct the keys"
+        )
+    names = {kind: setting.get(kind, "auto") for kind in KINDS}
+    for name in names.values():
+        check_name(name)
+    return names
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name that is none of ``NAMES``."""
+    if name not in NAMES:
+        raise ValueError(f"got attention {name!r}; expected one of {NAMES}; choose one of these")
+
+
+def choose(name: str, sequences: Sequences, platform: Platform) -> Choice:
+    """The kernel that a name stands for: "auto" is read from the table.
+
+    Raises:
+        ValueError: for an unknown name, or a kernel that cannot run.
+    """
+    check_name(name)
+    if name == "auto":
+        return _from_table(sequences, platform)
+
+    problem = obstacle(name, sequences, platform)
+    if problem is None:
+        return Choice(name, "asked for")
+    if name == "sdpa":  # torch would build whole matrices of scores
+        return Choice("reference", problem)
+    raise ValueError(
+        f"got attention {name!r}, but {problem}; expected {NEEDS[name]}; install what is missing "
+        "or change the precision, or set attention='auto'"
+    )
+
+
+def _from_table(sequences: Sequences, platform: Platform) -> Choice:
+    problems: list[str] = []
+    for entry in TABLE:
+        if entry.suits(sequences, platform):
+            problem = obstacle(entry.kernel, sequences, platform)
+            if problem is None:
+                return Choice(entry.kernel, "; ".join(problems) or entry.reason)
+            if problem not in problems:
+                problems.append(problem)
+    raise AssertionError("the last entry takes anything")
+
+
+def obstacle(name: str, sequences: Sequences, platform: Platform) -> str | None:
+    """Why a kernel cannot take such tensors on such a device; None if it can."""
+    check = OBSTACLES.get(name)
+    return check(sequences, platform) if check else None
+
+
+def flash_obstacle(sequences: Sequences, platform: Platform) -> str | None:
+    """Why no kernel of FlashAttention can take such tensors, of a package or of torch."""
+    if platform.capability is None:
+        return "the tensors are not on a GPU"
+    if sequences.dtype not in (torch.float16, torch.bfloat16):
+        return f"{sequences.dtype} is not fp16 or bf16"
+    if sequences.head_width > 256:
+        return f"a head is {sequences.head_width} wide, over 256"
+    if platform.capability < (8, 0):
+        return "the GPU's compute capability is below 8.0"
+    return None
+
+
+def _short_rows(sequences: Sequences, platform: Platform) -> str | None:
+    if not sequences.short_rows:
+        return "it is off or was not verified on this device"
+    if sequences.head_width not in HEAD_WIDTHS:
+        return f"a head is {sequences.head_width} wide, over {HEAD_WIDTHS[-1]}"
+    if sequences.packed or sequences.length not in LENGTHS:
+        return f"rows are not of one length up to {LENGTHS[-1]}"
+    return None
+
+
+def _flash2(sequences: Sequences, platform: Platform) -> str | None:
+    if problem := flash_obstacle(sequences, platform):
+        return problem
+    if "flash" not in platform.packages:
+        return "flash-attn is not installed"
+    if platform.deterministic and not _has_option("flash", "deterministic"):
+        return "this flash-attn has no deterministic backward (2.4.1 and later have)"
+    return None
+
+
+def _flash3(sequences: Sequences, platform: Platform) -> str | None:
+    if problem := flash_obstacle(sequences, platform):
+        return problem
+    if platform.capability != HOPPER:
+        return "flash-attn 3 is made for compute capability 9.0"
+    if "flash3" not in platform.packages:
+        return "flash-attn 3 is not installed"
+    if sequences.head_width % 8:
+        return f"flash-attn 3 takes heads in multiples of 8, not {sequences.head_width}"
+    if platform.deterministic and sequences.head_width > 192:
+        return "flash-attn 3 has no deterministic backward of heads over 192"
+    return None
+
+
+def _cudnn(sequences: Sequences, platform: Platform) -> str | None:
+    if problem := flash_obstacle(sequences, platform):
+        return problem
+    if platform.cudnn < SAFE_CUDNN:
+        return f"cuDNN {_dotted(platform.cudnn)} is older than {_dotted(SAFE_CUDNN)}"
+    if "set_priority" not in inspect.signature(torch.nn.attention.sdpa_kernel).parameters:
+        return "this torch orders no backends (2.6 and later do)"
+    if sequences.head_width % 8 or sequences.head_width > 128:
+        return f"cuDNN takes heads in multiples of 8 up to 128, not {sequences.head_width}"
+    if platform.deterministic:
+        return "cuDNN's gradients are not deterministic"
+    return None
+
+
+def _torch_flash(sequences: Sequences, platform: Platform) -> str | None:
+    if problem := flash_obstacle(sequences, platform) or _sdpa(sequences, platform):
+        return problem
+    if not platform.torch_flash:
+        return "torch was built without FlashAttention"
+    if sequences.head_width > 192 and platform.capability not in WIDE_HEADS:
+        return f"FlashAttention-2 has no backward of heads {sequences.head_width} wide on this GPU"
+    return None
+
+
+def _efficient(sequences: Sequences, platform: Platform) -> str | None:
+    if platform.capability is None:
+        return "the tensors are not on a GPU"
+    return _sdpa(sequences, platform)
+
+
+def _sdpa(sequences: Sequences, platform: Platform) -> str | None:
+    """Why torch would build whole matrices of scores for such tensors."""
+    dtype, width = sequences.dtype, sequences.head_width
+    if platform.capability is None:
+        return None
+    if dtype == torch.float64:
+        return "torch has no fused kernel for float64 on a GPU"
+    if width * dtype.itemsize % 16:
+        return f"torch's fused kernels take heads in multiples of 16 bytes, not {width} x {dtype}"
+    if dtype == torch.bfloat16 and platform.capability < (8, 0):
+        return "torch's fused kernels take bf16 from compute capability 8.0 on"
+    return None
+
+
+OBSTACLES: dict[str, Callable[[Sequences, Platform], str | None]] = {
+    "short_rows": _short_rows,
+    "flash": _flash2,
+    "flash3": _flash3,
+    "cudnn": _cudnn,
+    "torch_flash": _torch_flash,
+    "efficient": _efficient,
+    "sdpa": _sdpa,
+}
+
+
+def _has_option(kernel: str, option: str) -> bool:
+    function = import_module(PACKAGES[kernel]).flash_attn_func
+    return option in inspect.signature(function).parameters
+
+
+@cache
+def _version(kernel: str) -> str:
+    try:
+        return metadata.version("flash-attn" if kernel == "flash" else "flash-attn-3")
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _dotted(cudnn: int) -> str:
+    """90100 -> "9.1.0"."""
+    return f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"

@@ -1,0 +1,74 @@
+"""Calls by which a device's results of a Triton kernel are verified.
+
+Each module of ``reference`` has a function ``examples(sizes)`` that yields some for each of its
+functions: small ones, of a few rows, with the widths of the model and an odd number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+if TYPE_CHECKING:
+    from opensora_sp.models.config import SharedConfig
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths of a model: of tokens, of a head, and of the MLP's hidden layer."""
+
+    width: int
+    heads: int
+    hidden: int
+
+    @classmethod
+    def of(cls, config: SharedConfig) -> Sizes:
+        """Of an STDiT model's config."""
+        hidden = int(config.hidden_size * config.mlp_ratio)
+        return cls(config.hidden_size, config.num_heads, hidden)
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of a kernel's function.
+
+    Args:
+        function: its name, in ``reference/<name>.py`` and ``triton/<name>.py``.
+        arguments: by name. Floating tensors are float32 on the CPU; they are moved to the device
+            and cast to the dtype that is verified.
+        gradients: names of the tensors whose gradients are compared too.
+        kept: names of the tensors that keep their dtype.
+    """
+
+    function: str
+    arguments: dict[str, Any]
+    gradients: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Random float32 numbers of a normal distribution, the same in every process."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kernel_names() -> list[str]:
+    """The kernels, by name: the modules of ``reference``."""
+    return sorted(module.name for module in iter_modules(reference.__path__))
+
+
+def examples_of(name: str, sizes: Sizes) -> Iterator[Example]:
+    """The examples of a kernel."""
+    module: Any = import_module(f"{reference.__name__}.{name}")
+    yield from module.examples(sizes)

@@ -1,0 +1,1 @@
+"""The definition of each kernel in plain torch."""

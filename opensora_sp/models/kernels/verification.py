@@ -1,0 +1,160 @@
+"""Triton kernels on a device against their references, values and gradients, on small examples.
+
+The reference runs in float64 on the CPU, and there once more in the dtype of the kernel: its error
+is what rounding does. A kernel may have a few times that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .examples import Example, Sizes, examples_of
+
+# Sums in another order, other approximations of exp and tanh.
+MAX_RATIO = 4.0
+# Of the reference's error, which may be tiny by chance; in multiples of the dtype's epsilon.
+MIN_ROUNDING = 2.0
+MIN_ERROR = 2.5e-6
+# A tensor of small values, such as a gradient that is zero but for rounding, is compared with this
+# part of the largest one.
+NOISE_FLOOR = 1e-3
+
+CPU = torch.device("cpu")
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one result of an example: its error in units of the result's root mean square."""
+
+    result: str
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        # NaN is never below.
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.result}: an error of {self.error:.2g}, where {self.bound:.2g} is rounding"
+
+
+def verify_kernel(
+    name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> list[Difference]:
+    """Compare all functions of a kernel with their references on a device.
+
+    Raises:
+        ImportError: if Triton is missing. What a compiler or a launch raises passes through.
+    """
+    found: list[Difference] = []
+    for example in examples_of(name, sizes):
+        reference, kernel = (_function(folder, name, example) for folder in ("reference", "triton"))
+        exact = results(reference, example, torch.float64, CPU, rounded=dtype)
+        rounding = results(reference, example, dtype, CPU)
+        with _without_tf32():
+            ours = results(kernel, example, dtype, device)
+        found += differences(ours, rounding, exact, dtype)
+    return found
+
+
+def _function(folder: str, name: str, example: Example) -> Callable[..., Any]:
+    module = import_module(f".{folder}.{name}", __package__)
+    function: Callable[..., Any] = getattr(module, example.function)
+    return function
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Products in full float32, of functions that contain some."""
+    backend = torch.backends.cuda.matmul
+    before, backend.allow_tf32 = backend.allow_tf32, False
+    try:
+        yield
+    finally:
+        backend.allow_tf32 = before
+
+
+def results(
+    function: Callable[..., Any],
+    example: Example,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rounded: torch.dtype | None = None,
+) -> Results:
+    """Outputs and gradients by name, in float64 on the CPU.
+
+    Args:
+        rounded: the arguments are rounded to this dtype first, so that all see the same ones.
+    """
+    arguments = {}
+    for name, value in example.arguments.items():
+        if isinstance(value, Tensor):
+            value = value.to(device)
+            if value.is_floating_point():
+                wide = torch.promote_types(dtype, value.dtype)
+                cast = wide if name in example.kept else dtype
+                value = value if name in example.kept else value.to(rounded or dtype)
+                value = value.to(cast).requires_grad_(name in example.gradients)
+        arguments[name] = value
+
+    with torch.enable_grad():
+        outputs = function(**arguments)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    named = {f"output {i} of {example.function}": output for i, output in enumerate(outputs)}
+    named |= _gradients(example, arguments, outputs)
+    return {name: tensor.detach().to(CPU, torch.float64) for name, tensor in named.items()}
+
+
+def _gradients(example: Example, arguments: dict[str, Any], outputs: tuple[Tensor, ...]) -> Results:
+    """The gradients of a random linear function of the outputs."""
+    if not example.gradients:
+        return {}
+    differentiable = [output for output in outputs if output.requires_grad]
+    weights = []
+    for i, output in enumerate(differentiable):
+        drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(i + 1))
+        # Numbers that bf16 holds exactly: the same ones in every dtype.
+        weights.append(drawn.bfloat16().to(output.device, output.dtype))
+
+    inputs = [arguments[name] for name in example.gradients]
+    gradients = torch.autograd.grad(
+        differentiable, inputs, weights, allow_unused=True, materialize_grads=True
+    )
+    labels = [f"gradient of {name} in {example.function}" for name in example.gradients]
+    return dict(zip(labels, gradients, strict=True))
+
+
+def differences(
+    ours: Results, rounding: Results, exact: Results, dtype: torch.dtype
+) -> Iterator[Difference]:
+    """The largest error of each result."""
+    floor = NOISE_FLOOR * max(_rms(tensor) for tensor in exact.values())
+    least = max(MIN_ERROR, MIN_ROUNDING * torch.finfo(dtype).eps)
+    for name, tensor in exact.items():
+        scale = max(_rms(tensor), floor) or 1.0
+        if ours[name].shape != tensor.shape:
+            yield Difference(
+                f"{name} (shape {list(ours[name].shape)})", float("inf"), MAX_RATIO * least
+            )
+            continue
+        expected = _largest(rounding[name] - tensor) / scale
+        error = _largest(ours[name] - tensor) / scale
+        yield Difference(name, error, MAX_RATIO * max(expected, least))
+
+
+def _rms(tensor: Tensor) -> float:
+    return tensor.square().mean().sqrt().item() if tensor.numel() else 0.0
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -1,0 +1,56 @@
+"""The smallest differentiable Triton kernel, ``y = factor * x``: for tests of the tools.
+
+Import it only under Triton's interpreter, under the stub of CUDA, or to compile it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opensora_sp.models.kernels.triton.operator import differentiable
+
+BLOCK = 1024
+
+
+@triton.jit
+def scale_kernel(x_ptr, y_ptr, factor, numel, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < numel
+    x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
+    tl.store(y_ptr + offsets, x * factor, mask=inside)
+
+
+@triton.jit
+def sum_with_atomics_kernel(x_ptr, total_ptr, BLOCK: tl.constexpr):
+    """What no kernel may do: the order of the additions, and so the sum, is not determined."""
+    x = tl.load(x_ptr + tl.arange(0, BLOCK) + tl.program_id(0) * BLOCK)
+    tl.atomic_add(total_ptr, tl.sum(x.to(tl.float32)))
+
+
+def launch(x: Tensor, factor: float) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), BLOCK),)
+        scale_kernel[grid](x, y, factor, x.numel(), BLOCK=BLOCK, num_warps=4)
+    return y
+
+
+def launch_backward(grad_y: Tensor, factor: float) -> Tensor:
+    return launch(grad_y, factor)
+
+
+def fake(x: Tensor, factor: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+scaled_copy = differentiable(
+    "test_scaled_copy",
+    launch,
+    launch_backward,
+    fake=fake,
+    fake_backward=lambda grad_y, factor: fake(grad_y, factor),
+    outputs=["y"],
+    gradients=["x"],
+)

@@ -1,0 +1,77 @@
+"""Calls of a store whose server does not answer end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from polling import wait_until
+
+from opensora_sp.runtime import bounded_store
+from opensora_sp.runtime.bounded_store import BoundedStore
+
+
+class Server:
+    """Answers ``get`` unless it is frozen."""
+
+    def __init__(self) -> None:
+        self.runs = threading.Event()
+        self.runs.set()
+        self.asked = 0
+
+    def get(self, key: str) -> str:
+        self.asked += 1
+        self.runs.wait()
+        if key == "absent":
+            raise ValueError("got no such key")
+        return f"value of {key}"
+
+
+@pytest.fixture(autouse=True)
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_store, "SLICE", 0.05)
+
+
+def test_answers_and_errors_are_passed_on() -> None:
+    store = BoundedStore(Server(), 1.0)
+    assert store.get("one") == "value of one"
+    with pytest.raises(ValueError, match="no such key"):
+        store.get("absent")
+    assert store.get("two") == "value of two"
+
+
+def test_a_frozen_server_is_given_up_and_not_asked_again() -> None:
+    server = Server()
+    store = BoundedStore(server, 0.2)
+    server.runs.clear()
+
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="no answer for 0.2 s"):
+        store.get("one")
+    assert 0.15 < time.monotonic() - begun < 5
+
+    server.runs.set()
+    with pytest.raises(RuntimeError, match="did not answer before"):
+        store.get("two")
+    assert server.asked == 1
+
+
+def test_a_late_answer_within_the_bound_counts() -> None:
+    server = Server()
+    store = BoundedStore(server, 30.0)
+    server.runs.clear()
+    threading.Timer(0.2, server.runs.set).start()
+    assert store.get("one") == "value of one"
+
+
+def test_its_thread_ends_with_it_and_keeps_no_store_alive() -> None:
+    def threads() -> int:
+        return sum(one.name == "store" for one in threading.enumerate())
+
+    before = threads()
+    store = BoundedStore(Server(), 1.0)
+    store.get("one")
+    assert threads() == before + 1
+    del store
+    wait_until(lambda: threads() == before, 5)

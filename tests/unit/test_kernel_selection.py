@@ -1,0 +1,130 @@
+"""Which implementation of a kernel runs, and that torch.compile can trace the choice."""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+from interpreter import run_interpreted
+from torch._subclasses import FakeTensorMode
+
+from opensora_sp.models import kernels
+from opensora_sp.models.kernels import selection
+
+PACKAGE = "opensora_sp.models.kernels"
+
+
+@pytest.fixture
+def fake():
+    """Tensors on "cuda" that are none, as compilers use them."""
+    with FakeTensorMode():
+        yield lambda dtype=torch.bfloat16: torch.empty(4, device="cuda", dtype=dtype)
+
+
+def test_kernels_on_cuda_run_after_verification_only(fake, monkeypatch):
+    monkeypatch.setattr(selection, "_verified", {})
+    assert not kernels.chosen("gelu", fake())
+
+    selection.set_verified("gelu", [torch.bfloat16])
+    assert kernels.chosen("gelu", fake())
+    assert not kernels.chosen("gelu", fake(torch.float32))
+    assert not kernels.chosen("qk_norm", fake())
+
+
+def test_settings(fake, monkeypatch):
+    monkeypatch.setattr(selection, "_verified", {"gelu": (torch.bfloat16,)})
+    with kernels.using_kernels("torch"):
+        assert not kernels.chosen("gelu", fake())
+
+    with kernels.using_kernels("triton"):
+        assert kernels.chosen("gelu", fake(torch.float32))
+        assert not kernels.chosen("gelu", fake(torch.float64))
+    assert kernels.current_kernels() == "auto"
+
+
+@pytest.mark.parametrize("setting", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_kernels_on_other_devices(setting, device):
+    with kernels.using_kernels(setting):
+        assert not kernels.chosen("gelu", torch.empty(4, device=device))
+
+
+def test_no_kernels_in_function_transforms(fake):
+    with kernels.using_kernels("triton"):
+        seen = []
+        torch.func.vmap(lambda x: (seen.append(kernels.chosen("gelu", x)), x)[1])(fake())
+    assert seen == [False]
+
+
+def test_names_are_checked():
+    with pytest.raises(ValueError, match="got kernels 'cuda'; expected one of 'auto'"):
+        kernels.set_kernels("cuda")
+
+
+def test_the_setting_comes_back_after_an_error():
+    with pytest.raises(RuntimeError), kernels.using_kernels("torch"):
+        raise RuntimeError
+    assert kernels.current_kernels() == "auto"
+
+
+def plant(folder, number):
+    """A module of a kernel that adds a number."""
+    module = ModuleType(f"{PACKAGE}.{folder}.planted")
+    module.add = lambda x: x + number
+    sys.modules[module.__name__] = module
+    import_module(f"{PACKAGE}.{folder}").planted = module
+
+
+def add(x):
+    """As the public functions of kernels are written."""
+    if kernels.chosen("planted", x):
+        from opensora_sp.models.kernels.triton import planted as triton_planted
+
+        return triton_planted.add(x)
+    from opensora_sp.models.kernels.reference import planted
+
+    return planted.add(x)
+
+
+def choose_while_compiled():
+    """Results and graphs as the setting changes: one graph each, and none again."""
+    plant("reference", 1)
+    plant("triton", 2)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(add, backend=backend, fullgraph=True)
+    results = []
+    for setting in ("torch", "triton", "torch", "triton"):
+        kernels.set_kernels(setting)
+        results.append(float(compiled(torch.zeros(()))))
+    return results, len(graphs)
+
+
+def test_the_choice_is_a_constant_of_compiled_code():
+    assert run_interpreted(choose_while_compiled) == ([1, 2, 1, 2], 2)
+
+
+def choose_verified_while_compiled():
+    """The same for "auto", which asks what was verified; of fake tensors on "cuda"."""
+    chosen = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x):
+        return x + (2 if kernels.chosen("planted", like) else 1)
+
+    kernels.set_kernels("auto")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        like = torch.empty(4, device="cuda")
+    for dtypes in ([], [torch.float32], [torch.bfloat16]):
+        selection.set_verified("planted", dtypes)
+        chosen.append(float(function(torch.zeros(()))))
+    return chosen
+
+
+def test_verdicts_are_constants_of_compiled_code():
+    assert run_interpreted(choose_verified_while_compiled) == [1, 2, 1]

@@ -1,0 +1,218 @@
+"""Kernels are verified on a device before they run there, and replaced where they differ."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from interpreter import run_interpreted
+from planted_kernels import SIZES, plant
+
+from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
+from opensora_sp.models.kernels import selection, using_kernels
+from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
+from opensora_sp.models.kernels.verification import verify_kernel
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kernel_with_the_rounding_of_its_reference_passes(dtype):
+    plant()
+    found = verify_kernel("planted", SIZES, dtype, CPU)
+    assert [one.result for one in found] == [
+        "output 0 of multiply",
+        "gradient of x in multiply",
+        "gradient of factor in multiply",
+    ]
+    assert all(one.ok for one in found), [str(one) for one in found]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "fault, result",
+    [
+        ("value", "output 0"),
+        ("gradient", "gradient of factor"),
+        ("no number", "output 0"),
+        ("shape", "output 0 of multiply (shape [3, 71])"),
+    ],
+)
+def test_faults_are_found_and_named(fault, result, dtype):
+    plant(fault)
+    wrong = [one for one in verify_kernel("planted", SIZES, dtype, CPU) if not one.ok]
+    assert wrong and wrong[0].result.startswith(result)
+
+
+def every_kernel(dtype):
+    """The results of all kernels of the project, interpreted, that differ."""
+    wrong = []
+    for name in kernel_names():
+        found = verify_kernel(name, Sizes(width=144, heads=2, hidden=288), dtype, CPU)
+        wrong += [str(one) for one in found if not one.ok]
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_kernels_pass_under_the_interpreter(dtype):
+    assert run_interpreted(every_kernel, dtype) == []
+
+
+def test_every_kernel_has_examples_with_gradients():
+    for name in kernel_names():
+        examples = list(examples_of(name, SIZES))
+        assert any(example.gradients for example in examples), name
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    """A "device" on the CPU, with one planted kernel, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels, "kernel_names", lambda: ["planted"])
+    monkeypatch.setattr(selection, "_verified", {})
+    monkeypatch.setattr(kernels, "device_facts", lambda device: {"device": "a CPU"})
+    calls = []
+
+    def verify(name, sizes, dtype, device):
+        calls.append((name, sizes, dtype))
+        return verify_kernel(name, sizes, dtype, CPU)
+
+    monkeypatch.setattr(kernels, "verify_kernel", verify)
+    monkeypatch.setattr(verdicts, "_check_device", lambda *args: None)
+    # After the test, other tests of this process take the kernels that they always take.
+    with using_kernels("auto"):
+        yield calls
+
+
+def choose(setting="auto", dtype=torch.bfloat16, device=CUDA):
+    return choose_kernels(setting, MODEL, dtype=dtype, device=device)
+
+
+def test_kernels_run_once_they_are_verified(device, caplog):
+    plant()
+    caplog.set_level(logging.INFO)
+    assert choose() == {"planted": "triton"}
+    assert device == [("planted", SIZES, torch.bfloat16)]
+    assert selection._verified == {"planted": (torch.bfloat16,)}
+    (line,) = caplog.messages
+    assert line.startswith("kernels: planted by Triton (verified in ")
+
+
+@pytest.mark.parametrize(
+    "fault, reported",
+    [
+        ("value", "output 0 of multiply: an error of "),
+        ("gradient", "gradient of factor in multiply: an error of "),
+        ("error", "(RuntimeError: out of resource: shared memory): results stay right"),
+    ],
+)
+def test_a_kernel_that_differs_is_replaced_with_one_warning(device, caplog, fault, reported):
+    plant(fault)
+    caplog.set_level(logging.INFO)
+    assert choose() == {"planted": "torch"}
+    assert selection._verified == {"planted": ()}
+
+    warning, line = caplog.messages
+    assert warning.startswith("kernel planted is replaced by plain torch") and reported in warning
+    assert "set kernels='torch'" in warning
+    assert line.startswith("kernels: plain torch (verified in ")
+
+
+def test_triton_requires_kernels_that_are_right(device):
+    plant("gradient")
+    with pytest.raises(ValueError, match=r"got kernels='triton', .*\(planted: gradient of factor"):
+        choose("triton")
+
+
+def test_torch_and_other_devices_verify_nothing(device, caplog):
+    plant("error")
+    caplog.set_level(logging.INFO)
+    assert choose("torch") == choose(device=CPU) == {"planted": "torch"}
+    assert choose(dtype=torch.float64) == {"planted": "torch"}
+    assert not device
+    assert caplog.messages == [
+        "kernels: plain torch (as asked for)",
+        "kernels: plain torch (the device is cpu)",
+        "kernels: plain torch (they compute in float32)",
+    ]
+
+
+def test_triton_needs_a_device():
+    with pytest.raises(ValueError, match="got kernels 'triton' on a device of type 'cpu';"):
+        choose("triton", device=CPU)
+
+
+def test_what_passed_is_not_verified_again(device):
+    plant()
+    assert choose() == choose() == {"planted": "triton"}
+    assert len(device) == 1
+    choose(dtype=torch.float32)
+    assert len(device) == 2
+
+
+def test_failures_are_verified_again(device):
+    plant("value")
+    assert choose() == {"planted": "torch"}
+    plant()
+    assert choose() == {"planted": "triton"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[1, 2]",
+        b'{"passed": 3}',
+        lambda content: content[: len(content) // 2],
+        # Of other facts, as after a collision of names or a copy.
+        lambda content: json.dumps(json.loads(content) | {"facts": {}}).encode(),
+    ],
+)
+def test_a_damaged_cache_is_verified_and_written_again(device, tmp_path, damage):
+    plant()
+    choose()
+    (file,) = tmp_path.rglob("*.json")
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole) if callable(damage) else damage)
+
+    assert choose() == {"planted": "triton"}
+    assert len(device) == 2 and file.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(device, tmp_path, monkeypatch):
+    plant()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert choose() == choose() == {"planted": "triton"}
+    assert len(device) == 2
+
+
+def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "zeros", broken)
+    with pytest.raises(ValueError, match="from gelu .* set kernels='torch'"):
+        verdicts._check_device("gelu", CUDA, RuntimeError("CUDA error"))
+
+
+def test_the_source_is_part_of_a_verdict():
+    digest = kernels.source_digest()
+    assert len(digest) == 16 and digest == kernels.source_digest()
+
+
+def test_a_run_that_resumes_with_other_kernels_warns(caplog):
+    before, now = {"gelu": "triton", "qk_norm": "torch"}, {"gelu": "torch", "qk_norm": "torch"}
+    warn_of_changes(None, now)
+    warn_of_changes(now, now)
+    warn_of_changes({}, now)
+    assert not caplog.messages
+
+    warn_of_changes(before, now)
+    (warning,) = caplog.messages
+    assert "gelu by torch (there by triton); its losses may differ" in warning

@@ -1,0 +1,171 @@
+"""Triton's kernels of the modulation: interpreted, against their reference, and compiled."""
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from interpreter import run_interpreted
+from kernel_builds import builds_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """b samples of n rows of L tokens of width C, with entries for ``per`` (rows, tokens) of them.
+
+    ``rows``: a range of all rows, if these tokens are not all of the samples'.
+    """
+
+    samples: int = 2
+    rows_per_sample: int = 3
+    length: int = 5
+    width: int = 72
+    per: tuple[int, int] = (1, 1)
+    rows: tuple[int, int] | None = None
+
+    def inputs(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Entries as they are cut out of a modulation: shift, scale and gate lie alternately."""
+        torch.manual_seed(0)
+        start, stop = self.rows or (0, self.samples * self.rows_per_sample)
+        shape = stop - start, self.length, self.width
+        entries = torch.randn(self.samples, *self.per, 3, self.width, dtype=dtype)
+        tokens = {name: torch.randn(shape, dtype=dtype) for name in ("x", "branch")}
+        return tokens | dict(zip(("shift", "scale", "gate"), entries.unbind(-2), strict=True))
+
+    @property
+    def options(self) -> dict[str, int]:
+        if self.rows is None:
+            return {}
+        return dict(first=self.rows[0], rows=self.rows_per_sample)
+
+
+PER_SAMPLE, PER_ROW, PER_TOKEN = (1, 1), (3, 1), (1, 5)
+CASES = {
+    "per sample": Case(),
+    "per row": Case(per=PER_ROW),
+    "per token of a row": Case(per=PER_TOKEN),
+    "per row and token": Case(samples=1, per=(3, 5)),
+    "many programs": Case(samples=1, rows_per_sample=7, length=5, width=16),
+    "one token": Case(samples=1, rows_per_sample=1, length=1),
+    "an odd width": Case(width=33),
+    "wide": Case(samples=1, rows_per_sample=2, length=2, width=1152, per=(1, 2)),
+    "parts of samples": Case(rows=(1, 5)),
+    "parts of samples, per row": Case(rows=(2, 6), per=PER_ROW),
+    "parts of samples, per token": Case(rows=(2, 4), per=PER_TOKEN),
+    "no rows": Case(samples=1, rows_per_sample=0),
+    "no rows, per row": Case(samples=1, rows_per_sample=0, per=(0, 1)),
+}
+FUNCTIONS = {
+    "norm_modulate": ("x", "shift", "scale"),
+    "add_norm_modulate": ("x", "branch", "shift", "scale"),
+    "add_gated": ("x", "gate", "branch"),
+}
+
+
+def results_of(
+    module: Any, case: Case, dtype: torch.dtype, compute: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Values and gradients of all functions of a module, by name, for inputs rounded to dtype."""
+    inputs = case.inputs(dtype)
+    results = {}
+    for function, names in FUNCTIONS.items():
+        own = [inputs[name].to(compute).requires_grad_() for name in names]
+        outputs = getattr(module, function)(*own, **case.options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        weights = [inputs["branch"].to(compute) * (i + 1) for i in range(len(outputs))]
+        grads = torch.autograd.grad(outputs, own, weights)
+
+        results |= {f"{function}, {i}": z.detach() for i, z in enumerate(outputs)}
+        results |= {f"{function}, gradient of {name}": z for name, z in zip(names, grads)}
+    return results
+
+
+def errors_of(titles: list[str], dtype: torch.dtype) -> dict[str, float]:
+    """Of the kernels, from the reference in float64 and relative to the largest number."""
+    from opensora_sp.models.kernels.reference import modulation as reference
+    from opensora_sp.models.kernels.triton import modulation as kernels
+
+    errors = {}
+    for title in titles:
+        exact = results_of(reference, CASES[title], dtype, torch.float64)
+        for name, ours in results_of(kernels, CASES[title], dtype, dtype).items():
+            wanted = exact[name]
+            assert (ours.dtype, ours.shape) == (dtype, wanted.shape), (title, name)
+            if ours.numel():
+                error = (ours - wanted).abs().max() / wanted.abs().max().clamp(min=1)
+                errors[f"{title}: {name}"] = float(error)
+    return errors
+
+
+@pytest.mark.parametrize("title", CASES)
+def test_values_and_gradients(title: str) -> None:
+    for name, error in run_interpreted(errors_of, [title], torch.float32).items():
+        assert error < 1e-6, (name, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
+    """Where a result is written. The interpreter cuts bits off; devices round to the nearest."""
+    titles = ["per sample", "parts of samples, per token"]
+    for name, error in run_interpreted(errors_of, titles, dtype).items():
+        assert error <= torch.finfo(dtype).eps, (name, error)
+
+
+# E, activations of a token: what each launcher may read and write, forward or backward.
+TRAFFIC = {
+    "norm_modulate": 2,
+    "add_norm_modulate": 4,
+    "norm_modulate_backward": 4,
+    "add_gated": 3,
+    "add_gated_backward": 3,
+}
+
+
+def launch(which: str, dtype: torch.dtype, device: str, *, rows: int, length: int) -> None:
+    """Run a launcher for rows of a frame each, with conditioning frames, of the released width."""
+    from opensora_sp.models.kernels.triton import modulation as kernels
+
+    tokens = torch.empty(rows, length, 1152, dtype=dtype, device=device)
+    entries = torch.empty(1, rows, 1, 3, 1152, dtype=dtype, device=device).unbind(-2)
+    shift, scale, gate = entries
+    if which in ("norm_modulate", "add_norm_modulate"):
+        branch = tokens.clone() if which == "add_norm_modulate" else None
+        kernels._norm_modulate(tokens, branch, shift, scale, 0, 0)
+    elif which == "norm_modulate_backward":
+        kernels._norm_modulate_backward(tokens, scale, tokens.clone(), tokens.clone(), 0, 0)
+    elif which == "add_gated":
+        kernels._add_gated(tokens, gate, tokens.clone(), 0, 0)
+    else:
+        kernels._add_gated_backward(gate, tokens, tokens.clone(), 0, 0)
+
+
+@pytest.mark.parametrize("which", TRAFFIC)
+def test_traffic_of_launches(which: str) -> None:
+    """By their pointers, each of which is read or written once."""
+    from triton.runtime.jit import JITFunction
+
+    rows, length, moved = 64, 1024, 0
+
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        nonlocal moved
+        moved += sum(z.numel() * z.element_size() for z in args if isinstance(z, torch.Tensor))
+
+    with mock.patch.object(JITFunction, "run", run):
+        launch(which, torch.bfloat16, "meta", rows=rows, length=length)
+    assert TRAFFIC[which] < moved / (rows * length * 1152 * 2) < TRAFFIC[which] + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_builds(dtype: torch.dtype, capability: int) -> None:
+    """Tokens travel in 128 bits, registers are not spilled, and nothing is added by atomics."""
+    for which in TRAFFIC:
+        arguments = which, dtype, "cpu"
+        kernel, *sums = builds_of(launch, *arguments, rows=4, length=8, capability=capability)
+        kernel.check(wide_loads=True, wide_stores=True)
+        assert kernel.registers <= 128, which
+        assert len(sums) == which.endswith("backward")
+        for build in sums:
+            build.check(wide_loads=True)

@@ -1,0 +1,212 @@
+"""Attention over short rows by its Triton kernel: interpreted, and compiled for GPUs."""
+
+import pytest
+import torch
+from interpreter import run_interpreted
+
+from opensora_sp.models.kernels.reference import short_rows as reference
+from opensora_sp.models.recompute import EVERYTHING
+
+# Of the reference in at least float32: rounding of 16-bit results, and of the softmax's weights.
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2**-9,
+    torch.bfloat16: 2**-6,
+}
+
+
+def random_qkv(rows, length, heads, width, dtype=torch.float32):
+    """Projections ``[R, T, 3, H, D]``, and a gradient ``[R, T, H, D]``."""
+    generator = torch.Generator().manual_seed(rows + length)
+    shape = rows, length, 3, heads, width
+    qkv = torch.randn(shape, generator=generator, dtype=torch.float64)
+    grad = torch.randn(shape[:2] + shape[3:], generator=generator, dtype=torch.float64)
+    return qkv.to(dtype), grad.to(dtype)
+
+
+def differentiated(attend, qkv, grad):
+    """The result and the gradient of the projections."""
+    qkv = qkv.detach().requires_grad_()
+    out = attend(*qkv.unbind(2))
+    return out.detach(), torch.autograd.grad(out, qkv, grad)[0]
+
+
+def by_kernel(*cases):
+    """Of several projections and gradients, in one process: starting one takes longer."""
+    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
+
+    return [differentiated(attend_short_rows, *case) for case in cases]
+
+
+def check_cases(cases):
+    """Values and gradients of the kernel are those of the reference in at least float32."""
+    for (qkv, grad), found in zip(cases, run_interpreted(by_kernel, *cases), strict=True):
+        wide = torch.promote_types(qkv.dtype, torch.float32)
+        expected = differentiated(reference.attend_short_rows, qkv.to(wide), grad.to(wide))
+        tolerance = TOLERANCES[qkv.dtype]
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == qkv.dtype
+            torch.testing.assert_close(one.to(wide), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lengths(dtype):
+    check_cases([random_qkv(5, length, 1, 72, dtype) for length in (2, 5, 15, 16, 17, 30, 32)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_head_widths(dtype):
+    check_cases([random_qkv(1, 17, 5, width, dtype) for width in (3, 16, 64, 80, 96, 128)])
+
+
+def test_no_rows_or_heads():
+    check_cases([random_qkv(0, 15, 2, 72), random_qkv(3, 15, 0, 72)])
+
+
+def by_strided_views():
+    """Rows lie between tokens, heads before rows, channels apart; the gradient is expanded."""
+    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 3, 2, 8), (2, 3, 5, 8), (3, 8, 5, 2)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    views = q.transpose(0, 1), k.permute(1, 2, 0, 3), v.permute(0, 2, 3, 1)
+    results = []
+    for function in (attend_short_rows, reference.attend_short_rows):
+        leaves = [z.detach().requires_grad_() for z in views]
+        out = function(*leaves)
+        out.sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    return results
+
+
+def test_strides():
+    found, expected = run_interpreted(by_strided_views)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def of_far_rows():
+    """Two rows, tokens or heads more than 2^31 numbers apart, in memory that is hardly touched."""
+    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
+
+    far, errors = 2**31 + 64, []
+    memory = torch.empty(far + 128, dtype=torch.bfloat16)
+    for strides in ((far, 16, 8, 1), (16, far, 8, 1), (16, 8, far, 1)):
+        q = memory.as_strided((2, 2, 2, 8), strides)
+        q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(0)))
+        difference = attend_short_rows(q, q, q).float() - reference.attend_short_rows(
+            *[q.float()] * 3
+        )
+        errors.append(float(difference.abs().max()))
+    return errors
+
+
+def test_offsets_over_2_31():
+    assert max(run_interpreted(of_far_rows)) < TOLERANCES[torch.bfloat16]
+
+
+def longer_rows():
+    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
+
+    q = torch.zeros(1, 33, 1, 8)
+    with pytest.raises(AssertionError):
+        attend_short_rows(q, q, q)
+
+
+def test_longer_rows_are_refused():
+    run_interpreted(longer_rows)
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
+
+
+def model_steps(*steps):
+    """Output, gradients and launches of forward kernels of a small model.
+
+    A step is a setting of kernels and a level of gradient checkpointing.
+    """
+    from random_weights import draw_weights
+
+    from opensora_sp.models import build_model
+    from opensora_sp.models.kernels import using_kernels
+    from opensora_sp.models.kernels.triton import short_rows
+
+    short_rows._short_rows_forward = kernel = Counted(short_rows._short_rows_forward)
+    sizes = dict(hidden_size=32, depth=1, num_heads=2, caption_channels=8, model_max_length=4)
+    model = draw_weights(build_model("STDiT3", **sizes, qk_norm=True).double())
+    x = torch.randn(1, 4, 3, 2, 4, generator=torch.Generator().manual_seed(1)).double()
+    inputs = dict(timestep=torch.full((1,), 500.0), y=torch.ones(1, 1, 4, 8).double())
+    inputs |= {name: torch.full((1,), 24.0) for name in model.sample_inputs}
+
+    results = []
+    for setting, level in steps:
+        kernel.launches = 0
+        model.set_grad_checkpoint([level] * 2)
+        leaf = x.clone().requires_grad_()
+        with using_kernels(setting):
+            out = model(leaf, **inputs)
+            grads = torch.autograd.grad(out.square().sum(), [leaf, model.x_embedder.proj.weight])
+        results.append(([out.detach(), *grads], kernel.launches))
+    return results
+
+
+def test_models_take_the_kernel_and_recompute_it_below_its_level():
+    """A spatial and a temporal block, of 2 patches and 3 frames: both have short rows."""
+    steps = ("torch", EVERYTHING), ("triton", 1), ("triton", 2), ("triton", EVERYTHING)
+    results = run_interpreted(model_steps, *steps)
+
+    assert [launches for _, launches in results] == [0, 4, 2, 2]
+    expected = results[0][0]
+    for found, _ in results[1:]:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def builds(length, width, dtype, capability):
+    """The forward and the backward kernel for a projection's views."""
+    from kernel_builds import builds_of
+
+    from opensora_sp.models.kernels.triton import short_rows
+
+    q, k, v = torch.empty(3, length, 3, 16, width, dtype=dtype).unbind(2)
+    grad = torch.empty(3, length, 16, width, dtype=dtype)
+    (forward,) = builds_of(short_rows._forward, q, k, v, capability=capability)
+    (backward,) = builds_of(short_rows._backward, grad, q, k, v, capability=capability)
+    return forward, backward
+
+
+def check_build(build, products, capfd):
+    """No spills and no atomics, whole accesses; ``products`` of tensor cores by a warp."""
+    build.check(wide_loads=True, wide_stores=True)
+    assert build.count("HMMA") == products
+    # Triton 3.1 goes on after errors of a batched dot, and drops products.
+    assert "error" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("length", "padded"), [(15, 16), (30, 32)])
+def test_compiled_for_heads_of_72(capability, length, padded, capfd):
+    forward, backward = builds(length, 72, torch.bfloat16, capability)
+
+    # A product is 16 x 8 x 16; two matrix products in forward, five in backward.
+    products = (padded // 16) * (padded // 8) * (80 // 16)
+    check_build(forward, 2 * products, capfd)
+    check_build(backward, 5 * products, capfd)
+    assert forward.grid == backward.grid == (3 * 16 // 4,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float16), (72, torch.float32)])
+def test_compiled_for_the_most_registers(width, dtype):
+    for build in builds(32, width, dtype, 80):
+        build.check()
