@@ -174,9 +174,9 @@ def backward_kernel(
 ):
     """With weights W and the result's gradient G, of a pair::
 
-        grad_v = W^T G      A = G v^T
-        S = W * (A - sum of W * A over keys) / sqrt(D)
-        grad_q = S k        grad_k = S^T q
+    grad_v = W^T G      A = G v^T
+    S = W * (A - sum of W * A over keys) / sqrt(D)
+    grad_q = S k        grad_k = S^T q
     """
     row, head, token, exists = _pairs(T, H, pairs, P, L)
     q = q_ptr + (row * q_row + token * q_token + head * q_head) * ALIGNED
@@ -213,9 +213,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grads = _fake_backward(grad_out, q, k, v)
     _launch(backward_kernel, (grad_out, q, k, v), grads)
     return grads
