@@ -144,7 +144,7 @@ def attentions(gpu: Gpu, args: argparse.Namespace) -> Iterator[Figures]:
 def kernels() -> dict[str, Attend]:
     """The backends of this package that a GPU may have, and each of torch's kernels alone."""
     found: dict[str, Attend] = {}
-    for name in ("auto", "flash"):
+    for name in ("auto", "short_rows", "flash", "flash3"):
         found[name] = partial(attention, backend=name)
     for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
         found[f"torch {backend}"] = partial(attend_by_torch, getattr(SDPBackend, backend))

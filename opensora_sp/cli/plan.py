@@ -208,14 +208,16 @@ def _time(plan: Plan, estimate: BatchEstimate) -> list[str]:
 
 def _kernels(plan: Plan, *estimates: BatchEstimate) -> list[str]:
     """What computes each kind of attention on the GPU; several batches may differ."""
-    found: dict[str, None] = {}  # in order
+    from opensora_sp.planner.attention_kernels import describe_kernels
+
+    found: list[str] = []
     for estimate in estimates:
-        found |= dict.fromkeys(estimate.attention.lines() if estimate.attention else [])
+        found += describe_kernels(estimate.attention or {})
     if not found:
         return []
 
     lines = _entry("kernels", f"on {plan.gpu} with {plan.versions}:")
-    for line in found:
+    for line in dict.fromkeys(found):
         lines += _entry("", line)
     return lines
 

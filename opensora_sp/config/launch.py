@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from opensora_sp.device_kernels import check_kernels
+from opensora_sp.models.kernels import check_kernels
 from opensora_sp.parallel import check_sp_size
 
 from .findings import raise_together

@@ -47,6 +47,8 @@ from .attention_table import (
 )
 from .compile import uncompiled
 from .functions import with_zero_gradients
+from .kernels import attend_short_rows, chosen
+from .kernels.reference.short_rows import attend_short_rows as explicit_softmax
 from .packed_attention import attend_packed, concat
 from .packing import MAX_ROWS, Lengths, Packing
 
@@ -171,6 +173,8 @@ def choose_backend(
 def _resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
     if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         sequences = replace(sequences, autocast=True)
+    if chosen("short_rows", torch.empty(0, dtype=sequences.dtype, device=device)):
+        sequences = replace(sequences, short_rows=True)
     return _choose(name, sequences, device, torch.are_deterministic_algorithms_enabled())
 
 
@@ -199,6 +203,9 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if k.shape[1] == 1:
         # One key has all the weight. Kernels would fill a tile of 64 or 128 queries for each row.
         return v if q is v else with_zero_gradients(v.expand(q.shape).contiguous(), q, k)
+
+    if backend.name == "short_rows":
+        return attend_short_rows(q, k, v)
 
     kernel = _rows_kernel(backend)
     parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
@@ -306,20 +313,14 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     _, num_queries, num_heads, _ = q.shape
     of_query = num_heads * k.shape[1]
     if len(q) * num_queries * of_query <= MAX_SCORES:
-        return _softmax(q, k, v)
+        return explicit_softmax(q, k, v)
 
     # The gradients of all chunks of queries are added to keys and values: not in 16 bits.
     k, v = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (k, v))
     rows, queries = max(1, MAX_SCORES // (num_queries * of_query)), max(1, MAX_SCORES // of_query)
-    attend = partial(checkpoint, _softmax, use_reentrant=False, preserve_rng_state=False)
+    attend = partial(checkpoint, explicit_softmax, use_reentrant=False, preserve_rng_state=False)
     out = []
     for q_rows, k_rows, v_rows in zip(*(z.split(rows) for z in (q, k, v)), strict=True):
         parts = [attend(part, k_rows, v_rows) for part in q_rows.split(queries, dim=1)]
         out.append(torch.cat(parts, dim=1))
     return torch.cat(out)
-
-
-def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("rqhd,rkhd->rhqk", q.to(wide) * q.shape[-1] ** -0.5, k.to(wide))
-    return torch.einsum("rhqk,rkhd->rqhd", scores.softmax(dim=-1), v.to(wide)).to(q.dtype)

@@ -17,6 +17,8 @@ from importlib import import_module, metadata
 
 import torch
 
+from .kernels.reference.short_rows import HEAD_WIDTHS, LENGTHS
+
 LABELS = {
     "spatial": "spatial attention",
     "temporal": "temporal attention",
@@ -26,6 +28,7 @@ KINDS = tuple(LABELS)
 SELF = ("spatial", "temporal")
 
 KERNELS = {
+    "short_rows": "the Triton kernel for short rows",
     "flash": "flash-attn",
     "flash3": "flash-attn 3",
     "cudnn": "cuDNN",
@@ -87,7 +90,13 @@ class Entry:
 # change with each batch, where cuDNN would make a new plan.
 TABLE = (
     Entry("sdpa", "autocast sets the dtype of each call", autocast=True),
-    # Here is the place of kernels for short rows: kinds=("temporal",), lengths=range(2, 33).
+    Entry(
+        "short_rows",
+        "no tile is padded to 64 tokens or more",
+        kinds=SELF,
+        lengths=range(2, LENGTHS.stop),
+        packed=False,
+    ),
     Entry(
         "flash3",
         "Hopper's asynchronous products, heads padded to a multiple of 32",
@@ -110,6 +119,8 @@ TABLE = (
 )
 
 NEEDS = {
+    "short_rows": "rows of at most 32 tokens, heads of at most 128 and a GPU whose results of the "
+    "kernel were verified",
     "flash": "flash-attn 2.x and fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
     "flash3": "flash-attn 3 and fp16 or bf16 tensors on a Hopper GPU (compute capability 9.0)",
     "cudnn": "cuDNN 9.15.1, torch 2.6 and fp16 or bf16 tensors on a GPU of compute capability 8.0 "
@@ -129,6 +140,7 @@ class Sequences:
         length: tokens of a sequence that attends to itself, at most; None if that is not known.
         packed: whether sequences may differ in length.
         autocast: whether torch casts the tensors of each call.
+        short_rows: whether the Triton kernel for short rows may run (``kernels.chosen``).
     """
 
     dtype: torch.dtype
@@ -137,6 +149,7 @@ class Sequences:
     length: int | None = None
     packed: bool = False
     autocast: bool = False
+    short_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -273,6 +286,17 @@ def flash_obstacle(sequences: Sequences, platform: Platform) -> str | None:
     return None
 
 
+def _short_rows(sequences: Sequences, platform: Platform) -> str | None:
+    if not sequences.short_rows:
+        no_gpu = "the tensors are not on a GPU"
+        return no_gpu if platform.capability is None else "Triton kernels are off or not verified"
+    if sequences.head_width not in HEAD_WIDTHS:
+        return f"a head is {sequences.head_width} wide, over {HEAD_WIDTHS[-1]}"
+    if sequences.packed or sequences.length not in LENGTHS:
+        return f"rows are not of one length up to {LENGTHS[-1]}"
+    return None
+
+
 def _flash2(sequences: Sequences, platform: Platform) -> str | None:
     if problem := flash_obstacle(sequences, platform):
         return problem
@@ -342,6 +366,7 @@ def _sdpa(sequences: Sequences, platform: Platform) -> str | None:
 
 
 OBSTACLES: dict[str, Callable[[Sequences, Platform], str | None]] = {
+    "short_rows": _short_rows,
     "flash": _flash2,
     "flash3": _flash3,
     "cudnn": _cudnn,

@@ -75,7 +75,7 @@ class ModulatedBlock(nn.Module):
             condition.text,
             condition.packing,
             order=condition.order,
-            keys_values=condition.keys_values.get(self.cross_attn),
+            keys_values=condition.keys_values_of(self.cross_attn),
             backend=condition.rows.grid.attention.cross,
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -70,6 +71,8 @@ def run_compiled(
     *arguments: Tensor | None,
 ) -> Tensor:
     """``part(x, condition, *arguments)``, compiled."""
+    if condition.keys_values:
+        condition = _of_block(condition, getattr(part, "__self__", part))
     _mark_what_differs(condition)
 
     run = _compiled(backend)
@@ -79,11 +82,21 @@ def run_compiled(
     return run(part, x, condition, *arguments)
 
 
+def _of_block(condition: Condition, block: Any) -> Condition:
+    """The condition with this block's keys and values alone.
+
+    A graph that looks its block up in a dict would be that block's alone.
+    """
+    own = condition.keys_values.get(block.cross_attn)
+    return replace(condition, keys_values={}, own_keys_values=own)
+
+
 def _mark_what_differs(condition: Condition) -> None:
     """Mark the sizes that differ from batch to batch as dynamic."""
     mark = torch._dynamo.maybe_mark_dynamic
-    for tokens in (condition.text, *condition.keys_values.values()):
-        mark(tokens, 0)
+    mark(condition.text, 0)
+    if condition.own_keys_values is not None:
+        mark(condition.own_keys_values, 0)
     # Tensors of lengths are made here, and not where a graph is traced.
     mark(condition.packing.lengths, 1)
 

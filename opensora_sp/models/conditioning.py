@@ -97,6 +97,7 @@ class Condition:
         groups: tokens that attend to each other, if the local rows attend here.
         part: which rows the local ones are of the samples that ``entries`` are of, for functions of
             ``kernels``. None where entries are those of the local rows.
+        own_keys_values: those of the block that runs, if looked up ahead.
     """
 
     rows: Rows
@@ -110,6 +111,13 @@ class Condition:
     rotation: Tensor | None
     groups: Groups | None
     part: kernels.Part | None
+    own_keys_values: Tensor | None = None
+
+    def keys_values_of(self, layer: nn.Module) -> Tensor | None:
+        """Keys and values of the text for a cross-attention, if precomputed."""
+        if self.own_keys_values is not None:
+            return self.own_keys_values
+        return self.keys_values.get(layer)
 
     @property
     def of_rows(self) -> tuple[Tensor | None, Groups | None]:

@@ -24,6 +24,7 @@ from .attention import Backend, attention
 from .compile import uncompiled
 from .functions import normalize, rotate, with_zero_gradients
 from .hook_points import Attend, Point
+from .kernels import linear_gelu, qk_norm
 from .packing import Lengths, Packing
 from .take import take
 from .token_groups import Groups
@@ -58,6 +59,20 @@ def frame_position_embedding(height: Tensor, width: Tensor, channels: int) -> Te
     return torch.cat(halves, dim=-1)
 
 
+def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a function of a layer's parameters may stand for it.
+
+    Other classes in its place, such as peft's, have parameters of their own, and hooks see calls.
+    """
+    hooks = (
+        layer._forward_pre_hooks,
+        layer._forward_hooks,
+        layer._backward_pre_hooks,
+        layer._backward_hooks,
+    )
+    return type(layer) is kind and not any(hooks)
+
+
 class Mlp(nn.Module):
     """Linear, tanh-GELU, Linear on the last dim."""
 
@@ -67,6 +82,8 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, out)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_plain(self.fc1, nn.Linear) and self.fc1.bias is not None:
+            return self.fc2(linear_gelu(x, self.fc1.weight, self.fc1.bias))
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
@@ -243,17 +260,29 @@ class SelfAttention(Point):
             v = self._values(x)
             return self.proj(self.attend(v, v, v, rows, groups).flatten(-2))
 
-        qkv = rearrange(self.qkv(x), "r l (three h d) -> three r l h d", three=3, h=self.num_heads)
-        q, k, v = qkv
+        if not self.ropes:
+            rotation = None
+        elif rotation is None:
+            rotation = self.ropes[0].rotation(rows, self.in_frame, x.device)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [R, L, 3, H, D]
+        q, k, v = self._normed(qkv, rotation)
+        return self.proj(self.attend(q, k, v, rows, groups).flatten(-2))
+
+    def _normed(self, qkv: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[R, L, H, D]`` each."""
+        norms = self.q_norm, self.k_norm
+        if not self.norm_last and all(is_plain(norm, RMSNorm) for norm in norms):
+            q_weight, k_weight = (norm.weight for norm in norms)
+            return qk_norm(qkv, q_weight, k_weight, rotation, self.q_norm.eps)
+
+        q, k, v = qkv.unbind(2)
         if not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.ropes:
-            if rotation is None:
-                rotation = rope.rotation(rows, self.in_frame, x.device)
             q, k = rope(q, rotation), rope(k, rotation)
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.proj(self.attend(q, k, v, rows, groups).flatten(-2))
+        return q, k, v
 
     def _values(self, x: Tensor) -> Tensor:
         """The values ``[R, 1, H, D]``, which are what single tokens get, such as those of images.
@@ -262,10 +291,7 @@ class SelfAttention(Point):
         sums gradients over ranks in the order in which they come.
         """
         width = x.shape[-1]
-        # Other layers in its place, such as peft's, have no weight that can be cut, and hooks see
-        # the whole layer.
-        is_plain = type(self.qkv) is nn.Linear and self.qkv.bias is not None
-        if is_plain and not self.qkv._forward_hooks and not self.qkv._forward_pre_hooks:
+        if is_plain(self.qkv, nn.Linear) and self.qkv.bias is not None:
             v = F.linear(x, self.qkv.weight[-width:], self.qkv.bias[-width:])
         else:
             v = self.qkv(x)[..., -width:]

@@ -29,8 +29,7 @@ from .varlen import FusedKernel
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("opensora_sp::packed_attention", mutates_args=())
-def packed_attention(
+def _attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, backend: str, processors: int
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of packed samples.
@@ -57,15 +56,13 @@ def packed_attention(
     return (out.clone() if _share_memory(out, v) else out.contiguous()), _no_sums(q)
 
 
-@packed_attention.register_fake
-def _(
+def _attend_fake(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, backend: str, processors: int
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[0] * q.shape[1], dtype=torch.float32)
 
 
-@torch.library.custom_op("opensora_sp::packed_attention_backward", mutates_args=())
-def packed_attention_backward(
+def _attend_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -76,7 +73,7 @@ def packed_attention_backward(
     backend: str,
     processors: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from the arguments and results of ``packed_attention``."""
+    """The gradients of q, k and v, from the arguments and results of ``_attend``."""
     if not q.numel():
         return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
@@ -87,8 +84,7 @@ def packed_attention_backward(
     return _fused_backward(kernel, grad, q, k, v, out, sums, pieces)
 
 
-@packed_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
+def _attend_backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -102,7 +98,12 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
     return *packed_attention_backward(grad, *ctx.saved_tensors, *ctx.backend), None, None, None
 
 
+_operator = partial(torch.library.custom_op, mutates_args=())
+packed_attention = _operator("opensora_sp::packed_attention", _attend)
+packed_attention.register_fake(_attend_fake)
 packed_attention.register_autograd(_differentiate, setup_context=_keep)
+packed_attention_backward = _operator("opensora_sp::packed_attention_backward", _attend_backward)
+packed_attention_backward.register_fake(_attend_backward_fake)
 
 
 def packing_of(lengths: Tensor) -> Packing:

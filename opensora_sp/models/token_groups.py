@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -94,21 +94,27 @@ class VideoMask:
 class Groups:
     """Groups of tokens, next to each other in their order, that attend to each other.
 
-    ``lengths`` are the tokens of each group. With an ``index``, int64, the tokens are those at
+    ``packing`` has the tokens of each group. With an ``index``, int64, the tokens are those at
     these places, and the others take no part. ``are_rows``: each row attends to itself, all of it.
     """
 
-    lengths: Sequence[int]
+    # Not as a list: compiled code would be compiled again for each number of groups.
+    packing: Packing
     index: Tensor | None = None
     are_rows: bool = False
 
-    @cached_property
-    def packing(self) -> Packing:
-        """The lengths for attention; made once, for all blocks."""
-        return Packing(self.lengths, self.lengths)
+    @classmethod
+    def of(cls, lengths: Sequence[int], index: Tensor | None = None) -> Groups:
+        """Groups of these numbers of tokens."""
+        return cls(Packing(lengths, lengths), index)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The tokens of each group."""
+        return self.packing.queries
 
 
-ROWS = Groups([], are_rows=True)
+ROWS = Groups(Packing([], []), are_rows=True)
 
 
 def holds_whole_units(rows: Rows) -> bool:
@@ -137,7 +143,7 @@ def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups:
         ends = first_row(units.start), first_row(units.stop)
         assert ends == (rows.start, rows.stop), "local rows begin and end with a unit"
     if grid.mask is None or not units:
-        return Groups([(first_row(unit + 1) - first_row(unit)) * rows.length for unit in units])
+        return Groups.of([(first_row(unit + 1) - first_row(unit)) * rows.length for unit in units])
 
     # Which tokens of the units, from the first to the last, are inside of their clip.
     first, last = min(units), max(units) + 1
@@ -155,7 +161,7 @@ def group_tokens(rows: Rows, units: Sequence[int] | None) -> Groups:
         inside = torch.cat([inside[edges[i] : edges[i + 1]] for i in (u - first for u in units)])
     index = to_device(inside.nonzero().flatten(), grid.mask.positions.device)
     lengths = [counts[unit - first] for unit in units]
-    return Groups([length for length in lengths if length], index)
+    return Groups.of([length for length in lengths if length], index)
 
 
 def _unit_starts(rows: Rows) -> Sequence[int]:

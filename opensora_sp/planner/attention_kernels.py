@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,27 +18,30 @@ from opensora_sp.models.attention_table import (
     obstacle,
 )
 
+Kernels = Mapping[str, Choice | None]  # of spatial, temporal and cross-attention
 
-@dataclass(frozen=True)
-class AttentionKernels:
-    """``by_kind`` the choice for spatial, temporal and cross-attention; None where none runs."""
 
-    by_kind: dict[str, Choice | None]
+def attention_kernels(
+    config: Any, latents: tuple[int, ...], dtype: torch.dtype, platform: Platform, *, triton: bool
+) -> Kernels:
+    """The kernel of each kind of attention of a model; None where none runs.
 
-    @classmethod
-    def of(
-        cls, config: Any, latents: tuple[int, ...], dtype: torch.dtype, platform: Platform
-    ) -> AttentionKernels:
-        """Those of a model's configuration for latents ``(B, c, frames, height, width)``."""
-        num_samples, _, *size = latents
-        sequences = config.sequences(config.grid(num_samples, tuple(size)), dtype)
-        names = names_by_kind(config.attention)
-        return cls({kind: _planned(names[kind], sequences[kind], platform) for kind in names})
+    Args:
+        latents: ``(B, c, frames, height, width)``.
+        triton: whether Triton kernels may run, once the GPU has verified them.
+    """
+    num_samples, _, *size = latents
+    sequences = config.sequences(config.grid(num_samples, tuple(size)), dtype)
+    found = {}
+    for kind, name in names_by_kind(config.attention).items():
+        found[kind] = _planned(name, replace(sequences[kind], short_rows=triton), platform)
+    return found
 
-    def lines(self) -> list[str]:
-        """A sentence for each kind."""
-        none = "none (a single token keeps its value)"
-        return [f"{LABELS[kind]}: {choice or none}" for kind, choice in self.by_kind.items()]
+
+def describe_kernels(kernels: Kernels) -> list[str]:
+    """A line for each kind of attention."""
+    none = "none (a single token keeps its value)"
+    return [f"{LABELS[kind]}: {choice or none}" for kind, choice in kernels.items()]
 
 
 def _planned(name: str, sequences: Sequences, platform: Platform) -> Choice | None:

@@ -19,7 +19,7 @@ from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_for, strategy_options
 
-from .attention_kernels import AttentionKernels
+from .attention_kernels import Kernels, attention_kernels
 from .checkpointing import (
     COMPILED_LEVELS,
     LEVELS,
@@ -94,7 +94,7 @@ class BatchEstimate:
     compared: dict[str, Traffic]
     memory: Memory
     time: StepTime | None
-    attention: AttentionKernels | None
+    attention: Kernels | None
     advice: list[str]
 
 
@@ -302,11 +302,12 @@ class _Run:
         deterministic = getattr(self.cfg, "deterministic", False)
         return Platform.with_installed(self.gpu.capability, deterministic)
 
-    def attention(self, latents: tuple[int, ...]) -> AttentionKernels | None:
+    def attention(self, latents: tuple[int, ...]) -> Kernels | None:
         """The kernels of attention on the GPU that was named."""
         if self.platform is None:
             return None
-        return AttentionKernels.of(self.config, latents, self.dtype, self.platform)
+        triton = self.cfg.kernels != "torch"
+        return attention_kernels(self.config, latents, self.dtype, self.platform, triton=triton)
 
     def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
         """Shape of the model's input ``[B, c, frames, height, width]``, doubled for guidance."""

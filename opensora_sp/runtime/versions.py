@@ -13,7 +13,16 @@ import torch
 import opensora_sp
 
 PACKAGE = Path(opensora_sp.__file__).parent
-PACKAGES = ("colossalai", "flash-attn", "einops", "safetensors", "transformers", "diffusers", "av")
+PACKAGES = (
+    "colossalai",
+    "flash-attn",
+    "flash-attn-3",
+    "einops",
+    "safetensors",
+    "transformers",
+    "diffusers",
+    "av",
+)
 ABSENT = "not installed"
 
 

@@ -23,7 +23,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.config import InferenceConfig, build_component, check_launch
 from opensora_sp.console import LOGGER
-from opensora_sp.device_kernels import choose_kernels
+from opensora_sp.device_verification import choose_compiled, choose_kernels
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models import compile_blocks
@@ -126,7 +126,9 @@ def build_pipeline(
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
     if cfg.compile is not None:
         compile_blocks(model)
-    choose_kernels(cfg.kernels, model, dtype=DTYPES[cfg.precision], device=device)
+    dtype = DTYPES[cfg.precision]
+    choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
+    choose_compiled(model, dtype=dtype, device=device)
     parallelize(model, mesh, **dict(cfg.sequence_parallel))
     return Pipeline(cfg, model, vae, text_encoder, device)
 

@@ -21,7 +21,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, ReplicaBatches, StepBatches, StepLoader
-from opensora_sp.device_kernels import choose_kernels, warn_of_other_kernels
+from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.features.batch import Batch, BatchMaker
@@ -88,16 +88,18 @@ class Trainer:
         encoders = _allocated(device)
 
         self.module = self._build_model(cfg)
-        self.kernels = choose_kernels(
-            cfg.kernels, self.module, dtype=DTYPES[cfg.precision], device=device
-        )
+        dtype = DTYPES[cfg.precision]
+        self.kernels = {
+            **choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device),
+            **choose_compiled(self.module, dtype=dtype, device=device),
+        }
         fixed = fixed_tensors(self.module)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         optimizer = make_optimizer(cfg, trained)
         self.model, self.optimizer, *_ = self.booster.boost(self.module, optimizer)
 
         state = self._restore(cfg, checkpoint, fixed)
-        warn_of_other_kernels(state.get("kernels"), self.kernels)
+        warn_of_changes(state.get("kernels"), self.kernels)
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
         self.bad_steps_in_a_row = 0

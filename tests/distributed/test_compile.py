@@ -14,18 +14,17 @@ from parity_cases import Case, assert_one_process_result
 from ranks import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.attention import Backends, choose_backend
-from opensora_sp.models.conditioning import Conditioning, Text
-from opensora_sp.models.token_layout import SPATIAL, PatchGrid
+from opensora_sp.models import build_model, compile_blocks, packed_operator
+from opensora_sp.models.attention import attention
+from opensora_sp.models.packed_operator import packed_attention
+from opensora_sp.models.packing import Packing
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.cost_model import CostModel
 
 pytestmark = pytest.mark.core
 DEPTH = 3
-# A part of a block is two graphs around its attention to text, and two within the attention, for
-# the projections before and after. A spatial part of STDiT and STDiT2 has no attention to text.
-GRAPHS = {"STDiT3": 4 + 4, "STDiT2": 1 + 4}
+# One for each part of a block between two switches, a spatial and a temporal one.
+GRAPHS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +67,11 @@ def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: 
 
     bucket, another = (3, 4, 4), (2, 6, 4)
     steps = [  # size, lengths of the texts, recomputed, graphs that may be new
-        (bucket, (6, 3), False, GRAPHS[name]),  # whatever the depth
+        (bucket, (6, 3), False, GRAPHS),  # whatever the depth
         (bucket, (2, 4), False, 0),
         (bucket, (5, 5), True, 0),
         (bucket, (1, 6), True, 0),
-        (another, (4, 2), True, GRAPHS[name]),
+        (another, (4, 2), True, GRAPHS),
         (another, (1, 1), False, 0),
         (bucket, (3, 3), False, 0),
     ]
@@ -81,10 +80,12 @@ def test_equal_numbers_and_no_recompilation_within_a_bucket(name: str, backend: 
         before = counter.frame_count
         plain.set_grad_checkpoint(recomputed)
         compiled.set_grad_checkpoint(recomputed)
-        for ours, theirs in zip(step(compiled, size, texts), step(plain, size, texts), strict=True):
-            torch.testing.assert_close(
-                ours, theirs, rtol=1e-9, atol=1e-9 * theirs.abs().max().item()
-            )
+        found, wanted = step(compiled, size, texts), step(plain, size, texts)
+        largest = max(theirs.abs().max().item() for theirs in wanted)
+        for ours, theirs in zip(found, wanted, strict=True):
+            # Where weights of attention saturate, gradients of queries are rounding errors.
+            atol = 1e-9 * theirs.abs().max().item() + 1e-15 * largest
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=atol)
         assert counter.frame_count - before == new, (size, texts, recomputed)
 
 
@@ -99,60 +100,71 @@ def test_encoded_texts_of_other_lengths_share_their_graphs() -> None:
             torch.testing.assert_close(
                 model(x, t, model.encode_text(y)), plain, rtol=1e-9, atol=1e-9
             )
-            assert counter.frame_count == GRAPHS["STDiT3"]
-
-
-def test_nothing_breaks_the_graph_of_self_attention_and_mlp() -> None:
-    block = small("STDiT3").temporal_blocks[0]
-    block.attend_text = lambda x, _: x  # attention to packed text is no part of a graph
-    backend = choose_backend("auto", torch.device("cpu"), torch.float64, 12)
-    grid = PatchGrid(1, (3, 2, 2), (1, 1, 1), attention=Backends(backend, backend))
-    rows = grid.rows(SPATIAL)
-    modulation = torch.zeros(1, 1, 6, 24, dtype=torch.float64)
-    text = Text(torch.zeros(1, 24).double(), [1])
-    condition = Conditioning(modulation, None, text).temporal(rows)
-    x = torch.randn(3, 4, 24, dtype=torch.float64)
-    found = torch.compile(block, fullgraph=True, backend="eager")(x, condition, None)
-    torch.testing.assert_close(found, block(x, condition, None))
+            assert counter.frame_count == GRAPHS
 
 
 # Windows, positions of frame, line and column.
 V13 = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True)
-PACKED = ("attend_packed", "_attend_in_groups")  # what ends a graph
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "masked", "graphs"),
-    [
-        pytest.param({}, False, 4 + 4, id="plain"),
-        # A self-attention in windows is packed.
-        pytest.param(V13, False, 4 + 7, id="windows, 3D rotary positions"),
-        pytest.param({}, True, 7 + 7, id="video mask"),
-        pytest.param(V13, True, 7 + 7, id="video mask, windows, 3D rotary positions"),
-    ],
-)
-def test_graphs_end_only_at_packed_attention(config: dict, masked: bool, graphs: int) -> None:
+@pytest.mark.parametrize("masked", [False, True], ids=["whole clips", "video mask"])
+@pytest.mark.parametrize("config", [{}, V13], ids=["plain", "windows, 3D rotary positions"])
+def test_nothing_breaks_a_graph(config: dict, masked: bool) -> None:
+    """Nor do masks, whose groups of tokens differ from batch to batch, recompile one."""
     options = dict(hidden_size=24, depth=DEPTH, num_heads=2, caption_channels=8, model_max_length=6)
     model, counter = build_model("STDiT3", **options, **config), CompileCounterWithBackend("eager")
+    plain = copy.deepcopy(model)
+    compile_blocks(model, backend=counter)
     x, t, size = torch.randn(2, 4, 3, 8, 8), torch.tensor([10.0, 900.0]), torch.tensor([8.0, 16.0])
     numbers = dict(fps=size, height=size, width=size)
-    if masked:
-        numbers["video_mask"] = torch.zeros(2, 3, 8, 8, dtype=torch.bool)
-        numbers["video_mask"][0, :2, :6] = numbers["video_mask"][1, :, :, :4] = True
 
     torch._dynamo.utils.counters.clear()
-    wanted = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
-    compile_blocks(model, backend=counter)
-    for recomputed in (False, True):
+    for lines, recomputed in ((6, False), (4, True)):
+        if masked:
+            numbers["video_mask"] = torch.zeros(2, 3, 8, 8, dtype=torch.bool)
+            numbers["video_mask"][0, :2, :lines] = numbers["video_mask"][1, :, :, :4] = True
         model.set_grad_checkpoint(recomputed)
-        found = model(x, t, torch.ones(2, 1, 6, 8), **numbers)
+        wanted, found = (one(x, t, torch.ones(2, 1, 6, 8), **numbers) for one in (plain, model))
         found.sum().backward()
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
-    breaks = torch._dynamo.utils.counters["graph_break"]
-    assert breaks and all(any(name in reason for name in PACKED) for reason in breaks), breaks
-    assert counter.frame_count == graphs
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert counter.frame_count == GRAPHS
+
+
+LENGTHS = [
+    ([5, 3, 0, 4], [2, 2, 1, 3]),
+    ([4, 4], [3, 3]),
+    ([1, 1], [1, 1]),
+    ([0, 0], [1, 2]),
+]
+
+
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS, ids=str)
+def test_the_operator_of_packed_attention_is_attention(queries: list, keys: list) -> None:
+    q, k, v = (
+        torch.randn(sum(of), 2, 8, dtype=torch.float64, requires_grad=True)
+        for of in (queries, keys, keys)
+    )
+    packing = Packing(queries, keys)
+    args = q, k, v, packing.lengths, "sdpa", 1
+    torch.library.opcheck(packed_attention, args, test_utils=("test_schema", "test_faketensor"))
+
+    found, wanted = packed_attention(*args)[0], attention(q, k, v, lengths=packing)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    grad = torch.randn_like(found)
+    for one, other in zip(*(torch.autograd.grad(z, (q, k, v), grad) for z in (found, wanted))):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_operators_backward_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(10, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    args = q, k, v, Packing([5, 5], [5, 5]).lengths, "sdpa", 1
+    wanted = torch.autograd.grad(packed_attention(*args)[0].square().sum(), (q, k, v))
+    monkeypatch.setattr(packed_operator, "MAX_SCORES", 2 * 5 * 2)  # two queries of a row
+    found = torch.autograd.grad(packed_attention(*args)[0].square().sum(), (q, k, v))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 class Around(torch.nn.Module):
@@ -197,7 +209,8 @@ WAYS = [
 
 
 def compiled_in_parallel() -> None:
-    mesh, counter = SequenceMesh(sp_size=dist.get_world_size()), CompileCounterWithBackend("eager")
+    mesh = SequenceMesh(sp_size=dist.get_world_size())
+    counter = CompileCounterWithBackend("aot_eager")
     free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
 
     def parallelize_compiled(
@@ -216,9 +229,7 @@ def compiled_in_parallel() -> None:
         assert compiled > before, (case, options)
         # The texts have other lengths.
         assert_one_process_result(replace(case, mask=True), mesh, **options)
-        # Blocks that keep what they receive may be compiled anew, once.
-        most = 2 * compiled if "placement" in options else compiled
-        assert counter.frame_count <= most, (case, options)
+        assert counter.frame_count == compiled, (case, options)
 
 
 @pytest.mark.slow

@@ -398,6 +398,14 @@ def test_table_and_json_hold_the_same_numbers(
     )
 
 
+def test_a_gpu_s_kernels_are_listed(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = printed(capsys, small, "--gpus", "4", "--gpu", "H200")
+    assert f"kernels  on H200 with torch {torch.__version__}, " in table
+    kinds = "spatial attention: ", "temporal attention: ", "cross-attention: "
+    assert all(f"           {kind}" in table for kind in kinds)
+    assert max(map(len, table.splitlines())) <= 100
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ONE_SHAPE, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_shipped_configs_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

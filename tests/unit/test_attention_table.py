@@ -29,6 +29,7 @@ from opensora_sp.models.attention_table import (
 )
 from opensora_sp.models.config import STDiT3Config
 from opensora_sp.models.registry import resolve_config
+from opensora_sp.planner.attention_kernels import attention_kernels, describe_kernels
 
 pytestmark = pytest.mark.core
 BF16 = torch.bfloat16
@@ -84,7 +85,7 @@ def test_each_kind_takes_its_kernel(platform: Platform, kernels: str) -> None:
         (replace(SPATIAL, length=129), "flash3"),
         (replace(TEMPORAL, length=360), "flash3"),
         (replace(TEMPORAL, length=360, packed=True), "flash3"),
-        (replace(SPATIAL, kind=None), "flash3"),  # a call of one's own
+        (replace(SPATIAL, kind=None), "flash3"),  # a call without a kind
         (replace(SPATIAL, kind=None, length=None, packed=True), "flash"),
         (replace(SPATIAL, head_width=36), "flash"),
         (replace(SPATIAL, head_width=264), "efficient"),
@@ -170,8 +171,8 @@ def test_a_config_names_kernels_by_kind() -> None:
     assert names_by_kind("sdpa") == dict(spatial="sdpa", temporal="sdpa", cross="sdpa")
     some = dict(temporal="reference")
     assert names_by_kind(some) == dict(spatial="auto", temporal="reference", cross="auto")
-    with pytest.raises(ValueError, match=r"got attention .*spacial.*; expected a name for some of"):
-        resolve_config("STDiT3", attention=dict(spacial="sdpa"))
+    with pytest.raises(ValueError, match=r"got attention .*space.*; expected a name for some of"):
+        resolve_config("STDiT3", attention=dict(space="sdpa"))
     with pytest.raises(ValueError, match=r"got attention 'flsh'; expected one of .*; choose one"):
         resolve_config("STDiT3", attention=dict(spatial="flsh"))
 
@@ -241,3 +242,34 @@ def test_lengths_of_sequences(options: dict, lengths: dict) -> None:
     found = config.sequences(config.grid(2, (5, 8, 12)), BF16)
     assert {kind: (found[kind].length, found[kind].packed) for kind in lengths} == lengths
     assert found["cross"] == Sequences(BF16, 72, "cross", 300, packed=True)
+
+
+def test_a_plan_shows_the_kernels() -> None:
+    config = resolve_config("STDiT3-XL/2")
+    latents, platform = (1, 4, 16, 64, 64), replace(ALL, packages=("flash",))
+    for triton, temporal in ((True, "short_rows"), (False, "flash")):
+        kernels = attention_kernels(config, latents, BF16, platform, triton=triton)
+        assert [choice.kernel for choice in kernels.values()] == ["cudnn", temporal, "flash"]
+    assert describe_kernels(kernels)[1:] == [
+        "temporal attention: flash-attn (Triton kernels are off or not verified)",
+        "cross-attention: flash-attn (flash-attn is installed)",
+    ]
+
+
+def test_a_plan_knows_images_and_names_that_this_machine_lacks() -> None:
+    """The GPU of the run is on another machine, which may have more packages."""
+    config = resolve_config("STDiT3-XL/2", attention=dict(spatial="flash3"))
+    kernels = attention_kernels(config, (1, 4, 1, 64, 64), BF16, BARE, triton=True)
+    assert describe_kernels(kernels) == [
+        "spatial attention: flash-attn 3 (asked for, but here flash-attn 3 is not installed)",
+        "temporal attention: none (a single token keeps its value)",
+        "cross-attention: torch's FlashAttention-2 (flash-attn is not installed)",
+    ]
+
+
+def test_versions_are_described() -> None:
+    assert CUDNN.describe() == (
+        f"torch {torch.__version__}, cuDNN 9.15.1, no flash-attn, no flash-attn 3"
+    )
+    with_flash = replace(BARE, packages=("flash",)).describe()
+    assert "no cuDNN, flash-attn " in with_flash and with_flash.endswith("no flash-attn 3")

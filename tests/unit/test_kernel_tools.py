@@ -70,6 +70,7 @@ def count_in_graph():
     return graphs
 
 
+@pytest.mark.slow
 def test_one_node_of_a_compiled_graph():
     (graph,) = run_interpreted(count_in_graph)
     assert graph.count("opensora_sp.test_scaled_copy.default") == 1
@@ -110,8 +111,14 @@ def test_selective_checkpointing_keeps_or_recomputes_the_operator(policy, launch
     assert run_interpreted(launches_with, policy) == launches
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "capability, dtype",
+    [
+        (90, torch.bfloat16),
+        pytest.param(80, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(90, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_builds_have_wide_accesses_and_no_spills(capability, dtype):
     from kernel_builds import builds_of
     from scaled_copy import launch
@@ -122,6 +129,7 @@ def test_builds_have_wide_accesses_and_no_spills(capability, dtype):
     assert ("ld.global.v4" in build.ptx) and f".target sm_{capability}" in build.ptx
 
 
+@pytest.mark.slow
 def test_builds_depend_on_alignment():
     """An odd number of elements: the mask is no longer the same for four neighbours."""
     from kernel_builds import builds_of
@@ -132,6 +140,7 @@ def test_builds_depend_on_alignment():
         build.check(wide_loads=True)
 
 
+@pytest.mark.slow
 def test_atomic_operations_are_refused():
     from kernel_builds import builds_of
     from scaled_copy import sum_with_atomics_kernel

@@ -9,8 +9,7 @@ import torch
 from interpreter import run_interpreted
 from planted_kernels import SIZES, plant
 
-from opensora_sp import device_kernels
-from opensora_sp.device_kernels import Verification, choose_kernels
+from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
 from opensora_sp.models.kernels import selection, using_kernels
 from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
 from opensora_sp.models.kernels.verification import verify_kernel
@@ -57,6 +56,7 @@ def every_kernel(dtype):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_kernels_pass_under_the_interpreter(dtype):
     assert run_interpreted(every_kernel, dtype) == []
@@ -72,25 +72,24 @@ def test_every_kernel_has_examples_with_gradients():
 def device(monkeypatch, tmp_path):
     """A "device" on the CPU, with one planted kernel, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(device_kernels, "kernel_names", lambda: ["planted"])
+    monkeypatch.setattr(kernels, "kernel_names", lambda: ["planted"])
     monkeypatch.setattr(selection, "_verified", {})
-    facts = {"device": "a CPU", "capability": [9, 0]}
-    monkeypatch.setattr(Verification, "facts", lambda self: facts | {"dtype": str(self.dtype)})
+    monkeypatch.setattr(kernels, "device_facts", lambda device: {"device": "a CPU"})
     calls = []
 
     def verify(name, sizes, dtype, device):
         calls.append((name, sizes, dtype))
         return verify_kernel(name, sizes, dtype, CPU)
 
-    monkeypatch.setattr(device_kernels, "verify_kernel", verify)
-    monkeypatch.setattr(device_kernels, "_check_device", lambda *args: None)
+    monkeypatch.setattr(kernels, "verify_kernel", verify)
+    monkeypatch.setattr(verdicts, "_check_device", lambda *args: None)
     # After the test, other tests of this process take the kernels that they always take.
     with using_kernels("auto"):
         yield calls
 
 
-def choose(kernels="auto", dtype=torch.bfloat16, device=CUDA):
-    return choose_kernels(kernels, MODEL, dtype=dtype, device=device)
+def choose(setting="auto", dtype=torch.bfloat16, device=CUDA):
+    return choose_kernels(setting, MODEL, dtype=dtype, device=device)
 
 
 def test_kernels_run_once_they_are_verified(device, caplog):
@@ -198,22 +197,22 @@ def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch, "zeros", broken)
-    with pytest.raises(ValueError, match="from the kernel 'gelu' .* set kernels='torch'"):
-        device_kernels._check_device("gelu", CUDA, RuntimeError("CUDA error"))
+    with pytest.raises(ValueError, match="from gelu .* set kernels='torch'"):
+        verdicts._check_device("gelu", CUDA, RuntimeError("CUDA error"))
 
 
 def test_the_source_is_part_of_a_verdict():
-    digest = device_kernels.source_digest()
-    assert len(digest) == 16 and digest == device_kernels.source_digest()
+    digest = kernels.source_digest()
+    assert len(digest) == 16 and digest == kernels.source_digest()
 
 
 def test_a_run_that_resumes_with_other_kernels_warns(caplog):
     before, now = {"gelu": "triton", "qk_norm": "torch"}, {"gelu": "torch", "qk_norm": "torch"}
-    device_kernels.warn_of_other_kernels(None, now)
-    device_kernels.warn_of_other_kernels(now, now)
-    device_kernels.warn_of_other_kernels({}, now)
+    warn_of_changes(None, now)
+    warn_of_changes(now, now)
+    warn_of_changes({}, now)
     assert not caplog.messages
 
-    device_kernels.warn_of_other_kernels(before, now)
+    warn_of_changes(before, now)
     (warning,) = caplog.messages
-    assert "gelu by torch (before by triton); its losses may differ" in warning
+    assert "gelu by torch (there by triton); its losses may differ" in warning

@@ -5,7 +5,6 @@ import torch
 from interpreter import run_interpreted
 
 from opensora_sp.models.kernels.reference import short_rows as reference
-from opensora_sp.models.recompute import stage_of
 
 # Of the reference in at least float32: rounding of 16-bit results, and of the softmax's weights.
 TOLERANCES = {
@@ -34,16 +33,16 @@ def differentiated(attend, qkv, grad):
 
 def by_kernel(*cases):
     """Of several projections and gradients, in one process: starting one takes longer."""
-    from opensora_sp.models.kernels.triton.short_rows import attend
+    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
 
-    return [differentiated(attend, *case) for case in cases]
+    return [differentiated(attend_short_rows, *case) for case in cases]
 
 
 def check_cases(cases):
     """Values and gradients of the kernel are those of the reference in at least float32."""
     for (qkv, grad), found in zip(cases, run_interpreted(by_kernel, *cases), strict=True):
         wide = torch.promote_types(qkv.dtype, torch.float32)
-        expected = differentiated(reference.attend, qkv.to(wide), grad.to(wide))
+        expected = differentiated(reference.attend_short_rows, qkv.to(wide), grad.to(wide))
         tolerance = TOLERANCES[qkv.dtype]
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == qkv.dtype
@@ -66,14 +65,14 @@ def test_no_rows_or_heads():
 
 def by_strided_views():
     """Rows lie between tokens, heads before rows, channels apart; the gradient is expanded."""
-    from opensora_sp.models.kernels.triton.short_rows import attend
+    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
 
     generator = torch.Generator().manual_seed(0)
     shapes = (5, 3, 2, 8), (2, 3, 5, 8), (3, 8, 5, 2)
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
     views = q.transpose(0, 1), k.permute(1, 2, 0, 3), v.permute(0, 2, 3, 1)
     results = []
-    for function in (attend, reference.attend):
+    for function in (attend_short_rows, reference.attend_short_rows):
         leaves = [z.detach().requires_grad_() for z in views]
         out = function(*leaves)
         out.sum().backward()
@@ -89,14 +88,16 @@ def test_strides():
 
 def of_far_rows():
     """Two rows, tokens or heads more than 2^31 numbers apart, in memory that is hardly touched."""
-    from opensora_sp.models.kernels.triton.short_rows import attend
+    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
 
     far, errors = 2**31 + 64, []
     memory = torch.empty(far + 128, dtype=torch.bfloat16)
     for strides in ((far, 16, 8, 1), (16, far, 8, 1), (16, 8, far, 1)):
         q = memory.as_strided((2, 2, 2, 8), strides)
         q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(0)))
-        difference = attend(q, q, q).float() - reference.attend(*[q.float()] * 3)
+        difference = attend_short_rows(q, q, q).float() - reference.attend_short_rows(
+            *[q.float()] * 3
+        )
         errors.append(float(difference.abs().max()))
     return errors
 
@@ -105,28 +106,63 @@ def test_offsets_over_2_31():
     assert max(run_interpreted(of_far_rows)) < TOLERANCES[torch.bfloat16]
 
 
-def operator_of(shape):
-    """The stage at which gradient checkpointing sees the operator."""
-    from opensora_sp.models.kernels.triton import short_rows  # noqa: F401
-
-    q = torch.empty(shape)
-    return stage_of(torch.ops.opensora_sp.short_rows.default, (q, q, q), 1152, 4608)
-
-
-def test_gradient_checkpointing_knows_the_operator():
-    assert run_interpreted(operator_of, (1, 2, 1, 8)) == "self-attention"
-
-
 def longer_rows():
-    from opensora_sp.models.kernels.triton.short_rows import attend
+    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
 
     q = torch.zeros(1, 33, 1, 8)
     with pytest.raises(AssertionError):
-        attend(q, q, q)
+        attend_short_rows(q, q, q)
 
 
 def test_longer_rows_are_refused():
     run_interpreted(longer_rows)
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
+
+
+def model_step(settings, level):
+    """Output, gradients and forward launches of a small model, once for each kernel setting."""
+    from random_weights import draw_weights
+
+    from opensora_sp.models import build_model
+    from opensora_sp.models.kernels import using_kernels
+    from opensora_sp.models.kernels.triton import short_rows
+
+    short_rows._short_rows_forward = kernel = Counted(short_rows._short_rows_forward)
+    sizes = dict(hidden_size=32, depth=1, num_heads=2, caption_channels=8, model_max_length=4)
+    model = build_model("STDiT3", **sizes, qk_norm=True).double()
+    draw_weights(model)
+    model.set_grad_checkpoint([level] * 2)
+    x = torch.randn(1, 4, 3, 6, 12, generator=torch.Generator().manual_seed(1)).double()
+    inputs = dict(timestep=torch.full((1,), 500.0), y=torch.ones(1, 1, 4, 8).double())
+    inputs |= {name: torch.full((1,), 24.0) for name in model.sample_inputs}
+
+    results = []
+    for setting in settings:
+        kernel.launches = 0
+        leaf = x.clone().requires_grad_()
+        with using_kernels(setting):
+            out = model(leaf, **inputs)
+            grads = torch.autograd.grad(out.square().sum(), [leaf, model.x_embedder.proj.weight])
+        results.append((out.detach(), grads, kernel.launches))
+    return results
+
+
+# One spatial and one temporal block of 18 patches and 3 frames: both have short rows.
+@pytest.mark.parametrize(("level", "launches"), [(1, 4), (2, 2)])
+def test_models_take_the_kernel_and_recompute_it_below_its_level(level, launches):
+    with_kernel, without = run_interpreted(model_step, ("triton", "torch"), level)
+    torch.testing.assert_close(with_kernel[:2], without[:2], rtol=1e-9, atol=1e-9)
+    assert (with_kernel[2], without[2]) == (launches, 0)
 
 
 def builds(length, width, dtype, capability):

@@ -18,18 +18,32 @@ from typing import Any
 
 from torch import Tensor
 
+from .reference import gelu as reference_gelu
 from .reference import modulation as reference_modulation
 from .reference.modulation import Part
-from .selection import Kernels, chosen, current_kernels, set_kernels, using_kernels
+from .reference import qk_norm as reference_qk_norm
+from .reference import short_rows as reference_short_rows
+from .selection import (
+    Kernels,
+    check_kernels,
+    chosen,
+    current_kernels,
+    set_kernels,
+    using_kernels,
+)
 
 __all__ = [
     "Kernels",
     "Part",
     "add_gated",
     "add_norm_modulate",
+    "attend_short_rows",
+    "check_kernels",
     "chosen",
     "current_kernels",
+    "linear_gelu",
     "norm_modulate",
+    "qk_norm",
     "set_kernels",
     "using_kernels",
 ]
@@ -60,3 +74,34 @@ def _modulation(like: Tensor) -> Any:
 
         return modulation
     return reference_modulation
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``reference.gelu.linear_gelu``."""
+    if chosen("gelu", x):
+        from .triton import gelu as triton_gelu
+
+        return triton_gelu.linear_gelu(x, weight, bias)
+    return reference_gelu.linear_gelu(x, weight, bias)
+
+
+def qk_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``reference.qk_norm.qk_norm``."""
+    if chosen("qk_norm", qkv):
+        from .triton import qk_norm as triton_qk_norm
+
+        return triton_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
+    return reference_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
+
+
+def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``reference.short_rows.attend_short_rows``."""
+    # Under autocast, norms leave queries and keys wider than values.
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if chosen("short_rows", v):
+        from .triton import short_rows as triton_short_rows
+
+        return triton_short_rows.attend_short_rows(q, k, v)
+    return reference_short_rows.attend_short_rows(q, k, v)

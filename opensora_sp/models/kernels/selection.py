@@ -29,7 +29,8 @@ def set_kernels(kernels: Kernels) -> None:
 
     Args:
         kernels: "auto" takes Triton kernels on CUDA that were verified on this device
-            (``verify_kernels``), "triton" takes them without verification, "torch" takes none.
+            (``opensora_sp.device_verification``), "triton" takes them without verification,
+            "torch" takes none.
 
     Raises:
         ValueError: for another name.
@@ -41,6 +42,15 @@ def set_kernels(kernels: Kernels) -> None:
             "correct it"
         )
     _setting = kernels
+
+
+def check_kernels(kernels: str, device_type: str) -> None:
+    """Raise ValueError where ``kernels="triton"`` is asked for without a device that runs them."""
+    if kernels == "triton" and device_type != "cuda" and not INTERPRETED:
+        raise ValueError(
+            f"got kernels 'triton' on a device of type {device_type!r}; expected a CUDA device, "
+            "for which Triton compiles; set kernels='auto' or 'torch'"
+        )
 
 
 def current_kernels() -> str:

@@ -122,7 +122,8 @@ class Strategy:
     # switch(local, x, rows) -> x and its rows in the other layout, x ``[R, L, C]``
     # spatial, temporal(local, x, rows, *of_rows) -> x; ``of_rows`` was computed ahead for these
     #     rows, and is computed anew where it is left out
-    # attend_spatial, attend_temporal(local, q, k, v, rows, *of_rows) -> output, all ``[R, L, H, D]``
+    # attend_spatial, attend_temporal(local, q, k, v, rows, *of_rows) -> output; all
+    #     ``[R, L, H, D]``
     # segment(local, function, rows, *args, recompute, last) -> what the function returns
     # tokenwise(local, function, rows, tokens, entries, part) -> what the function returns
     switch = spatial = temporal = attend_spatial = attend_temporal = segment = tokenwise = _local

@@ -14,20 +14,19 @@ LENGTHS = range(1, 33)
 HEAD_WIDTHS = range(1, 129)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """``softmax(q k^T / sqrt(D)) v`` of each row and head, in at least float32.
 
     Args:
-        q, k, v: ``[R, T, H, D]`` of one dtype, T in ``LENGTHS`` and D in ``HEAD_WIDTHS``, with any
-            strides.
+        q, k, v: ``[R, T, H, D]`` with any strides; for the Triton kernel of one dtype, T in
+            ``LENGTHS`` and D in ``HEAD_WIDTHS``.
 
     Returns:
-        ``[R, T, H, D]``, contiguous, in the dtype of ``q``.
+        ``[R, T, H, D]`` in the dtype of ``q``.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("rqhd,rkhd->rhqk", q.to(wide) * q.shape[-1] ** -0.5, k.to(wide))
-    out = torch.einsum("rhqk,rkhd->rqhd", scores.softmax(dim=-1), v.to(wide))
-    return out.to(q.dtype).contiguous()
+    return torch.einsum("rhqk,rkhd->rqhd", scores.softmax(dim=-1), v.to(wide)).to(q.dtype)
 
 
 def examples(sizes: Sizes) -> Iterator[Example]:
@@ -38,4 +37,4 @@ def examples(sizes: Sizes) -> Iterator[Example]:
     for length in (15, 30):
         shape = 3, length, sizes.heads, sizes.head_width
         arguments = {name: normal(*shape, seed=seed) for seed, name in enumerate(("q", "k", "v"))}
-        yield Example("attend", arguments, gradients=("q", "k", "v"))
+        yield Example("attend_short_rows", arguments, gradients=("q", "k", "v"))

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from ..reference.modulation import EPSILON, Part
 from .operator import opaque_operator
+from .sums import sum_parts
 
 TOKENS = 4  # of a program in forward
 FEWEST_TOKENS = 16  # of a program in backward, since each writes sums
 PROGRAMS = 528  # at least, in backward: four for each multiprocessor of an H100
-SUMMED = 128  # programs that are added up at a time
 
 # Integers whose values compile no kernel of their own.
 COUNTS = ("rows", "length", "shared_rows", "shared_length", "first", "local_rows", "programs")
@@ -230,18 +230,6 @@ def _add_gated_backward_kernel(
     tl.store(sums + place, grad_gate, inside)
 
 
-@triton.jit(do_not_specialize=("programs",))
-def _sum_kernel(sums, out, programs, size, SUMMED: tl.constexpr, BLOCK: tl.constexpr):
-    """``[programs, size]`` -> ``[size]``."""
-    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([SUMMED, BLOCK], sums.dtype.element_ty)
-    for start in range(0, programs, SUMMED):
-        numbers = (start + tl.arange(0, SUMMED)).to(tl.int64)
-        here = (numbers < programs)[:, None] & (columns < size)[None]
-        total += tl.load(sums + numbers[:, None] * size + columns[None], here, 0)
-    tl.store(out + columns, tl.sum(total, 0), columns < size)
-
-
 @dataclass(frozen=True)
 class _Shares:
     """How the tokens are shared out to programs; the fields are the kernels' ``COUNTS``.
@@ -294,16 +282,6 @@ def _tables(*entries: Tensor) -> list[Tensor]:
     return tables
 
 
-def _sum(sums: Tensor, out: Tensor) -> None:
-    """The sums ``[programs, ...]`` of all programs, added up in ``out`` ``[...]``."""
-    programs, size = len(sums), out.numel()
-    summed = min(triton.next_power_of_2(programs), SUMMED)
-    block = max(32, 2048 // summed)
-    _sum_kernel[triton.cdiv(size, block),](
-        sums, out, programs, size, SUMMED=summed, BLOCK=block, num_warps=4
-    )
-
-
 def _like(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape or x.shape, dtype=x.dtype, device=x.device)
 
@@ -349,9 +327,9 @@ def _norm_modulate_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the sum, and of shift and scale, ``[2, b, 1 or n, 1 or L, C]``."""
     total = total.contiguous()
-    grad, grad_entries = _like(total), _like(scale, 2, *scale.shape)
+    grad = _like(total)
     if not total.numel():
-        return grad, grad_entries.zero_()
+        return grad, scale.new_zeros(2, *scale.shape)
 
     (scales,) = _tables(scale)
     shares = _shares(total, scale, first, rows, backward=True)
@@ -369,8 +347,7 @@ def _norm_modulate_backward(
         EPS=EPSILON,
         **_constants(total),
     )
-    _sum(sums, grad_entries)
-    return grad, grad_entries
+    return grad, sum_parts(sums.flatten(1), scale.dtype).view(2, *scale.shape)
 
 
 def _add_gated(x: Tensor, gate: Tensor, branch: Tensor, first: int, rows: int) -> Tensor:
@@ -396,9 +373,9 @@ def _add_gated_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of gate and branch."""
     branch = branch.contiguous()
-    grad_gate, grad_branch = _like(gate), _like(branch)
+    grad_branch = _like(branch)
     if not branch.numel():
-        return grad_gate.zero_(), grad_branch
+        return gate.new_zeros(gate.shape), grad_branch
 
     (gates,) = _tables(gate)
     shares = _shares(branch, gate, first, rows, backward=True)
@@ -414,8 +391,7 @@ def _add_gated_backward(
         *astuple(shares),
         **_constants(branch),
     )
-    _sum(sums, grad_gate)
-    return grad_gate, grad_branch
+    return sum_parts(sums.flatten(1), gate.dtype).view(gate.shape), grad_branch
 
 
 def _fake_norm_modulate(

@@ -91,8 +91,8 @@ def differentiable(
         setup_context=lambda ctx, inputs, output: keep(ctx, inputs, output),
     )
 
-    def call(*args: Any) -> Any:
-        results = _as_tuple(operator(*args))
+    def call(*args: Any, **named: Any) -> Any:
+        results = _as_tuple(operator(*args, **named))
         return results[0] if len(outputs) == 1 else results[: len(outputs)]
 
     return call

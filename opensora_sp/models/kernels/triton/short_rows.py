@@ -101,7 +101,7 @@ def _weights(q_first, q_last, k_first, k_last, T, D: tl.constexpr, L: tl.constex
 
 # One binary for each dtype, head width, alignment and padding: no other number is compiled in.
 @triton.jit(do_not_specialize=INTEGERS)
-def forward_kernel(
+def _short_rows_forward(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -142,7 +142,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_kernel(
+def _short_rows_backward(
     grad_ptr,
     q_ptr,
     k_ptr,
@@ -209,13 +209,13 @@ def backward_kernel(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = _fake(q, k, v)
-    _launch(forward_kernel, (q, k, v), (out,))
+    _launch(_short_rows_forward, (q, k, v), (out,))
     return out
 
 
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grads = _fake_backward(grad_out, q, k, v)
-    _launch(backward_kernel, (grad_out, q, k, v), grads)
+    _launch(_short_rows_backward, (grad_out, q, k, v), grads)
     return grads
 
 
@@ -269,7 +269,7 @@ def _constants(length: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     return dict(L=padded, LOW=low, HIGH=high, P=pairs, num_warps=warps)
 
 
-attend = differentiable(
+attend_short_rows = differentiable(
     "short_rows",
     _forward,
     _backward,

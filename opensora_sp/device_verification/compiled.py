@@ -1,0 +1,118 @@
+"""Whether blocks run compiled: where a small model of the same widths is right on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import torch
+
+from opensora_sp.models import compile_blocks
+from opensora_sp.models.base import ConditionedModel
+from opensora_sp.models.kernels import using_kernels
+from opensora_sp.runtime.doctor.device.findings import largest_of, relative_error, relative_errors
+from opensora_sp.runtime.doctor.device.models import copy_to, step
+from opensora_sp.runtime.versions import source_digest
+from opensora_sp.verification import fill_zero_parameters, small_batch
+
+from .verdicts import OK, device_facts, verdicts_of
+
+logger = logging.getLogger(__name__)
+
+# Relative errors. Compiled code rounds less often: fused operators keep fp32 between them.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+BOUNDS[torch.float64] = 1e-9
+SAMPLES = 2
+COMPILED, EAGER = "compiled", "eager"
+
+
+def choose_compiled(
+    model: ConditionedModel, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, str]:
+    """Let the blocks of a model run compiled only if they are verified. Collective.
+
+    Nothing happens to a model that is not to be compiled. On CUDA, a model of one block of each
+    kind with the same widths is compared with eager mode and plain torch: its output and, if this
+    model is trained, all gradients. If they differ on any rank, all ranks stay in eager mode, with
+    a warning. Call it after ``choose_kernels``: compiled blocks contain the kernels.
+
+    Returns:
+        ``{"blocks": "compiled" or "eager"}``.
+    """
+    if model.compile_backend is None or device.type != "cuda":
+        return {"blocks": EAGER if model.compile_backend is None else COMPILED}
+
+    start = time.perf_counter()
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    facts = device_facts(device) | {
+        "source": source_digest(),
+        "dtype": str(dtype),
+        "model": type(model).__name__,
+        "config": repr(model.config),
+        "backend": str(model.compile_backend),
+        "trained": trained,
+    }
+    check = {"compiled blocks": lambda: compare(model, dtype, device, trained=trained)}
+    (verdict,) = verdicts_of(check, facts, device).values()
+    if verdict == OK:
+        logger.info("compiled blocks: verified in %.1f s", time.perf_counter() - start)
+        return {"blocks": COMPILED}
+
+    model.compile_backend = None
+    logger.warning(
+        "blocks run in eager mode, since they differ from it when compiled (%s): results stay "
+        "right, steps take longer; report it with the output of opensora-sp doctor --device cuda, "
+        "or set compile=None",
+        verdict,
+    )
+    return {"blocks": EAGER}
+
+
+def compare(
+    model: ConditionedModel, dtype: torch.dtype, device: torch.device, *, trained: bool
+) -> str:
+    """OK, or how compiled blocks differ from eager mode, on a small model like this one."""
+    small, inputs = copy_to(device, dtype, *_small(model, device))
+    run = step if trained else _output
+
+    with using_kernels("torch"):
+        expected, expected_gradients = run(small, inputs)
+    assert model.compile_backend is not None
+    compile_blocks(small, backend=model.compile_backend)
+    found, gradients = run(small, inputs)
+
+    errors = {"the output": relative_error(found, expected)}
+    if trained:
+        errors |= relative_errors(gradients, expected_gradients)
+    worst, name = largest_of(errors)
+    if worst <= BOUNDS[dtype]:
+        return OK
+    return f"{name}: a relative error of {worst:.2g}, where {BOUNDS[dtype]:.2g} is rounding"
+
+
+def _small(
+    model: ConditionedModel, device: torch.device
+) -> tuple[ConditionedModel, dict[str, Any]]:
+    """A model of one block of each kind with the same widths in float64, and inputs for it."""
+    patch = model.config.patch_size
+    latents = (4 * patch[0], 4 * patch[1], 6 * patch[2])
+    changes: dict[str, Any] = {"depth": 1, "input_size": latents, "skip_y_embedder": False}
+    names = {field.name for field in dataclasses.fields(model.config)}
+    config = dataclasses.replace(
+        model.config, **{name: value for name, value in changes.items() if name in names}
+    )
+
+    # Later draws of the run stay what they are.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        small = type(model)(config).double()
+        fill_zero_parameters(small, std=0.1)
+    return small, small_batch(small, (SAMPLES, *latents))
+
+
+@torch.no_grad()
+def _output(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The output without gradients, as in sampling."""
+    return model(**inputs), {}

@@ -1,0 +1,127 @@
+"""Verdicts on what runs on a device: found by checks, kept in a file, agreed by all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from opensora_sp.data.atomic import atomic_write
+from opensora_sp.parallel.agreement import gathered
+from opensora_sp.runtime.versions import installed
+
+logger = logging.getLogger(__name__)
+
+OK = "ok"
+Verdicts = dict[str, str]  # by name OK, or what differs
+Facts = dict[str, Any]
+
+
+def device_facts(device: torch.device) -> Facts:
+    """What compiled code depends on, beside its source."""
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda,
+        "triton": installed("triton"),
+    }
+
+
+def verdicts_of(
+    checks: Mapping[str, Callable[[], str]], facts: Facts, device: torch.device
+) -> Verdicts:
+    """The verdicts that all ranks agree on. Collective.
+
+    Args:
+        checks: by name, return OK or what differs. One that passed before with the same facts is
+            not called.
+
+    Raises:
+        ValueError: if a check leaves the device unusable.
+    """
+    passed = read_passed(facts)
+    own = {
+        name: OK if name in passed else _verdict(name, check, device)
+        for name, check in checks.items()
+    }
+
+    now_passed = [name for name, verdict in own.items() if verdict == OK]
+    if set(now_passed) > passed:
+        write_passed(facts, now_passed)
+    return agreed(own)
+
+
+def _verdict(name: str, check: Callable[[], str], device: torch.device) -> str:
+    try:
+        return check()
+    except Exception as error:  # compilers and drivers may raise anything
+        _check_device(name, device, error)
+        return _first_line(error)
+
+
+def _check_device(name: str, device: torch.device, error: Exception) -> None:
+    """Raise ValueError if a kernel left the device unusable, as an illegal access does."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        raise ValueError(
+            f"got an error from {name} ({_first_line(error)}), after which the device computes "
+            "nothing; expected code that runs; set kernels='torch' and compile=None, and report it "
+            "with the output of opensora-sp doctor"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Messages of compilers and of CUDA are pages, some with a heading."""
+    lines = (line.strip() for line in str(error).splitlines())
+    first = next((line for line in lines if line and not line.endswith(":")), "")
+    return f"{type(error).__name__}: {first}"
+
+
+def agreed(own: Verdicts) -> Verdicts:
+    """By name OK if it is so on all ranks, else the first other verdict. Collective."""
+    if not dist.is_initialized():
+        return own
+
+    verdicts = dict.fromkeys(own, OK)
+    for rank, of_rank in gathered(own, None).items():
+        for name, verdict in of_rank.items():
+            if verdict != OK and verdicts[name] == OK:
+                verdicts[name] = f"on rank {rank}: {verdict}"
+    return verdicts
+
+
+def _file_of(facts: Facts) -> Path:
+    """In the user's cache folder."""
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "opensora_sp" / "verified" / f"{key}.json"
+
+
+def read_passed(facts: Facts) -> set[str]:
+    """The names that passed before with the same facts; of a missing or damaged file none."""
+    try:
+        content = json.loads(_file_of(facts).read_text())
+        return set(content["passed"]) if content["facts"] == facts else set()
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
+
+
+def write_passed(facts: Facts, passed: Collection[str]) -> None:
+    """Remember what has passed. What has not is checked again by the next run."""
+    path = _file_of(facts)
+    content = {"facts": facts, "passed": sorted(passed)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as partial:
+            partial.write_text(json.dumps(content, indent=1))
+    except OSError as error:
+        logger.info("what was verified is not remembered: %s", error)

@@ -1,0 +1,57 @@
+"""RMS norm of queries and keys, and rotary position embedding.
+
+Legend: R rows, L tokens of a row, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...functions import normalize, rotate
+from ..examples import Example, Sizes, normal
+
+
+def qk_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm queries and keys of each head (Zhang & Sennrich, 2019), then rotate them (Su et al.,
+    2021).
+
+    Args:
+        qkv: ``[R, L, 3, H, D]``, queries, keys and values of each token, any floating dtype.
+        q_weight, k_weight: of the norms, ``[D]``.
+        rotation: ``[2, 1 or R, 1 or L, 1, D]``, cosine and sine for each channel, as in
+            ``functions.rotate``; None leaves positions out.
+        eps: added to the mean square, above zero.
+
+    Returns:
+        Queries, keys and values, ``[R, L, H, D]`` each. Values are a view of ``qkv``.
+    """
+    q, k, v = qkv.unbind(2)
+    q, k = q_weight * normalize(q, eps), k_weight * normalize(k, eps)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    return q, k, v
+
+
+def examples(sizes: Sizes) -> Iterator[Example]:
+    """See ``examples.py``."""
+    rows, length, width = 3, 13, sizes.head_width
+    angles = 3 * normal(1, length, 1, width // 2, seed=3)
+    angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
+    for rotation in (None, torch.stack([angles.cos(), angles.sin()])):
+        yield Example(
+            "qk_norm",
+            dict(
+                qkv=normal(rows, length, 3, sizes.heads, width),
+                q_weight=normal(width, seed=1),
+                k_weight=normal(width, seed=2),
+                rotation=rotation,
+                eps=1e-6,
+            ),
+            gradients=("qkv", "q_weight", "k_weight"),
+            kept=("rotation",),
+        )

@@ -1,0 +1,167 @@
+"""Bias and GELU in one pass, and their gradients in another.
+
+The matrix product leaves the bias out. It would add it for free, but its gradient would then be a
+sum that reads the hidden layer once more. Per activation of the hidden layer: forward reads and
+writes one; backward reads the gradient and the product, and writes the product's gradient. The
+product is kept for backward.
+
+Legend: N tokens, F width of the hidden layer.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .operator import differentiable
+from .sums import sum_parts
+
+COLUMNS = 128  # of a tile; divides the widths of the released models
+TILE_BYTES = 4096
+MAX_PARTS = 64  # programs of backward for each column of tiles
+
+# Of the approximation: sqrt(2 / pi), and the share of the third power.
+ROOT: tl.constexpr = tl.constexpr(0.7978845608028654)
+CUBIC: tl.constexpr = tl.constexpr(0.044715)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``reference.gelu.linear_gelu``."""
+    return _gelu(F.linear(x, weight), bias)
+
+
+def _forward(x: Tensor, bias: Tensor) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        call = _arguments(x)
+        grid = (triton.cdiv(len(bias), COLUMNS) * _row_tiles(call),)
+        _gelu_kernel[grid](x, bias, y, **call)
+    return y
+
+
+def _backward(grad_y: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    grad_y, x = grad_y.contiguous(), x.contiguous()
+    grad_x = torch.empty_like(x)
+    call = _arguments(x)
+    parts = min(MAX_PARTS, _row_tiles(call))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = x.new_empty(parts, len(bias), dtype=wide)
+    if parts:
+        grid = (triton.cdiv(len(bias), COLUMNS), parts)
+        _gelu_backward_kernel[grid](grad_y, x, bias, grad_x, sums, **call)
+    return grad_x, sum_parts(sums, bias.dtype)
+
+
+def _fake(x: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(grad_y: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(bias)
+
+
+_gelu = differentiable(
+    "gelu",
+    _forward,
+    _backward,
+    fake=_fake,
+    fake_backward=_fake_backward,
+    outputs=["y"],
+    gradients=["x", "bias"],
+)
+
+
+def _arguments(x: Tensor) -> dict[str, Any]:
+    """What the kernels of forward and backward share."""
+    return dict(
+        num_rows=x.numel() // x.shape[-1],
+        WIDTH=x.shape[-1],
+        ROWS=TILE_BYTES // COLUMNS // x.element_size(),
+        COLUMNS=COLUMNS,
+        WIDE=tl.float64 if x.dtype == torch.float64 else tl.float32,
+    )
+
+
+def _row_tiles(call: dict[str, Any]) -> int:
+    return triton.cdiv(call["num_rows"], call["ROWS"])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gelu_kernel(
+    x,
+    bias,
+    y,
+    num_rows,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    # One number, since there may be more rows of tiles than a grid has in its second dim.
+    tile, tiles = tl.program_id(0), tl.cdiv(WIDTH, COLUMNS)
+    column = tile % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    row = tile // tiles * ROWS + tl.arange(0, ROWS)
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    offset = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+
+    z = tl.load(x + offset, mask, other=0).to(WIDE) + _biases(bias, column, WIDTH, ROWS, WIDE)
+    tl.store(y + offset, (z * _share(z)).to(y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gelu_backward_kernel(
+    grad_y,
+    x,
+    bias,
+    grad_x,
+    sums,
+    num_rows,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Each program takes every n-th tile of a column of tiles, and adds up its gradients."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    biases = _biases(bias, column, WIDTH, ROWS, WIDE)
+    total = tl.zeros([ROWS, COLUMNS], WIDE)
+
+    for start in range(tl.program_id(1) * ROWS, num_rows, tl.num_programs(1) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+        offset = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        z = tl.load(x + offset, mask, other=0).to(WIDE) + biases
+        grad = tl.load(grad_y + offset, mask, other=0).to(WIDE)
+
+        share = _share(z)
+        slope = 2 * _constant(ROOT, z) * (1 + 3 * _constant(CUBIC, z) * z * z)
+        grad *= share + z * share * (1 - share) * slope
+        tl.store(grad_x + offset, grad.to(grad_x.dtype.element_ty), mask)
+        total += grad
+
+    part = sums + tl.program_id(1) * WIDTH + column
+    tl.store(part, tl.sum(total, 0), column < WIDTH)
+
+
+@triton.jit
+def _biases(bias, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """A tile of them, of which each thread reads its own: 128 bits at a time, no exchange."""
+    at = tl.broadcast_to(column[None, :], [ROWS, column.shape[0]])
+    return tl.load(bias + at, at < WIDTH, other=0).to(WIDE)
+
+
+@triton.jit
+def _share(z):
+    """What GELU keeps of z: ``(1 + tanh(u)) / 2``, which is the sigmoid of 2 u."""
+    u = _constant(ROOT, z) * (z + _constant(CUBIC, z) * z * z * z)
+    return 1 / (1 + tl.exp(-2 * u))
+
+
+@triton.jit
+def _constant(value: tl.constexpr, like):
+    """In the dtype of a tile: numbers in the code are float32."""
+    return tl.full([1, 1], value, like.dtype)

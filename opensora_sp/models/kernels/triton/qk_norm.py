@@ -1,0 +1,310 @@
+"""RMS norm and rotation of queries and keys in one pass, and their gradients in another.
+
+Both read queries and keys where the product of queries, keys and values left them, and values stay
+there. In activations of a token (C numbers): forward reads 2 and writes 2. Backward reads 5, the
+three gradients and the queries and keys, and writes 3, the gradient of the product. The product is
+kept for backward (3), beside the queries and keys that the attention keeps (2).
+
+They are not written over the product. Backward needs them as they were: dividing the weight out
+again fails where it is zero, and after the rotation a channel carries the rounding errors of its
+neighbour. Recomputation, too, needs the product as it was.
+
+Legend: R rows, L tokens of a row, H heads, D head width, N = R * L * H vectors of D numbers.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .operator import opaque_operator
+from .sums import sum_parts
+
+TILE_BYTES = 4096  # of each tensor, that a program holds at a time
+MAX_PARTS = 2048  # programs of backward
+
+
+def qk_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``reference.qk_norm.qk_norm``."""
+    return _QKNorm.apply(qkv, k_weight, q_weight, rotation, eps)
+
+
+class _QKNorm(torch.autograd.Function):
+    """Returns values as a view, which operators cannot, so that one gradient of ``qkv`` is made.
+
+    The weight of the keys comes first. Its gradient then comes before that of the queries, as from
+    the reference: ZeRO sums gradients in the order in which they come.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        k_weight: Tensor,
+        q_weight: Tensor,
+        rotation: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.eps = eps
+        ctx.save_for_backward(qkv, q_weight, k_weight, rotation)
+        q, k = _qk_norm(qkv, q_weight, k_weight, rotation, eps)
+        return q, k, qkv.select(2, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_qkv, grad_weights = _qk_norm_backward(*grads, *ctx.saved_tensors, ctx.eps)
+        grad_q_weight, grad_k_weight = grad_weights.unbind()
+        return grad_qkv, grad_k_weight, grad_q_weight, None, None
+
+
+def _forward(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    q, k = _fake_forward(qkv, q_weight, k_weight, rotation, eps)
+    call = _arguments(qkv, rotation)
+    if q.numel():
+        grid = (_num_tiles(call),)
+        _forward_kernel[grid](qkv.contiguous(), q_weight, k_weight, q, k, eps, **call)
+    return q, k
+
+
+def _fake_forward(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(qkv.dtype, q_weight.dtype)
+    rows, length, _, heads, width = qkv.shape
+    q = qkv.new_empty(rows, length, heads, width, dtype=dtype)
+    return q, torch.empty_like(q)
+
+
+def _backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rotation: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``qkv`` and, ``[2, D]``, of the weights of queries and keys."""
+    call = _arguments(qkv, rotation)
+    qkv = qkv.contiguous()
+    grad_qkv = torch.empty_like(qkv)
+
+    parts = min(MAX_PARTS, _num_tiles(call))
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    sums = qkv.new_empty(parts, 2 * len(q_weight), dtype=wide)
+    if parts:
+        grads = [_by_token(grad) for grad in (grad_q, grad_k, grad_v)]
+        steps = [grad.stride(0) for grad in grads]
+        _backward_kernel[(parts,)](
+            *grads, *steps, qkv, q_weight, k_weight, grad_qkv, sums, eps, **call
+        )
+    return grad_qkv, sum_parts(sums, q_weight.dtype).view(2, -1)
+
+
+def _fake_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rotation: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    return qkv.new_empty(qkv.shape), q_weight.new_empty(2, len(q_weight))
+
+
+_qk_norm = opaque_operator("qk_norm", _forward, _fake_forward)
+_qk_norm_backward = opaque_operator("qk_norm_backward", _backward, _fake_backward)
+
+
+def _by_token(grad: Tensor) -> Tensor:
+    """``[R, L, H, D]`` -> ``[R * L, H * D]``, the numbers of a token next to each other."""
+    grad = grad.reshape(-1, grad.shape[2] * grad.shape[3])
+    return grad if grad.stride(1) == 1 else grad.contiguous()
+
+
+def _arguments(qkv: Tensor, rotation: Tensor | None) -> dict[str, Any]:
+    """What the kernels of forward and backward share."""
+    rows, length, _, heads, width = qkv.shape
+    block = triton.next_power_of_2(width)
+    rotated_rows, positions = (1, 1) if rotation is None else rotation.shape[1:3]
+    return dict(
+        rotation=None if rotation is None else rotation.contiguous(),
+        # From one row, or one position, to the next and from cosines to sines, in vectors.
+        row_step=positions if rotated_rows > 1 else 0,
+        position_step=1 if positions > 1 else 0,
+        sine_step=rotated_rows * positions,
+        length=length,
+        num_vectors=rows * length * heads,
+        HEADS=heads,
+        WIDTH=width,
+        BLOCK=block,
+        VECTORS=max(1, TILE_BYTES // (block * qkv.element_size())),
+        WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32,
+    )
+
+
+def _num_tiles(call: dict[str, Any]) -> int:
+    return triton.cdiv(call["num_vectors"], call["VECTORS"])
+
+
+SIZES = ["row_step", "position_step", "sine_step", "length", "num_vectors"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _forward_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    q,
+    k,
+    eps,
+    rotation,
+    row_step,
+    position_step,
+    sine_step,
+    length,
+    num_vectors,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
+    column = tl.arange(0, BLOCK)
+    mask = (vector < num_vectors)[:, None] & (column < WIDTH)[None, :]
+    token, head = vector // HEADS, vector % HEADS
+    at_q = _offsets(token, 3 * HEADS * WIDTH, head * WIDTH, column)
+    at_k = at_q + HEADS * WIDTH
+
+    x = _normed(tl.load(qkv + at_q, mask, other=0).to(WIDE), eps, WIDTH)
+    y = _normed(tl.load(qkv + at_k, mask, other=0).to(WIDE), eps, WIDTH)
+    x *= _weights(q_weight, column, WIDTH, VECTORS, WIDE)
+    y *= _weights(k_weight, column, WIDTH, VECTORS, WIDE)
+    if rotation is not None:
+        place = token // length * row_step + token % length * position_step
+        at = _offsets(place, WIDTH, 0, column)
+        cosine = tl.load(rotation + at, mask, other=0).to(WIDE)
+        sine = tl.load(rotation + sine_step * WIDTH + at, mask, other=0).to(WIDE)
+        x = _rotated(x, cosine, sine)
+        y = _rotated(y, cosine, sine)
+
+    at = _offsets(vector, WIDTH, 0, column)
+    tl.store(q + at, x.to(q.dtype.element_ty), mask)
+    tl.store(k + at, y.to(k.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _backward_kernel(
+    grad_q,
+    grad_k,
+    grad_v,
+    q_step,
+    k_step,
+    v_step,
+    qkv,
+    q_weight,
+    k_weight,
+    grad_qkv,
+    sums,
+    eps,
+    rotation,
+    row_step,
+    position_step,
+    sine_step,
+    length,
+    num_vectors,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Each program takes every n-th tile, and adds up its gradients of the weights."""
+    column = tl.arange(0, BLOCK)
+    q_weights = _weights(q_weight, column, WIDTH, VECTORS, WIDE)
+    k_weights = _weights(k_weight, column, WIDTH, VECTORS, WIDE)
+    q_total = tl.zeros([VECTORS, BLOCK], WIDE)
+    k_total = tl.zeros([VECTORS, BLOCK], WIDE)
+
+    for start in range(tl.program_id(0) * VECTORS, num_vectors, tl.num_programs(0) * VECTORS):
+        vector = start + tl.arange(0, VECTORS)
+        mask = (vector < num_vectors)[:, None] & (column < WIDTH)[None, :]
+        token, head = vector // HEADS, vector % HEADS * WIDTH
+        dx = tl.load(grad_q + _offsets(token, q_step, head, column), mask, other=0).to(WIDE)
+        dy = tl.load(grad_k + _offsets(token, k_step, head, column), mask, other=0).to(WIDE)
+        dv = tl.load(grad_v + _offsets(token, v_step, head, column), mask, other=0)
+
+        if rotation is not None:
+            place = token // length * row_step + token % length * position_step
+            at = _offsets(place, WIDTH, 0, column)
+            cosine = tl.load(rotation + at, mask, other=0).to(WIDE)
+            sine = tl.load(rotation + sine_step * WIDTH + at, mask, other=0).to(WIDE)
+            # Back: the transpose of a rotation is its inverse.
+            dx = _rotated(dx, cosine, -sine)
+            dy = _rotated(dy, cosine, -sine)
+
+        at_q = _offsets(token, 3 * HEADS * WIDTH, head, column)
+        at_k, at_v = at_q + HEADS * WIDTH, at_q + 2 * HEADS * WIDTH
+        x = tl.load(qkv + at_q, mask, other=0).to(WIDE)
+        y = tl.load(qkv + at_k, mask, other=0).to(WIDE)
+        q_total += dx * _normed(x, eps, WIDTH)
+        k_total += dy * _normed(y, eps, WIDTH)
+        dx = _norm_gradient(dx * q_weights, x, eps, WIDTH)
+        dy = _norm_gradient(dy * k_weights, y, eps, WIDTH)
+
+        tl.store(grad_qkv + at_q, dx.to(grad_qkv.dtype.element_ty), mask)
+        tl.store(grad_qkv + at_k, dy.to(grad_qkv.dtype.element_ty), mask)
+        tl.store(grad_qkv + at_v, dv.to(grad_qkv.dtype.element_ty), mask)
+
+    part = sums + tl.program_id(0) * 2 * WIDTH + column
+    tl.store(part, tl.sum(q_total, 0), column < WIDTH)
+    tl.store(part + WIDTH, tl.sum(k_total, 0), column < WIDTH)
+
+
+@triton.jit
+def _offsets(index, step, start, column):
+    """Of a tile, one row for each index."""
+    return (index.to(tl.int64) * step + start)[:, None] + column[None, :]
+
+
+@triton.jit
+def _weights(weight, column, WIDTH: tl.constexpr, VECTORS: tl.constexpr, WIDE: tl.constexpr):
+    at = tl.broadcast_to(column[None, :], [VECTORS, column.shape[0]])
+    return tl.load(weight + at, at < WIDTH, other=0).to(WIDE)
+
+
+@triton.jit
+def _inverse_rms(x, eps, WIDTH: tl.constexpr):
+    return tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+
+
+@triton.jit
+def _normed(x, eps, WIDTH: tl.constexpr):
+    return x * _inverse_rms(x, eps, WIDTH)
+
+
+@triton.jit
+def _norm_gradient(grad, x, eps, WIDTH: tl.constexpr):
+    """The gradient of x, from that of ``x / rms``."""
+    inverse = _inverse_rms(x, eps, WIDTH)
+    normed = x * inverse
+    mean = tl.sum(grad * normed, 1)[:, None] / WIDTH
+    return (grad - normed * mean) * inverse
+
+
+@triton.jit
+def _rotated(x, cosine, sine):
+    """Pairs of neighbouring channels, rotated; ``sine`` is negated for the first of a pair."""
+    first, second = tl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    swapped = tl.join(second, first).reshape(x.shape)
+    return x * cosine + swapped * sine

@@ -1,0 +1,76 @@
+"""Ranks take the same kernels: what differs on the device of one rank is replaced on all."""
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from planted_kernels import plant
+from ranks import run_ranks
+
+from opensora_sp.device_verification import choose_kernels, kernels, verdicts
+from opensora_sp.models.kernels import selection
+from opensora_sp.models.kernels.verification import verify_kernel
+
+MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
+CPU = torch.device("cpu")
+
+
+class Messages(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def choose(setting, fault_of_rank, folder):
+    """Choices, messages and error of a rank, whose device is the CPU; two kernels, alike."""
+    plant(fault_of_rank[dist.get_rank()])
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{dist.get_rank()}"
+    kernels.kernel_names = lambda: ["other", "planted"]
+    kernels.device_facts = lambda device: {"device": "a CPU"}
+    verdicts._check_device = lambda *args: None
+
+    def verify(name, sizes, dtype, device):
+        return verify_kernel(name, sizes, dtype, CPU) if name == "planted" else []
+
+    kernels.verify_kernel = verify
+    messages = Messages()
+    kernels.logger.addHandler(messages)
+    kernels.logger.setLevel(logging.INFO)
+
+    used, error = None, None
+    try:
+        used = choose_kernels(setting, MODEL, dtype=torch.float32, device=torch.device("cuda"))
+    except ValueError as raised:
+        error = str(raised)
+    return used, dict(selection._verified), messages.texts, error
+
+
+@pytest.mark.parametrize("fault", ["gradient", "error"])
+def test_one_rank_that_differs_decides_for_all(fault, tmp_path):
+    of_ranks = run_ranks(3, choose, "auto", ["none", "none", fault], str(tmp_path))
+    for used, verified, texts, error in of_ranks:
+        assert error is None
+        assert used == {"other": "triton", "planted": "torch"}
+        assert verified == {"other": (torch.float32,), "planted": ()}
+        warning, line = texts
+        assert "kernel planted is replaced" in warning and "(on rank 2: " in warning
+        assert line.startswith("kernels: other by Triton (verified in ")
+
+
+def test_with_triton_all_ranks_raise_the_same_error(tmp_path):
+    of_ranks = run_ranks(2, choose, "triton", ["value", "none"], str(tmp_path))
+    errors = {error for *_, error in of_ranks}
+    assert len(errors) == 1 and "(planted: on rank 0: output 0 of multiply" in errors.pop()
+
+
+def test_a_rank_that_remembers_waits_for_those_that_verify(tmp_path):
+    run_ranks(2, choose, "auto", ["none", "value"], str(tmp_path))
+    # Rank 0 has passed before, rank 1 has not.
+    for used, *_ in run_ranks(2, choose, "auto", ["error", "none"], str(tmp_path)):
+        assert used == {"other": "triton", "planted": "triton"}
