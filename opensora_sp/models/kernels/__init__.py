@@ -20,9 +20,9 @@ from torch import Tensor
 
 from .reference import gelu as reference_gelu
 from .reference import modulation as reference_modulation
-from .reference.modulation import Part
 from .reference import qk_norm as reference_qk_norm
 from .reference import short_rows as reference_short_rows
+from .reference.modulation import Part
 from .selection import (
     Kernels,
     check_kernels,
