@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.dynamo import uncompiled
+
 from ..batch_shape import BatchShape
 from ..collectives import exchange
 from ..cost_model import FewUnitsCosts
@@ -16,7 +18,7 @@ from ..layout import TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
 from ..protocols import Rows
-from ..typed import Local, uncompiled
+from ..typed import Local
 from .base import Strategy
 from .exchanges import AllToAll, Exchange
 
