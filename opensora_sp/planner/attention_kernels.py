@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,20 @@ Kernels = Mapping[str, Choice | None]  # of spatial, temporal and cross-attentio
 
 
 def attention_kernels(
-    config: Any, latents: tuple[int, ...], dtype: torch.dtype, platform: Platform
+    config: Any, latents: tuple[int, ...], dtype: torch.dtype, platform: Platform, *, triton: bool
 ) -> Kernels:
-    """The kernels of a model for latents ``(B, c, frames, height, width)``; None: none runs."""
+    """The kernel of each kind of attention of a model; None where none runs.
+
+    Args:
+        latents: ``(B, c, frames, height, width)``.
+        triton: whether Triton kernels may run, once the GPU has verified them.
+    """
     num_samples, _, *size = latents
     sequences = config.sequences(config.grid(num_samples, tuple(size)), dtype)
-    names = names_by_kind(config.attention)
-    return {kind: _planned(name, sequences[kind], platform) for kind, name in names.items()}
+    found = {}
+    for kind, name in names_by_kind(config.attention).items():
+        found[kind] = _planned(name, replace(sequences[kind], short_rows=triton), platform)
+    return found
 
 
 def describe_kernels(kernels: Kernels) -> list[str]:

@@ -101,6 +101,31 @@ def test_shapes_and_dtypes_decide(sequences: Sequences, kernel: str) -> None:
     assert choose("auto", sequences, ALL).kernel == kernel
 
 
+SHORT = replace(TEMPORAL, short_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kernel"),
+    [
+        (SHORT, "short_rows"),
+        (replace(SHORT, length=2), "short_rows"),
+        (replace(SHORT, length=32, head_width=128, dtype=torch.float32), "short_rows"),
+        (replace(SHORT, kind="spatial"), "short_rows"),
+        (replace(SHORT, length=33), "flash"),
+        (replace(SHORT, head_width=136), "flash"),
+        (replace(SHORT, packed=True), "flash"),
+        (replace(SHORT, kind="cross"), "flash"),
+        (replace(SHORT, autocast=True), "sdpa"),
+        (TEMPORAL, "flash"),
+    ],
+    ids=str,
+)
+def test_short_rows_take_their_kernel_once_it_was_verified(
+    sequences: Sequences, kernel: str
+) -> None:
+    assert choose("auto", sequences, ALL).kernel == kernel
+
+
 def test_packed_tokens_do_not_take_cudnn() -> None:
     """It takes rows of equal lengths."""
     assert choose("auto", replace(SPATIAL, packed=True), CUDNN).kernel == "torch_flash"
@@ -125,6 +150,7 @@ def test_the_table_is_complete() -> None:
 @pytest.mark.parametrize(
     ("name", "platform", "problem"),
     [
+        ("short_rows", ALL, "not verified on this device"),
         ("flash", BARE, "flash-attn is not installed"),
         ("flash3", A100, "made for compute capability 9.0"),
         ("flash3", CUDNN, "flash-attn 3 is not installed"),
@@ -246,10 +272,12 @@ def test_lengths_of_sequences(options: dict, lengths: dict) -> None:
 
 def test_a_plan_shows_the_kernels() -> None:
     config = resolve_config("STDiT3-XL/2")
-    kernels = attention_kernels(config, (1, 4, 16, 64, 64), BF16, replace(ALL, packages=("flash",)))
-    assert [choice.kernel for choice in kernels.values()] == ["cudnn", "flash", "flash"]
+    latents, platform = (1, 4, 16, 64, 64), replace(ALL, packages=("flash",))
+    for triton, temporal in ((True, "short_rows"), (False, "flash")):
+        kernels = attention_kernels(config, latents, BF16, platform, triton=triton)
+        assert [choice.kernel for choice in kernels.values()] == ["cudnn", temporal, "flash"]
     assert describe_kernels(kernels)[1:] == [
-        "temporal attention: flash-attn (flash-attn is installed)",
+        "temporal attention: flash-attn (Triton kernels are off or not verified)",
         "cross-attention: flash-attn (flash-attn is installed)",
     ]
 
@@ -257,8 +285,8 @@ def test_a_plan_shows_the_kernels() -> None:
 def test_a_plan_knows_images_and_names_that_this_machine_lacks() -> None:
     """The GPU of the run is on another machine, which may have more packages."""
     config = resolve_config("STDiT3-XL/2", attention=dict(spatial="flash3"))
-    lines = describe_kernels(attention_kernels(config, (1, 4, 1, 64, 64), BF16, BARE))
-    assert lines == [
+    kernels = attention_kernels(config, (1, 4, 1, 64, 64), BF16, BARE, triton=True)
+    assert describe_kernels(kernels) == [
         "spatial attention: flash-attn 3 (asked for, but here flash-attn 3 is not installed)",
         "temporal attention: none (a single token keeps its value)",
         "cross-attention: torch's FlashAttention-2 (flash-attn is not installed)",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,14 +15,15 @@ from opensora_sp.dynamo import uncompiled
 
 from ..batch_shape import BatchShape
 from ..collectives import exchange
-from ..cost_model import FewUnitsCosts
-from ..layout import TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
+from ..cost_model import BETWEEN_NODES, INSIDE_NODE, ChunkCosts, FewUnitsCosts
+from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
 from ..protocols import Rows
 from ..typed import Local
 from .base import Strategy
 from .exchanges import AllToAll, Exchange
+from .registry import strategy_for
 
 
 class SwitchRows(Strategy):
@@ -100,25 +103,26 @@ class SwitchRows(Strategy):
         rows: Rows,
         tokens: Sequence[Tensor],
         entries: Sequence[Tensor],
+        part: Any = None,
     ) -> Any:
         if self.in_flight is None:
-            return local(function, rows, tokens, entries)
+            return local(function, rows, tokens, entries, part)
 
         num_chunks = self._num_chunks(rows)
         if num_chunks == 1:
             # The bits of the plain switch: entries by row would be reduced in another order.
-            return self.in_flight.start([function(*tokens, *entries)], num_chunks)
+            return self.in_flight.start([function(*tokens, *entries, part)], num_chunks)
 
         sizes = balanced_sizes(rows.count, num_chunks)
-        of_chunks = (_expand_rows(entry, rows.count).split(sizes, dim=1) for entry in entries)
-        chunks = zip(*(x.split(sizes) for x in tokens), *of_chunks, strict=True)
-        return self.in_flight.start((function(*chunk) for chunk in chunks), num_chunks)
+        of_tokens = zip(*(x.split(sizes) for x in tokens), strict=True)
+        chunks = zip(of_tokens, _entries_of_chunks(entries, part, sizes), strict=True)
+        return self.in_flight.start((function(*xs, *own) for xs, own in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
         """At most as many as configured, none small or empty; the same on all ranks."""
         fewest = min(self.row_counts(rows))
         worthwhile = fewest * rows.length // self.options.cost_model.min_chunk_tokens
-        return max(1, min(self.options.overlap_chunks, worthwhile, fewest))
+        return max(1, min(self.options.num_chunks, worthwhile, fewest))
 
     def _chunk_plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
         """Plans a switch of these rows, or its (chunk, num_chunks). It holds no tensor of the
@@ -127,6 +131,25 @@ class SwitchRows(Strategy):
         source, target = self.layout_of(rows), self.layout_of(rows.transposed())
         ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
         return partial(plan_exchange, self.axes(rows), source, target, ranks, rank, device)
+
+
+def chunk_costs(
+    shape: BatchShape, ranks: int, *, element_size: int, spans_nodes: bool
+) -> ChunkCosts:
+    """Cost of a switch in chunks, for a group of ranks on one node or several."""
+    held = max(shape.entries(SPATIAL_ROWS, ranks))
+    sent = held * (ranks - 1) / ranks * shape.width * element_size
+    return ChunkCosts(BETWEEN_NODES if spans_nodes else INSIDE_NODE, sent)
+
+
+def with_chunks(
+    options: Options, shape: BatchShape, ranks: int, *, element_size: int, spans_nodes: bool
+) -> Options:
+    """The options for switches of this shape: ``overlap_chunks="auto"`` is a number."""
+    if options.overlap_chunks != "auto" or strategy_for(shape, options, ranks) is not SwitchRows:
+        return options
+    costs = chunk_costs(shape, ranks, element_size=element_size, spans_nodes=spans_nodes)
+    return replace(options, overlap_chunks=costs.best_number)
 
 
 def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnitsCosts:
@@ -148,6 +171,17 @@ def few_frames_reason(shape: BatchShape, options: Options, ranks: int, choice: s
         f"which costs less ({costs.whole / 1e9:.3g} GFLOP-equivalents a spatial block by whole "
         f"frames, {costs.heads / 1e9:.3g} by frames x heads)"
     )
+
+
+def _entries_of_chunks(
+    entries: Sequence[Tensor], part: Any, sizes: Sequence[int]
+) -> list[tuple[Any, ...]]:
+    """Entries of a modulation, and the part of their rows, of chunks of rows of these sizes."""
+    if part is not None:
+        starts = accumulate(sizes[:-1], initial=0)
+        return [(*entries, part.after(start)) for start in starts]
+    by_row = [_expand_rows(entry, sum(sizes)).split(sizes, dim=1) for entry in entries]
+    return [(*chunk, None) for chunk in zip(*by_row, strict=True)]
 
 
 def _expand_rows(entry: Tensor, count: int) -> Tensor:
