@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.roofline import MODEL, SHAPES, Shape
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
-from opensora_sp.models.recompute import EVERYTHING
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.planner.flops import ModelFlops
@@ -53,9 +53,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--level",
         type=int,
-        choices=range(EVERYTHING + 1),
+        choices=range(OFFLOADED, EVERYTHING + 1),
         default=0,
-        help="what blocks keep for backward: 0 recomputes all, and always fits (default)",
+        help="what blocks keep for backward: 0 recomputes all (default), -1 also keeps their "
+        "inputs on the host",
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median")
     parser.add_argument("--quick", action="store_true", help="two pairs of blocks, small ceilings")

@@ -85,8 +85,9 @@ class Common(Strict):
     model: Annotated[dict[str, Any], AfterValidator(_checked_model)]
     """dict(type=..., ...): model class or preset, and its options."""
 
-    compile: Literal["blocks"] | None = None
-    """'blocks' compiles each block with torch.compile; None is eager mode."""
+    compile: Literal["auto", "blocks"] | None = "auto"
+    """'blocks' compiles each block with torch.compile, 'auto' does so on CUDA where Triton is
+    installed; None is eager mode."""
 
     kernels: Kernels = "auto"
     """'auto' runs the Triton kernels that this device has verified, 'triton' requires them, 'torch'

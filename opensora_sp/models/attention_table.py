@@ -63,6 +63,7 @@ class Entry:
         packed: whether also for sequences of unequal lengths.
         capabilities: of GPUs, None for all.
         autocast: under autocast only.
+        verified: only where the Triton kernel for short rows may run.
     """
 
     kernel: str
@@ -72,6 +73,7 @@ class Entry:
     packed: bool = True
     capabilities: tuple[tuple[int, int], ...] | None = None
     autocast: bool = False
+    verified: bool = False
 
     def suits(self, sequences: Sequences, platform: Platform) -> bool:
         """Whether this is a good choice. ``obstacle`` is about whether it is possible."""
@@ -81,6 +83,7 @@ class Entry:
             and (self.lengths == ANY if length is None else length in self.lengths)
             and (self.packed or not sequences.packed)
             and (not self.autocast or sequences.autocast)
+            and (not self.verified or sequences.short_rows)
             and (self.capabilities is None or platform.capability in self.capabilities)
         )
 
@@ -96,6 +99,7 @@ TABLE = (
         kinds=SELF,
         lengths=range(2, LENGTHS.stop),
         packed=False,
+        verified=True,
     ),
     Entry(
         "flash3",
@@ -288,8 +292,7 @@ def flash_obstacle(sequences: Sequences, platform: Platform) -> str | None:
 
 def _short_rows(sequences: Sequences, platform: Platform) -> str | None:
     if not sequences.short_rows:
-        no_gpu = "the tensors are not on a GPU"
-        return no_gpu if platform.capability is None else "Triton kernels are off or not verified"
+        return "it is off or was not verified on this device"
     if sequences.head_width not in HEAD_WIDTHS:
         return f"a head is {sequences.head_width} wide, over {HEAD_WIDTHS[-1]}"
     if sequences.packed or sequences.length not in LENGTHS:

@@ -3,15 +3,20 @@
 There is one graph for each kind of part and each shape. All blocks of a kind share their graphs,
 since parameters are inputs of a graph. Shapes are static: every bucket has graphs of its own.
 
-What differs from batch to batch within a bucket stays outside of the graphs. The number of text
-tokens is marked as dynamic. Attention to packed tokens, whose lengths are host integers, runs
-between graphs (``attention.py``), as do the exchanges of sequence parallelism.
+What differs from batch to batch within a bucket is dynamic: the number of text tokens, the lengths
+of packed attention, which is one operator (``packed_operator.py``), and the tokens inside of masks.
+The exchanges of sequence parallelism run between graphs. Those inside of a block
+(``placement="branch"`` and strategies that distribute heads) end one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import MethodType
@@ -20,6 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from opensora_sp.compile_cache import has_triton, use_compile_cache
+
 if TYPE_CHECKING:
     from .conditioning import Condition
 
@@ -27,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+SETTINGS = ("auto", "blocks")
+COMPILERS = ("cc", "gcc", "clang")
 
 MAX_GRAPHS = 256  # of a part; beyond torch's limit of 8 a new bucket would run uncompiled
 
@@ -55,12 +65,55 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
             "torch.compile on the blocks of other models, and pass the model that a wrapper holds"
         )
 
+    kept = use_compile_cache() if backend == "inductor" else None
     dynamo: Any = torch._dynamo.config
     limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
     setattr(dynamo, limit, max(getattr(dynamo, limit), MAX_GRAPHS))
     cast(Any, model).compile_backend = backend
-    logger.info("blocks are compiled with %s", backend)
+    where = f"; compiled code is kept in {kept}" if kept else ""
+    logger.info("blocks are compiled with %s%s", backend, where)
     return model
+
+
+def compiles_blocks(setting: str | None, device_type: str) -> bool:
+    """Whether a config's ``compile`` has blocks compiled on "cuda" or "cpu".
+
+    "auto" compiles them on CUDA, where Triton and the C compiler that it calls are installed.
+    """
+    return setting == "blocks" or (setting == "auto" and _obstacle(device_type) is None)
+
+
+def compile_as_set(model: nn.Module, setting: str | None, device_type: str) -> None:
+    """Compile the blocks of a model, or log why a config's ``compile`` leaves them as they are."""
+    if compiles_blocks(setting, device_type):
+        compile_blocks(model)
+    elif setting == "auto":
+        logger.info("blocks run in eager mode: %s", _obstacle(device_type))
+
+
+def _obstacle(device_type: str) -> str | None:
+    """Why "auto" does not compile on such devices; None if it does."""
+    if device_type != "cuda":
+        return f"the device is {device_type}"
+    if not has_triton():
+        return "Triton is not installed"
+    if not os.environ.get("CC") and not any(map(shutil.which, COMPILERS)):
+        return f"Triton needs a C compiler, and none of {', '.join(COMPILERS)} is installed"
+    return None
+
+
+@contextmanager
+def reporting_compilation(what: str) -> Iterator[None]:
+    """Log how many graphs are compiled in this context, if any, and the time that it takes."""
+    before, start = _num_graphs(), time.perf_counter()
+    yield
+    if made := _num_graphs() - before:
+        seconds = time.perf_counter() - start
+        logger.info("%s: warm-up of %.1f s, in which %d graphs were compiled", what, seconds, made)
+
+
+def _num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def run_compiled(

@@ -145,7 +145,7 @@ class HostedInput:
             self._on_device = None
 
     def __del__(self) -> None:
-        # A pass without backward ends here, perhaps with a copy under way.
+        # A pass without backward ends here, perhaps with a copy in flight.
         self._leave_device()
         self._memory.free(self._pages)
 

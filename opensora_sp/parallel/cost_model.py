@@ -7,6 +7,7 @@ Legend: B samples, T frames, S patches of a frame, P ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .batch_shape import BatchShape
@@ -97,6 +98,59 @@ class FewUnitsCosts:
     @property
     def heads_cost_less(self) -> bool:
         return self.heads < self.whole
+
+
+LAUNCH = 5e-6  # seconds in which the host queues an operator
+CHUNK_LAUNCHES = 40  # of one more chunk at the end of a block: 10 in forward, 30 in backward
+FP8_LAUNCHES = 12  # of scaling and rounding in an exchange, on both sides
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries an exchange: its name, and bytes per second that a rank sends over it."""
+
+    name: str
+    bandwidth: float
+
+
+# NVLink 4, of H100 and H200, and a network adapter of 400 Gb/s for each GPU. Both are assumed.
+INSIDE_NODE = Link("inside a node", 350e9)
+BETWEEN_NODES = Link("between nodes", 40e9)
+
+
+@dataclass(frozen=True)
+class ChunkCosts:
+    """Time of a switch of ``num_bytes`` on the busiest rank, and of sending it in chunks.
+
+    Of K chunks all but the last are sent beside the computation in forward, which saves 1 - 1/K of
+    the switch. Each further chunk costs launches.
+    """
+
+    link: Link
+    num_bytes: float
+
+    @property
+    def switch(self) -> float:
+        """Seconds of the switch as a whole."""
+        return self.num_bytes / self.link.bandwidth
+
+    @property
+    def further_chunk(self) -> float:
+        """Seconds of the launches of one more chunk."""
+        return CHUNK_LAUNCHES * LAUNCH
+
+    @property
+    def best_number(self) -> int:
+        """The fewest chunks K of which one more would not pay: K (K + 1) is at least the ratio."""
+        ratio = self.switch / self.further_chunk
+        return max(1, math.ceil((math.sqrt(1 + 4 * ratio) - 1) / 2))
+
+    def describe(self) -> str:
+        return (
+            f"a switch sends {self.num_bytes / 1e6:.3g} MB {self.link.name} in "
+            f"{self.switch * 1e3:.2g} ms at {self.link.bandwidth / 1e9:g} GB/s, and one more chunk "
+            f"takes {CHUNK_LAUNCHES} launches, {self.further_chunk * 1e3:.2g} ms"
+        )
 
 
 def block_flops(tokens: int, width: int) -> float:

@@ -26,7 +26,7 @@ class SequenceMesh:
 
     The ranks of one replica (``sp_group``) share every batch and hold a part of its rows; ranks
     with equal ``sp_rank`` (``dp_group``) hold different batches. Without a process group there is
-    one process, and both are None.
+    one process, and both are None. ``spans_nodes``: whether any ``sp_group`` lies on several nodes.
 
     Creating a mesh is collective: every rank of the world does it, in the same order. It also lets
     matrix products accumulate in fp32 in this process (``accumulate_in_fp32``): runs, the plugin
@@ -59,6 +59,10 @@ class SequenceMesh:
         self.sp_group = _my_group(replicas, rank, world)
         self.dp_group = _my_group(peers, rank, world)
 
+        # torchrun sets the number of ranks on this node; without it, there is one node.
+        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        self.spans_nodes = spans_nodes(world, sp_size, of_node)
+
         # The ranks of sp_group, for tensors on the CPU.
         self.host_group = self.sp_group
         if self.sp_group is not None and "gloo" not in dist.get_backend_config(self.sp_group):
@@ -70,6 +74,7 @@ class SequenceMesh:
         mesh = cls.__new__(cls)
         mesh.world_size, mesh.rank = sp_size, sp_rank
         mesh.sp_size, mesh.dp_size, mesh.sp_rank, mesh.dp_rank = sp_size, 1, sp_rank, 0
+        mesh.spans_nodes = False
         group: Any = ImaginedGroup()
         mesh.sp_group = mesh.dp_group = mesh.host_group = group
         return mesh
@@ -80,6 +85,15 @@ class SequenceMesh:
 
     def __repr__(self) -> str:
         return f"SequenceMesh(dp_size={self.dp_size}, sp_size={self.sp_size}, rank={self.rank})"
+
+
+def spans_nodes(world_size: int, sp_size: int, ranks_per_node: int) -> bool:
+    """Whether any group of ``sp_size`` neighbouring ranks lies on more than one node."""
+    for first in range(0, world_size, sp_size):
+        last = first + sp_size - 1
+        if first // ranks_per_node != last // ranks_per_node:
+            return True
+    return False
 
 
 def check_sp_size(sp_size: int, world_size: int) -> None:

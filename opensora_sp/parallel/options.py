@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from .cost_model import H100, CostModel
 from .typed import Decorated
@@ -51,10 +51,11 @@ class Options:
         "backward, one scale per token). None sends the model's dtype.",
         (None, *COMM_DTYPES),
     )
-    overlap_chunks: int = _option(
-        1,
+    overlap_chunks: int | Literal["auto"] = _option(
+        "auto",
         "Chunks in which the end of a block is computed; each is sent while the next is computed. "
-        "1 turns this off.",
+        "1 turns this off. `auto` takes several where this saves more time than their launches "
+        "cost: between nodes, but hardly inside of one.",
     )
     overlap_backward: bool = _option(
         False,
@@ -93,9 +94,10 @@ class Options:
                     f"got {one.name} {value!r}; expected one of {choices}; choose one of these"
                 )
 
-        if self.overlap_chunks < 1:
+        chunks = self.overlap_chunks
+        if chunks != "auto" and (isinstance(chunks, str) or chunks < 1):
             raise ValueError(
-                f"got overlap_chunks {self.overlap_chunks}; expected at least 1; 1 turns chunks off"
+                f"got overlap_chunks {chunks}; expected at least 1, or 'auto'; 1 turns chunks off"
             )
         if self.placement == "branch" and self.strategy != "switch":
             raise ValueError(
@@ -117,9 +119,14 @@ class Options:
             )
 
     @property
+    def num_chunks(self) -> int:
+        """``overlap_chunks``, where "auto" has not been replaced by a number: 1."""
+        return 1 if isinstance(self.overlap_chunks, str) else self.overlap_chunks
+
+    @property
     def overlaps(self) -> bool:
         """Whether any exchange overlaps with computation."""
-        return self.overlap_chunks > 1 or self.overlap_backward
+        return self.num_chunks > 1 or self.overlap_backward
 
 
 def takes_options(function: Decorated) -> Decorated:

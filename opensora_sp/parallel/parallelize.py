@@ -27,7 +27,7 @@ from .module_points import ModulePoints
 from .options import Options, takes_options
 from .protocols import Grid, LatentRows, Rows
 from .shard_plan import ShardPlan, find_modules, plan_of
-from .strategies import SplitAttention, Strategy, SwitchRows, strategy_for
+from .strategies import SplitAttention, Strategy, SwitchRows, strategy_for, with_chunks
 from .typed import Args, Kwargs, Local
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -190,15 +190,23 @@ class SequenceParallel:
         """The strategy for batches of this shape."""
         key = (grid.num_samples, *grid.shape, grid.full)
         if key not in self._strategies:
-            width, heads = 1, 1
+            width, heads, element_size = 1, 1, 1
             if self.plan.names_hook_points:
                 width, heads = self.model.config.hidden_size, self.model.config.num_heads
+                element_size = next(self.model.parameters()).element_size()
             shape = BatchShape.of_grid(grid, width, heads)
             chosen = strategy_for(shape, self.options, self.mesh.sp_size)
             if issubclass(chosen, SplitAttention) and not self.plan.names_hook_points:
                 # Ordinary modules hide their heads.
                 chosen = SwitchRows
-            self._strategies[key] = chosen(self.mesh, self.options, heads)
+            options = with_chunks(
+                self.options,
+                shape,
+                self.mesh.sp_size,
+                element_size=element_size,
+                spans_nodes=self.mesh.spans_nodes,
+            )
+            self._strategies[key] = chosen(self.mesh, options, heads)
         return self._strategies[key]
 
 

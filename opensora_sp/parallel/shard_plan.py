@@ -128,6 +128,7 @@ class ShardPlan:
                 "instead, with ShardPlan(placement='branch')"
             )
 
+        options = replace(options, overlap_chunks=1)
         if self.placement == "branch" and options.strategy == "switch":
             # Of a model of branches nothing else can be switched.
             return replace(options, placement="branch")

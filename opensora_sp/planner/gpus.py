@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from opensora_sp.parallel.cost_model import H100 as H100_LINKS
 from opensora_sp.parallel.cost_model import H200 as H200_LINKS
-from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.cost_model import LAUNCH, CostModel
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ H200 = Gpu(
     bandwidth=3.87e12,
     memory=141e9,
     shortest_kernel=2e-6,
-    launch=5e-6,
+    launch=LAUNCH,
     to_host=50e9,
     links=H200_LINKS,
 )

@@ -14,10 +14,17 @@ from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.attention_table import Platform
+from opensora_sp.models.compile import compiles_blocks
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.strategies import applicable_strategy, strategy_for, strategy_options
+from opensora_sp.parallel.mesh import spans_nodes
+from opensora_sp.parallel.strategies import (
+    applicable_strategy,
+    strategy_for,
+    strategy_options,
+    with_chunks,
+)
 
 from .attention_kernels import Kernels, attention_kernels
 from .checkpointing import (
@@ -179,9 +186,7 @@ def plan(
         raise ValueError(f"got --gpu {gpu!r}; expected one of {list(GPUS)}; correct the name")
     if memory_gb is None and gpu is not None:
         memory_gb = GPUS[gpu].memory / 1e9
-    run, buckets = _Run(cfg, num_gpus, memory_gb, device, gpu), buckets_of(cfg)
-
-    spans = None if gpus_per_node is None else spans_nodes(num_gpus, run.ranks, gpus_per_node)
+    run, buckets = _Run(cfg, num_gpus, memory_gb, device, gpu, gpus_per_node), buckets_of(cfg)
     return Plan(
         purpose="training" if run.training else "sampling",
         model=run.name,
@@ -192,7 +197,7 @@ def plan(
         precision=cfg.precision,
         grad_checkpoint=run.checkpointing,
         micro_batches=run.micro_batches,
-        spans_nodes=spans,
+        spans_nodes=None if gpus_per_node is None else run.spans_nodes,
         memory_gb=memory_gb,
         gpu=gpu,
         versions=run.platform.describe() if run.platform else None,
@@ -203,28 +208,29 @@ def plan(
 def checkpoint_levels(
     cfg: TrainConfig, num_gpus: int, latents: tuple[int, ...], *, memory_gb: float, device: str
 ) -> list[int]:
-    """What each block keeps under a config's ``grad_checkpoint`` (``models/recompute.py``).
+    """What each block keeps under a config's ``grad_checkpoint``; see ``batch_memory``."""
+    return batch_memory(cfg, num_gpus, latents, memory_gb=memory_gb, device=device).levels
+
+
+def batch_memory(
+    cfg: TrainConfig,
+    num_gpus: int,
+    latents: tuple[int, ...],
+    *,
+    memory_gb: float,
+    device: str,
+    gpus_per_node: int | None = None,
+) -> Memory:
+    """Memory of a rank with batches of one shape, and what each block keeps, as configured.
 
     Args:
         latents: shape ``(B, c, frames, height, width)`` of a micro-batch.
         memory_gb: memory of one device in GB (1e9 bytes) that training may take.
         device: "cuda" or "cpu".
+        gpus_per_node: by which switches between nodes are sent in chunks.
     """
-    return batch_memory(cfg, num_gpus, latents, memory_gb=memory_gb, device=device).levels
-
-
-def batch_memory(
-    cfg: TrainConfig, num_gpus: int, latents: tuple[int, ...], *, memory_gb: float, device: str
-) -> Memory:
-    """Memory of a rank with batches of one shape, as configured; see ``checkpoint_levels``."""
-    run = _Run(cfg, num_gpus, memory_gb, device, gpu=None)
+    run = _Run(cfg, num_gpus, memory_gb, device, None, gpus_per_node)
     return run.memory(latents, run.ranks, brief=True)
-
-
-def spans_nodes(num_gpus: int, sp_size: int, gpus_per_node: int) -> bool:
-    """Whether any group of ``sp_size`` neighbouring ranks lies on more than one node."""
-    firsts = range(0, num_gpus, sp_size)
-    return any(first // gpus_per_node != (first + sp_size - 1) // gpus_per_node for first in firsts)
 
 
 class _Run:
@@ -237,11 +243,13 @@ class _Run:
         memory_gb: float | None,
         device: str,
         gpu: str | None,
+        gpus_per_node: int | None = None,
     ) -> None:
         self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
         self.gpu = None if gpu is None else GPUS[gpu]
         self.ranks = cfg.sp_size or num_gpus  # a sampling config without sp_size takes all
         check_sp_size(self.ranks, num_gpus)
+        self.spans_nodes = spans_nodes(num_gpus, self.ranks, gpus_per_node or num_gpus)
 
         self.options = Options(**dict(cfg.sequence_parallel))
         self.name, self.config = cfg.model_spec.name, cfg.model_spec.config
@@ -250,7 +258,7 @@ class _Run:
         self.training = isinstance(cfg, TrainConfig)
         self.checkpointing: bool | int | Literal["auto", "offload"] = False
         self.micro_batches, self.guides = 1, False
-        self.compiles = getattr(cfg, "compile", None) == "blocks"
+        self.compiles = compiles_blocks(cfg.compile, device)
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
             replicas = num_gpus // self.ranks
@@ -392,7 +400,7 @@ class _Run:
             self.config,
             latents,
             gpu=self.gpu,
-            options=self.options,
+            options=self._with_chunks(latents, self.ranks),
             ranks=self.ranks,
             world=self.num_gpus,
             dtype=self.dtype,
@@ -405,13 +413,23 @@ class _Run:
             self.name,
             self.config,
             latents,
-            options=self.options,
+            options=self._with_chunks(latents, ranks),
             ranks=ranks,
             dtype=self.dtype,
             level=level,
             training=self.training,
             device=self.device,
             compiled=self.compiles and self.device == "cuda",
+        )
+
+    def _with_chunks(self, latents: tuple[int, ...], ranks: int) -> Options:
+        """The options, with the number of chunks that "auto" stands for."""
+        return with_chunks(
+            self.options,
+            self._shape_of(latents),
+            ranks,
+            element_size=self.dtype.itemsize,
+            spans_nodes=self.spans_nodes,
         )
 
     def _better_balance(self, bucket: BatchSpec, sharing: Sharing) -> list[str]:

@@ -26,7 +26,7 @@ from opensora_sp.console import LOGGER
 from opensora_sp.device_verification import choose_compiled, choose_kernels
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.models import compile_blocks
+from opensora_sp.models.compile import compile_as_set
 from opensora_sp.parallel import (
     SequenceMesh,
     closing_process_group,
@@ -124,8 +124,7 @@ def build_pipeline(
     fill(model, fitted(found, model, convert=cfg.convert))
 
     model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
-    if cfg.compile is not None:
-        compile_blocks(model)
+    compile_as_set(model, cfg.compile, device.type)
     dtype = DTYPES[cfg.precision]
     choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
     choose_compiled(model, dtype=dtype, device=device)

@@ -28,6 +28,8 @@ class ActivationBudget:
         self, cfg: TrainConfig, module: ConditionedModel, device: torch.device, reserved: int
     ) -> None:
         self.cfg, self.module, self.device = cfg, module, device
+        launch = Launch.read()
+        self._gpus_per_node = launch.local_world_size if launch else None
         self.memory = 0.0
         self._levels: dict[tuple[int, ...], list[int]] = {}
         # The first batch is then also computed without sequence parallelism.
@@ -54,6 +56,7 @@ class ActivationBudget:
                 shape,
                 memory_gb=self.memory / 1e9,
                 device=self.device.type,
+                gpus_per_node=self._gpus_per_node,
             )
             self._levels[shape] = planned.levels
             logger.info("gradient checkpointing of %s: %s", shape, planned.describe())

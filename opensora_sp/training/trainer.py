@@ -36,8 +36,8 @@ from opensora_sp.features.build import (
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import ShardedEncoder
-from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
+from opensora_sp.models.compile import compile_as_set, reporting_compilation
 from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, leave_process_group
 
@@ -209,8 +209,7 @@ class Trainer:
         check_encoders(model.config, self.source, self.source)
 
         freeze(model, cfg.freeze)
-        if cfg.compile is not None:
-            compile_blocks(model)
+        compile_as_set(model, cfg.compile, self.device.type)
         return model
 
     def _restore(
@@ -273,7 +272,8 @@ class Trainer:
 
         loss = torch.zeros((), device=self.device)
         for loaded in batches.loaded:
-            loss += self._forward_backward(step, loaded, batches.num_samples)
+            with reporting_compilation(f"step {step}"):
+                loss += self._forward_backward(step, loaded, batches.num_samples)
         return self._update(step, loss, watch)
 
     def _forward_backward(self, step: int, loaded: LoadedBatch, num_samples: int) -> torch.Tensor:

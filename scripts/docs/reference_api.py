@@ -12,6 +12,7 @@ PACKAGES = (
     "parallel.strategies",
     "plugin",
     "models",
+    "models.kernels",
     "diffusion",
     "encoders",
     "data",
@@ -20,6 +21,7 @@ PACKAGES = (
     "planner",
     "training",
     "sampling",
+    "device_verification",
     "runtime",
     "runtime.doctor.device",
 )

@@ -10,11 +10,13 @@ from itertools import product
 import pytest
 import torch
 from cuda_stub import requires_stub, run_on_stub
+from planted_kernels import plant
 from ranks import run_ranks
 
 from opensora_sp.cli import main
 from opensora_sp.runtime.doctor.device import CHECKS, Finding, Setup, run, setup_for
 from opensora_sp.runtime.doctor.device import attention as attention_checks
+from opensora_sp.runtime.doctor.device import kernels as kernel_checks
 from opensora_sp.runtime.doctor.device import models as model_checks
 from opensora_sp.runtime.doctor.device import ranks as rank_checks
 
@@ -169,7 +171,9 @@ def test_without_a_gpu_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
 
 def on_device() -> tuple[dict[str, str], list[str]]:
     """All checks but those that start processes or a compiler, on the stub, without values."""
-    names = [name for name in CHECKS if name not in ("ranks", "compiled blocks")]
+    # test_kernels_on_stub.py has the kernels, which take long to compile.
+    left_out = ("ranks", "compiled blocks", *kernel_checks.KERNEL_CHECKS)
+    names = [name for name in CHECKS if name not in left_out]
     run.CHECKS = {name: CHECKS[name] for name in names}
     setup = Setup(torch.device("cuda", 0), num_ranks=1, small=True)
     examined = run.examine_device(setup)
@@ -191,3 +195,20 @@ def test_every_check_runs_on_the_stub() -> None:
     # Nothing is computed there, so what passes would pass anything.
     assert not [name for name, verdict in found.items() if ": output" in name and verdict == "ok"]
     assert {"float32", "bfloat16"} <= {gemm.dtypes[0] for gemm in recording.gemms}
+
+
+def test_kernels_need_a_gpu() -> None:
+    found = [verdicts(check(CPU)) for check in kernel_checks.KERNEL_CHECKS.values()]
+    assert found and all(set(one.values()) == {"skip"} for one in found)
+
+
+@pytest.mark.parametrize("fault, verdict", [("none", "ok"), ("gradient", "FAIL")])
+def test_kernels_are_compared_with_their_references(
+    fault: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(fault)
+    real = kernel_checks.verify_kernel
+    monkeypatch.setattr(kernel_checks, "verify_kernel", lambda *args: real(*args[:3], CPU.device))
+    setup = Setup(torch.device("cuda"), num_ranks=1)
+    found = verdicts(kernel_checks.check_kernel("planted", setup))
+    assert found == dict.fromkeys(["kernel planted, float32", "kernel planted, bfloat16"], verdict)

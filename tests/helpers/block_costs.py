@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 PHASES = ("forward", "backward")
 MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "short_rows")
 NO_TRAFFIC = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach"}
 # Operators that read as much of their first argument as they return, by an index.
 GATHERS = {"index_select", "index"}
@@ -118,10 +118,17 @@ class Costs:
     activations: Mapping[str, float]
 
 
-def pair_costs(*, frames: int, patches: int, samples: int = 1, **options: Any) -> dict[str, Costs]:
-    """Costs of a pair of blocks of STDiT3-XL/2 in bf16, by phase."""
+def pair_costs(
+    *, frames: int, patches: int, samples: int = 1, kernels: str = "torch", **options: Any
+) -> dict[str, Costs]:
+    """Costs of a pair of blocks of STDiT3-XL/2 in bf16, by phase.
+
+    `kernels`: as in `set_kernels`. What an operator gets counts as read, also where its kernel
+    reads a part, such as queries and keys of a tensor that holds values as well.
+    """
     runs = {
-        depth: run_on_stub(on_step, depth, frames, patches, samples, options) for depth in (1, 2)
+        depth: run_on_stub(on_step, depth, frames, patches, samples, kernels, options)
+        for depth in (1, 2)
     }
     activation = samples * frames * patches * 1152 * 2
     costs = {}
@@ -134,11 +141,13 @@ def pair_costs(*, frames: int, patches: int, samples: int = 1, **options: Any) -
 
 
 def on_step(
-    depth: int, frames: int, patches: int, samples: int, options: dict[str, Any]
+    depth: int, frames: int, patches: int, samples: int, kernels: str, options: dict[str, Any]
 ) -> dict[str, Counter[str]]:
     """One forward and backward pass; the bytes that its operators move."""
     from opensora_sp.models import build_model
+    from opensora_sp.models.kernels import set_kernels
 
+    set_kernels(kernels)
     model = build_model("STDiT3-XL/2", depth=depth, **options).to("cuda", torch.bfloat16)
     # Frames of one line of patches; of 2 x 2 positions each.
     x = torch.zeros(samples, 4, frames, 2, 2 * patches, device="cuda")

@@ -101,6 +101,31 @@ def test_shapes_and_dtypes_decide(sequences: Sequences, kernel: str) -> None:
     assert choose("auto", sequences, ALL).kernel == kernel
 
 
+SHORT = replace(TEMPORAL, short_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kernel"),
+    [
+        (SHORT, "short_rows"),
+        (replace(SHORT, length=2), "short_rows"),
+        (replace(SHORT, length=32, head_width=128, dtype=torch.float32), "short_rows"),
+        (replace(SHORT, kind="spatial"), "short_rows"),
+        (replace(SHORT, length=33), "flash"),
+        (replace(SHORT, head_width=136), "flash"),
+        (replace(SHORT, packed=True), "flash"),
+        (replace(SHORT, kind="cross"), "flash"),
+        (replace(SHORT, autocast=True), "sdpa"),
+        (TEMPORAL, "flash"),
+    ],
+    ids=str,
+)
+def test_short_rows_take_their_kernel_once_it_was_verified(
+    sequences: Sequences, kernel: str
+) -> None:
+    assert choose("auto", sequences, ALL).kernel == kernel
+
+
 def test_packed_tokens_do_not_take_cudnn() -> None:
     """It takes rows of equal lengths."""
     assert choose("auto", replace(SPATIAL, packed=True), CUDNN).kernel == "torch_flash"
@@ -125,6 +150,7 @@ def test_the_table_is_complete() -> None:
 @pytest.mark.parametrize(
     ("name", "platform", "problem"),
     [
+        ("short_rows", ALL, "not verified on this device"),
         ("flash", BARE, "flash-attn is not installed"),
         ("flash3", A100, "made for compute capability 9.0"),
         ("flash3", CUDNN, "flash-attn 3 is not installed"),

@@ -103,21 +103,21 @@ def test_kernels_run_once_they_are_verified(device, caplog):
 
 
 @pytest.mark.parametrize(
-    "fault, told",
+    "fault, reported",
     [
         ("value", "output 0 of multiply: an error of "),
         ("gradient", "gradient of factor in multiply: an error of "),
         ("error", "(RuntimeError: out of resource: shared memory): results stay right"),
     ],
 )
-def test_a_kernel_that_differs_is_replaced_with_one_warning(device, caplog, fault, told):
+def test_a_kernel_that_differs_is_replaced_with_one_warning(device, caplog, fault, reported):
     plant(fault)
     caplog.set_level(logging.INFO)
     assert choose() == {"planted": "torch"}
     assert selection._verified == {"planted": ()}
 
     warning, line = caplog.messages
-    assert warning.startswith("kernel planted is replaced by plain torch") and told in warning
+    assert warning.startswith("kernel planted is replaced by plain torch") and reported in warning
     assert "set kernels='torch'" in warning
     assert line.startswith("kernels: plain torch (verified in ")
 
@@ -142,7 +142,7 @@ def test_torch_and_other_devices_verify_nothing(device, caplog):
 
 
 def test_triton_needs_a_device():
-    with pytest.raises(ValueError, match="got kernels 'triton' on a device of type 'cpu'; expec"):
+    with pytest.raises(ValueError, match="got kernels 'triton' on a device of type 'cpu';"):
         choose("triton", device=CPU)
 
 

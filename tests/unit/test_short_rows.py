@@ -5,6 +5,7 @@ import torch
 from interpreter import run_interpreted
 
 from opensora_sp.models.kernels.reference import short_rows as reference
+from opensora_sp.models.recompute import EVERYTHING
 
 # Of the reference in at least float32: rounding of 16-bit results, and of the softmax's weights.
 TOLERANCES = {
@@ -129,8 +130,11 @@ class Counted:
         return self.kernel[grid]
 
 
-def model_step(settings, level):
-    """Output, gradients and forward launches of a small model, once for each kernel setting."""
+def model_steps(*steps):
+    """Output, gradients and launches of forward kernels of a small model.
+
+    A step is a setting of kernels and a level of gradient checkpointing.
+    """
     from random_weights import draw_weights
 
     from opensora_sp.models import build_model
@@ -139,30 +143,32 @@ def model_step(settings, level):
 
     short_rows._short_rows_forward = kernel = Counted(short_rows._short_rows_forward)
     sizes = dict(hidden_size=32, depth=1, num_heads=2, caption_channels=8, model_max_length=4)
-    model = build_model("STDiT3", **sizes, qk_norm=True).double()
-    draw_weights(model)
-    model.set_grad_checkpoint([level] * 2)
-    x = torch.randn(1, 4, 3, 6, 12, generator=torch.Generator().manual_seed(1)).double()
+    model = draw_weights(build_model("STDiT3", **sizes, qk_norm=True).double())
+    x = torch.randn(1, 4, 3, 2, 4, generator=torch.Generator().manual_seed(1)).double()
     inputs = dict(timestep=torch.full((1,), 500.0), y=torch.ones(1, 1, 4, 8).double())
     inputs |= {name: torch.full((1,), 24.0) for name in model.sample_inputs}
 
     results = []
-    for setting in settings:
+    for setting, level in steps:
         kernel.launches = 0
+        model.set_grad_checkpoint([level] * 2)
         leaf = x.clone().requires_grad_()
         with using_kernels(setting):
             out = model(leaf, **inputs)
             grads = torch.autograd.grad(out.square().sum(), [leaf, model.x_embedder.proj.weight])
-        results.append((out.detach(), grads, kernel.launches))
+        results.append(([out.detach(), *grads], kernel.launches))
     return results
 
 
-# One spatial and one temporal block of 18 patches and 3 frames: both have short rows.
-@pytest.mark.parametrize(("level", "launches"), [(1, 4), (2, 2)])
-def test_models_take_the_kernel_and_recompute_it_below_its_level(level, launches):
-    with_kernel, without = run_interpreted(model_step, ("triton", "torch"), level)
-    torch.testing.assert_close(with_kernel[:2], without[:2], rtol=1e-9, atol=1e-9)
-    assert (with_kernel[2], without[2]) == (launches, 0)
+def test_models_take_the_kernel_and_recompute_it_below_its_level():
+    """A spatial and a temporal block, of 2 patches and 3 frames: both have short rows."""
+    steps = ("torch", EVERYTHING), ("triton", 1), ("triton", 2), ("triton", EVERYTHING)
+    results = run_interpreted(model_steps, *steps)
+
+    assert [launches for _, launches in results] == [0, 4, 2, 2]
+    expected = results[0][0]
+    for found, _ in results[1:]:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def builds(length, width, dtype, capability):

@@ -143,7 +143,9 @@ def differences(
     for name, tensor in exact.items():
         scale = max(_rms(tensor), floor) or 1.0
         if ours[name].shape != tensor.shape:
-            yield Difference(f"{name} (shape {list(ours[name].shape)})", float("inf"), 0.0)
+            yield Difference(
+                f"{name} (shape {list(ours[name].shape)})", float("inf"), MAX_RATIO * least
+            )
             continue
         expected = _largest(rounding[name] - tensor) / scale
         error = _largest(ours[name] - tensor) / scale

@@ -76,6 +76,8 @@ class InputCheck:
     def __init__(self, mesh: SequenceMesh, options: Any = None, plan: Any = None) -> None:
         self.mesh = mesh
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
+        # The number of chunks depends on it (LOCAL_WORLD_SIZE).
+        self._fixed["options group spans nodes"] = describe(mesh.spans_nodes)
         self._form: ModelForm | None = None
 
     def __call__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:

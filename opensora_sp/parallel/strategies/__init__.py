@@ -22,7 +22,7 @@ from .split_clips import SplitClips
 from .split_gather import SplitGather
 from .split_heads import SplitHeads
 from .split_windows import SplitWindows
-from .switch_rows import SwitchRows
+from .switch_rows import SwitchRows, chunk_costs, with_chunks
 from .ulysses import Ulysses
 from .whole_samples import WholeSamples
 
@@ -45,10 +45,12 @@ __all__ = [
     "Ulysses",
     "WholeSamples",
     "applicable_strategy",
+    "chunk_costs",
     "register_strategy",
     "registered_strategies",
     "strategy_for",
     "strategy_options",
+    "with_chunks",
 ]
 
 # The last one of an option is asked first, so the default of all shapes comes before those of few.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -12,14 +13,15 @@ from torch import Tensor
 
 from ..batch_shape import BatchShape
 from ..collectives import exchange
-from ..cost_model import FewUnitsCosts
-from ..layout import TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
+from ..cost_model import BETWEEN_NODES, INSIDE_NODE, ChunkCosts, FewUnitsCosts
+from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
 from ..protocols import Rows
 from ..typed import Local, uncompiled
 from .base import Strategy
 from .exchanges import AllToAll, Exchange
+from .registry import strategy_for
 
 
 class SwitchRows(Strategy):
@@ -118,7 +120,7 @@ class SwitchRows(Strategy):
         """At most as many as configured, none small or empty; the same on all ranks."""
         fewest = min(self.row_counts(rows))
         worthwhile = fewest * rows.length // self.options.cost_model.min_chunk_tokens
-        return max(1, min(self.options.overlap_chunks, worthwhile, fewest))
+        return max(1, min(self.options.num_chunks, worthwhile, fewest))
 
     def _chunk_plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
         """Plans a switch of these rows, or its (chunk, num_chunks). It holds no tensor of the
@@ -127,6 +129,25 @@ class SwitchRows(Strategy):
         source, target = self.layout_of(rows), self.layout_of(rows.transposed())
         ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
         return partial(plan_exchange, self.axes(rows), source, target, ranks, rank, device)
+
+
+def chunk_costs(
+    shape: BatchShape, ranks: int, *, element_size: int, spans_nodes: bool
+) -> ChunkCosts:
+    """Cost of a switch in chunks, for a group of ranks on one node or several."""
+    held = max(shape.entries(SPATIAL_ROWS, ranks))
+    sent = held * (ranks - 1) / ranks * shape.width * element_size
+    return ChunkCosts(BETWEEN_NODES if spans_nodes else INSIDE_NODE, sent)
+
+
+def with_chunks(
+    options: Options, shape: BatchShape, ranks: int, *, element_size: int, spans_nodes: bool
+) -> Options:
+    """The options for switches of this shape: ``overlap_chunks="auto"`` is a number."""
+    if options.overlap_chunks != "auto" or strategy_for(shape, options, ranks) is not SwitchRows:
+        return options
+    costs = chunk_costs(shape, ranks, element_size=element_size, spans_nodes=spans_nodes)
+    return replace(options, overlap_chunks=costs.best_number)
 
 
 def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnitsCosts:

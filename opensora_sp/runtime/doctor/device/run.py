@@ -14,6 +14,7 @@ from opensora_sp.runtime.versions import versions
 
 from .attention import check_attention
 from .findings import Finding, Setup
+from .kernels import KERNEL_CHECKS
 from .models import MODEL_CHECKS, check_compiled
 from .ranks import check_ranks
 from .speed import check_ceilings
@@ -23,6 +24,7 @@ CHECKS: dict[str, Callable[[Setup], Iterator[Finding]]] = {
     "ceilings": check_ceilings,
     "attention": check_attention,
     **MODEL_CHECKS,
+    **KERNEL_CHECKS,
     "ranks": check_ranks,
     "compiled blocks": check_compiled,
 }

@@ -1,0 +1,33 @@
+"""Each Triton kernel against its reference in plain torch, for the widths of XL/2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from opensora_sp.models.kernels.examples import Sizes, kernel_names
+from opensora_sp.models.kernels.verification import verify_kernel
+
+from .findings import Finding, Setup, largest_of
+
+SIZES = Sizes(width=1152, heads=16, hidden=4608)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
+    """The worst value or gradient of a kernel in each dtype, in multiples of what is rounding."""
+    if setup.device.type != "cuda":
+        yield Finding.skip(f"kernel {name}", "Triton compiles for GPUs")
+        return
+
+    for dtype in DTYPES:
+        found = {one.result: one for one in verify_kernel(name, SIZES, dtype, setup.device)}
+        ratios = {result: one.error / one.bound for result, one in found.items()}
+        worst, result = largest_of(ratios)
+        label = f"kernel {name}, {str(dtype).removeprefix('torch.')}"
+        yield Finding(label, worst, 1.0, "x rounding", note=str(found[result]))
+
+
+KERNEL_CHECKS = {f"kernel {name}": partial(check_kernel, name) for name in kernel_names()}

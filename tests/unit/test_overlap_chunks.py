@@ -1,0 +1,128 @@
+"""``overlap_chunks="auto"``: how many chunks the cost model chooses, and what the log says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from opensora_sp.models import build_model
+from opensora_sp.models.registry import resolve_config
+from opensora_sp.parallel import Options, SequenceMesh, parallelize
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import BETWEEN_NODES, INSIDE_NODE, ChunkCosts
+from opensora_sp.parallel.debug.parity import ATTRIBUTE
+from opensora_sp.parallel.mesh import spans_nodes
+from opensora_sp.parallel.strategies import strategy_options, with_chunks
+from opensora_sp.training.summary import describe_exchanges
+
+XL2: Any = resolve_config("STDiT3-XL/2")
+# Clips, latent frames, height and width; and the ranks that share them.
+SHIPPED = [((1, 64, 64, 64), 8), ((1, 15, 60, 106), 8), ((4, 16, 32, 32), 2)]
+
+
+@pytest.mark.parametrize("link", [INSIDE_NODE, BETWEEN_NODES])
+def test_no_other_number_of_chunks_saves_more(link):
+    for megabytes in (0, 1, 5, 16, 17, 30, 80, 500, 3000, 20_000):
+        costs = ChunkCosts(link, megabytes * 1e6)
+
+        def saved(number: int, costs: ChunkCosts = costs) -> float:
+            return costs.switch * (1 - 1 / number) - (number - 1) * costs.further_chunk
+
+        assert saved(costs.best_number) == max(saved(number) for number in range(1, 80))
+
+
+def chosen(size: tuple[int, ...], ranks: int, *, between: bool, **options: Any) -> Options:
+    shape = BatchShape.of(XL2, size[0], size[1:])  # type: ignore[arg-type]
+    return with_chunks(Options(**options), shape, ranks, element_size=2, spans_nodes=between)
+
+
+@pytest.mark.parametrize(("size", "ranks"), SHIPPED)
+def test_no_chunks_inside_a_node(size, ranks):
+    assert chosen(size, ranks, between=False).num_chunks == 1
+
+
+def test_chunks_between_nodes_where_a_switch_takes_longer_than_their_launches():
+    assert chosen((1, 64, 64, 64), 8, between=True).num_chunks == 2
+    assert chosen((1, 360, 64, 64), 8, between=True).num_chunks > 2
+    # A tenth of the tokens: launches would take longer.
+    assert chosen((1, 8, 64, 64), 8, between=True).num_chunks == 1
+
+
+def test_numbers_stay_and_other_strategies_take_no_chunks():
+    for between in (False, True):
+        assert chosen((1, 64, 64, 64), 8, between=between, overlap_chunks=3).overlap_chunks == 3
+        whole_samples = chosen((8, 360, 64, 64), 8, between=between)
+        branch = chosen((1, 360, 64, 64), 8, between=between, placement="branch")
+        assert whole_samples.num_chunks == branch.num_chunks == 1
+        for strategy in strategy_options():
+            if strategy != "switch":
+                one = chosen((1, 360, 64, 64), 8, between=between, strategy=strategy)
+                assert one.num_chunks == 1 and not one.overlaps
+
+
+@pytest.mark.parametrize("value", [0, -1, "many"])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match=f"got overlap_chunks {value}; expected at least 1, or"):
+        Options(overlap_chunks=value)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_the_links_of_a_mesh_decide(between):
+    text = dict(caption_channels=5, model_max_length=4)
+    with torch.device("meta"):
+        model = build_model("STDiT3", hidden_size=1152, depth=1, num_heads=16, **text).bfloat16()
+    mesh = SequenceMesh.imagined(8, 0)
+    mesh.spans_nodes = between
+    parallelize(model, mesh)
+    strategy = getattr(model, ATTRIBUTE).strategy(model.config.grid(1, (64, 64, 64)))
+    assert strategy.options.overlap_chunks == (2 if between else 1)
+
+
+def test_groups_that_span_nodes(monkeypatch):
+    assert not spans_nodes(16, 8, 8) and spans_nodes(16, 8, 4) and spans_nodes(12, 3, 4)
+    assert not SequenceMesh(1).spans_nodes
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert not SequenceMesh(1).spans_nodes
+
+
+def lines(sp_size: int = 8, *, between: bool = False, **options: Any) -> list[str]:
+    mesh = SequenceMesh.imagined(sp_size, 0)
+    mesh.spans_nodes = between
+    cfg = SimpleNamespace(
+        sequence_parallel=options,
+        vae=dict(type="PatchPoolVAE", pool=(1, 8, 8)),
+        num_frames=64,
+        size=(512, 512),
+        batch_size=1,
+    )
+    module = SimpleNamespace(config=XL2, dtype=SimpleNamespace(itemsize=2))
+    trainer: Any = SimpleNamespace(cfg=cfg, mesh=mesh, module=module)
+    return describe_exchanges(trainer)
+
+
+def test_one_line_each_says_what_was_chosen_and_by_which_figures():
+    fp8, chunks = lines()
+    assert fp8.startswith("exchanges in fp8: off (opt-in by placement='branch', comm_dtype='fp8')")
+    assert "12 launches an exchange, 0.06 ms" in fp8
+    assert chunks == (
+        "exchanges in chunks: off (overlap_chunks='auto'): a switch sends 16.5 MB inside a node in "
+        "0.047 ms at 350 GB/s, and one more chunk takes 40 launches, 0.2 ms"
+    )
+    assert (
+        "chunks: 2 (overlap_chunks='auto'): a switch sends 16.5 MB between nodes in 0.41"
+        in (lines(between=True)[1])
+    )
+    assert "chunks: 4 (overlap_chunks=4): a switch" in lines(overlap_chunks=4)[1]
+
+
+def test_lines_of_other_strategies_and_of_one_rank():
+    assert lines(sp_size=1) == []
+    narrow = dict(placement="branch", comm_dtype="fp8")
+    fp8, chunks = lines(**narrow)
+    assert "fp8: on (opt-in" in fp8
+    assert chunks.endswith("no tokens switch between blocks") and "'switch of branches'" in chunks
+    assert replace(Options(), **narrow).num_chunks == 1
