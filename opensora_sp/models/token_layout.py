@@ -228,6 +228,12 @@ class Rows:
             parts.append(part if len(ranges) == 1 else part.expand(hi - lo, *part.shape[1:]))
         return torch.cat(parts)[None] if len(ranges) > 1 else parts[0][None]
 
+    @property
+    def local_samples(self) -> slice:
+        """The samples that the local rows belong to; at least one."""
+        first = min(self.start // self.per_sample, self.grid.num_samples - 1)
+        return slice(first, max(first + 1, -(-self.stop // self.per_sample)))
+
     def samples(self, device: torch.device) -> Tensor:
         """The sample of each row, int64 ``[R]``."""
         return torch.arange(self.start, self.stop, device=device) // self.per_sample

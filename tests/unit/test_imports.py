@@ -91,6 +91,7 @@ import sys, opensora_sp.models
 assert not {"safetensors", "opensora_sp.checkpoint"} & set(sys.modules)
 import opensora_sp.training, opensora_sp.sampling
 assert not {"colossalai", "diffusers", "transformers"} & set(sys.modules)
+assert "opensora_sp.models.kernels.triton" not in sys.modules
 """
 
 

@@ -125,7 +125,7 @@ class Strategy:
     # attend_spatial, attend_temporal(local, q, k, v, rows, *of_rows) -> output; all
     #     ``[R, L, H, D]``
     # segment(local, function, rows, *args, recompute, last) -> what the function returns
-    # tokenwise(local, function, rows, tokens, entries) -> what the function returns
+    # tokenwise(local, function, rows, tokens, entries, part) -> what the function returns
     switch = spatial = temporal = attend_spatial = attend_temporal = segment = tokenwise = _local
 
     # Which rows this rank holds, and its part in an exchange.
