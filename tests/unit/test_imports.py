@@ -16,7 +16,12 @@ BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch", "einops"},
 }
-SHARED = ("backends", "contexts", "transfer")  # modules of the package that need torch only
+SHARED = (
+    "backends",
+    "compile_cache",
+    "contexts",
+    "transfer",
+)  # modules of the package that need torch only
 WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them
 
 
@@ -91,6 +96,7 @@ import sys, opensora_sp.models
 assert not {"safetensors", "opensora_sp.checkpoint"} & set(sys.modules)
 import opensora_sp.training, opensora_sp.sampling
 assert not {"colossalai", "diffusers", "transformers"} & set(sys.modules)
+assert "opensora_sp.models.kernels.triton" not in sys.modules
 """
 
 
