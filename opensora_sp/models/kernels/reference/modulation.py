@@ -44,7 +44,7 @@ def norm_modulate(
     """``norm(x) * (1 + scale) + shift``, by a LayerNorm without weights.
 
     Returns:
-        x and the modulated tokens. Callers go on with this x, so that backward gets the gradients
+        x and the modulated tokens. Callers use this x from here on, so that backward gets the gradients
         of both at once.
     """
     shift, scale = _of_rows(shift, x, part), _of_rows(scale, x, part)
