@@ -92,5 +92,6 @@ def examples(sizes: Sizes) -> Iterator[Example]:
         yield Example("add_gated", tokens | dict(gate=gate), gradients=("x", "gate", "branch"))
 
     # One row of each of two samples of three rows.
-    x, branch = tokens["x"][:2], tokens["branch"][:2]
-    yield Example("add_gated", dict(x=x, gate=gate, branch=branch, part=Part(2, 3)), ("gate",))
+    x, branch = normal(2, 5, sizes.width), normal(2, 5, sizes.width, seed=1)
+    of_part = dict(x=x, gate=gate, branch=branch, part=Part(first=2, rows=3))
+    yield Example("add_gated", of_part, gradients=("x", "gate", "branch"))
