@@ -40,10 +40,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from opensora_sp.dynamo import uncompiled
 from opensora_sp.transfer import to_device
 
 from .attention import Backends
-from .compile import uncompiled
 from .take import take
 from .token_groups import (
     ROWS,

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from opensora_sp.dynamo import uncompiled
+
 from ..batch_shape import BatchShape
 from ..layout import (
     SPATIAL_ROWS,
@@ -34,7 +36,7 @@ from ..layout import (
 from ..mesh import SequenceMesh
 from ..options import Options
 from ..protocols import Grid, Rows
-from ..typed import Local, uncompiled
+from ..typed import Local
 from .exchanges import Exchange
 
 GridOrShape: TypeAlias = Grid | BatchShape

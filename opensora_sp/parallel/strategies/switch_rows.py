@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.dynamo import uncompiled
+
 from ..batch_shape import BatchShape
 from ..collectives import exchange
 from ..cost_model import BETWEEN_NODES, INSIDE_NODE, ChunkCosts, FewUnitsCosts
@@ -18,7 +20,7 @@ from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, ExchangePlan, balanced_sizes, 
 from ..options import Options
 from ..overlap import InFlightSwitch
 from ..protocols import Rows
-from ..typed import Local, uncompiled
+from ..typed import Local
 from .base import Strategy
 from .exchanges import AllToAll, Exchange
 from .registry import strategy_for
