@@ -32,6 +32,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from opensora_sp.dynamo import uncompiled
+
 from . import varlen
 from .attention_table import (
     LABELS,
@@ -45,7 +47,6 @@ from .attention_table import (
     flash_obstacle,
     names_by_kind,
 )
-from .compile import uncompiled
 from .functions import with_zero_gradients
 from .kernels import attend_short_rows, chosen
 from .kernels.reference.short_rows import attend_short_rows as explicit_softmax

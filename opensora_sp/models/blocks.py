@@ -17,7 +17,6 @@ V patch volume, m modulation states of a sample, b samples of n rows (``Rows.exp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from . import kernels
 from .conditioning import Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
 from .hook_points import Tokenwise
+from .kernels import Part
 from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
 from .recompute import EVERYTHING
 
@@ -64,9 +64,9 @@ class ModulatedBlock(nn.Module):
         """Self-attention within a row: modulate, attend, gate."""
         table = self.scale_shift_table[:MLP]
         shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
-        x, modulated = kernels.norm_modulate(x, shift, scale)
+        x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
         branch = self.attn(modulated, condition.rows, *condition.of_rows)
-        return kernels.add_gated(x, gate, branch)
+        return kernels.add_gated(x, gate, branch, condition.part)
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
@@ -84,14 +84,20 @@ class ModulatedBlock(nn.Module):
     ) -> Tensor:
         """Add what the text contributes, then the MLP. ``tokenwise`` may run it in chunks."""
         entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
-        return self.tokenwise(self.add_mlp, condition.rows, (x, attended), entries)
+        return self.tokenwise(self.add_mlp, condition.rows, (x, attended), entries, condition.part)
 
     def add_mlp(
-        self, x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, gate: Tensor
+        self,
+        x: Tensor,
+        branch: Tensor,
+        shift: Tensor,
+        scale: Tensor,
+        gate: Tensor,
+        part: Part | None = None,
     ) -> Tensor:
         """Add the branch before it, then the MLP branch: modulate, project, gate."""
-        x, modulated = kernels.add_norm_modulate(x, branch, shift, scale)
-        return kernels.add_gated(x, gate, self.mlp(modulated))
+        x, modulated = kernels.add_norm_modulate(x, branch, shift, scale, part)
+        return kernels.add_gated(x, gate, self.mlp(modulated), part)
 
 
 class STDiT3Block(ModulatedBlock):
@@ -137,7 +143,7 @@ class STDiTBlock(ModulatedBlock):
         (gate,) = condition.entries(table, GATE, branch_scale, ignore_frames=True)
         with_positions = x if positions is None else x + positions
         branch = self.attn_temp(with_positions, condition.rows, *condition.of_rows)
-        x = kernels.add_gated(x, gate, branch)
+        x = kernels.add_gated(x, gate, branch, condition.part)
 
         attended = self.attend_text(x, condition)
         return self.feed_forward(x, attended, condition, branch_scale)
@@ -163,9 +169,9 @@ class STDiT2Block(ModulatedBlock):
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``."""
         table = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(table, TEMPORAL_ATTENTION, branch_scale)
-        x, modulated = kernels.norm_modulate(x, shift, scale)
+        x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
         branch = self.attn_temp(modulated, condition.rows, *condition.of_rows)
-        x = kernels.add_gated(x, gate, branch)
+        x = kernels.add_gated(x, gate, branch, condition.part)
 
         attended = self.attend_text(x, condition)
         return self.feed_forward(x, attended, condition, branch_scale)
@@ -185,18 +191,21 @@ class FinalLayer(nn.Module):
         """Rows ``[R, L, C]`` and timestep embeddings ``[B, m, C]`` -> ``[R, L, V * C_out]``."""
         table = self.scale_shift_table + t[:, :, None]  # [B, m, 2, C]
         if condition.frames is None or not self.legacy:
-            return self.linear(_modulated(x, condition.per_token(table)))
+            return self.linear(self.modulate(x, table, condition))
 
         # As released: all frames are modulated by the timestep of their sample, and conditioning
         # frames after that once more, by timestep 0.
-        once = _modulated(x, condition.per_token(table, ignore_frames=True))
-        twice = _modulated(once, condition.per_token(table))
+        once = self.modulate(x, table, condition, ignore_frames=True)
+        twice = self.modulate(once, table, condition)
         frames = condition.rows.expand_to_rows(condition.frames)  # [b, 1 or n, 1 or L, 1]
         by_sample = len(frames), len(x) // len(frames)
         chosen = torch.where(frames, twice.unflatten(0, by_sample), once.unflatten(0, by_sample))
         return self.linear(chosen.flatten(0, 1))
 
-
-def _modulated(x: Tensor, entries: Sequence[Tensor]) -> Tensor:
-    _, modulated = kernels.norm_modulate(x, *entries)
-    return modulated
+    def modulate(
+        self, x: Tensor, table: Tensor, condition: Condition, *, ignore_frames: bool = False
+    ) -> Tensor:
+        """The norm, and shift and scale of a table ``[B, m, 2, C]``."""
+        shift, scale = condition.per_token(table, ignore_frames=ignore_frames)
+        _, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
+        return modulated

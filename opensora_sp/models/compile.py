@@ -33,17 +33,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 SETTINGS = ("auto", "blocks")
 COMPILERS = ("cc", "gcc", "clang")
 
 MAX_GRAPHS = 256  # of a part; beyond torch's limit of 8 a new bucket would run uncompiled
-
-
-def uncompiled(function: Function) -> Function:
-    """``torch.compiler.disable``, with types: the function runs between graphs."""
-    return cast(Function, torch.compiler.disable(function))
 
 
 def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inductor") -> Model:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from opensora_sp.transfer import to_device
 
+from . import kernels
 from .layers import RotaryEmbedding
 from .packing import Packing
 from .token_groups import Groups
@@ -94,6 +95,8 @@ class Condition:
         keys_values: see ``Text``.
         rotation: by which a rotary embedding rotates queries and keys of self-attention.
         groups: tokens that attend to each other, if the local rows attend here.
+        part: which rows the local ones are of the samples that ``entries`` are of, for functions of
+            ``kernels``. None where entries are those of the local rows.
         own_keys_values: those of the block that runs, if looked up ahead.
     """
 
@@ -107,6 +110,7 @@ class Condition:
     keys_values: Mapping[nn.Module, Tensor]
     rotation: Tensor | None
     groups: Groups | None
+    part: kernels.Part | None
     own_keys_values: Tensor | None = None
 
     def keys_values_of(self, layer: nn.Module) -> Tensor | None:
@@ -124,7 +128,8 @@ class Condition:
         """A table ``[B, m, k, C]`` for the local tokens: k tensors ``[b, 1 or n, 1 or L, C]``.
 
         With ``ignore_frames`` all frames take the state of their sample's timestep,
-        ``[b, 1, 1, C]`` where samples are whole.
+        ``[b, 1, 1, C]`` where samples are whole. With a ``part`` they are entries of whole samples,
+        of which kernels find those of a token.
         """
         states = table[:, :, None, None].unbind(1)  # m of [B, 1, 1, k, C]
         if self.frames is None or ignore_frames:
@@ -132,7 +137,10 @@ class Condition:
         else:
             # For each frame: [B, 1 or T, 1 or T, k, C].
             chosen = torch.where(self.frames[..., None], states[1], states[0])
-        return self.rows.expand_to_rows(chosen.to(self.dtype)).unbind(-2)
+        chosen = chosen.to(self.dtype)
+        if self.part is not None:
+            return chosen[self.rows.local_samples].unbind(-2)
+        return self.rows.expand_to_rows(chosen).unbind(-2)
 
     def entries(
         self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False
@@ -148,6 +156,11 @@ class Condition:
             gate = table[:, :, -1:] * scale[:, None, None, None].to(table)
             table = torch.cat([table[:, :, :-1], gate], dim=2)
         return self.per_token(table, ignore_frames=ignore_frames)
+
+
+def _part_of_samples(rows: Rows) -> kernels.Part:
+    first_sample = rows.local_samples.start
+    return kernels.Part(first=rows.start - first_sample * rows.per_sample, rows=rows.per_sample)
 
 
 def _null_frames_last(rows: Rows, null_frames: Sequence[int], device: torch.device) -> Tensor:
@@ -219,6 +232,7 @@ class Conditioning:
             keys_values=text.keys_values,
             rotation=rotation,
             groups=rows.own_groups,
+            part=_part_of_samples(rows) if kernels.chosen("modulation", modulation) else None,
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Backend, attention
+from .kernels import Part
 from .recompute import Recompute
 from .take import take
 from .token_groups import Groups
@@ -132,7 +133,8 @@ class Tokenwise(Point):
     """Where a block ends with work on single tokens, so that chunks of rows can be finished alone.
 
     ``function`` takes ``tokens``, ``[R, L, C]`` each, and ``entries`` of a modulation,
-    ``[b, 1 or n, 1 or L, C]`` with b * n = R.
+    ``[b, 1 or n, 1 or L, C]`` with b * n = R. With a ``part``, its last argument, entries are of
+    whole samples, and the tokens are that part of their rows.
     """
 
     def local(
@@ -141,8 +143,9 @@ class Tokenwise(Point):
         rows: Rows,
         tokens: Sequence[Tensor],
         entries: Sequence[Tensor],
+        part: Part | None = None,
     ) -> Tensor:
-        return function(*tokens, *entries)
+        return function(*tokens, *entries, part)
 
 
 class Gather(Point):

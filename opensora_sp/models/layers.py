@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from opensora_sp.dynamo import uncompiled
 from opensora_sp.transfer import to_device
 
 from .attention import Backend, attention
-from .compile import uncompiled
 from .functions import normalize, rotate, with_zero_gradients
 from .hook_points import Attend, Point
 from .kernels import linear_gelu, qk_norm

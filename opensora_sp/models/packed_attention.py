@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.dynamo import uncompiled
+
 from . import varlen
-from .compile import uncompiled
 from .packing import Call, Lengths, Packing
 
 

@@ -40,10 +40,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from opensora_sp.dynamo import uncompiled
 from opensora_sp.transfer import to_device
 
 from .attention import Backends
-from .compile import uncompiled
 from .take import take
 from .token_groups import (
     ROWS,
@@ -227,6 +227,12 @@ class Rows:
             part = by_sample[sample][lo:hi] if differ else by_sample[sample]
             parts.append(part if len(ranges) == 1 else part.expand(hi - lo, *part.shape[1:]))
         return torch.cat(parts)[None] if len(ranges) > 1 else parts[0][None]
+
+    @property
+    def local_samples(self) -> slice:
+        """The samples that the local rows belong to; at least one."""
+        first = min(self.start // self.per_sample, self.grid.num_samples - 1)
+        return slice(first, max(first + 1, -(-self.stop // self.per_sample)))
 
     def samples(self, device: torch.device) -> Tensor:
         """The sample of each row, int64 ``[R]``."""

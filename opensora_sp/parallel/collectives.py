@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.contexts import Context, Once, Pair
+from opensora_sp.dynamo import uncompiled
 
 from .debug.comm_counter import record
 from .debug.comm_timing import communicating
 from .layout import ExchangePlan
 from .mesh import ImaginedGroup
-from .typed import once_differentiable, uncompiled
+from .typed import once_differentiable
 
 
 def all_to_all(

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_sp.dynamo import uncompiled
+
 from .collectives import exchange
 from .layout import ExchangePlan
-from .typed import once_differentiable, uncompiled
+from .typed import once_differentiable
 
 SCALE_BYTES = 4
 FORWARD = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

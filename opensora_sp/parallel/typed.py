@@ -14,11 +14,6 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 
 
-def uncompiled(function: Decorated) -> Decorated:
-    """``torch.compiler.disable``: runs between graphs."""
-    return cast(Decorated, torch.compiler.disable(function))
-
-
 def once_differentiable(backward: Decorated) -> Decorated:
     """For a backward pass that has none of its own."""
     return cast(Decorated, autograd_function.once_differentiable(backward))

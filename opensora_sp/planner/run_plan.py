@@ -419,7 +419,8 @@ class _Run:
             level=level,
             training=self.training,
             device=self.device,
-            compiled=self.compiles and self.device == "cuda",
+            # Under "auto" as in eager mode, which takes more and is traced in less time.
+            compiled=self.cfg.compile == "blocks" and self.device == "cuda",
         )
 
     def _with_chunks(self, latents: tuple[int, ...], ranks: int) -> Options:

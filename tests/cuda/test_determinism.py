@@ -40,7 +40,7 @@ def test_what_is_set_before_a_run() -> None:
     )
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-    assert "CUDNN_ATTENTION" not in [one.name for one in module._sdpa_backends()]
+    assert "CUDNN_ATTENTION" not in [one.name for one in module._sdpa_backends("sdpa")]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def test_one_wrong_gradient_of_a_model_is_found_by_name(monkeypatch: pytest.Monk
 def test_attention_backends_and_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = verdicts(attention_checks.check_attention(CPU))
     for name, dtype in product(
-        ("flash", "flash3", "cudnn", "torch_flash", "efficient"), attention_checks.BOUNDS
+        ("flash", "flash3", "cudnn", "torch_flash", "efficient", "short_rows"),
+        attention_checks.BOUNDS,
     ):
         assert found.pop(f"attention {name}, {str(dtype).removeprefix('torch.')}") == "skip"
     assert len(found) == 12 and set(found.values()) == {"ok"}

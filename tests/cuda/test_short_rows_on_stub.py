@@ -16,28 +16,33 @@ def activation(rows):
 
 
 def attend(setting, rows):
-    """Forward and backward on the views of a projection; the bytes of the operators."""
-    import torch
-
-    from opensora_sp.models.attention import attention
+    """Forward and backward on the views of a projection; traffic of the operators, by phase."""
     from opensora_sp.models.kernels import set_kernels
 
     set_kernels(setting)
+    # The first call compiles.
+    forward_and_backward(1, OperatorBytes(), "first ")
+    counter = OperatorBytes()
+    forward_and_backward(rows, counter, "")
+    return {name: kinds["attention"] / activation(rows) for name, kinds in counter.bytes.items()}
+
+
+def forward_and_backward(rows, counter, prefix):
+    import torch
+
+    from opensora_sp.models.attention import attention
+
     shape = rows, FRAMES, 3, HEADS, WIDTH
     qkv = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
     views = [z.detach().requires_grad_() for z in qkv.unbind(2)]
     grad = torch.zeros(shape[:2] + shape[3:], device="cuda", dtype=torch.bfloat16)
-    # The first call compiles.
-    torch.autograd.grad(attention(*(z[:1] for z in views)), views, grad[:1])
-
-    with OperatorBytes() as counter:
-        counter.begin("forward")
+    with counter:
+        counter.begin(f"{prefix}forward")
         out = attention(*views)
-        counter.begin("backward")
+        counter.begin(f"{prefix}backward")
         grads = torch.autograd.grad(out, views, grad)
         counter.begin("end")
     del grads
-    return {name: sum(kinds.values()) / activation(rows) for name, kinds in counter.bytes.items()}
 
 
 def test_forward_and_backward_are_a_launch_each():

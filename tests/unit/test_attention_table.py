@@ -277,7 +277,7 @@ def test_a_plan_shows_the_kernels() -> None:
         kernels = attention_kernels(config, latents, BF16, platform, triton=triton)
         assert [choice.kernel for choice in kernels.values()] == ["cudnn", temporal, "flash"]
     assert describe_kernels(kernels)[1:] == [
-        "temporal attention: flash-attn (Triton kernels are off or not verified)",
+        "temporal attention: flash-attn (flash-attn is installed)",
         "cross-attention: flash-attn (flash-attn is installed)",
     ]
 

@@ -16,7 +16,12 @@ BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch", "einops"},
 }
-SHARED = ("backends", "contexts", "transfer")  # modules of the package that need torch only
+SHARED = (
+    "backends",
+    "compile_cache",
+    "contexts",
+    "transfer",
+)  # modules of the package that need torch only
 WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them
 
 

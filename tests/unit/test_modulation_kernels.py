@@ -1,5 +1,6 @@
 """Triton's kernels of the modulation: interpreted, against their reference, and compiled."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -8,6 +9,12 @@ import pytest
 import torch
 from interpreter import run_interpreted
 from kernel_builds import builds_of
+
+from opensora_sp.models import kernels
+from opensora_sp.models.conditioning import Conditioning, Text
+from opensora_sp.models.kernels import Kernels, Part, using_kernels
+from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
+from opensora_sp.parallel.strategies.switch_rows import _entries_of_chunks
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,8 @@ class Case:
         return tokens | dict(zip(("shift", "scale", "gate"), entries.unbind(-2), strict=True))
 
     @property
-    def options(self) -> dict[str, int]:
-        if self.rows is None:
-            return {}
-        return dict(first=self.rows[0], rows=self.rows_per_sample)
+    def part(self) -> Part | None:
+        return None if self.rows is None else Part(self.rows[0], self.rows_per_sample)
 
 
 PER_SAMPLE, PER_ROW, PER_TOKEN = (1, 1), (3, 1), (1, 5)
@@ -71,7 +76,7 @@ def results_of(
     results = {}
     for function, names in FUNCTIONS.items():
         own = [inputs[name].to(compute).requires_grad_() for name in names]
-        outputs = getattr(module, function)(*own, **case.options)
+        outputs = getattr(module, function)(*own, case.part)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         weights = [inputs["branch"].to(compute) * (i + 1) for i in range(len(outputs))]
         grads = torch.autograd.grad(outputs, own, weights)
@@ -84,12 +89,12 @@ def results_of(
 def errors_of(titles: list[str], dtype: torch.dtype) -> dict[str, float]:
     """Of the kernels, from the reference in float64 and relative to the largest number."""
     from opensora_sp.models.kernels.reference import modulation as reference
-    from opensora_sp.models.kernels.triton import modulation as kernels
+    from opensora_sp.models.kernels.triton import modulation
 
     errors = {}
     for title in titles:
         exact = results_of(reference, CASES[title], dtype, torch.float64)
-        for name, ours in results_of(kernels, CASES[title], dtype, dtype).items():
+        for name, ours in results_of(modulation, CASES[title], dtype, dtype).items():
             wanted = exact[name]
             assert (ours.dtype, ours.shape) == (dtype, wanted.shape), (title, name)
             if ours.numel():
@@ -112,6 +117,63 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
         assert error <= torch.finfo(dtype).eps, (name, error)
 
 
+def of_local_rows(
+    setting: Kernels, rows: Rows, frames: torch.Tensor | None, chunks: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    """What a block's modulation makes of a rank's rows, in chunks, and gradients."""
+    torch.manual_seed(0)
+    states = 1 if frames is None else 2
+    modulation = torch.randn(rows.grid.num_samples, states, 6, 16, requires_grad=True)
+    x = torch.randn(rows.count, rows.length, 16, requires_grad=True)
+
+    with using_kernels(setting):
+        text = Text(torch.zeros(2, 16), [1, 1])
+        conditioning = Conditioning(modulation, frames, text)
+        condition = getattr(conditioning, rows.layout)(rows)
+        entries = condition.entries(torch.zeros(3, 16), 3, torch.tensor([0.5, 2.0]))
+
+        sizes, outputs = chunks or [rows.count], []
+        of_chunks = _entries_of_chunks(entries, condition.part, sizes)
+        for tokens, (shift, scale, gate, part) in zip(x.split(sizes), of_chunks, strict=True):
+            same, modulated = kernels.norm_modulate(tokens, shift, scale, part)
+            outputs.append(kernels.add_gated(same, gate, modulated.square(), part))
+        out = torch.cat(outputs)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (modulation, x))]
+
+
+def differences_of_local_rows(layout: str) -> dict[str, float]:
+    """Of kernels from the reference, for ranges of rows of two samples."""
+    rows = PatchGrid(num_samples=2, latent_size=(3, 2, 2), patch_size=(1, 1, 1)).rows(layout)
+    last, total = rows.total - 1, rows.total
+    frames = torch.tensor([[True, False, False], [False, True, True]])
+    found = {}
+    for given in (None, frames):
+        for start, stop in ((0, total), (1, last), (2, 3), (last, total), (total, total)):
+            local = rows.take(start, stop)
+            wanted = of_local_rows("torch", local, given)
+            ours = of_local_rows("triton", local, given)
+            title = f"{layout} rows {start} to {stop}, frames {given is not None}"
+            found[title] = max(map(largest_difference, wanted, ours))
+
+    local = rows.take(1, last)
+    ours = of_local_rows("triton", local, frames, chunks=[1, local.count - 3, 2])
+    wanted = of_local_rows("torch", local, frames)
+    found["in chunks"] = max(map(largest_difference, wanted, ours))
+    return found
+
+
+def largest_difference(wanted: torch.Tensor, ours: torch.Tensor) -> float:
+    assert wanted.shape == ours.shape
+    scale = wanted.abs().max().clamp(min=1) if wanted.numel() else 1
+    return float(((wanted - ours) / scale).abs().sum())
+
+
+@pytest.mark.parametrize("layout", [SPATIAL, TEMPORAL])
+def test_any_range_of_rows_finds_its_entries(layout: str) -> None:
+    for name, difference in run_interpreted(differences_of_local_rows, layout).items():
+        assert difference < 1e-5, (name, difference)
+
+
 # E, activations of a token: what each launcher may read and write, forward or backward.
 TRAFFIC = {
     "norm_modulate": 2,
@@ -124,20 +186,20 @@ TRAFFIC = {
 
 def launch(which: str, dtype: torch.dtype, device: str, *, rows: int, length: int) -> None:
     """Run a launcher for rows of a frame each, with conditioning frames, of the released width."""
-    from opensora_sp.models.kernels.triton import modulation as kernels
+    from opensora_sp.models.kernels.triton import modulation
 
     tokens = torch.empty(rows, length, 1152, dtype=dtype, device=device)
     entries = torch.empty(1, rows, 1, 3, 1152, dtype=dtype, device=device).unbind(-2)
     shift, scale, gate = entries
     if which in ("norm_modulate", "add_norm_modulate"):
         branch = tokens.clone() if which == "add_norm_modulate" else None
-        kernels._norm_modulate(tokens, branch, shift, scale, 0, 0)
+        modulation._norm_modulate(tokens, branch, shift, scale, 0, 0)
     elif which == "norm_modulate_backward":
-        kernels._norm_modulate_backward(tokens, scale, tokens.clone(), tokens.clone(), 0, 0)
+        modulation._norm_modulate_backward(tokens, scale, tokens.clone(), tokens.clone(), 0, 0)
     elif which == "add_gated":
-        kernels._add_gated(tokens, gate, tokens.clone(), 0, 0)
+        modulation._add_gated(tokens, gate, tokens.clone(), 0, 0)
     else:
-        kernels._add_gated_backward(gate, tokens, tokens.clone(), 0, 0)
+        modulation._add_gated_backward(gate, tokens, tokens.clone(), 0, 0)
 
 
 @pytest.mark.parametrize("which", TRAFFIC)

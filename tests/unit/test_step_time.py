@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opensora_sp.models.recompute import EVERYTHING
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.flops import ModelFlops
@@ -148,3 +148,22 @@ def test_configs_state_todays_predictions():
     """Memory, step time and MFU in the docstrings of the shipped configs."""
     script = Path(__file__).parents[2] / "scripts" / "config_headers.py"
     subprocess.run([sys.executable, script, "--check"], check=True)
+
+
+@pytest.mark.slow
+def test_copies_to_the_host_run_beside_the_computation():
+    latents = (1, 4, 8, 64, 64)
+    kept, hosted = predict(*latents, levels=[0]), predict(*latents, levels=[OFFLOADED])
+    copies = hosted.host_copies
+    assert kept.host_copies.bytes == 0
+    # Eight blocks, out and back.
+    assert copies.bytes == 2 * 8 * (8 * 32 * 32 * 1152 * 2)
+    assert copies.seconds == copies.bytes / H200.to_host
+    assert hosted.work == kept.work and hosted.seconds == kept.seconds
+
+    half = predict(*latents, levels=[0, OFFLOADED], micro_batches=3)
+    assert half.host_copies.bytes == 3 * copies.bytes / 2
+
+    # What takes longer than forward, a quarter of the step, is waited for.
+    slow = predict(*latents, levels=[OFFLOADED], gpu=dataclasses.replace(H200, to_host=1e9))
+    assert slow.seconds == pytest.approx(0.75 * kept.seconds + slow.host_copies.seconds / 2)

@@ -22,6 +22,7 @@ from .reference import gelu as reference_gelu
 from .reference import modulation as reference_modulation
 from .reference import qk_norm as reference_qk_norm
 from .reference import short_rows as reference_short_rows
+from .reference.modulation import Part
 from .selection import (
     Kernels,
     check_kernels,
@@ -33,6 +34,7 @@ from .selection import (
 
 __all__ = [
     "Kernels",
+    "Part",
     "add_gated",
     "add_norm_modulate",
     "attend_short_rows",
@@ -47,21 +49,23 @@ __all__ = [
 ]
 
 
-def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def norm_modulate(
+    x: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``reference/modulation.py``."""
-    return _modulation(x).norm_modulate(x, shift, scale)
+    return _modulation(x).norm_modulate(x, shift, scale, part)
 
 
 def add_norm_modulate(
-    x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor
+    x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``reference/modulation.py``."""
-    return _modulation(x).add_norm_modulate(x, branch, shift, scale)
+    return _modulation(x).add_norm_modulate(x, branch, shift, scale, part)
 
 
-def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
+def add_gated(x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None) -> Tensor:
     """See ``reference/modulation.py``."""
-    return _modulation(x).add_gated(x, gate, branch)
+    return _modulation(x).add_gated(x, gate, branch, part)
 
 
 def _modulation(like: Tensor) -> Any:

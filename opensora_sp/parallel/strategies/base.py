@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from opensora_sp.dynamo import uncompiled
+
 from ..batch_shape import BatchShape
 from ..layout import (
     SPATIAL_ROWS,
@@ -34,7 +36,7 @@ from ..layout import (
 from ..mesh import SequenceMesh
 from ..options import Options
 from ..protocols import Grid, Rows
-from ..typed import Local, uncompiled
+from ..typed import Local
 from .exchanges import Exchange
 
 GridOrShape: TypeAlias = Grid | BatchShape
@@ -125,7 +127,7 @@ class Strategy:
     # attend_spatial, attend_temporal(local, q, k, v, rows, *of_rows) -> output; all
     #     ``[R, L, H, D]``
     # segment(local, function, rows, *args, recompute, last) -> what the function returns
-    # tokenwise(local, function, rows, tokens, entries) -> what the function returns
+    # tokenwise(local, function, rows, tokens, entries, part) -> what the function returns
     switch = spatial = temporal = attend_spatial = attend_temporal = segment = tokenwise = _local
 
     # Which rows this rank holds, and its part in an exchange.

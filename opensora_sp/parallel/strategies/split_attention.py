@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.dynamo import uncompiled
+
 from ..batch_shape import BatchShape
 from ..collectives import exchange
 from ..layout import unit_ranges
 from ..options import Options
 from ..protocols import Rows
-from ..typed import Local, uncompiled
+from ..typed import Local
 from .exchanges import AllToAll, Exchange
 from .one_layout import OneLayout
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from opensora_sp.dynamo import uncompiled
 
 from ..batch_shape import BatchShape
 from ..collectives import exchange
@@ -17,7 +20,7 @@ from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, ExchangePlan, balanced_sizes, 
 from ..options import Options
 from ..overlap import InFlightSwitch
 from ..protocols import Rows
-from ..typed import Local, uncompiled
+from ..typed import Local
 from .base import Strategy
 from .exchanges import AllToAll, Exchange
 from .registry import strategy_for
@@ -100,19 +103,20 @@ class SwitchRows(Strategy):
         rows: Rows,
         tokens: Sequence[Tensor],
         entries: Sequence[Tensor],
+        part: Any = None,
     ) -> Any:
         if self.in_flight is None:
-            return local(function, rows, tokens, entries)
+            return local(function, rows, tokens, entries, part)
 
         num_chunks = self._num_chunks(rows)
         if num_chunks == 1:
             # The bits of the plain switch: entries by row would be reduced in another order.
-            return self.in_flight.start([function(*tokens, *entries)], num_chunks)
+            return self.in_flight.start([function(*tokens, *entries, part)], num_chunks)
 
         sizes = balanced_sizes(rows.count, num_chunks)
-        of_chunks = (_expand_rows(entry, rows.count).split(sizes, dim=1) for entry in entries)
-        chunks = zip(*(x.split(sizes) for x in tokens), *of_chunks, strict=True)
-        return self.in_flight.start((function(*chunk) for chunk in chunks), num_chunks)
+        of_tokens = zip(*(x.split(sizes) for x in tokens), strict=True)
+        chunks = zip(of_tokens, _entries_of_chunks(entries, part, sizes), strict=True)
+        return self.in_flight.start((function(*xs, *own) for xs, own in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
         """At most as many as configured, none small or empty; the same on all ranks."""
@@ -167,6 +171,17 @@ def few_frames_reason(shape: BatchShape, options: Options, ranks: int, choice: s
         f"which costs less ({costs.whole / 1e9:.3g} GFLOP-equivalents a spatial block by whole "
         f"frames, {costs.heads / 1e9:.3g} by frames x heads)"
     )
+
+
+def _entries_of_chunks(
+    entries: Sequence[Tensor], part: Any, sizes: Sequence[int]
+) -> list[tuple[Any, ...]]:
+    """Entries of a modulation, and the part of their rows, of chunks of rows of these sizes."""
+    if part is not None:
+        starts = accumulate(sizes[:-1], initial=0)
+        return [(*entries, part.after(start)) for start in starts]
+    by_row = [_expand_rows(entry, sum(sizes)).split(sizes, dim=1) for entry in entries]
+    return [(*chunk, None) for chunk in zip(*by_row, strict=True)]
 
 
 def _expand_rows(entry: Tensor, count: int) -> Tensor:

@@ -1,9 +1,8 @@
 """LayerNorm and modulation of tokens, and the residual connections around them.
 
 Entries of a modulation are ``[b, 1 or n, 1 or L, C]``: of b samples of n rows, for each sample, for
-each of its rows or for each token of a row. Tokens ``[R, L, C]`` are all rows of these samples.
-Where they are but a part, ``rows`` is n, and ``first`` the row of the first sample with which they
-begin.
+each of its rows or for each token of a row. Tokens ``[R, L, C]`` are those of all these rows, or
+the ``part`` of them that is given.
 
 Legend: R rows, L tokens of a row, C width, b samples of n rows.
 """
@@ -11,6 +10,7 @@ Legend: R rows, L tokens of a row, C width, b samples of n rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,25 @@ from ..examples import Example, Sizes, normal
 EPSILON = 1e-6
 
 
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of samples, perhaps not all of the first sample and of the last one.
+
+    Attributes:
+        first: the number of the first of these rows in the first sample.
+        rows: n, of a sample.
+    """
+
+    first: int
+    rows: int
+
+    def after(self, rows: int) -> Part:
+        """The part that begins so many rows later."""
+        return replace(self, first=self.first + rows)
+
+
 def norm_modulate(
-    x: Tensor, shift: Tensor, scale: Tensor, *, first: int = 0, rows: int = 0
+    x: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
 ) -> tuple[Tensor, Tensor]:
     """``norm(x) * (1 + scale) + shift``, by a LayerNorm without weights.
 
@@ -30,35 +47,30 @@ def norm_modulate(
         x and the modulated tokens. Callers go on with this x, so that backward gets the gradients
         of both at once.
     """
-    shift, scale = (_of_rows(entry, x, first, rows) for entry in (shift, scale))
+    shift, scale = _of_rows(shift, x, part), _of_rows(scale, x, part)
     normalized = F.layer_norm(x, x.shape[-1:], eps=EPSILON)
     return x, torch.addcmul(shift, _by_sample(normalized, shift), 1 + scale).flatten(0, 1)
 
 
 def add_norm_modulate(
-    x: Tensor,
-    branch: Tensor,
-    shift: Tensor,
-    scale: Tensor,
-    *,
-    first: int = 0,
-    rows: int = 0,
+    x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
 ) -> tuple[Tensor, Tensor]:
     """``x + branch``, and that sum normalized and modulated."""
-    return norm_modulate(x + branch, shift, scale, first=first, rows=rows)
+    return norm_modulate(x + branch, shift, scale, part)
 
 
-def add_gated(x: Tensor, gate: Tensor, branch: Tensor, *, first: int = 0, rows: int = 0) -> Tensor:
+def add_gated(x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None) -> Tensor:
     """``x + gate * branch``."""
-    gate = _of_rows(gate, x, first, rows)
+    gate = _of_rows(gate, x, part)
     return torch.addcmul(_by_sample(x, gate), gate, _by_sample(branch, gate)).flatten(0, 1)
 
 
-def _of_rows(entry: Tensor, x: Tensor, first: int, rows: int) -> Tensor:
-    """An entry of samples of which the tokens are a part, row by row: ``[1, R, 1 or L, C]``."""
-    if not rows:
+def _of_rows(entry: Tensor, x: Tensor, part: Part | None) -> Tensor:
+    """The entry of each row of a part, ``[1, R, 1 or L, C]``."""
+    if part is None:
         return entry
-    return entry.expand(-1, rows, -1, -1).flatten(0, 1)[None, first : first + len(x)]
+    by_row = entry.expand(-1, part.rows, -1, -1).flatten(0, 1)
+    return by_row[None, part.first : part.first + len(x)]
 
 
 def _by_sample(x: Tensor, entry: Tensor) -> Tensor:
@@ -78,3 +90,8 @@ def examples(sizes: Sizes) -> Iterator[Example]:
         yield Example("norm_modulate", of_norm, gradients=tuple(of_norm))
         yield Example("add_norm_modulate", of_both, gradients=tuple(of_both))
         yield Example("add_gated", tokens | dict(gate=gate), gradients=("x", "gate", "branch"))
+
+    # One row of each of two samples of three rows.
+    x, branch = normal(2, 5, sizes.width), normal(2, 5, sizes.width, seed=1)
+    of_part = dict(x=x, gate=gate, branch=branch, part=Part(first=2, rows=3))
+    yield Example("add_gated", of_part, gradients=("x", "gate", "branch"))

@@ -27,38 +27,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.modulation import EPSILON
+from ..reference.modulation import EPSILON, Part
 from .operator import opaque_operator
+from .sums import sum_parts
 
 TOKENS = 4  # of a program in forward
 FEWEST_TOKENS = 16  # of a program in backward, since each writes sums
 PROGRAMS = 528  # at least, in backward: four for each multiprocessor of an H100
-SUMMED = 128  # programs that are added up at a time
 
 # Integers whose values compile no kernel of their own.
-COUNTS = ("rows", "length", "shared_rows", "shared_length", "programs", "missing", "tokens")
+COUNTS = ("rows", "length", "shared_rows", "shared_length", "first", "local_rows", "programs")
 
 
 @triton.jit
-def _share(rows, length, shared_rows, shared_length, programs):
-    """The entry of this program, the entry's first token, and which of its tokens to work on."""
-    entry = (tl.program_id(0) // programs).to(tl.int64)
-    count = shared_rows * shared_length
-    size = tl.cdiv(count, programs)
-    begin = tl.program_id(0) % programs * size
-
+def _share(rows, length, shared_rows, shared_length, first, local_rows, programs):
+    """The entry of this program, the entry's first local token, and which of them to work on."""
+    entry = tl.program_id(0) // programs
     entries_of_row = length // shared_length
     entries_of_sample = rows // shared_rows * entries_of_row
-    row = entry // entries_of_sample * rows + entry % entries_of_sample // entries_of_row
-    first = row * length + entry % entries_of_row
-    return entry, first, begin, tl.minimum(begin + size, count)
 
+    # Of the rows that share the entry, some may come before the local ones or after them.
+    row = entry // entries_of_sample * rows + entry % entries_of_sample // entries_of_row - first
+    begin_row, end_row = tl.maximum(row, 0), tl.minimum(row + shared_rows, local_rows)
+    start = begin_row.to(tl.int64) * length + entry % entries_of_row
 
-@triton.jit
-def _token(number, first, length, shared_length, missing, tokens):
-    """The local token that has this number among those of an entry, and whether there is one."""
-    token = first + number // shared_length * length + number % shared_length - missing
-    return token, (token >= 0) & (token < tokens)
+    count = tl.maximum(end_row - begin_row, 0) * shared_length
+    size = tl.cdiv(count, programs)
+    begin = tl.program_id(0) % programs * size
+    return entry.to(tl.int64), start, begin, tl.minimum(begin + size, count)
 
 
 @triton.jit
@@ -82,9 +78,9 @@ def _norm_modulate_kernel(
     length,
     shared_rows,
     shared_length,
+    first,
+    local_rows,
     programs,
-    missing,
-    tokens,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -92,20 +88,22 @@ def _norm_modulate_kernel(
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, first, begin, end = _share(rows, length, shared_rows, shared_length, programs)
+    entry, start, begin, end = _share(
+        rows, length, shared_rows, shared_length, first, local_rows, programs
+    )
     place = entry * stride + columns
     offset = tl.load(shift + place, inside, 0).to(WIDE)
     factor = 1 + tl.load(scale + place, inside, 0).to(WIDE)
 
     for number in range(begin, end):
-        token, is_local = _token(number, first, length, shared_length, missing, tokens)
-        place, here = token * WIDTH + columns, inside & is_local
-        row = tl.load(x + place, here, 0)
+        token = start + number // shared_length * length + number % shared_length
+        place = token * WIDTH + columns
+        row = tl.load(x + place, inside, 0)
         if branch is not None:
-            row = (row.to(WIDE) + tl.load(branch + place, here, 0).to(WIDE)).to(row.dtype)
-            tl.store(total + place, row, here)
+            row = (row.to(WIDE) + tl.load(branch + place, inside, 0).to(WIDE)).to(row.dtype)
+            tl.store(total + place, row, inside)
         normalized, _ = _normalize(row.to(WIDE), inside, WIDTH, EPS)
-        tl.store(modulated + place, normalized * factor + offset, here)
+        tl.store(modulated + place, normalized * factor + offset, inside)
 
 
 @triton.jit(do_not_specialize=("entries", *COUNTS))
@@ -122,9 +120,9 @@ def _norm_modulate_backward_kernel(
     length,
     shared_rows,
     shared_length,
+    first,
+    local_rows,
     programs,
-    missing,
-    tokens,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -132,16 +130,18 @@ def _norm_modulate_backward_kernel(
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, first, begin, end = _share(rows, length, shared_rows, shared_length, programs)
+    entry, start, begin, end = _share(
+        rows, length, shared_rows, shared_length, first, local_rows, programs
+    )
     factor = 1 + tl.load(scale + entry * stride + columns, inside, 0).to(WIDE)
     grad_shift = tl.zeros([BLOCK], WIDE)
     grad_scale = tl.zeros([BLOCK], WIDE)
 
     for number in range(begin, end):
-        token, is_local = _token(number, first, length, shared_length, missing, tokens)
-        place, here = token * WIDTH + columns, inside & is_local
-        row = tl.load(total + place, here, 0).to(WIDE)
-        own = tl.load(grad_modulated + place, here, 0).to(WIDE)
+        token = start + number // shared_length * length + number % shared_length
+        place = token * WIDTH + columns
+        row = tl.load(total + place, inside, 0).to(WIDE)
+        own = tl.load(grad_modulated + place, inside, 0).to(WIDE)
         normalized, inverse = _normalize(row, inside, WIDTH, EPS)
         grad_shift += own
         grad_scale += own * normalized
@@ -150,8 +150,8 @@ def _norm_modulate_backward_kernel(
         mean = tl.sum(own, 0) / WIDTH
         slope = tl.sum(own * normalized, 0) / WIDTH
         own = (own - mean - normalized * slope) * inverse
-        own += tl.load(grad_total + place, here, 0).to(WIDE)
-        tl.store(grad + place, own, here)
+        own += tl.load(grad_total + place, inside, 0).to(WIDE)
+        tl.store(grad + place, own, inside)
 
     place = (tl.program_id(0) % programs * 2 * entries + entry) * WIDTH + columns
     tl.store(sums + place, grad_shift, inside)
@@ -169,24 +169,26 @@ def _add_gated_kernel(
     length,
     shared_rows,
     shared_length,
+    first,
+    local_rows,
     programs,
-    missing,
-    tokens,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, first, begin, end = _share(rows, length, shared_rows, shared_length, programs)
+    entry, start, begin, end = _share(
+        rows, length, shared_rows, shared_length, first, local_rows, programs
+    )
     factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
 
     for number in range(begin, end):
-        token, is_local = _token(number, first, length, shared_length, missing, tokens)
-        place, here = token * WIDTH + columns, inside & is_local
-        row = tl.load(x + place, here, 0).to(WIDE)
-        row += factor * tl.load(branch + place, here, 0).to(WIDE)
-        tl.store(total + place, row, here)
+        token = start + number // shared_length * length + number % shared_length
+        place = token * WIDTH + columns
+        row = tl.load(x + place, inside, 0).to(WIDE)
+        row += factor * tl.load(branch + place, inside, 0).to(WIDE)
+        tl.store(total + place, row, inside)
 
 
 @triton.jit(do_not_specialize=("entries", *COUNTS))
@@ -202,40 +204,30 @@ def _add_gated_backward_kernel(
     length,
     shared_rows,
     shared_length,
+    first,
+    local_rows,
     programs,
-    missing,
-    tokens,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, first, begin, end = _share(rows, length, shared_rows, shared_length, programs)
+    entry, start, begin, end = _share(
+        rows, length, shared_rows, shared_length, first, local_rows, programs
+    )
     factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
     grad_gate = tl.zeros([BLOCK], WIDE)
 
     for number in range(begin, end):
-        token, is_local = _token(number, first, length, shared_length, missing, tokens)
-        place, here = token * WIDTH + columns, inside & is_local
-        own = tl.load(grad_total + place, here, 0).to(WIDE)
-        grad_gate += own * tl.load(branch + place, here, 0).to(WIDE)
-        tl.store(grad_branch + place, own * factor, here)
+        token = start + number // shared_length * length + number % shared_length
+        place = token * WIDTH + columns
+        own = tl.load(grad_total + place, inside, 0).to(WIDE)
+        grad_gate += own * tl.load(branch + place, inside, 0).to(WIDE)
+        tl.store(grad_branch + place, own * factor, inside)
 
     place = (tl.program_id(0) % programs * entries + entry) * WIDTH + columns
     tl.store(sums + place, grad_gate, inside)
-
-
-@triton.jit(do_not_specialize=("programs",))
-def _sum_kernel(sums, out, programs, size, SUMMED: tl.constexpr, BLOCK: tl.constexpr):
-    """``[programs, size]`` -> ``[size]``."""
-    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([SUMMED, BLOCK], sums.dtype.element_ty)
-    for start in range(0, programs, SUMMED):
-        numbers = (start + tl.arange(0, SUMMED)).to(tl.int64)
-        here = (numbers < programs)[:, None] & (columns < size)[None]
-        total += tl.load(sums + numbers[:, None] * size + columns[None], here, 0)
-    tl.store(out + columns, tl.sum(total, 0), columns < size)
 
 
 @dataclass(frozen=True)
@@ -245,35 +237,29 @@ class _Shares:
     Attributes:
         rows, length: n of a sample, and L.
         shared_rows, shared_length: rows, and tokens in each of them, that share an entry.
+        first, local_rows: the local rows, counted from the first sample's first row.
         programs: of each entry.
-        missing: tokens of the first sample that come before the local ones.
-        tokens: local ones.
     """
 
     rows: int
     length: int
     shared_rows: int
     shared_length: int
+    first: int
+    local_rows: int
     programs: int
-    missing: int
-    tokens: int
 
 
 def _shares(x: Tensor, entry: Tensor, first: int, rows: int, *, backward: bool) -> _Shares:
     rows, length = rows or len(x) // len(entry), x.shape[1]
     shared_rows, shared_length = rows // entry.shape[1], length // entry.shape[2]
 
-    most = triton.cdiv(shared_rows * shared_length, FEWEST_TOKENS if backward else TOKENS)
-    entries = entry.numel() // entry.shape[-1]
-    return _Shares(
-        rows=rows,
-        length=length,
-        shared_rows=shared_rows,
-        shared_length=shared_length,
-        programs=min(most, triton.cdiv(PROGRAMS, entries)) if backward else most,
-        missing=first * length,
-        tokens=len(x) * length,
-    )
+    most = min(shared_rows, len(x)) * shared_length
+    programs = triton.cdiv(most, FEWEST_TOKENS if backward else TOKENS)
+    if backward:
+        entries = entry.numel() // entry.shape[-1]
+        programs = min(programs, triton.cdiv(PROGRAMS, entries))
+    return _Shares(rows, length, shared_rows, shared_length, first, len(x), programs)
 
 
 def _constants(x: Tensor) -> dict[str, Any]:
@@ -294,16 +280,6 @@ def _tables(*entries: Tensor) -> list[Tensor]:
     if len({table.stride() for table in tables}) > 1 or tables[0].stride(1) != 1:
         tables = [table.contiguous() for table in tables]
     return tables
-
-
-def _sum(sums: Tensor, out: Tensor) -> None:
-    """The sums ``[programs, ...]`` of all programs, added up in ``out`` ``[...]``."""
-    programs, size = len(sums), out.numel()
-    summed = min(triton.next_power_of_2(programs), SUMMED)
-    block = max(32, 2048 // summed)
-    _sum_kernel[triton.cdiv(size, block),](
-        sums, out, programs, size, SUMMED=summed, BLOCK=block, num_warps=4
-    )
 
 
 def _like(x: Tensor, *shape: int) -> Tensor:
@@ -351,9 +327,9 @@ def _norm_modulate_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the sum, and of shift and scale, ``[2, b, 1 or n, 1 or L, C]``."""
     total = total.contiguous()
-    grad, grad_entries = _like(total), _like(scale, 2, *scale.shape)
+    grad = _like(total)
     if not total.numel():
-        return grad, grad_entries.zero_()
+        return grad, scale.new_zeros(2, *scale.shape)
 
     (scales,) = _tables(scale)
     shares = _shares(total, scale, first, rows, backward=True)
@@ -371,8 +347,7 @@ def _norm_modulate_backward(
         EPS=EPSILON,
         **_constants(total),
     )
-    _sum(sums, grad_entries)
-    return grad, grad_entries
+    return grad, sum_parts(sums.flatten(1), scale.dtype).view(2, *scale.shape)
 
 
 def _add_gated(x: Tensor, gate: Tensor, branch: Tensor, first: int, rows: int) -> Tensor:
@@ -398,9 +373,9 @@ def _add_gated_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of gate and branch."""
     branch = branch.contiguous()
-    grad_gate, grad_branch = _like(gate), _like(branch)
+    grad_branch = _like(branch)
     if not branch.numel():
-        return grad_gate.zero_(), grad_branch
+        return gate.new_zeros(gate.shape), grad_branch
 
     (gates,) = _tables(gate)
     shares = _shares(branch, gate, first, rows, backward=True)
@@ -416,8 +391,7 @@ def _add_gated_backward(
         *astuple(shares),
         **_constants(branch),
     )
-    _sum(sums, grad_gate)
-    return grad_gate, grad_branch
+    return sum_parts(sums.flatten(1), gate.dtype).view(gate.shape), grad_branch
 
 
 def _fake_norm_modulate(
@@ -500,25 +474,24 @@ class _AddGated(torch.autograd.Function):
 
 
 def norm_modulate(
-    x: Tensor, shift: Tensor, scale: Tensor, *, first: int = 0, rows: int = 0
+    x: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``reference/modulation.py``."""
-    return _NormModulate.apply(x, None, shift, scale, first, rows)
+    return _NormModulate.apply(x, None, shift, scale, *_numbers(part))
 
 
 def add_norm_modulate(
-    x: Tensor,
-    branch: Tensor,
-    shift: Tensor,
-    scale: Tensor,
-    *,
-    first: int = 0,
-    rows: int = 0,
+    x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``reference/modulation.py``."""
-    return _NormModulate.apply(x, branch, shift, scale, first, rows)
+    return _NormModulate.apply(x, branch, shift, scale, *_numbers(part))
 
 
-def add_gated(x: Tensor, gate: Tensor, branch: Tensor, *, first: int = 0, rows: int = 0) -> Tensor:
+def add_gated(x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None) -> Tensor:
     """See ``reference/modulation.py``."""
-    return _AddGated.apply(x, gate, branch, first, rows)
+    return _AddGated.apply(x, gate, branch, *_numbers(part))
+
+
+def _numbers(part: Part | None) -> tuple[int, int]:
+    """Arguments ``first`` and ``rows`` of the operators; no rows stand for whole samples."""
+    return (0, 0) if part is None else (part.first, part.rows)

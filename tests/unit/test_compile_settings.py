@@ -1,0 +1,117 @@
+"""Where ``compile="auto"`` compiles blocks, where compiled code is kept, and the warm-up's line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from opensora_sp import compile_cache
+from opensora_sp.models import build_model, compile, compile_blocks
+from opensora_sp.models.compile import compile_as_set, compiles_blocks, reporting_compilation
+
+SMALL = dict(hidden_size=24, depth=1, num_heads=2, caption_channels=8, model_max_length=6)
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A user's empty cache folder; what is set in the environment is taken back."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in (compile_cache.INDUCTOR, compile_cache.TRITON):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def test_blocks_are_compiled_on_cuda_where_triton_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compile, "has_triton", lambda: True)
+    monkeypatch.setenv("CC", "cc")
+    assert compiles_blocks("auto", "cuda") and compiles_blocks("blocks", "cpu")
+    assert not compiles_blocks("auto", "cpu") and not compiles_blocks(None, "cuda")
+
+    model = build_model("STDiT3", **SMALL)
+    monkeypatch.setattr(compile, "has_triton", lambda: False)
+    with caplog.at_level(logging.INFO):
+        for setting, device_type in (("auto", "cuda"), ("auto", "cpu"), (None, "cuda")):
+            compile_as_set(model, setting, device_type)
+    assert model.compile_backend is None
+    assert caplog.messages == [
+        "blocks run in eager mode: Triton is not installed",
+        "blocks run in eager mode: the device is cpu",
+    ]
+
+
+def test_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "has_triton", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert not compiles_blocks("auto", "cuda")
+
+
+def test_the_cache_lies_in_the_users_folder_by_versions(cache: Path) -> None:
+    folder = compile_cache.use_compile_cache()
+    assert folder is not None and folder.is_relative_to(cache / "opensora_sp" / "compiled")
+    assert torch.__version__ in folder.name and folder.stat().st_mode & 0o077 == 0
+    assert os.environ[compile_cache.INDUCTOR] == str(folder)
+    # Not one for each device.
+    assert os.environ[compile_cache.TRITON] == str(folder / "triton")
+
+
+def test_a_folder_that_is_set_stays(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compile_cache.INDUCTOR, str(tmp_path / "own"))
+    assert compile_cache.use_compile_cache() == tmp_path / "own"
+
+
+def test_a_folder_that_cannot_be_made_is_not_used(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache / "opensora_sp").write_text("a file")
+    assert compile_cache.use_compile_cache() is None
+    assert compile_cache.INDUCTOR not in os.environ
+    assert "compiled code is kept for this boot only" in caplog.text
+
+
+def test_a_warm_up_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = compile_blocks(build_model("STDiT3", **SMALL), backend="eager")
+    x, t, y = torch.randn(1, 4, 2, 4, 4), torch.tensor([10.0]), torch.randn(1, 1, 6, 8)
+    caplog.clear()
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        for step in range(2):
+            with reporting_compilation(f"step {step}"):
+                model(x, t, y)
+    torch._dynamo.reset()
+    (message,) = caplog.messages
+    assert message.startswith("step 0: warm-up of ") and "2 graphs were compiled" in message
+
+
+def graphs_loaded_and_compiled(folder: str) -> tuple[int, int]:
+    """By rank 1, after rank 0 has compiled the same."""
+    from torch._dynamo.utils import counters
+
+    os.environ["XDG_CACHE_HOME"] = folder
+    for name in (compile_cache.INDUCTOR, compile_cache.TRITON):
+        os.environ.pop(name, None)
+    model = compile_blocks(build_model("STDiT3", **SMALL))
+    x, t, y = torch.ones(1, 4, 2, 4, 4), torch.tensor([10.0]), torch.ones(1, 1, 6, 8)
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            with torch.no_grad():
+                model(x, t, y)
+        dist.barrier()
+    of_inductor = counters["inductor"]
+    return of_inductor["fxgraph_cache_hit"], of_inductor["fxgraph_cache_miss"]
+
+
+@pytest.mark.slow
+def test_ranks_share_compiled_code(tmp_path: Path) -> None:
+    first, second = run_ranks(2, graphs_loaded_and_compiled, str(tmp_path), timeout=600)
+    assert first == (0, 2) and second == (2, 0)
