@@ -36,7 +36,7 @@ class Packing:
     @cached_property
     def lengths(self) -> Tensor:
         """Both on the CPU, int64 ``[2, samples]``: so they reach the operator of a graph."""
-        return torch.tensor([self.queries, self.keys])
+        return torch.tensor([self.queries, self.keys], device="cpu")
 
     def pieces(self, heads: int, processors: int) -> Pieces:
         """The queries cut into pieces, for a device of that many multiprocessors."""
