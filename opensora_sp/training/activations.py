@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import psutil
 import torch
@@ -28,8 +29,8 @@ class ActivationBudget:
         self, cfg: TrainConfig, module: ConditionedModel, device: torch.device, reserved: int
     ) -> None:
         self.cfg, self.module, self.device = cfg, module, device
-        launch = Launch.read()
-        self._gpus_per_node = launch.local_world_size if launch else None
+        of_node = os.environ.get("LOCAL_WORLD_SIZE")  # as SequenceMesh reads it
+        self._gpus_per_node = None if of_node is None else int(of_node)
         self.memory = 0.0
         self._levels: dict[tuple[int, ...], list[int]] = {}
         # The first batch is then also computed without sequence parallelism.
