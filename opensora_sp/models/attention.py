@@ -208,7 +208,14 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if backend.name == "short_rows":
         return attend_short_rows(q, k, v)
 
-    kernel = _rows_kernel(backend)
+    if backend.name == "flash3":
+        return _flash_3_rows(backend.deterministic, q, k, v)
+
+    return _in_parts(_rows_kernel(backend), q, k, v)
+
+
+def _in_parts(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By calls of at most ``MAX_ROWS`` rows."""
     parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
     return concat([kernel(*part) for part in parts])
 
@@ -217,8 +224,6 @@ def _rows_kernel(backend: Backend) -> Callable[..., Tensor]:
     """The kernel for rows ``[R, L, H, D]``."""
     if backend.name == "flash":
         return _flash_attn("flash_attn_func", backend)
-    if backend.name == "flash3":
-        return partial(_flash_attn_3, "flash_attn_func", backend)
     return partial(_sdpa_rows, backend.name)
 
 
@@ -227,7 +232,7 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     if backend.name == "flash":
         return _flash_attn("flash_attn_varlen_func", backend)
     if backend.name == "flash3":
-        return partial(_flash_attn_3, "flash_attn_varlen_func", backend)
+        return partial(_flash_attn_3, "flash_attn_varlen_func", backend.deterministic)
     if backend.name == "reference" or q.device.type not in GPUS:
         return None
 
@@ -253,15 +258,19 @@ def _flash_attn(function: str, backend: Backend) -> Callable[..., Tensor]:
 
 
 @uncompiled  # its first builds have no operators that can be traced
+def _flash_3_rows(deterministic: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _in_parts(partial(_flash_attn_3, "flash_attn_func", deterministic), q, k, v)
+
+
 def _flash_attn_3(
-    function: str, backend: Backend, q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int
+    function: str, deterministic: bool, q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int
 ) -> Tensor:
     import flash_attn_interface
 
     # Pieces of queries share their keys in memory (packing.py); its TMA copies need real strides.
     k, v = (z if z.stride(0) else z.contiguous() for z in (k, v))
     attend = getattr(flash_attn_interface, function)
-    out = attend(q, k, v, *lengths, deterministic=backend.deterministic)
+    out = attend(q, k, v, *lengths, deterministic=deterministic)
     # Builds until August 2025 return the logarithms of the softmax's sums as well.
     return out[0] if isinstance(out, tuple) else out
 

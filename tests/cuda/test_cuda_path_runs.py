@@ -109,6 +109,7 @@ def test_three_steps_of_training(tmp_path):
     config = tmp_path / "train.py"
     config.write_text(TRAIN.format(manifest=str(manifest)) + f'outputs = "{tmp_path}/out"\n')
     ranks = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
+    ranks |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
 
     recording = run_on_stub(on_training, str(config), env=ranks)
     assert recording.result is True

@@ -102,6 +102,7 @@ def write_config(kind, folder):
 def test_the_host_waits_at_most_twice_a_step(tmp_path, setting):
     kind, options = SETTINGS[setting]
     ranks = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
+    ranks |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
     config = write_config(kind, tmp_path / "set")
     recording = run_on_stub(on_training, config, *options, env=ranks)
     assert recording.result is True

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda_cases import cache
-from cuda_stub import phase, requires_stub, run_on_stub
+from cuda_stub import join, phase, requires_stub, run_on_stub
 from planted_kernels import SIZES, plant
+from runs import TRAIN, write_toy_set
 
+from opensora_sp.config import load_train_config
 from opensora_sp.device_verification import choose_kernels, kernels
 from opensora_sp.models.kernels import chosen, set_kernels
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
@@ -79,6 +81,40 @@ def test_verification_launches_forward_and_backward_and_refuses_garbage(tmp_path
 
     names = [launch.name for launch in recording.in_phase("verify").launches]
     assert names.count("scale_kernel") == 2, names
+
+
+def train(config, setting):
+    """A step with each of the kernels set; verification, which has no values here, is left out."""
+    from opensora_sp.plugin import current_device
+    from opensora_sp.training.preflight import preflight
+    from opensora_sp.training.trainer import Trainer
+
+    kernels.verify_kernel = lambda *args: []
+    join(world=2)
+    options = ["precision=bf16", "num_workers=0", "compile=None", f"kernels={setting}"]
+    cfg = load_train_config(config, options)
+    run = Trainer(cfg, *preflight(cfg, None, None), current_device())
+    phase("step")
+    run._step(0, next(iter(run.loader)), None)
+    phase("end")
+    return run.state(1)["kernels"]
+
+
+@pytest.mark.parametrize("setting", ["torch", "triton"])
+def test_a_step_of_training_launches_the_kernels_of_its_config(setting, tmp_path):
+    manifest = write_toy_set(tmp_path / "clips", 12)
+    config = tmp_path / "train.py"
+    config.write_text(TRAIN.format(manifest=str(manifest)) + f'outputs = "{tmp_path}/out"\n')
+    ranks = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
+    ranks |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
+    env = cache() | ranks | {"XDG_CACHE_HOME": str(tmp_path)}
+
+    recording = run_on_stub(train, str(config), setting, env=env, timeout=500)
+    recorded = dict.fromkeys(kernel_names(), setting) | {"blocks": "eager"}
+    assert recording.result == recorded
+    names = {launch.name for launch in recording.in_phase("step").launches}
+    own = [name for name in names if name.isidentifier() and name.endswith("kernel")]
+    assert bool(own) == (setting == "triton"), names
 
 
 def verify_all():

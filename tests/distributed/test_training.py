@@ -78,7 +78,11 @@ def test_a_run_leaves_everything_behind(whole: Path) -> None:
     assert {Path(path).name for path in summary["broken_clips"]} <= {"4.mp4", "9.mp4"} and summary[
         "broken_clips"
     ]
-    assert "skipped a clip that cannot be read" in (whole / "train.log").read_text()
+    log = (whole / "train.log").read_text()
+    assert "skipped a clip that cannot be read" in log
+    assert log.count("kernels: plain torch (the device is cpu)") == 1
+    state = json.loads((whole / "step_00000006" / "state.json").read_text())
+    assert set(state["kernels"].values()) == {"torch", "eager"}
     assert load_train_config(whole / "config.py").sp_size == 2  # the dump loads again
 
 

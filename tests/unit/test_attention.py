@@ -346,6 +346,22 @@ def test_flash_attn_3_gets_keys_of_its_own(
     assert flash3.calls == ["rows"]
 
 
+def test_flash_attn_3_runs_between_graphs(
+    flash3: StandIn3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first builds cannot be traced; many rows take several calls."""
+    monkeypatch.setattr(module, "MAX_ROWS", 2)
+    backend = module.Backend("flash3")
+
+    @torch.compile(backend="eager")
+    def compiled(z: torch.Tensor) -> torch.Tensor:
+        return attention(2 * z, z, z, backend=backend) + 1
+
+    z = drawn((3, 4, HEADS, WIDTH), 0, torch.bfloat16)
+    torch.testing.assert_close(compiled(z), _explicit(2 * z, z, z) + 1, rtol=0, atol=0.02)
+    assert flash3.calls == ["rows", "rows"]
+
+
 def test_long_rows_take_flash_attn_3_by_themselves(flash3: StandIn3) -> None:
     for length, taken in ((128, []), (129, ["rows"])):
         z = drawn((1, length, 1, 8), 0, torch.bfloat16)

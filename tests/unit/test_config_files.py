@@ -370,13 +370,15 @@ def test_wandb_false_is_false(
 
 
 def test_processes_and_device_are_checked_together(base: Path) -> None:
-    cfg = load_train_config("base.py", ["sp_size=3", "precision=fp16", "optimizer.type=HybridAdam"])
+    options = ["sp_size=3", "precision=fp16", "optimizer.type=HybridAdam", "kernels=triton"]
+    cfg = load_train_config("base.py", options)
     with pytest.raises(ValueError) as error:
         check_launch(cfg, 4)
     for message in (
         "got sp_size 3 with 4 processes",
         "precision 'fp16' without CUDA",
         "'HybridAdam' without CUDA",
+        "kernels 'triton' on a device of type 'cpu'",
     ):
         assert message in str(error.value)
     check_launch(load_train_config("base.py"), 4)

@@ -20,6 +20,7 @@ SHARED = (
     "backends",
     "compile_cache",
     "contexts",
+    "dynamo",
     "transfer",
 )  # modules of the package that need torch only
 WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them

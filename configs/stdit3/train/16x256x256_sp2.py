@@ -2,7 +2,7 @@
 
 Predicted for eager mode, without the encoders:
     8 x H100: 27.3 GB, 0.20 s a step, MFU 21%
-    8 x H200: 27.3 GB, 0.15 s a step, MFU 28%
+    8 x H200: 27.3 GB, 0.14 s a step, MFU 29%
 """
 
 _base_ = ["../../_base_/stdit3_xl2.py", "../../_base_/train.py"]

@@ -5,7 +5,7 @@ torchrun --nproc_per_node 8 scripts/precompute.py \\
 
 Predicted for eager mode, without the encoders:
     8 x H100: 27.3 GB, 0.20 s a step, MFU 21%
-    8 x H200: 27.3 GB, 0.15 s a step, MFU 28%
+    8 x H200: 27.3 GB, 0.14 s a step, MFU 29%
 """
 
 _base_ = ["16x256x256_sp2.py"]

@@ -44,8 +44,8 @@ def norm_modulate(
     """``norm(x) * (1 + scale) + shift``, by a LayerNorm without weights.
 
     Returns:
-        x and the modulated tokens. Callers go on with this x, so that backward gets the gradients
-        of both at once.
+        x and the modulated tokens. Callers use this x from then on, so that backward gets the
+        gradients of both at once.
     """
     shift, scale = _of_rows(shift, x, part), _of_rows(scale, x, part)
     normalized = F.layer_norm(x, x.shape[-1:], eps=EPSILON)
