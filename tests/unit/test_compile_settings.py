@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from opensora_sp import compile_cache
-from opensora_sp.models import build_model, compile, compile_blocks
+from opensora_sp.models import build_model, compile
 from opensora_sp.models.compile import compile_as_set, compiles_blocks, reporting_compilation
 
 SMALL = dict(hidden_size=24, depth=1, num_heads=2, caption_channels=8, model_max_length=6)
@@ -81,31 +81,27 @@ def test_a_folder_that_cannot_be_made_is_not_used(
 
 
 def test_a_warm_up_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = compile_blocks(build_model("STDiT3", **SMALL), backend="eager")
-    x, t, y = torch.randn(1, 4, 2, 4, 4), torch.tensor([10.0]), torch.randn(1, 1, 6, 8)
-    caplog.clear()
-    with caplog.at_level(logging.INFO), torch.no_grad():
+    double = torch.compile(lambda x: 2 * x, backend="eager")
+    with caplog.at_level(logging.INFO):
         for step in range(2):
             with reporting_compilation(f"step {step}"):
-                model(x, t, y)
-    torch._dynamo.reset()
+                double(torch.ones(3))
     (message,) = (message for message in caplog.messages if "warm-up" in message)
-    assert message.startswith("step 0: warm-up of ") and "2 graphs were compiled" in message
+    assert message.startswith("step 0: warm-up of ") and "1 graphs were compiled" in message
 
 
 def graphs_loaded_and_compiled(folder: str) -> tuple[int, int]:
-    """By rank 1, after rank 0 has compiled the same."""
+    """By either rank; rank 1 compiles the same after rank 0."""
     from torch._dynamo.utils import counters
 
     os.environ["XDG_CACHE_HOME"] = folder
     for name in (compile_cache.INDUCTOR, compile_cache.TRITON):
         os.environ.pop(name, None)
-    model = compile_blocks(build_model("STDiT3", **SMALL))
-    x, t, y = torch.ones(1, 4, 2, 4, 4), torch.tensor([10.0]), torch.ones(1, 1, 6, 8)
+    compile_cache.use_compile_cache()
+    function = torch.compile(lambda x: (x.sin() + 1) * x)
     for rank in range(2):
         if dist.get_rank() == rank:
-            with torch.no_grad():
-                model(x, t, y)
+            function(torch.ones(3))
         dist.barrier()
     of_inductor = counters["inductor"]
     return of_inductor["fxgraph_cache_hit"], of_inductor["fxgraph_cache_miss"]
@@ -114,4 +110,4 @@ def graphs_loaded_and_compiled(folder: str) -> tuple[int, int]:
 @pytest.mark.slow
 def test_ranks_share_compiled_code(tmp_path: Path) -> None:
     first, second = run_ranks(2, graphs_loaded_and_compiled, str(tmp_path), timeout=600)
-    assert first == (0, 2) and second == (2, 0)
+    assert first == (0, 1) and second == (1, 0)
