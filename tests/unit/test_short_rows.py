@@ -188,7 +188,7 @@ def check_build(build, products, capfd):
     """No spills and no atomics, whole accesses; ``products`` of tensor cores by a warp."""
     build.check(wide_loads=True, wide_stores=True)
     assert build.count("HMMA") == products
-    # Triton 3.1 goes on after errors of a batched dot, and drops products.
+    # Triton 3.1 continues after errors of a batched dot, and drops products.
     assert "error" not in capfd.readouterr().err
 
 
