@@ -267,7 +267,8 @@ def _constants(length: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     low = max(16, triton.next_power_of_2(width) // 2)
     high = max(16, triton.next_power_of_2(max(1, width - low)))
 
-    # A warp for each pair, and more for one pair where registers of one would not suffice.
+    # A warp for each pair, or two where registers of one would not suffice. Never more pairs than
+    # warps: Triton 3.1 prints an error for such batched dots and drops products.
     pairs, warps = (4, 4) if padded * (low + high) <= 32 * 80 else (2, 4)
     if dtype == torch.float32:
         pairs, warps = 1, 8
