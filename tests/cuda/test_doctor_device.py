@@ -110,6 +110,7 @@ def rank_findings(sabotage: bool) -> list[dict[str, str]]:
     return [verdicts(check(CPU)) for check in rank_checks.RANK_CHECKS.values()]
 
 
+@pytest.mark.slow
 def test_zero_strategies_and_links_on_two_ranks() -> None:
     for zero, strategies, links in run_ranks(2, rank_findings, False):
         assert zero == {"ZeRO 1, 2 ranks": "ok", "ZeRO 2, 2 ranks": "ok"}

@@ -233,6 +233,7 @@ def on_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_backward_adds_by_index_on_ranks() -> None:
     run_ranks(3, on_ranks)
 

@@ -200,6 +200,7 @@ def test_a_missing_synchronization_is_found(fault, stage):
     assert any(re.search(NEEDED[fault], race) for race in races)
 
 
+@pytest.mark.slow
 @requires_stub
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_that_were_accumulated_on_several_streams_are_waited_for(stage):

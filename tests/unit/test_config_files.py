@@ -141,6 +141,7 @@ print("then", load_train_config(sys.argv[1]).sp_size)
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_import_mmengine_for_the_first_time_together(base: Path, tmp_path: Path) -> None:
     """An error where the other rank never ends its cache; nothing where it does."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -67,6 +67,7 @@ def test_each_bucket_is_traced_once_and_fast(
     assert seconds < SECONDS_A_BUCKET * len(buckets), seconds
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_a_terminal_alone(
     stage: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

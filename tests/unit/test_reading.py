@@ -432,6 +432,7 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     assert isinstance(slow[0], CorruptSample)
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_2000_clips(tmp_path: Path) -> None:
     for number in range(2):
         write_video(tmp_path / f"{number}.mp4", toy_clip(0, number).draw(3, 32), fps=8)
