@@ -7,6 +7,10 @@ packets would hold the caller for ever, with the timeouts of all other ranks tha
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -29,12 +33,15 @@ class BoundedStore:
     After the first one that did so, all raise at once. A daemon thread makes the calls, one after
     the other, and may wait for ever: no process waits for it at its end.
 
+    Attributes:
+        timeout: may be changed from call to call.
+
     Waiting is counted in slices, so a process that resumes after being suspended still reads the
     answer that arrived meanwhile.
     """
 
     def __init__(self, store: Any, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+        self._store, self.timeout = store, timeout
         self._is_lost = False
         self._calls: Calls = SimpleQueue()
         weakref.finalize(self, self._calls.put, None)
@@ -49,12 +56,25 @@ class BoundedStore:
 
         answer: Future[Any] = Future()
         self._calls.put((partial(method, *args), answer))
-        for _ in range(max(1, round(self._timeout / SLICE))):
+        timeout = self.timeout
+        for _ in range(max(1, round(timeout / SLICE))):
             with suppress(NotDone):
                 return answer.result(SLICE)
 
         self._is_lost = True
-        raise RuntimeError(f"no answer for {self._timeout:g} s")
+        atexit.register(_exit_beside_a_call)
+        raise RuntimeError(f"no answer for {timeout:g} s")
+
+
+def _exit_beside_a_call() -> None:
+    """End a process in which a thread may still wait for an answer.
+
+    If that came while the interpreter is finalized, the thread would abort the process.
+    """
+    logging.shutdown()  # flushes
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _serve(calls: Calls) -> None:

@@ -18,6 +18,7 @@ from .bounded_store import BoundedStore
 from .processes import is_alive, machine_id
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
+PROCESS_ENDED = "its process has ended"
 PROPAGATION_TIMEOUT = 5.0  # seconds for all ranks to learn of a failure
 
 
@@ -136,7 +137,7 @@ class HeartbeatStore:
         if 0 in self.peers and not is_alive(self.peers[0]):
             self._store = None
         if self._store is None:
-            raise RuntimeError("its process has ended")
+            raise RuntimeError(PROCESS_ENDED)
         return self._store
 
 

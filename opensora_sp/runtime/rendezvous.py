@@ -192,6 +192,7 @@ class Rendezvous:
         )
 
     def _wait_for(self, key: str, timeout: float) -> bool:
+        self.store.timeout = max(1.0, self._remaining())
         return wait_until(lambda: bool(self.store.check([key])), timeout)
 
     def _remaining(self) -> float:

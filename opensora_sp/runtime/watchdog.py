@@ -47,6 +47,7 @@ from .collective_recorder import CollectiveRecorder
 from .collective_timeout import CollectiveTimeout
 from .heartbeats import (
     INTERVAL,
+    PROCESS_ENDED,
     PROPAGATION_TIMEOUT,
     Heartbeat,
     HeartbeatStore,
@@ -68,6 +69,7 @@ CONNECTION_ERRORS = (
     "gloo/transport",
     "NCCL",
 )
+FEWEST_SECONDS = 3.0  # to answer; a rank that was suspended may count one that it did not wait
 OF_HANGS = ("(peer_timeout)", "(collective_timeout)", "cut off")
 """In the reason where some rank does not respond: each rank then logs its stack."""
 NOT_STOPPED = ", but the run did not stop within"
@@ -117,7 +119,7 @@ class Watchdog:
         self._store = HeartbeatStore(self._rank, self._world_size)
         self._peer_timeout = PeerTimeout(peer_timeout)
         # Its server is a thread of its own: rank 0 answers whatever its main thread does.
-        self._answer_timeout = min(peer_timeout, collective_timeout)
+        self._answer_timeout = max(FEWEST_SECONDS, min(peer_timeout, collective_timeout))
         self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
         self._collective_timeout = CollectiveTimeout(
             self._recorder,
@@ -171,7 +173,10 @@ class Watchdog:
 
     def why_to_stop(self) -> str:
         """``stop_reason`` of this rank, or of another one that this rank has not read yet."""
-        return self.stop_reason or self._store.stop_reason()
+        if self.stop_reason is None:
+            with suppress(RuntimeError):  # the store is lost, which the thread reports
+                return self._store.stop_reason()
+        return self.stop_reason or ""
 
     # The main thread: errors that leave the block, and the end of the run.
 
@@ -232,10 +237,11 @@ class Watchdog:
         if not self._store.is_open or self._thread.is_alive():
             return
 
-        self._write_heartbeat()
-        if self._rank == 0:
-            with suppress(RuntimeError):
+        with suppress(RuntimeError):
+            self._write_heartbeat()
+            if self._rank == 0:
                 wait_until(self._all_have_left, self.peer_timeout)
+        self._store.close()
 
     def _all_have_left(self) -> bool:
         peers = self._store.peers
@@ -255,9 +261,10 @@ class Watchdog:
                     return
                 self._store.close()
                 reason = (str(error) or type(error).__name__).splitlines()[0]
+                or_hangs = "" if reason == PROCESS_ENDED else ", is stopped or is cut off"
                 return self._end_run(
-                    "rank 0, which hosts the store of the heartbeats, has exited, is stopped or is "
-                    f"cut off ({reason})"
+                    f"rank 0, which hosts the store of the heartbeats, has exited{or_hangs} "
+                    f"({reason})"
                 )
             except Exception:
                 return logger.exception("the watchdog failed; the run continues without it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -75,3 +77,21 @@ def test_its_thread_ends_with_it_and_keeps_no_store_alive() -> None:
     assert threads() == before + 1
     del store
     wait_until(lambda: threads() == before, 5)
+
+
+def test_a_process_ends_although_an_answer_comes_while_it_does() -> None:
+    """Such a thread would abort it: the exit status is 1, and what was logged is there."""
+    code = """
+import time
+from opensora_sp.runtime import bounded_store
+bounded_store.SLICE = 0.05
+class Server:
+    def get(self):
+        time.sleep(0.3)
+try:
+    bounded_store.BoundedStore(Server(), 0.1).get()
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == "no answer for 0.1 s\n", done.stderr
