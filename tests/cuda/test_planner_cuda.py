@@ -199,7 +199,9 @@ def test_compiled_peaks_are_predicted_within_five_percent(checkpointing: bool | 
     memory = run_on_stub(on_steps, {"step": case}, timeout=600, env=cache()).peak("step")
     ratio = predicted(case) / (memory.allocated - memory.before)
     assert 0.95 < ratio < 1.05, ratio
-    assert predicted(case) < predicted(replace(case, compiled=False))
+    # With checkpointing one block at a time is recomputed, and both take about the same.
+    if not checkpointing:
+        assert predicted(case) < predicted(replace(case, compiled=False))
 
 
 # --- what fits
