@@ -26,6 +26,7 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 BOUNDS[torch.float64] = 1e-9
 SAMPLES = 2
 COMPILED, EAGER = "compiled", "eager"
+NOT_SET = "compilation is off, or its compiler is not installed"
 
 
 def choose_compiled(
@@ -33,15 +34,16 @@ def choose_compiled(
 ) -> dict[str, str]:
     """Let the blocks of a model run compiled only if they are verified. Collective.
 
-    Nothing happens to a model that is not to be compiled. On CUDA, a model of one block of each
-    kind with the same widths is compared with eager mode and plain torch: its output and, if this
-    model is trained, all gradients. If they differ on any rank, all ranks stay in eager mode, with
-    a warning. Call it after ``choose_kernels``: compiled blocks contain the kernels.
+    A model that is not to be compiled on one rank is compiled on none. On CUDA, a model of one
+    block of each kind with the same widths is compared with eager mode and plain torch: its output
+    and, if this model is trained, all gradients. If they differ on any rank, all ranks stay in
+    eager mode, with a warning. Call it after ``choose_kernels``: compiled blocks contain the
+    kernels.
 
     Returns:
         ``{"blocks": "compiled" or "eager"}``.
     """
-    if model.compile_backend is None or device.type != "cuda":
+    if device.type != "cuda":
         return {"blocks": EAGER if model.compile_backend is None else COMPILED}
 
     start = time.perf_counter()
@@ -54,19 +56,26 @@ def choose_compiled(
         "backend": str(model.compile_backend),
         "trained": trained,
     }
-    check = {"compiled blocks": lambda: compare(model, dtype, device, trained=trained)}
-    (verdict,) = verdicts_of(check, facts, device).values()
+
+    def check() -> str:
+        # Another rank may have a compiler, and wait for this one.
+        if model.compile_backend is None:
+            return NOT_SET
+        return compare(model, dtype, device, trained=trained)
+
+    (verdict,) = verdicts_of({"compiled blocks": check}, facts, device).values()
     if verdict == OK:
         logger.info("compiled blocks: verified in %.1f s", time.perf_counter() - start)
         return {"blocks": COMPILED}
 
     model.compile_backend = None
-    logger.warning(
-        "blocks run in eager mode, since they differ from it when compiled (%s): results stay "
-        "right, steps take longer; report it with the output of opensora-sp doctor --device cuda, "
-        "or set compile=None",
-        verdict,
-    )
+    if verdict != NOT_SET:
+        logger.warning(
+            "blocks run in eager mode instead of compiled (%s): results stay right, steps take "
+            "longer; report it with the output of opensora-sp doctor --device cuda, or set "
+            "compile=None",
+            verdict,
+        )
     return {"blocks": EAGER}
 
 
@@ -89,7 +98,8 @@ def compare(
     worst, name = largest_of(errors)
     if worst <= BOUNDS[dtype]:
         return OK
-    return f"{name}: a relative error of {worst:.2g}, where {BOUNDS[dtype]:.2g} is rounding"
+    bound = BOUNDS[dtype]
+    return f"they differ in {name}: a relative error of {worst:.2g}, where {bound:.2g} is rounding"
 
 
 def _small(

@@ -83,7 +83,7 @@ def test_wrong_blocks_run_in_eager_mode_with_one_warning(compares, caplog):
     assert choose(model) == {"blocks": "eager"}
     assert model.compile_backend is None
     (warning,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
-    assert warning.startswith("blocks run in eager mode, since they differ from it when compiled")
+    assert warning.startswith("blocks run in eager mode instead of compiled (they differ in ")
     assert "or set compile=None" in warning
 
 
@@ -99,3 +99,20 @@ def test_nothing_is_compared_without_a_device_or_compilation(compares):
     assert choose(build_model("STDiT3", **SMALL)) == {"blocks": "eager"}
     assert choose(model_with("eager"), device=CPU) == {"blocks": "compiled"}
     assert compares == []
+
+
+def test_a_rank_without_a_compiler_stops_compilation_on_all(compares, monkeypatch, caplog):
+    gathered = []
+
+    def of_ranks(own):
+        gathered.append(own)
+        return own | {"compiled blocks": f"on rank 1: {compiled.NOT_SET}"}
+
+    monkeypatch.setattr(verdicts, "agreed", of_ranks)
+    model = model_with("eager")
+    for one in (model, build_model("STDiT3", **SMALL)):
+        assert choose(one) == {"blocks": "eager"}
+    # Both have taken part.
+    assert [own["compiled blocks"] for own in gathered] == ["ok", compiled.NOT_SET]
+    assert model.compile_backend is None
+    assert "(on rank 1: compilation is off" in caplog.messages[0]
