@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from opensora_sp.compile_cache import cache_folder
 from opensora_sp.data.atomic import atomic_write
 from opensora_sp.models.kernels.selection import INTERPRETED
 from opensora_sp.parallel.agreement import gathered
@@ -133,10 +133,15 @@ def _first_other(of_ranks: Mapping[int, str]) -> str:
 
 
 def _file_of(facts: Facts) -> Path:
-    """In the user's cache folder."""
+    """In the user's cache folder.
+
+    Raises:
+        OSError: for a user who has none.
+    """
+    if (folder := cache_folder()) is None:
+        raise FileNotFoundError("the user has no home folder")
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "opensora_sp" / "verified" / f"{key}.json"
+    return folder / "verified" / f"{key}.json"
 
 
 def read_passed(facts: Facts) -> set[str]:
@@ -150,9 +155,9 @@ def read_passed(facts: Facts) -> set[str]:
 
 def write_passed(facts: Facts, passed: Collection[str]) -> None:
     """Remember what has passed. What has not is checked again by the next run."""
-    path = _file_of(facts)
     content = {"facts": facts, "passed": sorted(passed)}
     try:
+        path = _file_of(facts)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial:
             partial.write_text(json.dumps(content, indent=1))
