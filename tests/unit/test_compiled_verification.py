@@ -1,12 +1,13 @@
 """Blocks run compiled on a device only where they were compared with eager mode."""
 
+import dataclasses
 import logging
 
 import pytest
 import torch
 
 from opensora_sp.device_verification import choose_compiled, compiled, verdicts
-from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models import build_model, compile, compile_blocks
 
 pytestmark = pytest.mark.slow  # compiles models
 
@@ -38,6 +39,21 @@ def test_small_models_of_each_kind_are_right(name, options):
     state = torch.random.get_rng_state()
     assert compiled.compare(model, torch.float32, CPU, trained=True) == "ok"
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_named_attention_kernel_is_left_to_its_own_verification():
+    model = model_with("eager")
+    model.config = dataclasses.replace(model.config, attention="short_rows")
+    small, _ = compiled._small(model, CPU)
+    assert small.config.attention == "auto"
+
+
+def test_what_was_never_compiled_is_not_verified(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    compile._compiled.cache_clear()
+    verdict = compiled.compare(model_with("eager"), torch.float32, CPU, trained=False)
+    compile._compiled.cache_clear()
+    assert verdict.startswith("nothing was compiled")
 
 
 @pytest.mark.parametrize("trained", [True, False])
