@@ -145,11 +145,15 @@ def warn_of_changes(before: dict[str, str] | None, now: dict[str, str]) -> None:
         if before is not None and before.get(name, used) != used:
             changed.append(f"{name} by {used} (there by {before[name]})")
     if changed:
+        setting = "compile=None" if changed[0].startswith("blocks ") else "kernels='torch'"
+        if len(changed) > 1 and any(one.startswith("blocks ") for one in changed):
+            setting = "kernels='torch' and compile=None"
         logger.warning(
             "the run resumes with other kernels than its checkpoint was written with: %s; its "
             "losses may differ from those of the uninterrupted run in the last digits; resume on "
-            "the same kind of device, or set kernels='torch' for the whole run",
+            "the same kind of device, or set %s for the whole run",
             ", ".join(changed),
+            setting,
         )
 
 

@@ -263,3 +263,7 @@ def test_a_run_that_resumes_with_other_kernels_warns(caplog):
     warn_of_changes(before, now)
     (warning,) = caplog.messages
     assert "gelu by torch (there by triton); its losses may differ" in warning
+    assert "or set kernels='torch' for the whole run" in warning
+
+    warn_of_changes({"blocks": "compiled"}, {"blocks": "eager"})
+    assert "or set compile=None for the whole run" in caplog.messages[-1]
