@@ -13,6 +13,7 @@ from opensora_sp.device_verification import choose_kernels, kernels, verdicts, w
 from opensora_sp.models.kernels import selection, using_kernels
 from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
 from opensora_sp.models.kernels.verification import verify_kernel
+from opensora_sp.runtime.doctor.device import kernels as doctor_kernels
 from opensora_sp.runtime.versions import ABSENT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -267,3 +268,10 @@ def test_a_run_that_resumes_with_other_kernels_warns(caplog):
 
     warn_of_changes({"blocks": "compiled"}, {"blocks": "eager"})
     assert "or set compile=None for the whole run" in caplog.messages[-1]
+
+
+def test_the_doctor_skips_kernels_without_triton(monkeypatch):
+    monkeypatch.setattr(doctor_kernels, "installed", lambda name: ABSENT)
+    setup = SimpleNamespace(device=CUDA)
+    (finding,) = doctor_kernels.check_kernel("gelu", setup)
+    assert finding.verdict == "skip" and finding.note == "Triton is not installed"
