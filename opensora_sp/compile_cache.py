@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -24,13 +25,21 @@ def use_compile_cache() -> Path | None:
     """Set the folder, before anything is compiled; one that the environment sets stays.
 
     Returns:
-        The folder; None where it cannot be written to, and torch's own temporary one is used.
+        The folder; None where there is none that is this user's own and can be written to, and
+        torch's own temporary one is used.
     """
-    folder = Path(os.environ.get(INDUCTOR) or default_folder())
+    folder = Path(os.environ[INDUCTOR]) if os.environ.get(INDUCTOR) else default_folder()
+    if folder is None:
+        logger.info("compiled code is kept for this boot only: the user has no home folder")
+        return None
+
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_own(folder)
     except OSError as error:
         logger.warning("compiled code is kept for this boot only, since %s", error)
+        # Inductor would fail there, or execute what another user wrote.
+        os.environ.pop(INDUCTOR, None)
         return None
 
     os.environ[INDUCTOR] = str(folder)
@@ -39,14 +48,37 @@ def use_compile_cache() -> Path | None:
     return folder
 
 
-def default_folder() -> Path:
+def _check_own(folder: Path) -> None:
+    """Raise OSError if a folder is another user's, or no file can be written to it."""
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def cache_folder() -> Path | None:
+    """This project's folder in the user's cache folder; None for a user without a home folder."""
+    if not (shared := os.environ.get("XDG_CACHE_HOME")):
+        try:
+            return Path.home() / ".cache" / "opensora_sp"
+        except RuntimeError:  # HOME is not set, and no user has this process' number
+            return None
+
+    folder = Path(shared)
+    own = not folder.exists() or folder.stat().st_uid == os.getuid()
+    # Several users may share the folder; none reads what another wrote.
+    return folder / ("opensora_sp" if own else f"opensora_sp-{os.getuid()}")
+
+
+def default_folder() -> Path | None:
     """In the user's cache folder, one for the versions of Python, torch and Triton."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if (folder := cache_folder()) is None:
+        return None
     python = "".join(platform.python_version_tuple()[:2])
     versions = f"python{python}-torch{torch.__version__}"
     if has_triton():
         versions += f"-triton{metadata.version('triton')}"
-    return folder / "opensora_sp" / "compiled" / versions
+    return folder / "compiled" / versions
 
 
 def has_triton() -> bool:

@@ -11,10 +11,11 @@ import torch
 
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.kernels import using_kernels
+from opensora_sp.models.compile import num_graphs
+from opensora_sp.models.kernels import current_kernels, selection, using_kernels
 from opensora_sp.runtime.doctor.device.findings import largest_of, relative_error, relative_errors
 from opensora_sp.runtime.doctor.device.models import copy_to, step
-from opensora_sp.runtime.versions import source_digest
+from opensora_sp.runtime.versions import installed, source_digest
 from opensora_sp.verification import fill_zero_parameters, small_batch
 
 from .verdicts import OK, device_facts, verdicts_of
@@ -26,6 +27,7 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 BOUNDS[torch.float64] = 1e-9
 SAMPLES = 2
 COMPILED, EAGER = "compiled", "eager"
+NOT_SET = "compilation is off, or its compiler is not installed"
 
 
 def choose_compiled(
@@ -33,15 +35,16 @@ def choose_compiled(
 ) -> dict[str, str]:
     """Let the blocks of a model run compiled only if they are verified. Collective.
 
-    Nothing happens to a model that is not to be compiled. On CUDA, a model of one block of each
-    kind with the same widths is compared with eager mode and plain torch: its output and, if this
-    model is trained, all gradients. If they differ on any rank, all ranks stay in eager mode, with
-    a warning. Call it after ``choose_kernels``: compiled blocks contain the kernels.
+    A model that is not to be compiled on one rank is compiled on none. On CUDA, a model of one
+    block of each kind with the same widths is compared with eager mode and plain torch: its output
+    and, if this model is trained, all gradients. If they differ on any rank, all ranks stay in
+    eager mode, with a warning. Call it after ``choose_kernels``: compiled blocks contain the
+    kernels.
 
     Returns:
         ``{"blocks": "compiled" or "eager"}``.
     """
-    if model.compile_backend is None or device.type != "cuda":
+    if device.type != "cuda":
         return {"blocks": EAGER if model.compile_backend is None else COMPILED}
 
     start = time.perf_counter()
@@ -53,21 +56,38 @@ def choose_compiled(
         "config": repr(model.config),
         "backend": str(model.compile_backend),
         "trained": trained,
+        # What the graphs contain.
+        "kernels": _kernels_in_use(dtype),
+        "cuDNN": torch.backends.cudnn.version(),
+        **{name: installed(name) for name in ("flash-attn", "flash-attn-3")},
     }
-    check = {"compiled blocks": lambda: compare(model, dtype, device, trained=trained)}
-    (verdict,) = verdicts_of(check, facts, device).values()
+
+    def check() -> str:
+        # Another rank may have a compiler, and wait for this one.
+        if model.compile_backend is None:
+            return NOT_SET
+        return compare(model, dtype, device, trained=trained)
+
+    (verdict,) = verdicts_of({"compiled blocks": check}, facts, device).values()
     if verdict == OK:
         logger.info("compiled blocks: verified in %.1f s", time.perf_counter() - start)
         return {"blocks": COMPILED}
 
     model.compile_backend = None
-    logger.warning(
-        "blocks run in eager mode, since they differ from it when compiled (%s): results stay "
-        "right, steps take longer; report it with the output of opensora-sp doctor --device cuda, "
-        "or set compile=None",
-        verdict,
-    )
+    if verdict != NOT_SET:
+        logger.warning(
+            "blocks run in eager mode instead of compiled (%s): results stay right, steps take "
+            "longer; report it with the output of opensora-sp doctor --device cuda, or set "
+            "compile=None",
+            verdict,
+        )
     return {"blocks": EAGER}
+
+
+def _kernels_in_use(dtype: torch.dtype) -> list[str]:
+    """The setting, and the Triton kernels that are verified for a dtype."""
+    verified = (name for name, dtypes in selection._verified.items() if dtype in dtypes)
+    return [current_kernels(), *sorted(verified)]
 
 
 def compare(
@@ -81,7 +101,12 @@ def compare(
         expected, expected_gradients = run(small, inputs)
     assert model.compile_backend is not None
     compile_blocks(small, backend=model.compile_backend)
+    # Graphs of an earlier model of the same form would be taken as they are.
+    torch._dynamo.reset()
+    before = num_graphs()
     found, gradients = run(small, inputs)
+    if num_graphs() == before:
+        return "nothing was compiled: torch.compile is disabled, or suppresses its errors"
 
     errors = {"the output": relative_error(found, expected)}
     if trained:
@@ -89,7 +114,8 @@ def compare(
     worst, name = largest_of(errors)
     if worst <= BOUNDS[dtype]:
         return OK
-    return f"{name}: a relative error of {worst:.2g}, where {BOUNDS[dtype]:.2g} is rounding"
+    bound = BOUNDS[dtype]
+    return f"they differ in {name}: a relative error of {worst:.2g}, where {bound:.2g} is rounding"
 
 
 def _small(
@@ -99,6 +125,8 @@ def _small(
     patch = model.config.patch_size
     latents = (4 * patch[0], 4 * patch[1], 6 * patch[2])
     changes: dict[str, Any] = {"depth": 1, "input_size": latents, "skip_y_embedder": False}
+    # A config may name a Triton kernel, which the expected run does without.
+    changes["attention"] = "auto"
     names = {field.name for field in dataclasses.fields(model.config)}
     config = dataclasses.replace(
         model.config, **{name: value for name, value in changes.items() if name in names}

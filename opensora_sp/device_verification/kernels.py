@@ -22,6 +22,7 @@ from .verdicts import OK, Verdicts, device_facts, verdicts_of
 logger = logging.getLogger(__name__)
 
 TRITON, TORCH = "triton", "torch"
+NO_TRITON = "Triton is not installed"
 
 
 def choose_kernels(
@@ -41,13 +42,16 @@ def choose_kernels(
         "triton" or "torch" for each kernel.
 
     Raises:
-        ValueError: on every rank, with "triton", if there is no CUDA device, or a kernel differs
-            from its reference.
+        ValueError: on every rank, with "triton", if there is no CUDA device, if the dtype is
+            float64, or if Triton is missing or a kernel differs from its reference on any rank.
     """
     check_kernels(kernels, device.type)
-    set_kernels(kernels)
+    if kernels == TRITON and device.type == "cuda":
+        _require_dtype(dtype)
+
     names = kernel_names()
     if reason := _reason_to_verify_none(kernels, dtype, device):
+        set_kernels(kernels)
         is_interpreted = kernels == TRITON and device.type != "cuda"
         return _logged(dict.fromkeys(names, TRITON if is_interpreted else TORCH), reason)
 
@@ -55,30 +59,42 @@ def choose_kernels(
     verdicts = verify_kernels(names, Sizes.of(model.config), dtype, device)
     if kernels == TRITON:
         _require(verdicts)
+    set_kernels(kernels)
     for name, verdict in verdicts.items():
         selection.set_verified(name, [dtype] if verdict == OK else [])
-        if verdict != OK:
+        # A machine without Triton is no fault; one among others is.
+        if verdict not in (OK, NO_TRITON):
             logger.warning(
-                "kernel %s is replaced by plain torch, from which it differs (%s): results stay "
-                "right, steps take longer; report it with the output of opensora-sp doctor "
-                "--device cuda, or set kernels='torch'",
+                "kernel %s is replaced by plain torch (%s): results stay right, steps take "
+                "longer; report it with the output of opensora-sp doctor --device cuda, or set "
+                "kernels='torch'",
                 name,
                 verdict,
             )
 
     used = {name: TRITON if verdict == OK else TORCH for name, verdict in verdicts.items()}
+    if set(verdicts.values()) == {NO_TRITON}:
+        return _logged(used, NO_TRITON)
     return _logged(used, f"verified in {time.perf_counter() - start:.1f} s")
 
 
+def _require_dtype(dtype: torch.dtype) -> None:
+    if dtype == torch.float64:
+        raise ValueError(
+            "got kernels='triton' for tokens in float64; expected float32, bfloat16 or float16, "
+            "since Triton kernels compute in float32; set kernels='auto' or 'torch'"
+        )
+
+
 def _reason_to_verify_none(kernels: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the choice needs no verdicts; empty if it does."""
+    """Why the choice needs no verdicts; empty if it does. The same on all ranks."""
     if kernels == TORCH:
         return "as asked for"
     if device.type != "cuda":
         return "interpreted" if kernels == TRITON else f"the device is {device.type}"
     if dtype == torch.float64:
         return "they compute in float32"
-    return "Triton is not installed" if installed("triton") == ABSENT else ""
+    return ""
 
 
 def verify_kernels(
@@ -87,6 +103,8 @@ def verify_kernels(
     """The verdicts on kernels for a model's widths, the same on all ranks. Collective."""
 
     def check(name: str) -> str:
+        if installed("triton") == ABSENT:
+            return NO_TRITON
         found = verify_kernel(name, sizes, dtype, device)
         return next((str(one) for one in found if not one.ok), OK)
 
@@ -102,10 +120,9 @@ def _require(verdicts: Verdicts) -> None:
     refused = [f"{name}: {verdict}" for name, verdict in verdicts.items() if verdict != OK]
     if refused:
         raise ValueError(
-            f"got kernels='triton', and kernels that differ from plain torch ("
-            f"{'; '.join(refused)}); expected equal values and gradients; set kernels='auto', "
-            "which replaces these, and report it with the output of opensora-sp doctor "
-            "--device cuda"
+            f"got kernels='triton', and kernels that are not verified ({'; '.join(refused)}); "
+            "expected the values and gradients of plain torch; set kernels='auto', which replaces "
+            "these, and report it with the output of opensora-sp doctor --device cuda"
         )
 
 
@@ -128,11 +145,15 @@ def warn_of_changes(before: dict[str, str] | None, now: dict[str, str]) -> None:
         if before is not None and before.get(name, used) != used:
             changed.append(f"{name} by {used} (there by {before[name]})")
     if changed:
+        setting = "compile=None" if changed[0].startswith("blocks ") else "kernels='torch'"
+        if len(changed) > 1 and any(one.startswith("blocks ") for one in changed):
+            setting = "kernels='torch' and compile=None"
         logger.warning(
             "the run resumes with other kernels than its checkpoint was written with: %s; its "
             "losses may differ from those of the uninterrupted run in the last digits; resume on "
-            "the same kind of device, or set kernels='torch' for the whole run",
+            "the same kind of device, or set %s for the whole run",
             ", ".join(changed),
+            setting,
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from opensora_sp.compile_cache import cache_folder
 from opensora_sp.data.atomic import atomic_write
+from opensora_sp.models.kernels.selection import INTERPRETED
 from opensora_sp.parallel.agreement import gathered
 from opensora_sp.runtime.versions import installed
 
 logger = logging.getLogger(__name__)
 
 OK = "ok"
-Verdicts = dict[str, str]  # by name OK, or what differs
+DEVICE = "the device"  # its verdict: whether it still computes after the checks
+Verdicts = dict[str, str]  # by name OK, or why it may not run
 Facts = dict[str, Any]
+
+
+class BrokenDeviceError(ValueError):
+    """A check left the device unusable, as an illegal access does."""
 
 
 def device_facts(device: torch.device) -> Facts:
@@ -38,25 +44,48 @@ def device_facts(device: torch.device) -> Facts:
 def verdicts_of(
     checks: Mapping[str, Callable[[], str]], facts: Facts, device: torch.device
 ) -> Verdicts:
-    """The verdicts that all ranks agree on. Collective.
+    """The verdicts that all ranks agree on. Collective: each rank calls it, also one that lacks
+    what a check needs, and lets the check say so.
 
     Args:
-        checks: by name, return OK or what differs. One that passed before with the same facts is
-            not called.
+        checks: by name, return OK or why it may not run. One that passed before with the same facts
+            is not called.
 
     Raises:
-        ValueError: if a check leaves the device unusable.
+        ValueError: on every rank, if a check leaves the device of one unusable.
     """
+    own = _own_verdicts(checks, facts, device)
+    try:
+        verdicts = agreed(own)
+    except RuntimeError as error:
+        # NCCL gathers on the device itself.
+        if own[DEVICE] != OK:
+            raise ValueError(own[DEVICE]) from error
+        raise
+
+    if (broken := verdicts.pop(DEVICE)) != OK:
+        raise ValueError(broken)
+    return verdicts
+
+
+def _own_verdicts(
+    checks: Mapping[str, Callable[[], str]], facts: Facts, device: torch.device
+) -> Verdicts:
     passed = read_passed(facts)
-    own = {
-        name: OK if name in passed else _verdict(name, check, device)
-        for name, check in checks.items()
-    }
+    try:
+        own = {
+            name: OK if name in passed else _verdict(name, check, device)
+            for name, check in checks.items()
+        }
+    except BrokenDeviceError as error:
+        # Other ranks wait for the verdicts of this one.
+        return dict.fromkeys(checks, "not known") | {DEVICE: str(error)}
 
     now_passed = [name for name, verdict in own.items() if verdict == OK]
-    if set(now_passed) > passed:
+    # Interpreted kernels say nothing about compiled ones.
+    if set(now_passed) > passed and not INTERPRETED:
         write_passed(facts, now_passed)
-    return agreed(own)
+    return own | {DEVICE: OK}
 
 
 def _verdict(name: str, check: Callable[[], str], device: torch.device) -> str:
@@ -64,15 +93,15 @@ def _verdict(name: str, check: Callable[[], str], device: torch.device) -> str:
         return check()
     except Exception as error:  # compilers and drivers may raise anything
         _check_device(name, device, error)
-        return _first_line(error)
+        return f"it could not be compared: {_first_line(error)}"
 
 
 def _check_device(name: str, device: torch.device, error: Exception) -> None:
-    """Raise ValueError if a kernel left the device unusable, as an illegal access does."""
+    """Raise BrokenDeviceError if the device computes nothing any more."""
     try:
         torch.zeros(1, device=device).item()
     except RuntimeError:
-        raise ValueError(
+        raise BrokenDeviceError(
             f"got an error from {name} ({_first_line(error)}), after which the device computes "
             "nothing; expected code that runs; set kernels='torch' and compile=None, and report it "
             "with the output of opensora-sp doctor"
@@ -87,23 +116,32 @@ def _first_line(error: Exception) -> str:
 
 
 def agreed(own: Verdicts) -> Verdicts:
-    """By name OK if it is so on all ranks, else the first other verdict. Collective."""
+    """By name the verdict of all ranks, or where they differ the first but OK. Collective."""
     if not dist.is_initialized():
         return own
 
-    verdicts = dict.fromkeys(own, OK)
-    for rank, of_rank in gathered(own, None).items():
-        for name, verdict in of_rank.items():
-            if verdict != OK and verdicts[name] == OK:
-                verdicts[name] = f"on rank {rank}: {verdict}"
-    return verdicts
+    seen = gathered(own, None)
+    return {name: _first_other({r: seen[r][name] for r in seen}) for name in own}
+
+
+def _first_other(of_ranks: Mapping[int, str]) -> str:
+    """The verdict that all ranks have, or the first that is not OK, with its rank."""
+    if len(set(of_ranks.values())) == 1:
+        return of_ranks[0]
+    rank = next(rank for rank, verdict in of_ranks.items() if verdict != OK)
+    return f"on rank {rank}: {of_ranks[rank]}"
 
 
 def _file_of(facts: Facts) -> Path:
-    """In the user's cache folder."""
+    """In the user's cache folder.
+
+    Raises:
+        OSError: for a user who has none.
+    """
+    if (folder := cache_folder()) is None:
+        raise FileNotFoundError("the user has no home folder")
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "opensora_sp" / "verified" / f"{key}.json"
+    return folder / "verified" / f"{key}.json"
 
 
 def read_passed(facts: Facts) -> set[str]:
@@ -117,9 +155,9 @@ def read_passed(facts: Facts) -> set[str]:
 
 def write_passed(facts: Facts, passed: Collection[str]) -> None:
     """Remember what has passed. What has not is checked again by the next run."""
-    path = _file_of(facts)
     content = {"facts": facts, "passed": sorted(passed)}
     try:
+        path = _file_of(facts)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial:
             partial.write_text(json.dumps(content, indent=1))

@@ -99,14 +99,15 @@ def _obstacle(device_type: str) -> str | None:
 @contextmanager
 def reporting_compilation(what: str) -> Iterator[None]:
     """Log how many graphs are compiled in this context, if any, and the time that it takes."""
-    before, start = _num_graphs(), time.perf_counter()
+    before, start = num_graphs(), time.perf_counter()
     yield
-    if made := _num_graphs() - before:
+    if made := num_graphs() - before:
         seconds = time.perf_counter() - start
         logger.info("%s: warm-up of %.1f s, in which %d graphs were compiled", what, seconds, made)
 
 
-def _num_graphs() -> int:
+def num_graphs() -> int:
+    """How many graphs this process has compiled."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

@@ -17,6 +17,7 @@ PACKAGES = (
     "colossalai",
     "flash-attn",
     "flash-attn-3",
+    "triton",
     "einops",
     "safetensors",
     "transformers",

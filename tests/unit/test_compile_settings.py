@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from opensora_sp import compile_cache
+from opensora_sp.device_verification import verdicts
 from opensora_sp.models import build_model, compile
 from opensora_sp.models.compile import compile_as_set, compiles_blocks, reporting_compilation
 
@@ -78,6 +80,52 @@ def test_a_folder_that_cannot_be_made_is_not_used(
     assert compile_cache.use_compile_cache() is None
     assert compile_cache.INDUCTOR not in os.environ
     assert "compiled code is kept for this boot only" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(compile_cache.INDUCTOR, str(tmp_path / "set"))
+
+    # Modes do not bind root.
+    def refuse(*, dir: Path) -> None:
+        raise PermissionError(f"Permission denied: {dir}")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert compile_cache.use_compile_cache() is None
+    assert compile_cache.INDUCTOR not in os.environ and compile_cache.TRITON not in os.environ
+    assert f"for this boot only, since Permission denied: {tmp_path / 'set'}" in caplog.text
+
+
+def test_folders_of_other_users_are_not_used(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their code would be executed."""
+    uid = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    assert compile_cache.cache_folder() == cache / f"opensora_sp-{uid}"
+    monkeypatch.setenv(compile_cache.INDUCTOR, str(cache))
+    assert compile_cache.use_compile_cache() is None
+    assert compile_cache.INDUCTOR not in os.environ
+    assert f"{cache} belongs to another user" in caplog.text
+
+
+def test_a_user_without_a_home_folder_has_no_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    with caplog.at_level(logging.INFO):
+        assert compile_cache.use_compile_cache() is None
+        verdicts.write_passed({}, ["gelu"])
+    assert verdicts.read_passed({}) == set()
+    assert caplog.messages == [
+        "compiled code is kept for this boot only: the user has no home folder",
+        "what was verified is not remembered: the user has no home folder",
+    ]
 
 
 def test_a_warm_up_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,12 +1,13 @@
 """Blocks run compiled on a device only where they were compared with eager mode."""
 
+import dataclasses
 import logging
 
 import pytest
 import torch
 
 from opensora_sp.device_verification import choose_compiled, compiled, verdicts
-from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models import build_model, compile, compile_blocks
 
 pytestmark = pytest.mark.slow  # compiles models
 
@@ -38,6 +39,21 @@ def test_small_models_of_each_kind_are_right(name, options):
     state = torch.random.get_rng_state()
     assert compiled.compare(model, torch.float32, CPU, trained=True) == "ok"
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_named_attention_kernel_is_left_to_its_own_verification():
+    model = model_with("eager")
+    model.config = dataclasses.replace(model.config, attention="short_rows")
+    small, _ = compiled._small(model, CPU)
+    assert small.config.attention == "auto"
+
+
+def test_what_was_never_compiled_is_not_verified(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    compile._compiled.cache_clear()
+    verdict = compiled.compare(model_with("eager"), torch.float32, CPU, trained=False)
+    compile._compiled.cache_clear()
+    assert verdict.startswith("nothing was compiled")
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -83,7 +99,7 @@ def test_wrong_blocks_run_in_eager_mode_with_one_warning(compares, caplog):
     assert choose(model) == {"blocks": "eager"}
     assert model.compile_backend is None
     (warning,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
-    assert warning.startswith("blocks run in eager mode, since they differ from it when compiled")
+    assert warning.startswith("blocks run in eager mode instead of compiled (they differ in ")
     assert "or set compile=None" in warning
 
 
@@ -99,3 +115,20 @@ def test_nothing_is_compared_without_a_device_or_compilation(compares):
     assert choose(build_model("STDiT3", **SMALL)) == {"blocks": "eager"}
     assert choose(model_with("eager"), device=CPU) == {"blocks": "compiled"}
     assert compares == []
+
+
+def test_a_rank_without_a_compiler_stops_compilation_on_all(compares, monkeypatch, caplog):
+    gathered = []
+
+    def of_ranks(own):
+        gathered.append(own)
+        return own | {"compiled blocks": f"on rank 1: {compiled.NOT_SET}"}
+
+    monkeypatch.setattr(verdicts, "agreed", of_ranks)
+    model = model_with("eager")
+    for one in (model, build_model("STDiT3", **SMALL)):
+        assert choose(one) == {"blocks": "eager"}
+    # Both have taken part.
+    assert [own["compiled blocks"] for own in gathered] == ["ok", compiled.NOT_SET]
+    assert model.compile_backend is None
+    assert "(on rank 1: compilation is off" in caplog.messages[0]

@@ -13,6 +13,8 @@ from opensora_sp.device_verification import choose_kernels, kernels, verdicts, w
 from opensora_sp.models.kernels import selection, using_kernels
 from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
 from opensora_sp.models.kernels.verification import verify_kernel
+from opensora_sp.runtime.doctor.device import kernels as doctor_kernels
+from opensora_sp.runtime.versions import ABSENT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
@@ -107,7 +109,10 @@ def test_kernels_run_once_they_are_verified(device, caplog):
     [
         ("value", "output 0 of multiply: an error of "),
         ("gradient", "gradient of factor in multiply: an error of "),
-        ("error", "(RuntimeError: out of resource: shared memory): results stay right"),
+        (
+            "error",
+            "(it could not be compared: RuntimeError: out of resource: shared memory): results",
+        ),
     ],
 )
 def test_a_kernel_that_differs_is_replaced_with_one_warning(device, caplog, fault, reported):
@@ -126,6 +131,28 @@ def test_triton_requires_kernels_that_are_right(device):
     plant("gradient")
     with pytest.raises(ValueError, match=r"got kernels='triton', .*\(planted: gradient of factor"):
         choose("triton")
+
+
+def test_without_triton_plain_torch_runs_and_no_rank_is_left_behind(device, monkeypatch, caplog):
+    plant()
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(kernels, "installed", lambda name: ABSENT)
+    gathered = []
+    monkeypatch.setattr(verdicts, "agreed", lambda own: gathered.append(own) or dict(own))
+
+    assert choose() == {"planted": "torch"}
+    assert gathered[0]["planted"] == "Triton is not installed"
+    assert caplog.messages == ["kernels: plain torch (Triton is not installed)"]
+
+
+def test_triton_that_runs_nothing_is_refused(device, monkeypatch):
+    plant()
+    with pytest.raises(ValueError, match="tokens in float64; expected float32, .* set kernels="):
+        choose("triton", dtype=torch.float64)
+    monkeypatch.setattr(kernels, "installed", lambda name: ABSENT)
+    with pytest.raises(ValueError, match=r"\(planted: Triton is not installed\); expected"):
+        choose("triton")
+    assert selection.current_kernels() == "auto"
 
 
 def test_torch_and_other_devices_verify_nothing(device, caplog):
@@ -201,6 +228,27 @@ def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
         verdicts._check_device("gelu", CUDA, RuntimeError("CUDA error"))
 
 
+def test_a_broken_device_is_an_error_after_all_ranks_have_gathered(device, monkeypatch):
+    plant("error")
+
+    def broken(name, *args):
+        raise verdicts.BrokenDeviceError(f"got an error from {name}")
+
+    monkeypatch.setattr(verdicts, "_check_device", broken)
+    gathered = []
+    monkeypatch.setattr(verdicts, "agreed", lambda own: gathered.append(own) or dict(own))
+    with pytest.raises(ValueError, match="got an error from planted"):
+        choose()
+    assert gathered[0][verdicts.DEVICE] == "got an error from planted"
+
+
+def test_interpreted_kernels_are_not_remembered(device, tmp_path, monkeypatch):
+    plant()
+    monkeypatch.setattr(verdicts, "INTERPRETED", True)
+    assert choose() == {"planted": "triton"}
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_the_source_is_part_of_a_verdict():
     digest = kernels.source_digest()
     assert len(digest) == 16 and digest == kernels.source_digest()
@@ -216,3 +264,14 @@ def test_a_run_that_resumes_with_other_kernels_warns(caplog):
     warn_of_changes(before, now)
     (warning,) = caplog.messages
     assert "gelu by torch (there by triton); its losses may differ" in warning
+    assert "or set kernels='torch' for the whole run" in warning
+
+    warn_of_changes({"blocks": "compiled"}, {"blocks": "eager"})
+    assert "or set compile=None for the whole run" in caplog.messages[-1]
+
+
+def test_the_doctor_skips_kernels_without_triton(monkeypatch):
+    monkeypatch.setattr(doctor_kernels, "installed", lambda name: ABSENT)
+    setup = SimpleNamespace(device=CUDA)
+    (finding,) = doctor_kernels.check_kernel("gelu", setup)
+    assert finding.verdict == "skip" and finding.note == "Triton is not installed"

@@ -9,6 +9,7 @@ import torch
 
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
 from opensora_sp.models.kernels.verification import verify_kernel
+from opensora_sp.runtime.versions import ABSENT, installed
 
 from .findings import Finding, Setup, largest_of
 
@@ -20,6 +21,9 @@ def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
     """The worst value or gradient of a kernel in each dtype, in multiples of what is rounding."""
     if setup.device.type != "cuda":
         yield Finding.skip(f"kernel {name}", "Triton compiles for GPUs")
+        return
+    if installed("triton") == ABSENT:
+        yield Finding.skip(f"kernel {name}", "Triton is not installed")
         return
 
     for dtype in DTYPES:
