@@ -220,6 +220,7 @@ def batch_memory(
     memory_gb: float,
     device: str,
     gpus_per_node: int | None = None,
+    compiled: bool | None = None,
 ) -> Memory:
     """Memory of a rank with batches of one shape, and what each block keeps, as configured.
 
@@ -228,8 +229,12 @@ def batch_memory(
         memory_gb: memory of one device in GB (1e9 bytes) that training may take.
         device: "cuda" or "cpu".
         gpus_per_node: by which switches between nodes are sent in chunks.
+        compiled: whether blocks run compiled; None stands for what the config sets, which a run
+            does not follow where compiled blocks fail verification.
     """
     run = _Run(cfg, num_gpus, memory_gb, device, None, gpus_per_node)
+    if compiled is not None:
+        run.compiles = compiled
     return run.memory(latents, run.ranks, brief=True)
 
 
@@ -420,7 +425,7 @@ class _Run:
             training=self.training,
             device=self.device,
             # Under "auto" as in eager mode, which takes more and is traced in less time.
-            compiled=self.cfg.compile == "blocks" and self.device == "cuda",
+            compiled=self.compiles and self.cfg.compile == "blocks" and self.device == "cuda",
         )
 
     def _with_chunks(self, latents: tuple[int, ...], ranks: int) -> Options:

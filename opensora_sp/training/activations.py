@@ -58,6 +58,8 @@ class ActivationBudget:
                 memory_gb=self.memory / 1e9,
                 device=self.device.type,
                 gpus_per_node=self._gpus_per_node,
+                # Blocks that failed verification run in eager mode, which keeps more.
+                compiled=self.module.compile_backend is not None,
             )
             self._levels[shape] = planned.levels
             logger.info("gradient checkpointing of %s: %s", shape, planned.describe())

@@ -1,5 +1,7 @@
 """The tools that kernels are made and tested with, on a kernel that scales."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from interpreter import InterpreterError, run_interpreted
@@ -109,6 +111,33 @@ def launches_with(policy):
 )
 def test_selective_checkpointing_keeps_or_recomputes_the_operator(policy, launches):
     assert run_interpreted(launches_with, policy) == launches
+
+
+def devices_of_launches():
+    """The tensors whose device is current at launches, forward and backward."""
+    import scaled_copy as kernel
+
+    current, seen = [], []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tuple(tensor.shape))
+        yield
+        current.pop()
+
+    class Seen(Counted):
+        def __getitem__(self, grid):
+            seen.append(list(current))
+            return super().__getitem__(grid)
+
+    torch.cuda.device_of = device_of
+    kernel.scale_kernel = Seen(kernel.scale_kernel)
+    kernel.scaled_copy(torch.randn(5, requires_grad=True), 3.0).sum().backward()
+    return seen, current
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors():
+    assert run_interpreted(devices_of_launches) == ([[(5,)], [(5,)]], [])
 
 
 @pytest.mark.parametrize(

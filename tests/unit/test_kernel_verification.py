@@ -2,22 +2,24 @@
 
 import json
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from interpreter import run_interpreted
-from planted_kernels import SIZES, plant
+from planted_kernels import PACKAGE, SIZES, plant
 
 from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
 from opensora_sp.models.kernels import selection, using_kernels
 from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
-from opensora_sp.models.kernels.verification import verify_kernel
+from opensora_sp.models.kernels.verification import results, verify_kernel
 from opensora_sp.runtime.doctor.device import kernels as doctor_kernels
 from opensora_sp.runtime.versions import ABSENT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
+KERNEL = f"{PACKAGE}.triton.planted"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -25,11 +27,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_a_kernel_with_the_rounding_of_its_reference_passes(dtype):
     plant()
     found = verify_kernel("planted", SIZES, dtype, CPU)
-    assert [one.result for one in found] == [
+    names = [
         "output 0 of multiply",
         "gradient of x in multiply",
         "gradient of factor in multiply",
     ]
+    if dtype.itemsize == 2:
+        names += [f"{name} in float32" for name in names]
+    assert [one.result for one in found] == names
     assert all(one.ok for one in found), [str(one) for one in found]
 
 
@@ -49,6 +54,62 @@ def test_faults_are_found_and_named(fault, result, dtype):
     assert wrong and wrong[0].result.startswith(result)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_below_the_rounding_of_16_bits_are_found_in_float32(monkeypatch, dtype):
+    plant()
+    monkeypatch.setattr(sys.modules[KERNEL], "multiply", lambda x, factor: 1.0002 * factor * x)
+    wrong = [one for one in verify_kernel("planted", SIZES, dtype, CPU) if not one.ok]
+    in_float32 = dtype != torch.float32
+    assert wrong and all(one.result.endswith(" in float32") == in_float32 for one in wrong)
+
+
+def test_a_default_device_changes_nothing():
+    plant()
+    with torch.device("meta"):
+        assert {one.ok for one in verify_kernel("planted", SIZES, torch.bfloat16, CPU)} == {True}
+        examples = [one for name in kernel_names() for one in examples_of(name, SIZES)]
+    tensors = [z for one in examples for z in one.arguments.values() if isinstance(z, torch.Tensor)]
+    assert {z.device.type for z in tensors} == {"cpu"}
+
+
+def test_kernels_get_the_strides_of_examples():
+    seen = []
+
+    def function(q, k, v):
+        seen.extend((z.stride(), z.dtype) for z in (q, k, v))
+        return q + k + v
+
+    for example in examples_of("short_rows", SIZES):
+        expected = [(z.stride(), torch.bfloat16) for z in example.arguments.values()]
+        assert not any(z.is_contiguous() for z in example.arguments.values())
+        seen.clear()
+        results(function, example, torch.bfloat16, CPU)
+        assert seen == expected
+
+
+def break_kernel(fault):
+    """The results that are wrong in bf16 with a fault that small examples do not show."""
+    from opensora_sp.models.kernels.triton import gelu, modulation, qk_norm
+
+    if fault == "epsilon":
+        modulation.EPSILON = 1e-2
+        module = modulation
+    else:
+        module = {"gelu": gelu, "qk_norm": qk_norm}[fault]
+        whole, kept = module.sum_parts, {"gelu": 63, "qk_norm": 128}[fault]
+        module.sum_parts = lambda parts, dtype: whole(parts[:kept], dtype)
+
+    name = module.__name__.rpartition(".")[2]
+    found = verify_kernel(name, SIZES, torch.bfloat16, CPU)
+    return [one.result for one in found if not one.ok]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["epsilon", "gelu", "qk_norm"])
+def test_examples_are_large_enough_to_show_faults(fault):
+    assert run_interpreted(break_kernel, fault)
+
+
 def every_kernel(dtype):
     """The results of all kernels of the project, interpreted, that differ."""
     wrong = []
@@ -59,7 +120,7 @@ def every_kernel(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_all_kernels_pass_under_the_interpreter(dtype):
     assert run_interpreted(every_kernel, dtype) == []
 

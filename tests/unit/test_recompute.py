@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
+from opensora_sp.planner import run_plan
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
-from opensora_sp.planner.trace import trace_activations
+from opensora_sp.planner.trace import Activations, trace_activations
+from opensora_sp.training import activations
 
 SMALL = dict(hidden_size=24, depth=2, num_heads=2, caption_channels=5, model_max_length=4)
 MODELS = {
@@ -132,6 +137,34 @@ def test_the_highest_levels_that_fit(levels):
 
     assert choose_levels(needed, 0.0, 4, levels) == [0] * 4
     assert budget_of(80e9) == pytest.approx(73e9)
+
+
+CONFIG = str(Path(__file__).parents[2] / "configs/stdit3/train/64x512x512_sp8.py")
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    """Compiled by the config, and in eager mode where verification refused that."""
+    traced, set_levels = [], []
+
+    def trace(*args: Any, level: int, compiled: bool, **others: Any) -> Activations:
+        traced.append(compiled)
+        return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
+
+    monkeypatch.setattr(run_plan, "trace_activations", trace)
+    monkeypatch.setattr(activations, "memory_of", lambda device: 80e9)
+    monkeypatch.setattr(activations, "_smallest", lambda memory, device: memory)
+    monkeypatch.setattr(activations.dist, "get_world_size", lambda: 1)
+    module: Any = SimpleNamespace(
+        compile_backend="inductor" if compiled else None, set_grad_checkpoint=set_levels.append
+    )
+
+    cfg = load_train_config(CONFIG, ["sp_size=1", "compile=blocks", "grad_checkpoint=auto"])
+    budget = activations.ActivationBudget(cfg, module, torch.device("cuda"), reserved=0)
+    budget.fit(torch.Size([1, 4, 16, 64, 64]))
+    assert traced and set(traced) == {compiled}
+    (levels,) = set_levels
+    assert (set(levels) == {0, EVERYTHING}) == compiled, levels
 
 
 def test_descriptions():

@@ -1,7 +1,7 @@
 """Calls by which a device's results of a Triton kernel are verified.
 
 Each module of ``reference`` has a function ``examples(sizes)`` that yields some for each of its
-functions: small ones, of a few rows, with the widths of the model and an odd number of tokens.
+functions: small ones, with the widths of the model and an odd number of tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Example:
     Args:
         function: its name, in ``reference/<name>.py`` and ``triton/<name>.py``.
         arguments: by name. Floating tensors are float32 on the CPU; they are moved to the device
-            and cast to the dtype that is verified.
+            and cast to the dtype that is verified, with the strides that they have.
         gradients: names of the tensors whose gradients are compared too.
         kept: names of the tensors that keep their dtype.
     """
@@ -59,8 +59,17 @@ class Example:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Random float32 numbers of a normal distribution, the same in every process."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    """Random float32 numbers of a normal distribution on the CPU, the same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu")
+
+
+def activations(*shape: int, seed: int = 0) -> Tensor:
+    """Such numbers with a mean of 0.5, and with outliers: one in a hundred is ten times as large,
+    as in trained models."""
+    drawn = normal(*shape, seed=seed) + 0.5
+    drawn.view(-1)[seed::101] *= 10
+    return drawn
 
 
 def kernel_names() -> list[str]:

@@ -24,13 +24,18 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def examples(sizes: Sizes) -> Iterator[Example]:
-    """See ``examples.py``."""
-    yield Example(
-        "linear_gelu",
-        dict(
-            x=normal(3, 13, sizes.width),
-            weight=normal(sizes.hidden, sizes.width, seed=1) / sizes.width**0.5,
-            bias=normal(sizes.hidden, seed=2),
-        ),
-        gradients=("x", "weight", "bias"),
-    )
+    """The hidden layer of blocks, and that of the captions' MLP with many tokens: several tiles for
+    each program of backward."""
+    for tokens, width, hidden in (
+        (39, sizes.width, sizes.hidden),
+        (1100, 16, sizes.width),
+    ):
+        yield Example(
+            "linear_gelu",
+            dict(
+                x=normal(1, tokens, width),
+                weight=normal(hidden, width, seed=1) / width**0.5,
+                bias=normal(hidden, seed=2),
+            ),
+            gradients=("x", "weight", "bias"),
+        )

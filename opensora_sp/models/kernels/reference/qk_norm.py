@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...functions import normalize, rotate
-from ..examples import Example, Sizes, normal
+from ..examples import Example, Sizes, activations, normal
 
 
 def qk_norm(
@@ -38,20 +38,31 @@ def qk_norm(
 
 
 def examples(sizes: Sizes) -> Iterator[Example]:
-    """See ``examples.py``."""
-    rows, length, width = 3, 13, sizes.head_width
-    angles = 3 * normal(1, length, 1, width // 2, seed=3)
+    """Without rotation, with one for all rows, and with one for each of two long rows."""
+    # More than the kernel's sums of weights' gradients add up at a time.
+    long = 2**17 // sizes.width + 1
+    yield _example(sizes, (3, 13), None)
+    yield _example(sizes, (3, 13), _rotation(1, 13, sizes.head_width))
+    yield _example(sizes, (2, long), _rotation(2, long, sizes.head_width))
+
+
+def _example(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Example:
+    width = sizes.head_width
+    return Example(
+        "qk_norm",
+        dict(
+            qkv=activations(*shape, 3, sizes.heads, width),
+            q_weight=normal(width, seed=1),
+            k_weight=normal(width, seed=2),
+            rotation=rotation,
+            eps=1e-6,
+        ),
+        gradients=("qkv", "q_weight", "k_weight"),
+        kept=("rotation",),
+    )
+
+
+def _rotation(rows: int, length: int, width: int) -> Tensor:
+    angles = 3 * normal(rows, length, 1, width // 2, seed=3)
     angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
-    for rotation in (None, torch.stack([angles.cos(), angles.sin()])):
-        yield Example(
-            "qk_norm",
-            dict(
-                qkv=normal(rows, length, 3, sizes.heads, width),
-                q_weight=normal(width, seed=1),
-                k_weight=normal(width, seed=2),
-                rotation=rotation,
-                eps=1e-6,
-            ),
-            gradients=("qkv", "q_weight", "k_weight"),
-            kept=("rotation",),
-        )
+    return torch.stack([angles.cos(), angles.sin()])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -99,8 +100,19 @@ def differentiable(
 
 
 def opaque_operator(name: str, function: Function, fake: Function) -> Function:
-    """The torch operator ``opensora_sp::<name>``, without a gradient; ``fake`` as above."""
-    definition = custom_op(f"opensora_sp::{name}", function, mutates_args=())
+    """The torch operator ``opensora_sp::<name>``, without a gradient; ``fake`` as above.
+
+    It launches on the device of its first tensor, whatever the current device is.
+    """
+
+    @wraps(function)
+    def on_device(*args: Any, **named: Any) -> Any:
+        first = next(value for value in (*args, *named.values()) if isinstance(value, Tensor))
+        # Triton launches on the current device and its stream. Does nothing on a CPU.
+        with torch.cuda.device_of(first):
+            return function(*args, **named)
+
+    definition = custom_op(f"opensora_sp::{name}", on_device, mutates_args=())
     definition.register_fake(fake)
     overload: Function = getattr(torch.ops.opensora_sp, name).default
     return overload
