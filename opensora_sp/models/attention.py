@@ -39,13 +39,12 @@ from .attention_table import (
     LABELS,
     NAMES,
     SAFE_CUDNN,
-    WIDE_HEADS,
     Choice,
     Platform,
     Sequences,
     choose,
-    flash_obstacle,
     names_by_kind,
+    obstacle,
 )
 from .functions import with_zero_gradients
 from .kernels import attend_short_rows, chosen
@@ -233,20 +232,25 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
         return _flash_attn("flash_attn_varlen_func", backend)
     if backend.name == "flash3":
         return partial(_flash_attn_3, "flash_attn_varlen_func", backend.deterministic)
-    if backend.name == "reference" or q.device.type not in GPUS:
+    return torch_varlen_kernel(backend.name, q)
+
+
+def torch_varlen_kernel(name: str, q: Tensor) -> varlen.FusedKernel | None:
+    """The kernel of torch for packed tokens that stands for a name in ``KERNELS``, if there is one.
+
+    FlashAttention-2 where it takes such queries, which autocast may have cast, or the
+    memory-efficient one.
+    """
+    if name == "reference" or q.device.type not in GPUS:
         return None
 
-    if backend.name != "efficient" and _flash_takes(q):
-        return varlen.flash if varlen.available("_flash_attention_forward") else None
-    return varlen.efficient if varlen.available("_efficient_attention_forward") else None
-
-
-def _flash_takes(q: Tensor) -> bool:
-    """Whether torch's FlashAttention-2 takes such queries, which autocast may have cast."""
+    sequences = Sequences(q.dtype, q.shape[-1])
     platform = Platform.of(q.device, deterministic=False)
-    if q.shape[-1] > 192 and platform.capability not in WIDE_HEADS:
-        return False
-    return flash_obstacle(Sequences(q.dtype, q.shape[-1]), platform) is None
+    if name != "efficient" and obstacle("torch_flash", sequences, platform) is None:
+        return varlen.flash if varlen.available("_flash_attention_forward") else None
+    if obstacle("efficient", sequences, platform) is None:
+        return varlen.efficient if varlen.available("_efficient_attention_forward") else None
+    return None
 
 
 def _flash_attn(function: str, backend: Backend) -> Callable[..., Tensor]:

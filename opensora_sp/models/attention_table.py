@@ -327,6 +327,8 @@ def _flash3(sequences: Sequences, platform: Platform) -> str | None:
 def _cudnn(sequences: Sequences, platform: Platform) -> str | None:
     if problem := flash_obstacle(sequences, platform):
         return problem
+    if not platform.cudnn:
+        return "there is no cuDNN"
     if platform.cudnn < SAFE_CUDNN:
         return f"cuDNN {_dotted(platform.cudnn)} is older than {_dotted(SAFE_CUDNN)}"
     if "set_priority" not in inspect.signature(torch.nn.attention.sdpa_kernel).parameters:

@@ -20,9 +20,11 @@ that the peak would depend on time.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -30,7 +32,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 PAGE = 32 * 1024**2
-"""Bytes that are pinned at a time: torch rounds what it pins up to a power of two."""
+"""Bytes that are pinned at a time, at most. Torch rounds what it pins up to a power of two."""
+SIZES = 6  # of pages: PAGE, half of it and so on
 
 Copied: TypeAlias = "torch.cuda.Event | None"
 """When a copy is complete; None for at once."""
@@ -63,18 +66,22 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.newest: Callable[[], HostedInput | None] = lambda: None
-        self._free: list[Tensor] = []
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
+        self._pinned = 0  # bytes, in use or free
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def take_pages(self, tokens: Tensor) -> list[Tensor]:
         """Pages for a tensor; none for one without data, on the meta device."""
         if tokens.is_meta:
             return []
-        number = -(-tokens.nbytes // PAGE)
-        return [self._free.pop() if self._free else self._new_page() for _ in range(number)]
+        sizes = page_sizes(tokens.nbytes)
+        return [
+            self._free[size].pop() if self._free[size] else self._new_page(size) for size in sizes
+        ]
 
     def free(self, pages: Sequence[Tensor]) -> None:
-        self._free += pages
+        for page in pages:
+            self._free[len(page)].append(page)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Copied:
         """Copy as many bytes as the smaller of each pair has, after what is queued until now."""
@@ -92,8 +99,18 @@ class HostMemory:
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
-    def _new_page(self) -> Tensor:
-        return torch.empty(PAGE, dtype=torch.uint8, pin_memory=self._stream is not None)
+    def _new_page(self, size: int) -> Tensor:
+        try:
+            page = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"got no {size / 1e6:.1f} MB of pinned memory from the host for inputs of blocks, "
+                f"beside {self._pinned / 1e9:.3f} GB that this process has pinned; expected room "
+                "for the inputs of all blocks that are kept there; share the batch among more "
+                "ranks, start fewer processes on this host, or set grad_checkpoint=True"
+            ) from error
+        self._pinned += size
+        return page
 
 
 @cache
@@ -113,16 +130,19 @@ class HostedInput:
         self._before, memory.newest = memory.newest, weakref.ref(self)
         before = self._before()
         if before is not None:
+            before._check_unchanged()
             before._leave_device()
 
         self._shape, self._dtype = tokens.shape, tokens.dtype
         self._pages = memory.take_pages(tokens)
         self._on_device = tokens.contiguous()
+        self._version = self._on_device._version
         self._copied = memory.copy(self._pages, in_pieces(self._on_device))
 
     def take(self) -> Tensor:
         """The tokens on the device, and start to copy those of the block before, which is next."""
         tokens = self._fetch()
+        self._check_unchanged()
         self._leave_device()
         before = self._before()
         if before is not None:
@@ -136,7 +156,16 @@ class HostedInput:
                 self._shape, dtype=self._dtype, device=self._memory.device
             )
             self._copied = self._memory.copy(in_pieces(self._on_device), self._pages)
+            self._version = self._on_device._version
         return self._on_device
+
+    def _check_unchanged(self) -> None:
+        """As autograd checks what it saves, which does not know of tensors on the host."""
+        if self._on_device is not None and self._on_device._version != self._version:
+            raise RuntimeError(
+                f"got the input {tuple(self._shape)} of a block, changed in place while it was "
+                "copied to the host; expected what forward computed with; change a clone of it"
+            )
 
     def _leave_device(self) -> None:
         """Give the device's memory up: what follows on the current stream may use it."""
@@ -150,6 +179,21 @@ class HostedInput:
         self._memory.free(self._pages)
 
 
+def page_sizes(nbytes: int) -> list[int]:
+    """The pages of a tensor, in bytes: powers of two, of which only the last may not be filled."""
+    smallest = PAGE >> (SIZES - 1)
+    rest = -(-nbytes // smallest) * smallest
+    sizes, size = [], PAGE
+    while rest:
+        if rest >= size:
+            sizes.append(size)
+            rest -= size
+        else:
+            size //= 2
+    return sizes
+
+
 def in_pieces(tokens: Tensor) -> tuple[Tensor, ...]:
     """The bytes of a tensor, a page at a time."""
-    return tokens.view(-1).view(torch.uint8).split(PAGE)
+    ends = accumulate(page_sizes(tokens.nbytes))
+    return tokens.view(-1).view(torch.uint8).tensor_split([*ends][:-1])

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import MAX_SCORES, Backend, _attend_rows, _varlen_kernel
-from .attention_table import PACKAGES
+from .attention import MAX_SCORES, Backend, _attend_rows, torch_varlen_kernel
 from .packed_attention import by_lengths, concat, rows_of, runs_of
 from .packing import MAX_ROWS, Packing, Pieces
 from .varlen import FusedKernel
@@ -37,8 +36,8 @@ def _attend(
     Args:
         q, k, v: packed tokens ``[N, H, D]`` of one dtype.
         lengths: ``Packing.lengths``, int64 ``[2, samples]`` on the CPU.
-        backend, processors: of a ``Backend``. Packed samples take torch's FlashAttention-2 also
-            where ``backend`` is one of the packages of flash-attn.
+        backend, processors: of a ``Backend``. For the packages of flash-attn, whose backward has no
+            public name, torch's kernels stand in (``torch_varlen_kernel``).
 
     Returns:
         The output ``[N, H, D]``, and the logarithms of sums of exponentials, fp32 ``[N * H]``;
@@ -47,7 +46,7 @@ def _attend(
     if not q.numel():
         return q.new_empty(q.shape), _no_sums(q)
 
-    packing, kernel = packing_of(lengths), _fused_kernel(backend, q)
+    packing, kernel = packing_of(lengths), torch_varlen_kernel(backend, q)
     if kernel is not None:
         return _fused_forward(kernel, q, k, v, packing.pieces(q.shape[1], processors))
 
@@ -77,7 +76,7 @@ def _attend_backward(
     if not q.numel():
         return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
-    packing, kernel = packing_of(lengths), _fused_kernel(backend, q)
+    packing, kernel = packing_of(lengths), torch_varlen_kernel(backend, q)
     if kernel is None:
         return _explicit_backward(grad, q, k, v, packing)
     pieces = packing.pieces(q.shape[1], processors)
@@ -115,15 +114,6 @@ def packing_of(lengths: Tensor) -> Packing:
 @lru_cache(maxsize=64)
 def _packing(queries: tuple[int, ...], keys: tuple[int, ...]) -> Packing:
     return Packing(queries, keys)
-
-
-def _fused_kernel(backend: str, q: Tensor) -> FusedKernel | None:
-    """The kernel of torch for such queries, if there is one."""
-    # The packages of flash-attn have a backward without a public name; torch's is the same kernel
-    # as that of flash-attn 2.
-    name = "sdpa" if backend in PACKAGES else backend
-    kernel = _varlen_kernel(Backend(name), q)
-    return kernel if isinstance(kernel, FusedKernel) else None
 
 
 def _no_sums(q: Tensor) -> Tensor:

@@ -52,10 +52,16 @@ def levels_of(setting: bool | int | str | Sequence[int], num_blocks: int) -> lis
     recomputes all and keeps their inputs on the host.
 
     Raises:
-        ValueError: if the model has fewer blocks, or there is no such level.
+        ValueError: if the model has fewer blocks, or there is no such level or name.
     """
     if setting == "offload":
         return [OFFLOADED] * num_blocks
+    if isinstance(setting, str):
+        raise ValueError(
+            f"got grad_checkpoint={setting!r}; expected True, False, a number of blocks, 'offload' "
+            "or the level of each block; choose one of these (a config may also say 'auto', for "
+            "which a run chooses levels)"
+        )
     if isinstance(setting, int):
         recomputed = num_blocks * setting if isinstance(setting, bool) else setting
         if not 0 <= recomputed <= num_blocks:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from opensora_sp.models.offload import page_sizes
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -69,12 +70,26 @@ def mixed(traced: Callable[[int], Activations], levels: Sequence[int]) -> Activa
 
 
 def offloaded_bytes(
-    levels: Sequence[int], shape: BatchShape, options: Options, ranks: int, element_size: int
+    levels: Sequence[int],
+    shape: BatchShape,
+    options: Options,
+    ranks: int,
+    element_size: int,
+    *,
+    pinned: bool = False,
 ) -> int:
-    """Bytes that the busiest of ``ranks`` copies to the host in forward, and back in backward."""
+    """Bytes that the busiest of ``ranks`` copies to the host in forward, and back in backward.
+
+    With ``pinned`` those of the host's memory, in whole pages.
+    """
+
+    def of_input(tokens: int) -> int:
+        nbytes = tokens * shape.width * element_size
+        return sum(page_sizes(nbytes)) if pinned else nbytes
+
     spatial, temporal = strategy_for(shape, options, ranks).token_layouts(shape)
     held = zip(shape.entries(spatial, ranks), shape.entries(temporal, ranks), strict=True)
-    of_pair = max(map(sum, held)) * shape.width * element_size
+    of_pair = max(sum(map(of_input, pair)) for pair in held)
     return of_pair * shape.depth * levels.count(OFFLOADED) // len(levels)
 
 

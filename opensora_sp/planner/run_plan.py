@@ -62,8 +62,8 @@ class Memory:
     """Bytes of one rank, the busiest: without checkpointing, with it, and as the config sets it.
 
     ``levels`` is what each block keeps as configured (``models/recompute.py``), ``offloaded`` are
-    the bytes of a micro-batch that go to the host and come back. Among several buckets only the
-    peak as configured is estimated.
+    the bytes of a micro-batch that go to the host and come back, ``pinned`` what the host keeps for
+    them. Among several buckets only the peak as configured is estimated.
     """
 
     kept: Persistent
@@ -72,6 +72,7 @@ class Memory:
     configured: MemoryPeak
     levels: list[int]
     offloaded: int = 0
+    pinned: int = 0
 
     @property
     def recomputes(self) -> bool:
@@ -79,7 +80,7 @@ class Memory:
 
     def describe(self) -> str:
         """What blocks keep, for the log and the planner's table."""
-        size = f": {self.offloaded / 1e9:.3f} GB of a rank" if self.offloaded else ""
+        size = f": {self.pinned / 1e9:.3f} GB of a rank" if self.pinned else ""
         return describe(self.levels) + size
 
 
@@ -374,15 +375,22 @@ class _Run:
             return training_peak(state, self.sizes, zero, mixed(traced, levels))
 
         levels = self._levels(lambda levels: peak_at(*levels).needed)
+        of_inputs = partial(
+            offloaded_bytes,
+            levels,
+            self._shape_of(latents),
+            self.options,
+            ranks,
+            self.dtype.itemsize,
+        )
         return Memory(
             state,
             plain=None if brief else peak_at(EVERYTHING),
             checkpointed=None if brief else peak_at(0),
             configured=peak_at(*levels),
             levels=levels,
-            offloaded=offloaded_bytes(
-                levels, self._shape_of(latents), self.options, ranks, self.dtype.itemsize
-            ),
+            offloaded=of_inputs(),
+            pinned=of_inputs(pinned=True),
         )
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:

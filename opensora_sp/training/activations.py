@@ -37,11 +37,17 @@ class ActivationBudget:
         self._verifies = cfg.sequence_parallel.verify
         if cfg.grad_checkpoint == "auto":
             self.memory = _smallest(memory_of(device) - reserved, device)
+            # Of each process, before it pins any.
+            self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
         else:
             module.set_grad_checkpoint(cfg.grad_checkpoint)
 
     def fit(self, latents: torch.Size) -> None:
-        """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)``."""
+        """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)``.
+
+        Raises:
+            ValueError: on all ranks, if that takes more of a host's memory than one has.
+        """
         if self.cfg.grad_checkpoint != "auto":
             return
         if self._verifies:
@@ -61,6 +67,7 @@ class ActivationBudget:
                 # Blocks that failed verification run in eager mode, which keeps more.
                 compiled=self.module.compile_backend is not None,
             )
+            check_host(shape, planned.pinned, self._of_host)
             self._levels[shape] = planned.levels
             logger.info("gradient checkpointing of %s: %s", shape, planned.describe())
         self.module.set_grad_checkpoint(self._levels[shape])
@@ -70,8 +77,23 @@ def memory_of(device: torch.device) -> float:
     """Bytes of a GPU; on CPU this process's part of the host's."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
+    return _share_of_host(psutil.virtual_memory().total)
+
+
+def check_host(shape: tuple[int, ...], pinned: int, available: float) -> None:
+    """Raise ValueError if a process pins more bytes than a host has available for it."""
+    if pinned > available:
+        raise ValueError(
+            f"got a batch {shape} that fits a GPU only with {pinned / 1e9:.3f} GB of inputs of "
+            f"blocks in the host's memory for each process; expected at most "
+            f"{available / 1e9:.3f} GB, a process's part of what is available on the smallest "
+            "host; raise sp_size, start fewer processes on a host, or take smaller batches"
+        )
+
+
+def _share_of_host(memory: int) -> float:
     launch = Launch.read()
-    return float(psutil.virtual_memory().total) / (launch.local_world_size if launch else 1)
+    return memory / (launch.local_world_size if launch else 1)
 
 
 def _smallest(memory: float, device: torch.device) -> float:

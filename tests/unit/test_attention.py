@@ -494,6 +494,33 @@ def test_torchs_own_kernels_take_unequal_samples_in_one_call(
         ), case
 
 
+@pytest.mark.parametrize("name", ["flash", "flash3", "cudnn", "short_rows", "torch_flash", "sdpa"])
+@pytest.mark.parametrize(
+    ("dtype", "width", "platform", "expected"),
+    [
+        (torch.bfloat16, 72, Platform(HOPPER), module.varlen.flash),
+        (torch.bfloat16, 72, Platform(HOPPER, torch_flash=False), module.varlen.efficient),
+        (torch.bfloat16, 36, Platform(HOPPER), None),  # flash-attn pads such heads
+        (torch.bfloat16, 200, Platform((8, 9)), module.varlen.efficient),
+        (torch.float32, 36, Platform(HOPPER), module.varlen.efficient),
+        (torch.float64, 72, Platform(HOPPER), None),
+    ],
+    ids=str,
+)
+def test_torch_stands_in_with_a_kernel_that_takes_the_heads(
+    name: str,
+    dtype: torch.dtype,
+    width: int,
+    platform: Platform,
+    expected: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For packed tokens in compiled code, whatever takes those of eager mode."""
+    monkeypatch.setattr(Platform, "of", lambda device, deterministic: platform)
+    q = torch.empty(4, 2, width, dtype=dtype, device="meta")
+    assert module.torch_varlen_kernel(name, q) is expected
+
+
 def test_gradients_of_repeated_keys_are_rounded_once() -> None:
     """Sums over the pieces of a sample are fp32 sums, rounded; adding pieces is much worse."""
     pieces = packing.Pieces((4,) * 300 + (5,), (3,) * 300 + (2,), ((3, 300), (2, 1), (4, 0)))

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from opensora_sp.models import build_model, offload
-from opensora_sp.models.offload import HostMemory, host_memory, input_on_host
+from opensora_sp.models.offload import (
+    HostMemory,
+    host_memory,
+    in_pieces,
+    input_on_host,
+    page_sizes,
+)
 from opensora_sp.models.recompute import OFFLOADED
 
 DEPTH, PAGE = 5, 64  # bytes
@@ -103,8 +109,8 @@ def test_pages_are_used_again(memory: HostMemory, monkeypatch: pytest.MonkeyPatc
     made: list[Tensor] = []
     new_page = HostMemory._new_page
 
-    def noted(self: HostMemory) -> Tensor:
-        made.append(new_page(self))
+    def noted(self: HostMemory, size: int) -> Tensor:
+        made.append(new_page(self, size))
         return made[-1]
 
     monkeypatch.setattr(HostMemory, "_new_page", noted)
@@ -116,7 +122,57 @@ def test_pages_are_used_again(memory: HostMemory, monkeypatch: pytest.MonkeyPatc
         # Two passes are alive at the same time; of a pass, each block but the first keeps two
         # tensors of 60 numbers.
         assert len(made) == 2 * (2 * DEPTH - 1) * -(-60 * 8 // PAGE)
-        assert len(memory._free) == len(made)
+        assert sum(map(len, memory._free.values())) == len(made)
+        assert memory._pinned == sum(map(len, made)) == len(made) * PAGE - 2 * (2 * DEPTH - 1) * 32
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "sizes"),
+    [
+        (0, []),
+        (1, [2]),
+        (36, [32, 4]),
+        (63, [64]),
+        (64, [64]),
+        (201, [64, 64, 64, 8, 2]),
+    ],
+)
+def test_pages_of_an_input_are_full_but_for_the_last(nbytes: int, sizes: list[int]) -> None:
+    """A page of one size for each input would pin up to all of it in vain."""
+    assert page_sizes(nbytes) == sizes
+    tokens = torch.arange(nbytes, dtype=torch.uint8)
+    pieces = in_pieces(tokens)
+    assert torch.equal(torch.cat(pieces), tokens)
+    for piece, size in zip(pieces, sizes, strict=nbytes > 0):
+        assert len(piece) in (size, size - 1)
+
+
+def test_a_host_without_memory_is_named(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.take_pages(torch.zeros(100, dtype=torch.uint8))
+
+    def refuse(*args: Any, **options: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(RuntimeError, match="got no 0.0 MB of pinned memory.*set grad_checkpoint"):
+        memory.take_pages(torch.zeros(64, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("next_block", [True, False], ids=["next block", "backward"])
+def test_a_change_in_place_is_noticed(next_block: bool) -> None:
+    """As without, where autograd notices: the copy may hold what was changed."""
+    weight = torch.eye(5).double().requires_grad_()
+    with input_on_host(batch(0)):
+        x = batch(0) + 0
+        out = checkpoint(torch.matmul, x, weight, use_reentrant=False)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match=r"input \(4, 3, 5\).*changed in place.*a clone"):
+            if next_block:
+                checkpoint(torch.matmul, out, weight, use_reentrant=False)
+            else:
+                out.sum().backward()
 
 
 def test_levels_without_an_input_on_the_host_make_no_pages(memory: HostMemory) -> None:

@@ -12,6 +12,7 @@ from opensora_sp.models.recompute import OFFLOADED
 from opensora_sp.planner import batch_memory
 from opensora_sp.planner.checkpointing import budget_of
 from opensora_sp.planner.run_plan import Memory
+from opensora_sp.training.activations import check_host
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +41,29 @@ def test_inputs_leave_the_device_only_where_recomputation_does_not_suffice():
     memory = memory_of(too_little)
     number = memory.levels.count(OFFLOADED)
     assert 0 < number < 12 and memory.levels == sorted(memory.levels, reverse=True)
-    assert memory.offloaded == number * INPUT
+    assert memory.offloaded == memory.pinned == number * INPUT  # whole pages
     assert memory.configured.needed <= budget_of(too_little * 1e9)
     assert memory_of(1).levels == [OFFLOADED] * 12
+
+
+def test_bytes_on_the_host_are_those_of_whole_pages():
+    """An input of 18 MB takes pages of 16 and 2 MiB, not one of 32."""
+    cfg = load_train_config(CONFIG, ["grad_checkpoint=offload"])
+    memory = batch_memory(cfg, 8, (1, 4, 64, 64, 64), memory_gb=80, device="cuda")
+    assert memory.offloaded == memory.pinned == 56 * 18 * 1024**2
+
+    cfg = load_train_config(CONFIG, ["grad_checkpoint=offload", "sp_size=1", "model.depth=2"])
+    memory = batch_memory(cfg, 1, (1, 4, 1, 30, 40), memory_gb=80, device="cuda")
+    assert memory.offloaded == 4 * 300 * 1152 * 2
+    assert memory.pinned == 4 * 1024**2
+    assert memory.describe().endswith("pinned host memory: 0.004 GB of a rank")
+
+
+def test_a_run_refuses_batches_whose_inputs_do_not_fit_on_the_host():
+    check_host(LATENTS, INPUT, INPUT)
+    message = r"got a batch .* with 0.849 GB .* expected at most 0.400 GB.*raise sp_size"
+    with pytest.raises(ValueError, match=message):
+        check_host(LATENTS, INPUT, 4e8)
 
 
 def test_plan_states_bytes_and_time(capsys: pytest.CaptureFixture[str]):

@@ -117,6 +117,9 @@ def test_levels_of_settings():
     for setting in (4, -1, (0, 1), (0, 1, 8), (0, 1, -2)):
         with pytest.raises(ValueError, match="expected .* blocks"):
             levels_of(setting, 3)
+    for setting in ("auto", "all"):
+        with pytest.raises(ValueError, match=f"got grad_checkpoint='{setting}'; expected True"):
+            levels_of(setting, 3)
 
 
 @pytest.mark.parametrize("levels", [range(EVERYTHING + 1), (0, EVERYTHING)])
