@@ -59,7 +59,7 @@ def test_what_was_never_compiled_is_not_verified(monkeypatch):
 @pytest.mark.parametrize("trained", [True, False])
 def test_wrong_code_is_found(trained):
     verdict = compiled.compare(model_with(faulty), torch.float32, CPU, trained=trained)
-    assert ": a relative error of " in verdict and "where 0.0001 is rounding" in verdict
+    assert ": a relative error of " in verdict and verdict.endswith("in eager mode")
 
 
 @pytest.fixture
