@@ -12,7 +12,6 @@ import torch.distributed as dist
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.planner import batch_memory
-from opensora_sp.runtime.environment import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +91,8 @@ def check_host(shape: tuple[int, ...], pinned: int, available: float) -> None:
 
 
 def _share_of_host(memory: int) -> float:
-    launch = Launch.read()
-    return memory / (launch.local_world_size if launch else 1)
+    """Of this process among those of its host; ranks that no launcher started may be on any."""
+    return memory / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def _smallest(memory: float, device: torch.device) -> float:
