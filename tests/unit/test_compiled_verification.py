@@ -131,4 +131,4 @@ def test_a_rank_without_a_compiler_stops_compilation_on_all(compares, monkeypatc
     # Both have taken part.
     assert [own["compiled blocks"] for own in gathered] == ["ok", compiled.NOT_SET]
     assert model.compile_backend is None
-    assert "(on rank 1: compilation is off" in caplog.messages[0]
+    assert "(on rank 1: compilation is off" in caplog.text

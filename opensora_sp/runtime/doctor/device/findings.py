@@ -81,7 +81,7 @@ def relative_error(ours: Tensor, exact: Tensor, floor: float = 0.0) -> float:
 
 def relative_errors(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
     """The relative errors of several tensors, by name."""
-    largest = max(tensor.double().norm().item() for tensor in exact.values())
+    largest = max((tensor.double().norm().item() for tensor in exact.values()), default=0.0)
     floor = NOISE_FLOOR * largest
     return {name: relative_error(ours[name], tensor, floor) for name, tensor in exact.items()}
 
