@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from interpreter import run_interpreted
-from kernel_builds import builds_of
 
 from opensora_sp.models import kernels
 from opensora_sp.models.conditioning import Conditioning, Text
@@ -223,6 +222,8 @@ def test_traffic_of_launches(which: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_builds(dtype: torch.dtype, capability: int) -> None:
     """Tokens travel in 128 bits, registers are not spilled, and nothing is added by atomics."""
+    from kernel_builds import builds_of
+
     for which in TRAFFIC:
         arguments = which, dtype, "cpu"
         kernel, *sums = builds_of(launch, *arguments, rows=4, length=8, capability=capability)
