@@ -140,20 +140,19 @@ def warn_of_changes(before: dict[str, str] | None, now: dict[str, str]) -> None:
         before: what the checkpoint holds; None in those of earlier versions.
         now: of each kernel what runs it.
     """
-    changed = []
-    for name, used in now.items():
-        if before is not None and before.get(name, used) != used:
-            changed.append(f"{name} by {used} (there by {before[name]})")
+    there = before or {}
+    changed = [name for name, used in now.items() if there.get(name, used) != used]
     if changed:
-        setting = "compile=None" if changed[0].startswith("blocks ") else "kernels='torch'"
-        if len(changed) > 1 and any(one.startswith("blocks ") for one in changed):
-            setting = "kernels='torch' and compile=None"
+        # Each once, in their order.
+        settings = dict.fromkeys(
+            "compile=None" if name == "blocks" else "kernels='torch'" for name in changed
+        )
         logger.warning(
             "the run resumes with other kernels than its checkpoint was written with: %s; its "
             "losses may differ from those of the uninterrupted run in the last digits; resume on "
             "the same kind of device, or set %s for the whole run",
-            ", ".join(changed),
-            setting,
+            ", ".join(f"{name} by {now[name]} (there by {there[name]})" for name in changed),
+            " and ".join(settings),
         )
 
 
