@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from polling import wait_until
@@ -32,7 +33,9 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones; and the process of the tests ends as it would without a lost store."""
     monkeypatch.setattr(bounded_store, "SLICE", 0.05)
+    monkeypatch.setattr(bounded_store, "atexit", SimpleNamespace(register=lambda function: None))
 
 
 def test_answers_and_errors_are_passed_on() -> None:
