@@ -90,8 +90,8 @@ class Common(Strict):
     installed; None is eager mode."""
 
     kernels: Kernels = "auto"
-    """'auto' runs the Triton kernels that this device has verified, 'triton' requires them, 'torch'
-    runs none."""
+    """'auto' runs the Triton kernels that passed verification on this device, 'triton' requires
+    that all do, 'torch' runs none."""
 
     vae: Annotated[dict[str, Any], AfterValidator(_checked_vae)]
     """dict(type=..., ...): video autoencoder, and its options."""

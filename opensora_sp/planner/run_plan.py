@@ -14,7 +14,6 @@ from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.attention_table import Platform
-from opensora_sp.models.compile import compiles_blocks
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -264,7 +263,8 @@ class _Run:
         self.training = isinstance(cfg, TrainConfig)
         self.checkpointing: bool | int | Literal["auto", "offload"] = False
         self.micro_batches, self.guides = 1, False
-        self.compiles = compiles_blocks(cfg.compile, device)
+        # A plan is that of a machine where Triton is, whatever this one has.
+        self.compiles = cfg.compile == "blocks" or (cfg.compile == "auto" and device == "cuda")
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
             replicas = num_gpus // self.ranks
