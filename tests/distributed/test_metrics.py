@@ -326,6 +326,7 @@ def regions(path: Path) -> Counter[str]:
     return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
 
 
+@pytest.mark.slow
 def test_traces_name_the_parts_of_a_step(trained: Path) -> None:
     """Two steps of two micro-batches, two pairs of blocks, recomputed; each rank writes a trace."""
     assert len(list((trained / "profile").iterdir())) == 2
@@ -360,6 +361,7 @@ def test_steps_that_are_none(text: str) -> None:
         Steps.parse(text)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +385,7 @@ def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
         preflight(load_train_config(config, [f"outputs={tmp_path}", "wandb=True"]), None)
 
 
+@pytest.mark.slow
 def test_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     main(["report", str(trained)])
     assert capsys.readouterr().out.split() == [
@@ -424,6 +427,7 @@ def test_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert medians and 0 < float(medians[1]) < 1e3 and medians[3] == "-"
 
 
+@pytest.mark.slow
 def test_reports_of_nothing_are_refused(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

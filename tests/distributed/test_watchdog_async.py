@@ -145,6 +145,7 @@ def found() -> dict[str, list[list[str]]]:
     return run_together(RANKS, [joined_late, our_exchange])
 
 
+@pytest.mark.slow
 def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(
     found: dict[str, list[list[str]]],
 ) -> None:
@@ -159,6 +160,7 @@ def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(
         assert "ranks [0] joined, missing: rank 1, which has called 1 and is at" in lines[0], lines
 
 
+@pytest.mark.slow
 def test_a_rank_that_launches_late_does_not_end_the_run(
     found: dict[str, list[list[str]]],
 ) -> None:
