@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from opensora_sp.json_reader import MAX_BYTES, parse_json, read_small_file
+
 from .filesystem import FileSystem, sha256
 from .paths import checkpoint_step, committed_checkpoints
 from .tensor_file import Spec, TensorFile
@@ -202,7 +204,8 @@ def _commit_text(manifest: bytes) -> bytes:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
-        text, commit = path.read_bytes(), (folder / "COMMIT").read_bytes()
+        text = read_small_file(path, MAX_BYTES, "a list of files")
+        commit = read_small_file(folder / "COMMIT", 1000, "a digest")
     except OSError as error:
         raise ValueError(
             f"got a damaged checkpoint: {folder} ({error}); expected manifest.json and COMMIT; "
@@ -220,7 +223,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             "as it was written; resume from another checkpoint"
         )
 
-    manifest: dict[str, Any] = json.loads(text)
+    manifest: dict[str, Any] = parse_json(text, str(path))
     if checkpoint_step(folder) not in (None, manifest["step"]):
         raise ValueError(
             f"got a damaged checkpoint: {path} is of step {manifest['step']}; expected the step of "

@@ -6,7 +6,6 @@ an ending.
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 from collections.abc import Callable, Collection, Mapping
@@ -19,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.torch_version import TorchVersion
+
+from opensora_sp.json_reader import read_json
 
 from .paths import find_weights, weight_file
 from .shard_index import ShardIndex, is_index
@@ -117,12 +118,7 @@ def saved_config(path: Path) -> dict[str, Any] | None:
     if file is None:
         return None
 
-    try:
-        values = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"got {file}, which is not JSON ({error}); expected a configuration; correct it"
-        ) from None
+    values = read_json(file)
     if not isinstance(values, dict):
         raise ValueError(
             f"got {file}, which is no JSON object; expected names and values; correct it"

@@ -5,11 +5,12 @@ Indexes of a variant have its name before the suffix: ``model.safetensors.index.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from opensora_sp.json_reader import read_json
 
 from .filesystem import sha256
 
@@ -43,7 +44,7 @@ class ShardIndex:
             ValueError: if it is no index, or names files of other folders.
         """
         try:
-            content = json.loads(path.read_text())
+            content = read_json(path)
             index = cls(path, dict(content["weight_map"]), dict(content.get("metadata") or {}))
             names = sorted(set(index.weight_map.values()))
             if not all(isinstance(name, str) for name in names):

@@ -26,11 +26,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from opensora_sp.json_reader import parse_json, read_json
+
 from .dataset import ClipShape, CorruptSample, Sample
 from .manifest import Manifest
 
 FORMAT = 1
 INDEX, MANIFEST = "index.json", "clips.jsonl"
+# Of about 20 M clips.
+INDEX_BYTES = 1 << 30
 Key = tuple[int, ClipShape]
 """A clip, and the shape that it was cut to."""
 
@@ -68,7 +72,7 @@ class Shard:
         texts, fps, corrupt = {}, {}, {}
         try:
             with safe_open(path, "pt") as file:
-                header = json.loads(file.metadata()["clips"])
+                header = parse_json(file.metadata()["clips"], f"the header of {path}")
                 for name in file.keys():
                     if name.startswith("text/"):
                         texts[int(name.split("/")[1])] = file.get_slice(name).get_shape()[0]
@@ -185,7 +189,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
             f"run scripts/precompute.py CONFIG -o {folder}, which resumes where it was interrupted"
         )
-    index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+    index: dict[str, Any] = read_json(folder / INDEX, max_bytes=INDEX_BYTES)
     if index.get("format") != FORMAT:
         raise ValueError(
             f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected "

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from opensora_sp.json_reader import parse_json
 from opensora_sp.regular_file import open_regular
 
 from .atomic import atomic_write
@@ -178,8 +179,8 @@ def _by_column(rows: Iterable[dict[str, Any]], names: Iterable[str]) -> dict[str
 
 def _parsed(path: Path, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line, f"a line of {path}")
+    except ValueError as error:
         row = error
     if not isinstance(row, dict):
         raise ValueError(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from opensora_sp.compile_cache import cache_folder
 from opensora_sp.data.atomic import atomic_write
+from opensora_sp.json_reader import read_json
 from opensora_sp.models.kernels.selection import INTERPRETED
 from opensora_sp.parallel.agreement import gathered
 from opensora_sp.runtime.versions import installed
@@ -147,7 +148,7 @@ def _file_of(facts: Facts) -> Path:
 def read_passed(facts: Facts) -> set[str]:
     """The names that passed before with the same facts; of a missing or damaged file none."""
     try:
-        content = json.loads(_file_of(facts).read_text())
+        content = read_json(_file_of(facts))
         return set(content["passed"]) if content["facts"] == facts else set()
     except (OSError, ValueError, TypeError, KeyError):
         return set()

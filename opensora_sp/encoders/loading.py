@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from opensora_sp.json_reader import read_json
 
 HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -178,7 +179,7 @@ def explained(what: str, source: str, key: str) -> Iterator[bool]:
 def saved_config(folder: str | Path, subfolder: str | None = None) -> dict[str, Any] | None:
     """The ``config.json`` of a local folder; None if there is none."""
     path = Path(folder, subfolder or "", "config.json")
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 def _hub_answers() -> bool:

@@ -15,7 +15,6 @@ Legend: B samples, F frames of video, c latent channels, f x h x w latent size; 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_sp.dtypes import DTYPES
+from opensora_sp.json_reader import read_json
 
 from .base import check_latent_frames, independent_pieces
 from .huggingface import FrameAutoencoder, spatial_factor
@@ -108,7 +108,7 @@ class OpenSoraVAE(FrozenEncoder):
             )
 
         # Built on the meta device, since the file has all weights.
-        release = json.loads(find_file(from_pretrained, "config.json", "vae").read_text())
+        release = read_json(find_file(from_pretrained, "config.json", "vae"))
         with torch.device("meta"):
             image_vae, temporal_vae = build_parts(release, from_pretrained)
             self.chunk_vae = ChunkVAE(image_vae, temporal_vae, micro_batch_size=micro_batch_size)

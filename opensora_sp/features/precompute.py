@@ -32,7 +32,8 @@ from opensora_sp.data import (
     VideoTextDataset,
     write_manifest,
 )
-from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, ShardContent, index_of
+from opensora_sp.data.cache import INDEX, INDEX_BYTES, MANIFEST, Key, Shard, ShardContent, index_of
+from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, raise_on_all_ranks
 
@@ -112,7 +113,7 @@ class CacheWriter:
 
         for path in (folder / INDEX, folder / UNFINISHED):
             if path.is_file():
-                found = json.loads(path.read_text())["made_of"]
+                found = read_json(path, max_bytes=INDEX_BYTES)["made_of"]
                 check_made_of(found, self.made_of, str(folder))
                 break
         # No rank writes before all have checked.

@@ -37,6 +37,7 @@ from opensora_sp.checkpoint import (
 from opensora_sp.checkpoint.folder import to_json
 from opensora_sp.checkpoint.shard_index import ShardIndex, is_index
 from opensora_sp.checkpoint.tensor_file import is_safetensors
+from opensora_sp.json_reader import parse_json, read_json
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
 from .optimizer import SequenceZeroOptimizer
@@ -189,7 +190,7 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
                 FileSystem().write_file(Path(checkpoint), text)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
-        state = json.loads(Path(checkpoint).read_text(), object_hook=_from_json_value)
+        state = read_json(checkpoint, object_hook=_from_json_value)
         for key, value in state.items():
             # The milestones of MultiStepLR.
             if isinstance(vars(lr_scheduler).get(key), Counter):
@@ -339,7 +340,7 @@ def _optimizer_values(optimizer: SequenceZeroOptimizer) -> dict[str, Any]:
 def _metadata(state: Weights, key: str) -> Any:
     """A value of ``_optimizer_values``. The header of a file holds them as strings of JSON."""
     value = state.metadata.get(key)
-    return json.loads(value) if isinstance(value, str) else value
+    return parse_json(value, f"{key} of {state.path}") if isinstance(value, str) else value
 
 
 def _warn_of_format(use_safetensors: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from opensora_sp.json_reader import parse_json
 from opensora_sp.polling import wait_until
 
 from .bounded_store import BoundedStore
@@ -101,7 +102,10 @@ class HeartbeatStore:
         if not ranks:
             return {}
         values = self._connected().multi_get([f"heartbeat {rank}" for rank in ranks])
-        return {rank: Heartbeat(**json.loads(value)) for rank, value in zip(ranks, values)}
+        return {
+            rank: Heartbeat(**parse_json(value, f"the heartbeat of rank {rank}"))
+            for rank, value in zip(ranks, values)
+        }
 
     def failure(self) -> str:
         """The run's first failure; empty if there is none."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from opensora_sp.json_reader import parse_json
 from opensora_sp.polling import wait_until
 
 from .bounded_store import BoundedStore
@@ -180,7 +181,7 @@ class Rendezvous:
                 return None
             logger.warning("waiting for %s to join", format_ranks(self._absent(joined)))
             self.next_reminder += REMINDER_INTERVAL
-        return RankInfo(**json.loads(self.store.get(key)))
+        return RankInfo(**parse_json(self.store.get(key), "the report of a rank"))
 
     def _read_verdict(self) -> str:
         # Rank 0 has the same deadline, and its verdict names the missing ranks.

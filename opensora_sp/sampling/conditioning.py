@@ -14,7 +14,6 @@ Legend: c latent channels, f latent frames, h x w latent size.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -22,6 +21,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from opensora_sp.json_reader import parse_json
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def parse_prompt(
 
     if brace:
         try:
-            own = json.loads(brace + rest)
+            own = parse_json(brace + rest, "the prompt")
             if set(own) - set(options) or not all(isinstance(v, str) for v in own.values()):
                 raise ValueError
             options |= own

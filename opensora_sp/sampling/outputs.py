@@ -21,6 +21,7 @@ from PIL import Image
 from opensora_sp.checkpoint import weight_files
 from opensora_sp.checkpoint.filesystem import sha256
 from opensora_sp.config import InferenceConfig
+from opensora_sp.json_reader import read_json
 
 from .contact_sheet import shown_frames, write_contact_sheet
 from .lettering import drawable
@@ -198,7 +199,7 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
         return None
 
     try:
-        existing = json.loads(metadata.read_text(encoding="utf-8"))
+        existing = read_json(metadata)
     except ValueError:
         existing = None
     if not isinstance(existing, dict):
@@ -228,7 +229,7 @@ def _listed(checkpoint: Path) -> dict[tuple[str, int], str]:
     if not (checkpoint / "COMMIT").is_file():
         return {}
     try:
-        entries = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        entries = read_json(checkpoint / "manifest.json")["files"]
         return {(name, entry["bytes"]): entry["sha256"] for name, entry in entries.items()}
     except (OSError, ValueError, KeyError):
         return {}

@@ -15,7 +15,6 @@ content.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +41,7 @@ from opensora_sp.checkpoint import (
     verify,
 )
 from opensora_sp.checkpoint.folder import FORMAT, to_json
+from opensora_sp.json_reader import read_json
 from opensora_sp.models.base import ConditionedModel
 
 from .ema import ShardedEma
@@ -87,7 +87,7 @@ class TrainingState:
         Raises:
             ValueError: if names, shapes or groups of parameters are those of another model.
         """
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        state: dict[str, Any] = read_json(folder / "state.json")
         moments = open_weights(folder / "optimizer.safetensors")
         self.shards.check_state(moments, state["parameter_groups"])
         weights = fitted(open_weights(folder / "model"), self.module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -15,6 +14,7 @@ from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.config.sections import Validation
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
+from opensora_sp.json_reader import read_json
 from opensora_sp.runtime.processes import launchers
 
 from .metrics import format_time, read_lines, read_metrics
@@ -33,7 +33,7 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
     if checkpoint is None:
         return None
 
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = read_json(checkpoint / "state.json")
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
     )

@@ -16,6 +16,7 @@ from PIL import Image
 from opensora_sp.config import TrainConfig
 from opensora_sp.console import LOGGER, add_log_handler
 from opensora_sp.data import read_frames
+from opensora_sp.json_reader import parse_json, read_json
 
 from .wandb_run import WandbRun
 
@@ -107,7 +108,7 @@ class Reporter:
             self._draw(step, curves)
 
         for described in sorted(folder.glob("*.json")):
-            facts = json.loads(described.read_text(encoding="utf-8"))
+            facts = read_json(described)
             _show(self._board, described.with_suffix("." + facts["format"]), facts, step)
 
 
@@ -171,7 +172,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file without a last one that is being written; none without the file."""
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [parse_json(line, f"a line of {path}") for line in lines if line.endswith("\n")]
 
 
 def running_mean(losses: np.ndarray) -> np.ndarray:

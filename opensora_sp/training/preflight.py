@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from opensora_sp.features.build import (
     with_length,
 )
 from opensora_sp.features.cached import check_cache, check_clips
+from opensora_sp.json_reader import read_json
 from opensora_sp.runtime import check_shared_memory
 
 from .checkpointing import find_checkpoint
@@ -52,7 +52,7 @@ def preflight(
 
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
-    state = {} if checkpoint is None else json.loads((checkpoint / "state.json").read_text())
+    state = {} if checkpoint is None else read_json(checkpoint / "state.json")
     per_step = cfg.micro_batches_per_step or world_size // cfg.sp_size
     plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
     cfg = with_length(cfg, plan)
@@ -83,7 +83,7 @@ def preflight(
 
 def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
     """Raise ValueError if resuming would change data order or draws, or skip newer checkpoints."""
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = read_json(checkpoint / "state.json")
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
     )

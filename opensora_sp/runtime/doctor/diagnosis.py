@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, Popen, TimeoutExpired
 from typing import Any
+
+from opensora_sp.json_reader import parse_json
 
 from .host_report import Check, Report, examine
 from .probe import PREFIX
@@ -169,7 +170,7 @@ def _check_collective(launched: list[CompletedProcess[str]]) -> Check:
         check = Check.failed("all ranks", message)
         return check if check.advice else replace(check, advice="docs/multinode.md explains errors")
 
-    facts = json.loads(results[0].removeprefix(PREFIX))
+    facts = parse_json(results[0].removeprefix(PREFIX), "what rank 0 has measured")
     milliseconds = facts["round_trip"] * 1e3
     found = f"{facts['ranks']} ranks, {facts['backend']}: round trip {milliseconds:.2f} ms"
     if facts["ranks"] > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shlex
 import socket
@@ -16,6 +15,7 @@ import fabric
 import paramiko
 from paramiko.ssh_exception import NoValidConnectionsError
 
+from opensora_sp.json_reader import parse_json
 from opensora_sp.runtime.environment import is_loopback, resolve
 from opensora_sp.runtime.host_checks import interfaces
 
@@ -120,8 +120,8 @@ class Remote:
         doctor = ["-m", "opensora_sp.cli", "doctor", "--json", "--no-collective"]
         done = self.python(*doctor, *options, timeout=timeout)
         try:
-            return Report.from_dict(json.loads(done.stdout))
-        except (json.JSONDecodeError, KeyError, TypeError):
+            return Report.from_dict(parse_json(done.stdout, f"the report of {self.name}"))
+        except (ValueError, KeyError, TypeError):
             lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines()
             raise ValueError(
                 f"got {lines[-1] if lines else 'nothing'!r} from {sys.executable} on {self.name}; "

@@ -1,0 +1,98 @@
+"""JSON from outside: its size and nesting are bounded, for every reader of the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import opensora_sp
+from opensora_sp.checkpoint import open_weights, saved_config
+from opensora_sp.checkpoint.shard_index import ShardIndex
+from opensora_sp.data import Manifest
+from opensora_sp.data.cache import Shard, read_index
+from opensora_sp.json_reader import MAX_BYTES, MAX_DEPTH, parse_json, read_json
+from opensora_sp.sampling.conditioning import parse_prompt
+from opensora_sp.training.metrics import read_lines
+
+DEEP = "[" * 1_000_000 + "]" * 1_000_000
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 200 + "0" + "}" * 200])
+def test_deep_json_is_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match=f"got here, .* expected JSON nested at most {MAX_DEPTH} "):
+        parse_json(text, "here")
+
+
+def test_brackets_in_strings_and_beside_each_other_are_not_deep() -> None:
+    deepest = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    texts = [deepest, json.dumps([[{}]] * 200), json.dumps(['[{"\\' * 200, "\\", '"[', "]" * 9])]
+    for text in texts:
+        assert parse_json(text, "here") == json.loads(text)
+        assert parse_json(text.encode(), "here") == json.loads(text)
+
+
+@pytest.mark.parametrize("text", [b'{"a": 1', b"\xff", b"", b"9" * 5000])
+def test_what_is_not_json_is_a_sentence(text: bytes) -> None:
+    with pytest.raises(ValueError, match="got here, which is not JSON that can be read"):
+        parse_json(text, "here")
+
+
+def test_a_large_file_is_not_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ValueError, match=f"got {path} of more than {MAX_BYTES:,} bytes"):
+        read_json(path)
+
+
+def _sharded(folder: Path) -> object:
+    save_file({"x": torch.zeros(1)}, folder / "shard.safetensors", {"clips": DEEP})
+    return Shard.read(folder / "shard.safetensors")
+
+
+def _deep_header(folder: Path) -> object:
+    header = DEEP.encode()
+    (folder / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + b"{" + header)
+    return open_weights(folder / "x.safetensors")
+
+
+def _written(name: str, read: Callable[[Path], object]) -> Callable[[Path], object]:
+    def reader(folder: Path) -> object:
+        (folder / name).write_text(DEEP + "\n")
+        return read(folder / name)
+
+    return reader
+
+
+READERS = {
+    "config.json of a model": _written("config.json", saved_config),
+    "index of shards": _written("model.safetensors.index.json", ShardIndex.read),
+    "header of safetensors": _deep_header,
+    "header of a feature cache": _sharded,
+    "index of a feature cache": _written("index.json", lambda path: read_index(path.parent)),
+    "manifest": _written("clips.jsonl", Manifest),
+    "metrics": _written("metrics.jsonl", read_lines),
+    "prompt": lambda folder: parse_prompt('a cat{"reference_path":' + DEEP),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_refuses_deep_json(tmp_path: Path, reader: str) -> None:
+    with pytest.raises(ValueError, match="(?s)got .*; expected "):
+        READERS[reader](tmp_path)
+
+
+def test_no_module_parses_json_by_itself() -> None:
+    package = Path(opensora_sp.__file__).parent
+    # Values are made JSON-like by writing and reading them again.
+    own = re.compile(r"json\.loads?\((?!json\.dumps)")
+    found = [path.name for path in package.rglob("*.py") if own.search(path.read_text())]
+    assert found == ["json_reader.py"]
