@@ -1,5 +1,7 @@
 """Check a finished demo run; exits with status 1 if the model has not learnt the toy clips.
 
+The run's folder is data: its ``config.py``, which is code, is not executed.
+
 Noise, a constant and a linear model fail these checks.
 
 Legend: N clips, D numbers of one clip's latents, B samples.
@@ -8,7 +10,6 @@ Legend: N clips, D numbers of one clip's latents, B samples.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from opensora_sp.console import report_errors
 from opensora_sp.data import CorruptSample, VideoTextDataset, is_held_out, scale, toy_clip
 from opensora_sp.data.toy import COLOURS, MARGIN
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
+from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal
 from opensora_sp.sampling.contact_sheet import write_contact_sheet
@@ -60,6 +62,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path, help="the run's folder")
     parser.add_argument(
+        "--train-config", default="configs/demo/train.py", help="config that the run was started by"
+    )
+    parser.add_argument(
         "--sample-config", default="configs/demo/sample.py", help="sampling config of the model"
     )
     parser.add_argument(
@@ -68,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
 
     with report_errors():
-        train_cfg = load_train_config(args.run_dir / "config.py")
+        train_cfg = load_train_config(args.train_config)
         sample_cfg = load_inference_config(args.sample_config)
         checks = check_run(args.run_dir, train_cfg, sample_cfg, args.heldout)
 
@@ -93,7 +98,7 @@ def check_run(
     named, other = sample_backgrounds(pipeline, prompts, run_dir / "check.png")
 
     return [
-        check_how_it_ran(json.loads((run_dir / "summary.json").read_text())),
+        check_how_it_ran(read_json(run_dir / "summary.json")),
         check_loss_fell(np.array([line["loss"] for line in read_metrics(run_dir)])),
         *check_against_linear(pipeline.flow, model_predictor(pipeline, texts), train, held_out),
         check_backgrounds("background as captioned", named, list(map(background_of, prompts))),

@@ -102,6 +102,10 @@ class Common(Strict):
     scheduler: Annotated[dict[str, Any], AfterValidator(_checked_scheduler)] = {"type": "rflow"}
     """dict(type=..., ...): diffusion process, and its options."""
 
+    allow_types: tuple[str, ...] = ()
+    """Importable classes, such as `my_package.MyVAE`, that --cfg-options may name as a `type`;
+    only config files can set it."""
+
     allow_pickle: bool = False
     """Also read pickled weights, which can execute code."""
 

@@ -12,9 +12,11 @@ from typing_extensions import NotRequired, Required, TypedDict
 from opensora_sp.components import check_methods, component_class, nearest
 from opensora_sp.diffusion import IDDPM, RectifiedFlow
 
-from .findings import ConfigError
+from .draft import Draft
+from .findings import ConfigError, raise_together
 
 SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
+ALLOWED = "allow_types"
 
 
 def split_type(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -24,6 +26,43 @@ def split_type(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             f"got {key} without the name of a type; expected {key}=dict(type='...', ...); add type"
         )
     return value["type"], {k: v for k, v in value.items() if k != "type"}
+
+
+def check_overriding_types(draft: Draft) -> None:
+    """Check that the command line names no class that the config files do not allow.
+
+    A config file is code and may import what it likes. Overrides are data, and importing the module
+    of a class executes that module.
+
+    Raises:
+        ValueError: for each ``type`` that would be imported, and for ``allow_types`` itself.
+    """
+    found = []
+    if _is_override(draft, ALLOWED):
+        found.append(
+            f"got {ALLOWED} on the command line; expected it in a config file, which decides what "
+            f"may be imported; write it there [{draft.origin(ALLOWED)}]"
+        )
+
+    allowed = draft.get(ALLOWED)
+    # Other values are refused later, with all that is wrong with the config.
+    if not isinstance(allowed, (list, tuple)):
+        allowed = ()
+
+    for key in ("vae.type", "text_encoder.type", "scheduler.type"):
+        name = draft.get(key)
+        is_imported = isinstance(name, str) and "." in name
+        if is_imported and name not in allowed and _is_override(draft, key):
+            found.append(
+                f"got {key} {name!r} on the command line, where importing a class is not allowed; "
+                f"expected a name without a module, or one of {ALLOWED} = {list(allowed)}; set "
+                f"{key} in a config file, or add the class to its {ALLOWED} [{draft.origin(key)}]"
+            )
+    raise_together(*found)
+
+
+def _is_override(draft: Draft, key: str) -> bool:
+    return (draft.origin(key) or "").startswith("--")
 
 
 def check_component(

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from opensora_sp.json_reader import MAX_BYTES, read_small_file
+
 from .draft import Draft, Key, dotted, leaves
 from .findings import raise_together
 from .lines import SetLines
@@ -74,8 +76,8 @@ def _read(path: str, *, within: tuple[str, ...]) -> Draft:
 
 def _parsed(path: str) -> ast.Module:
     try:
-        return ast.parse(Path(path).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        return ast.parse(read_small_file(path, MAX_BYTES, "a config").decode())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _unreadable(path, error, getattr(error, "lineno", None)) from error
 
 

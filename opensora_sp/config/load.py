@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from .components import check_overriding_types
 from .draft import Draft, dotted, leaves
 from .files import read_config
 from .findings import explain, raise_together
@@ -84,6 +85,7 @@ def load_draft(
         raise_together(*settings)
         check_family(draft)
         translate(draft, run)
+        check_overriding_types(draft)
     except ValueError as error:
         raise ValueError(f"in {path}:\n  {error}") from None
 

@@ -17,6 +17,7 @@ from check_demo import (
     check_how_it_ran,
     check_loss_fell,
     distinct_captions,
+    main,
     swap,
 )
 from runs import ROOT, run
@@ -136,3 +137,15 @@ def test_loss_and_how_it_ran() -> None:
     assert check_how_it_ran(good).ok
     for change in ({"sp_size": 1}, {"switches": 0}, {"files_read": {".npy": 3}}):
         assert not check_how_it_ran({**good, **change}).ok
+
+
+def test_the_runs_own_config_is_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "config.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["check_demo.py", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "which holds no weights" in capsys.readouterr().err
+    assert not (tmp_path / "executed").exists()

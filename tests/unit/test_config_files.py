@@ -411,3 +411,46 @@ def test_lines_follow_later_statements(base: Path) -> None:
     assert {key: draft.origin(key) for key in wanted} == {
         key: f"run.py:{line}" for key, line in wanted.items()
     }
+
+
+OVERRIDES = [
+    ["scheduler.type=imported_by_name.X"],
+    ["text_encoder.type=imported_by_name.X"],
+    ["vae=dict(type='imported_by_name.X')"],
+    ["allow_types=['imported_by_name.X']", "vae.type=imported_by_name.X"],
+]
+
+
+@pytest.mark.parametrize("options", OVERRIDES)
+def test_an_override_imports_nothing(
+    base: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    write(base, "open('imported', 'w')\nX = print\n", "imported_by_name.py")
+    monkeypatch.syspath_prepend(str(base))
+    assert "on the command line" in refused("base.py", options)
+    assert not (base / "imported").exists()
+
+
+def test_an_override_runs_no_function(base: Path) -> None:
+    """``dict(type="os.system", ...)`` called it, with a command of the command line's choice."""
+    message = refused("base.py", ["scheduler=dict(type='os.system', command='touch executed')"])
+    assert "got scheduler.type 'os.system' on the command line" in message
+    assert not (base / "executed").exists()
+
+
+def test_an_override_may_name_what_a_config_file_allows(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(base, "from opensora_sp.encoders import PatchPoolVAE as Mine\n", "own_vae.py")
+    monkeypatch.syspath_prepend(str(base))
+    allowing = write(base, "_base_ = ['base.py']\nallow_types = ('own_vae.Mine',)\n")
+    assert load_train_config(allowing, ["vae.type=own_vae.Mine"]).vae["type"] == "own_vae.Mine"
+    assert "['own_vae.Mine']" in refused(allowing, ["vae.type=own_vae.Min"])
+
+    substring = write(base, "_base_ = ['base.py']\nallow_types = 'own_vae.Mine'\n")
+    assert "on the command line" in refused(substring, ["vae.type=own_vae.Mine"])
+
+
+@pytest.mark.parametrize("text", ["x = " + "-" * 1_000_000 + "1", "x = " + "[" * 1_000_000, "\0"])
+def test_a_config_that_python_cannot_parse_is_a_sentence(base: Path, text: str) -> None:
+    assert "which cannot be loaded" in refused(write(base, text))
