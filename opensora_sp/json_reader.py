@@ -82,7 +82,7 @@ def read_small_file(path: str | Path, max_bytes: int, what: str) -> bytes:
         ValueError: if it is larger.
     """
     with open_regular(path) as file:
-        data = file.read(max_bytes + 1)
+        data: bytes = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(
             f"got {path} of more than {max_bytes:,} bytes; expected {what} of at most so many; "

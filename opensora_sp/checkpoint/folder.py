@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -184,7 +185,9 @@ def resolve_inside(folder: Path, name: str) -> Path:
     path = PurePosixPath(name)
     file = folder / path
     is_relative = not path.is_absolute() and ".." not in path.parts
-    if not is_relative or not file.resolve().is_relative_to(folder.resolve()):
+    # Unlike Path.resolve, realpath raises nothing for links in a circle.
+    real_path = Path(os.path.realpath(file))
+    if not is_relative or not real_path.is_relative_to(os.path.realpath(folder)):
         raise ValueError(
             f"got the path {name!r} in the manifest of {folder}; expected one inside this folder; "
             "do not use files from this source"

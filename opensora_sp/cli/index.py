@@ -31,13 +31,20 @@ def parser() -> argparse.ArgumentParser:
         "--workers", type=int, metavar="N", help="files probed in parallel (default: one per core)"
     )
 
+    parser.add_argument(
+        "--frame-pixels",
+        type=int,
+        metavar="N",
+        help="largest height x width of a frame, limits.frame_pixels in the config; files with "
+        "larger ones are skipped (default: 67108864)",
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from opensora_sp.data import find_files, index_files, read_captions, write_manifest
+    from opensora_sp.data import Limits, find_files, index_files, read_captions, write_manifest
     from opensora_sp.data.index import check_captions
     from opensora_sp.data.manifest import check_suffix
 
@@ -47,13 +54,23 @@ def run(args: argparse.Namespace) -> None:
             f"got --workers {args.workers}; expected at least 1; change it or leave it out"
         )
     _check_writable(args.output)
+    limits = Limits()
+    if args.frame_pixels is not None:
+        if args.frame_pixels < 1:
+            raise ValueError(
+                f"got --frame-pixels {args.frame_pixels}; expected at least 1; change it or leave "
+                "it out"
+            )
+        limits = Limits(frame_pixels=args.frame_pixels)
 
     captions = read_captions(args.captions) if args.captions else None
     files = find_files(args.folder)
     if captions is not None:
         check_captions(captions, files, args.captions)
     with tqdm(total=len(files), desc="index", unit="file", dynamic_ncols=True, disable=None) as bar:
-        found = index_files(files, captions=captions, workers=args.workers, on_file=bar.update)
+        found = index_files(
+            files, captions=captions, workers=args.workers, on_file=bar.update, limits=limits
+        )
 
     for broken in found.corrupt[:MAX_REPORTED]:
         sys.stderr.write(f"skipped {broken.path}: {broken.reason}\n")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from opensora_sp.checkpoint import check_conversions
-from opensora_sp.data import ClipShape
+from opensora_sp.data import ClipShape, Limits
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.kernels import Kernels
 from opensora_sp.models.registry import model_class
@@ -106,6 +106,9 @@ class Common(Strict):
     """Importable classes, such as `my_package.MyVAE`, that --cfg-options may name as a `type`;
     only config files can set it."""
 
+    limits: Limits = Limits()
+    """Largest frames, clips and files that are decoded or sampled."""
+
     allow_pickle: bool = False
     """Also read pickled weights, which can execute code."""
 
@@ -160,6 +163,7 @@ class Common(Strict):
         yield self._scheduler_fits_model
         yield lambda: check_text(self.text_encoder, self.model_spec.config)
         for clip in self._clips():
+            yield partial(self.limits.check, "clips", *clip)
             yield partial(check_latents, self.vae, clip)
 
     def _clips(self) -> list[ClipShape]:

@@ -5,6 +5,7 @@ from .buckets import Buckets
 from .cache import CachedClip, CachedFeatures
 from .dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
 from .index import find_files, index_files, read_captions
+from .limits import Limits
 from .loader import LoadedBatch, StepBatches, StepLoader
 from .manifest import Entry, Manifest, write_manifest
 from .sampler import (
@@ -36,6 +37,7 @@ __all__ = [
     "ClipShape",
     "CorruptSample",
     "Entry",
+    "Limits",
     "LoadedBatch",
     "Manifest",
     "MicroBatch",

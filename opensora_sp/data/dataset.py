@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from opensora_sp.randomness import generator
 
+from .limits import DEFAULT_LIMITS, Limits
 from .manifest import Entry, Manifest
 from .transforms import resize_and_crop
 from .video import UNREADABLE, count_frames, read_video
@@ -72,6 +73,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         time_limit: seconds after which a file counts as corrupt.
         cache: keep decoded clips in memory; for small sets, with nothing random.
         seed: of random crops and starts.
+        limits: largest frames, clips and files; larger ones count as corrupt.
 
     Raises:
         ValueError: if the manifest cannot be used, or ``cache`` would freeze random crops.
@@ -89,6 +91,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         time_limit: float = 60.0,
         cache: bool = False,
         seed: int = 0,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         if cache and (transform, clip_start) != ("resize_center_crop", "middle"):
             raise ValueError(
@@ -101,7 +104,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         if num_frames is not None and image_size is not None:
             self.shape = ClipShape(num_frames, *image_size)
         self.frame_interval, self.transform, self.clip_start = frame_interval, transform, clip_start
-        self.time_limit, self.seed = time_limit, seed
+        self.time_limit, self.limits, self.seed = time_limit, limits, seed
         self._cached: dict[tuple[Any, ...], Clip | CorruptSample] | None = {} if cache else None
 
     def __len__(self) -> int:
@@ -132,6 +135,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 interval=self.frame_interval,
                 start=start + first * self.frame_interval,
                 time_limit=self.time_limit,
+                limits=self.limits,
             )
         except UNREADABLE as error:
             return CorruptSample(str(entry.path), f"{type(error).__name__}: {error}")
@@ -142,6 +146,8 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
 
     def _start(self, entry: Entry, num_frames: int, share: float) -> int:
         """The first frame to read: of the middle, or at this share of the possible starts."""
-        available = entry.num_frames or count_frames(entry.path, time_limit=self.time_limit)
+        available = entry.num_frames or count_frames(
+            entry.path, time_limit=self.time_limit, limits=self.limits
+        )
         room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
         return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))

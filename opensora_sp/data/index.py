@@ -6,11 +6,17 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from opensora_sp.json_reader import read_small_file
+
 from .dataset import CorruptSample
+from .limits import DEFAULT_LIMITS, Limits
 from .manifest import Entry, Manifest
 from .video import IMAGE_SUFFIXES, UNREADABLE, VIDEO_SUFFIXES, probe
+
+MAX_CAPTION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,12 @@ def find_files(folder: Path) -> list[Path]:
 
 def read_captions(manifest: str | Path) -> dict[Path, str]:
     """The captions of a manifest by file."""
-    return {entry.path.resolve(): entry.text for entry in Manifest(manifest)}
+    return {Path(os.path.realpath(entry.path)): entry.text for entry in Manifest(manifest)}
 
 
 def check_captions(captions: dict[Path, str], files: list[Path], manifest: str) -> None:
     """Raise ValueError unless at least one of the files has a caption in the manifest."""
-    if any(path.resolve() in captions for path in files):
+    if any(Path(os.path.realpath(path)) in captions for path in files):
         return
     first = next(iter(captions))
     raise ValueError(
@@ -84,6 +90,7 @@ def index_files(
     captions: dict[Path, str] | None = None,
     workers: int | None = None,
     on_file: Callable[[], object] = lambda: None,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> Index:
     """Probe files in parallel threads: FFmpeg releases Python's lock.
 
@@ -92,34 +99,49 @@ def index_files(
             name with the suffix ``.txt``.
         workers: files probed at a time, by default one for each core.
         on_file: called without arguments for each file done.
+        limits: largest frames and files, and seconds for each; larger ones count as corrupt.
     """
     entries, corrupt = [], []
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        for found in pool.map(_probe, files):
+        for found in pool.map(partial(_probe, limits=limits), files):
             on_file()
-            if isinstance(found, CorruptSample):
-                corrupt.append(found)
+            if isinstance(found, Entry):
+                found = _captioned(found, captions or {})
+            if isinstance(found, Entry):
+                entries.append(found)
             else:
-                text = (captions or {}).get(found.path.resolve()) or sidecar_caption(found.path)
-                entries.append(found._replace(text=text))
+                corrupt.append(found)
     return Index(entries, corrupt)
 
 
+def _captioned(entry: Entry, captions: dict[Path, str]) -> Entry | CorruptSample:
+    try:
+        text = captions.get(entry.path.resolve()) or sidecar_caption(entry.path)
+    except ValueError as error:
+        return CorruptSample(str(entry.path), str(error))
+    return entry._replace(text=text)
+
+
 def sidecar_caption(path: Path) -> str:
-    """The text in ``clip.txt`` beside ``clip.mp4``, on one line; empty where there is none."""
+    """The text in ``clip.txt`` beside ``clip.mp4``, on one line; empty where there is none.
+
+    Raises:
+        ValueError: if it is longer than ``MAX_CAPTION_BYTES``.
+    """
     file = path.with_suffix(".txt")
     if not file.is_file():
         return ""
-    return " ".join(file.read_text(encoding="utf-8", errors="replace").split())
+    text = read_small_file(file, MAX_CAPTION_BYTES, "a caption").decode(errors="replace")
+    return " ".join(text.split())
 
 
-def _probe(path: Path) -> Entry | CorruptSample:
+def _probe(path: Path, limits: Limits) -> Entry | CorruptSample:
     shown = os.fsencode(path).decode(errors="backslashreplace")
     if shown != str(path):
         reason = "its name is not UTF-8, in which a manifest is written; rename it"
         return CorruptSample(shown, reason)
     try:
-        found = probe(path)
+        found = probe(path, time_limit=limits.seconds, limits=limits)
     except UNREADABLE as error:
         return CorruptSample(str(path), f"{type(error).__name__}: {error}")
 

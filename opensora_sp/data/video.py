@@ -1,25 +1,31 @@
 """Reading and writing of video files, through PyAV.
 
-Frames are uint8 RGB arrays ``[F, height, width, 3]``.
+Frames are uint8 RGB arrays ``[F, height, width, 3]``. What is read is bounded in size (``Limits``)
+and in time, and nothing but the file itself is opened: playlists, URLs and patterns of names are
+refused.
 """
 
 from __future__ import annotations
 
-import time
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+from PIL import Image
 
 from opensora_sp.regular_file import open_regular
 
 from .atomic import atomic_write
+from .limits import DEFAULT_LIMITS, Budget, Limits
 
 IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
@@ -31,6 +37,11 @@ ONE_FRAME_PER_PACKET = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg", "prores"
 MAX_REORDERING = 17
 # Up to so many frames from the start of a file are decoded rather than looking for a key frame.
 READ_AHEAD = 24
+# Demuxers of FFmpeg that open nothing but the file they are given. Those of images read it whole.
+VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,ogg,mpeg,mpegts,gif"
+IMAGE_FORMATS = "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
+# The most bytes of a pixel in an image file: four channels of 16 bits.
+IMAGE_PIXEL_BYTES = 8
 
 
 def read_video(
@@ -40,6 +51,7 @@ def read_video(
     interval: int = 1,
     start: int | None = None,
     time_limit: float | None = None,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> tuple[np.ndarray, float]:
     """Decode ``num_frames`` frames of a video, every ``interval``-th, or an image.
 
@@ -49,36 +61,39 @@ def read_video(
     Args:
         start: the first frame, from 0; by default the frames in the middle of the file.
         time_limit: seconds that opening and decoding may take together.
+        limits: largest sizes.
 
     Returns:
         Frames ``[num_frames, height, width, 3]`` and their rate in frames per second, the file's
         rate over ``interval``.
 
     Raises:
-        ValueError: if the file has too few frames, or some of these cannot be decoded.
+        ValueError: if the file has too few frames, is larger than the limits, or some of these
+            frames cannot be decoded.
         OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes too
             long.
     """
+    budget = Budget.of(time_limit, limits)
+    return budget.run(partial(_read_video, path, num_frames, interval, start, budget))
+
+
+def _read_video(
+    path: str | Path, num_frames: int, interval: int, start: int | None, budget: Budget
+) -> tuple[np.ndarray, float]:
     span = (num_frames - 1) * interval + 1
     if start is None:
-        start = max(0, count_frames(path, time_limit=time_limit) - span) // 2
+        start = max(0, _count_frames(path, budget) - span) // 2
 
-    deadline = time.monotonic() + (time_limit or float("inf"))
-    frames = []
-    with _opened(path, time_limit) as (container, stream):
+    last = start + span - 1
+    with _opened(path, budget) as (container, stream):
+        budget.limits.check("a clip", num_frames, stream.height, stream.width)
         rate = float(stream.average_rate or 24) / interval
-        last = start + span - 1
-        for number, frame in _frames_from(container, stream, start, last):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"decoding took longer than {time_limit:g} s")
-            if start <= number <= last and (number - start) % interval == 0:
-                frames.append(_upright(frame))
-            if number >= last:
-                break
+        numbered = _frames_from(container, stream, start, last, budget)
+        frames = _stacked(_pictures(numbered, start, last, interval), num_frames, budget.limits)
 
     if len(frames) == num_frames:
-        return np.stack(frames), rate
-    available = count_frames(path)
+        return frames, rate
+    available = _count_frames(path, budget)
     if available >= start + span:
         lost = num_frames - len(frames)
         raise ValueError(f"{lost} of its frames {start} to {last} cannot be decoded")
@@ -88,10 +103,46 @@ def read_video(
     )
 
 
-def count_frames(path: str | Path, *, time_limit: float | None = None) -> int:
-    """Frames of a file: its packets without those that an edit list removes. Nothing is decoded."""
-    with _opened(path, time_limit) as (container, stream):
-        return sum(1 for _ in _shown_packets(container, stream))
+def _pictures(
+    numbered: Iterator[tuple[int, Any]], start: int, last: int, interval: int
+) -> Iterator[np.ndarray]:
+    """Every ``interval``-th frame from ``start`` to ``last``."""
+    for number, frame in numbered:
+        if start <= number <= last and (number - start) % interval == 0:
+            yield _upright(frame)
+        if number >= last:
+            return
+
+
+def _stacked(pictures: Iterator[np.ndarray], num_frames: int, limits: Limits) -> np.ndarray:
+    """At most ``num_frames`` frames in one array, whose size is that of the first frame."""
+    frames, found = np.empty((0, 0, 0, 3), np.uint8), 0
+    for picture in pictures:
+        if not found:
+            limits.check("a clip", num_frames, *picture.shape[:2])
+            frames = np.empty((num_frames, *picture.shape), np.uint8)
+
+        _check_size(picture, frames.shape[1:])
+        frames[found] = picture
+        found += 1
+    return frames[:found]
+
+
+def count_frames(
+    path: str | Path, *, time_limit: float | None = None, limits: Limits = DEFAULT_LIMITS
+) -> int:
+    """Frames of a file: its packets without those that an edit list removes. Nothing is decoded.
+
+    Raises:
+        As ``read_video``.
+    """
+    budget = Budget.of(time_limit, limits)
+    return budget.run(partial(_count_frames, path, budget))
+
+
+def _count_frames(path: str | Path, budget: Budget) -> int:
+    with _opened(path, budget) as (container, stream):
+        return sum(1 for _ in _shown_packets(container, stream, budget))
 
 
 @dataclass(frozen=True)
@@ -104,42 +155,136 @@ class Probed:
     fps: float | None
 
 
-def probe(path: str | Path) -> Probed:
+def probe(
+    path: str | Path, *, time_limit: float | None = None, limits: Limits = DEFAULT_LIMITS
+) -> Probed:
     """Probe a file: its first frame is decoded, the others are counted.
 
     Raises:
-        ValueError: if it holds no frame.
-        OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded.
+        ValueError: if it holds no frame, or is larger than the limits.
+        OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes too
+            long.
     """
-    with _opened(path) as (container, stream):
-        first = next(container.decode(stream), None)
+    budget = Budget.of(time_limit, limits)
+    return budget.run(partial(_probe, path, budget))
+
+
+def _probe(path: str | Path, budget: Budget) -> Probed:
+    with _opened(path, budget) as (container, stream):
+        first = next(_decoded(container, stream, budget), None)
         if first is None:
             raise ValueError("it holds no frame")
         height, width, _ = _upright(first).shape
         fps = float(stream.average_rate) if stream.average_rate else None
-    num_frames = count_frames(path)
+    num_frames = _count_frames(path, budget)
     return Probed(num_frames, height, width, fps if num_frames > 1 else None)
 
 
 @contextmanager
-def _opened(path: str | Path, time_limit: float | None = None) -> Iterator[tuple[Any, Any]]:
+def _opened(path: str | Path, budget: Budget) -> Iterator[tuple[Any, Any]]:
     """A file and its first video stream, decoded by one thread: loaders have many processes."""
-    open_regular(path).close()
-    with av.open(str(path), timeout=time_limit) as container:
+    options = {
+        "format_whitelist": _formats(path, budget.limits),
+        "protocol_whitelist": "file",
+        # The image %03d.png is one file, not a series.
+        "pattern_type": "none",
+    }
+    # The decoder refuses larger frames before it allocates them, whatever a header states. It
+    # counts rows of a multiple of 64 pixels.
+    pixels = budget.limits.frame_pixels
+    max_pixels = {"max_pixels": str(pixels + 128 * math.isqrt(pixels))}
+
+    try:
+        opened = av.open(
+            f"file:{path}", timeout=budget.time_limit, container_options=options, options=max_pixels
+        )
+    except av.error.ArgumentError:
+        raise ValueError(
+            f"got a file that is none of {options['format_whitelist']}; expected a video, or an "
+            f"image of at most {IMAGE_PIXEL_BYTES} bytes for each of limits.frame_pixels; convert "
+            "it"
+        ) from None
+
+    with opened as container:
         stream = next(iter(container.streams.video), None)
         # A file of sound alone, or a codec that FFmpeg was built without.
         if stream is None or stream.codec_context is None:
             raise ValueError("it holds no video that can be decoded")
+
+        # FFmpeg states no size of an image that it has refused to decode.
+        height, width = (stream.height, stream.width) if stream.height else _image_size(path)
+        if not height:
+            raise ValueError(
+                "got a file whose frames have no size, or a larger one; expected at most "
+                f"{budget.limits.frame_pixels:,} pixels in a frame (limits.frame_pixels); make it "
+                "smaller"
+            )
+        budget.limits.check("a file", 1, height, width)
+
         stream.thread_type = "NONE"
         stream.codec_context.thread_count = 1
+        stream.codec_context.options = max_pixels
         yield container, stream
 
 
-def _shown_packets(container: Any, stream: Any) -> Iterator[Any]:
-    return (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
+def _formats(path: str | Path, limits: Limits) -> str:
+    """The formats that a file may have, by its size.
+
+    Raises:
+        OSError: if it is no regular file.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    is_video = size > IMAGE_PIXEL_BYTES * limits.frame_pixels
+    return VIDEO_FORMATS if is_video else f"{VIDEO_FORMATS},{IMAGE_FORMATS}"
 
 
-def _frames_from(container: Any, stream: Any, start: int, last: int) -> Iterator[tuple[int, Any]]:
+def _image_size(path: str | Path) -> tuple[int, int]:
+    """Height and width in the header of an image; 0 where it is none that Pillow knows."""
+    try:
+        with Image.open(path) as image:
+            return image.height, image.width
+    except Image.DecompressionBombError as error:
+        raise ValueError(
+            f"got an image that Pillow refuses ({error}); expected a smaller one; make it smaller"
+        ) from None
+    except OSError:
+        return 0, 0
+
+
+def _decoded(container: Any, stream: Any, budget: Budget) -> Iterator[Any]:
+    """All frames from the current position on."""
+    try:
+        for frame in container.decode(stream):
+            budget.check_time()
+            budget.limits.check("a file", 1, frame.height, frame.width)
+            yield frame
+    except av.error.ArgumentError:
+        raise ValueError(
+            "got a frame that FFmpeg refuses to decode, which its header may state as smaller; "
+            f"expected at most {budget.limits.frame_pixels:,} pixels (limits.frame_pixels); make "
+            "it smaller"
+        ) from None
+
+
+def _shown_packets(container: Any, stream: Any, budget: Budget) -> Iterator[Any]:
+    number = 0
+    for packet in container.demux(stream):
+        budget.check_time()
+        if packet.size and not packet.is_discard:
+            number += 1
+            budget.limits.check_file(number)
+            yield packet
+
+
+def _check_size(picture: np.ndarray, expected: tuple[int, ...]) -> None:
+    if picture.shape != expected:
+        raise ValueError(f"its frames differ in size: {picture.shape[:2]} after {expected[:2]}")
+
+
+def _frames_from(
+    container: Any, stream: Any, start: int, last: int, budget: Budget
+) -> Iterator[tuple[int, Any]]:
     """(number, frame), from some frame at or before ``start`` on.
 
     Far into a file, decoding starts at the last key frame before ``start``. Near its start, and in
@@ -147,13 +292,13 @@ def _frames_from(container: Any, stream: Any, start: int, last: int) -> Iterator
     """
     times = []
     if start > READ_AHEAD and stream.codec_context.name in ONE_FRAME_PER_PACKET:
-        times = _display_times(container, stream, last)
+        times = _display_times(container, stream, last, budget)
     if start < len(times):
         keys = [pts for pts, is_key in times[: start + 1] if is_key]
         container.seek(max(keys, default=times[0][0]), stream=stream)
 
         numbers = {pts: number for number, (pts, _) in enumerate(times)}
-        decoded = container.decode(stream)
+        decoded = _decoded(container, stream, budget)
         frames = ((numbers[frame.pts], frame) for frame in decoded if frame.pts in numbers)
         first = next(frames, None)
         if first is not None and first[0] <= start:
@@ -162,15 +307,17 @@ def _frames_from(container: Any, stream: Any, start: int, last: int) -> Iterator
             return
         # The seek went too far, as in MPEG-TS, which has no index.
         container.seek(0)
-    yield from zip(count(), container.decode(stream))
+    yield from zip(count(), _decoded(container, stream, budget))
 
 
-def _display_times(container: Any, stream: Any, last: int) -> list[tuple[int, bool]]:
+def _display_times(
+    container: Any, stream: Any, last: int, budget: Budget
+) -> list[tuple[int, bool]]:
     """Display time of each frame up to ``last``, in order, and whether it is a key frame.
 
     Empty where times are missing or repeated.
     """
-    packets = islice(_shown_packets(container, stream), last + 1 + MAX_REORDERING)
+    packets = islice(_shown_packets(container, stream, budget), last + 1 + MAX_REORDERING)
     times = [(packet.pts, packet.is_keyframe) for packet in packets]
     container.seek(0)
     distinct = {pts for pts, _ in times}
@@ -182,25 +329,36 @@ def _upright(frame: Any) -> np.ndarray:
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
 
 
-def read_frames(path: str | Path) -> np.ndarray:
+def read_frames(
+    path: str | Path, *, time_limit: float | None = None, limits: Limits = DEFAULT_LIMITS
+) -> np.ndarray:
     """All frames of a video, or the one of an image.
 
     Raises:
-        ValueError: if the file holds none, or cannot be decoded.
+        ValueError: if the file holds none, is larger than the limits, or cannot be decoded in time.
     """
+    budget = Budget.of(time_limit, limits)
     try:
-        open_regular(path).close()
-        with av.open(str(path)) as container:
-            frames = [_upright(frame) for frame in container.decode(video=0)]
-        if not frames:
-            raise ValueError("it holds no frames")
-        return np.stack(frames)
-    # Frames of two sizes are unreadable, too.
+        return budget.run(partial(_read_frames, path, budget))
     except UNREADABLE as error:
         raise ValueError(
             f"got {str(path)!r}, which cannot be decoded ({error}); expected an image or a video; "
             "check the file"
         ) from None
+
+
+def _read_frames(path: str | Path, budget: Budget) -> np.ndarray:
+    num_frames, frames = _count_frames(path, budget), list[np.ndarray]()
+    with _opened(path, budget) as (container, stream):
+        budget.limits.check("a file", num_frames, stream.height, stream.width)
+        for frame in _decoded(container, stream, budget):
+            frames.append(_upright(frame))
+            _check_size(frames[-1], frames[0].shape)
+            budget.limits.check("a file", len(frames), *frames[0].shape[:2])
+
+    if not frames:
+        raise ValueError("it holds no frames")
+    return np.stack(frames)
 
 
 def write_video(path: str | Path, frames: np.ndarray, *, fps: float) -> None:

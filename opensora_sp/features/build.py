@@ -43,6 +43,7 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
         num_frames=None if bucketed else cfg.num_frames,
         image_size=None if bucketed else cfg.size,
         seed=cfg.seed,
+        limits=cfg.limits,
         **cfg.dataset.model_dump(exclude={"type", "path", "max_bad_fraction"}),
     )
 

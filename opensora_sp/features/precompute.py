@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,7 @@ from opensora_sp.data import (
     VideoTextDataset,
     write_manifest,
 )
+from opensora_sp.data.atomic import check_writable
 from opensora_sp.data.cache import INDEX, INDEX_BYTES, MANIFEST, Key, Shard, ShardContent, index_of
 from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import closing_process_group, drain_process_group
@@ -66,6 +68,7 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
 
     with raise_on_all_ranks():
         check_reproducible(cfg)
+        check_writable(Path(folder), "the folder of a feature cache")
         dataset = make_dataset(cfg)
     assert isinstance(dataset, VideoTextDataset)
 
@@ -233,7 +236,9 @@ class CacheWriter:
         for shard in shards:
             shapes.update(shape for _, shape in shard.fps)
 
-        entries = (entry._replace(path=entry.path.resolve()) for entry in self.dataset.rows)
+        entries = (
+            entry._replace(path=Path(os.path.realpath(entry.path))) for entry in self.dataset.rows
+        )
         write_manifest(self.folder / MANIFEST, entries)
         names = ("channels", "width", "max_length")
         source = {name: getattr(self.encoders, name) for name in names}

@@ -144,18 +144,6 @@ class Output:
             self.file.close()
 
 
-def check_writable(folder: Path) -> None:
-    """Raise ValueError if files cannot be written in a folder, which need not exist yet."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise ValueError(
-            f"got outputs {str(folder)!r}, but {existing} is no folder that can be written; "
-            "expected one; pass another --outputs"
-        )
-
-
 def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
     """Where a request's video, or single frame, is written."""
     return folder / f"{request.name}.{facts['format']}"

@@ -191,7 +191,9 @@ class Pipeline:
         """Read and encode a prompt's references, resized to the video's (height, width)."""
         latents = []
         for path in prompt.references:
-            clip = to_clip(read_frames(path), size)
+            limits = self.cfg.limits
+            frames = read_frames(path, time_limit=limits.seconds, limits=limits)
+            clip = to_clip(frames, size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))
         return ConditioningFrames(latents, prompt.insertions)
 

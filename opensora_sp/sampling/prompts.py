@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
+import io
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from opensora_sp.config import PromptOptions, explain
+from opensora_sp.json_reader import read_small_file
 
 # Windows editors begin UTF-8 with a byte order mark, which is not part of the first prompt.
 ENCODING = "utf-8-sig"
+MAX_BYTES, MAX_PROMPTS = 16 << 20, 100_000
 
 
 def read_prompts(path: str | Path) -> list[PromptOptions]:
@@ -21,7 +26,8 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
     ``PromptOptions``. Empty cells take the config's value.
 
     Raises:
-        ValueError: if the file is missing, of another kind, without prompts, or has invalid values.
+        ValueError: if the file is missing, of another kind, without prompts, has invalid values, or
+            has more than ``MAX_BYTES`` or ``MAX_PROMPTS``.
     """
     path = Path(path)
     if not path.is_file():
@@ -35,13 +41,20 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
         )
 
     try:
-        prompts = _rows(path) if path.suffix == ".csv" else _lines(path)
+        text = read_small_file(path, MAX_BYTES, "a prompts file").decode(ENCODING)
+        found = _rows(path, text) if path.suffix == ".csv" else _lines(text)
+        prompts = list(islice(found, MAX_PROMPTS + 1))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"got prompts file {str(path)!r}, which cannot be read ({error}); expected UTF-8; save "
             "it as that"
         ) from None
 
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(
+            f"got prompts file {str(path)!r} with more than {MAX_PROMPTS:,} prompts; expected at "
+            "most so many; split it"
+        )
     if not prompts:
         raise ValueError(
             f"got prompts file {str(path)!r} without prompts; expected at least one; add a line"
@@ -49,27 +62,26 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
     return prompts
 
 
-def _lines(path: Path) -> list[PromptOptions]:
-    with path.open(encoding=ENCODING) as file:
-        return [PromptOptions(prompt=line.strip()) for line in file if line.strip()]
+def _lines(text: str) -> Iterator[PromptOptions]:
+    # Lines end as in a file, with LF, CR LF or CR, and not with other separators of Unicode.
+    for line in io.StringIO(text, newline=None):
+        if line.strip():
+            yield PromptOptions(prompt=line.strip())
 
 
-def _rows(path: Path) -> list[PromptOptions]:
-    with path.open(newline="", encoding=ENCODING) as file:
-        reader = csv.DictReader(file, skipinitialspace=True)
-        columns = ["prompt" if name == "text" else name.strip() for name in reader.fieldnames or []]
-        if columns.count("prompt") != 1:
-            raise ValueError(
-                f"got {str(path)!r} with the columns {reader.fieldnames}; expected 'prompt' or "
-                "'text'; rename one"
-            )
-        reader.fieldnames = columns
+def _rows(path: Path, text: str) -> Iterator[PromptOptions]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+    columns = ["prompt" if name == "text" else name.strip() for name in reader.fieldnames or []]
+    if columns.count("prompt") != 1:
+        raise ValueError(
+            f"got {str(path)!r} with the columns {reader.fieldnames}; expected 'prompt' or "
+            "'text'; rename one"
+        )
+    reader.fieldnames = columns
 
-        prompts = []
-        for row in reader:
-            if (row["prompt"] or "").strip():
-                prompts.append(_checked(row, f"{path}, line {reader.line_num}"))
-        return prompts
+    for row in reader:
+        if (row["prompt"] or "").strip():
+            yield _checked(row, f"{path}, line {reader.line_num}")
 
 
 def _checked(row: dict[str, str | None], origin: str) -> PromptOptions:

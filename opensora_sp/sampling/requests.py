@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, PromptOptions
+from opensora_sp.data import Limits
 from opensora_sp.data.video import UNREADABLE, Probed, probe
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.randomness import normal
@@ -24,6 +25,9 @@ from .lettering import JOINERS
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200
+# Of a run; the others are of a prompt.
+MAX_VIDEOS = 100_000
+MAX_CHARACTERS, MAX_REFERENCES = 20_000, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +103,14 @@ def requests_of(
         prompts: instead of the config's prompts.
 
     Raises:
-        ValueError: if the braces of a prompt are invalid; see ``parse_prompt``.
+        ValueError: if the braces of a prompt are invalid (see ``parse_prompt``), or prompts, videos
+            or references are too many or too large.
     """
+    prompts = cfg.prompts if prompts is None else prompts
+    _check_at_most(MAX_VIDEOS, len(prompts) * cfg.num_samples, "videos to sample", "run")
+
     requests = []
-    for index, prompt in enumerate(cfg.prompts if prompts is None else prompts):
+    for index, prompt in enumerate(prompts):
         options = PromptOptions(prompt=prompt) if isinstance(prompt, str) else prompt
         requests += [_request(cfg, options, index, sample) for sample in range(cfg.num_samples)]
     return requests
@@ -114,11 +122,18 @@ def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) 
         value = getattr(own, name)
         return getattr(cfg, name) if value is None else value
 
+    _check_at_most(MAX_CHARACTERS, len(own.prompt), "characters", "prompt")
     prompt = parse_prompt(own.prompt, either("reference_path"), either("mask_strategy"))
+    _check_at_most(MAX_REFERENCES, len(prompt.references), "references", "prompt")
+
+    num_frames, size = either("num_frames"), own.size or cfg.size
+    cfg.limits.check(f"the video {index} of the prompts", num_frames, *size)
+    _check_at_most(cfg.limits.clip_frames, cfg.loop * num_frames, "frames in all loops", "video")
+
     return Request(
         prompt=with_scores(cfg, prompt),
-        num_frames=either("num_frames"),
-        size=own.size or cfg.size,
+        num_frames=num_frames,
+        size=size,
         fps=either("fps"),
         seed=either("seed"),
         negative_prompt=either("negative_prompt"),
@@ -126,6 +141,14 @@ def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) 
         place=index if own.seed is None else 0,
         sample=sample,
     )
+
+
+def _check_at_most(allowed: int, number: int, what: str, of: str) -> None:
+    if number > allowed:
+        raise ValueError(
+            f"got {number:,} {what} of a {of}; expected at most {allowed:,}; divide them, or ask "
+            "for fewer"
+        )
 
 
 def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
@@ -192,7 +215,7 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
 
         counts = []
         for path in request.prompt.references:
-            found = probe_once(path)
+            found = probe_once(path, cfg.limits)
             warn_once(path, (found.height, found.width), request.size)
             counts.append(planned_latent_size(cfg.vae, found.num_frames, *request.size)[0])
         check_insertions(request.prompt.insertions, counts, frames=frames, loops=cfg.loop)
@@ -222,11 +245,11 @@ def _warn_of_size(path: Path, found: tuple[int, int], wanted: tuple[int, int]) -
         )
 
 
-def probe_reference(path: Path) -> Probed:
+def probe_reference(path: Path, limits: Limits) -> Probed:
     """Size and length of an image or a video.
 
     Raises:
-        ValueError: if it is not a file, or cannot be decoded.
+        ValueError: if it is not a file, cannot be decoded, or is larger than the limits.
     """
     if not path.is_file():
         raise ValueError(
@@ -234,7 +257,9 @@ def probe_reference(path: Path) -> Probed:
             "check it"
         )
     try:
-        return probe(path)
+        found = probe(path, time_limit=limits.seconds, limits=limits)
+        limits.check("frames", found.num_frames, found.height, found.width)
+        return found
     except UNREADABLE as error:
         raise ValueError(
             f"got reference {str(path)!r}, which cannot be decoded ({error or 'no frames'}); "

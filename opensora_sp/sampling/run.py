@@ -23,6 +23,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.config import InferenceConfig, build_component, check_launch
 from opensora_sp.console import LOGGER
+from opensora_sp.data.atomic import check_writable
 from opensora_sp.device_verification import choose_compiled, choose_kernels
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
@@ -37,7 +38,7 @@ from opensora_sp.runtime import Watchdog, backend_timeout, join_rendezvous, rais
 from opensora_sp.runtime.host_checks import use_device
 
 from .decoding import writer_of
-from .outputs import Output, check_writable, differences, facts_of, fingerprint, media_path
+from .outputs import Output, differences, facts_of, fingerprint, media_path
 from .pipeline import Pipeline
 from .process_groups import choose_groups
 from .prompts import read_prompts

@@ -34,6 +34,7 @@ class Reporter:
         self, run_dir: Path, cfg: TrainConfig, *, enabled: bool, start: int, session: dict[str, Any]
     ) -> None:
         self.enabled, self.run_dir, self.stop = enabled, run_dir, cfg.max_steps
+        self._limits = cfg.limits
         if not enabled:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -109,7 +110,8 @@ class Reporter:
 
         for described in sorted(folder.glob("*.json")):
             facts = read_json(described)
-            _show(self._board, described.with_suffix("." + facts["format"]), facts, step)
+            frames = read_frames(described.with_suffix("." + facts["format"]), limits=self._limits)
+            _show(self._board, described.stem, frames, facts["fps"], step)
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
@@ -124,20 +126,19 @@ def _drop_after(step: int, path: Path) -> None:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-def _show(board: Any, path: Path, facts: dict[str, Any], step: int) -> None:
-    """Add a video to TensorBoard as a GIF; its own ``add_video`` would need moviepy for that."""
+def _show(board: Any, name: str, frames: np.ndarray, fps: float, step: int) -> None:
+    """Add frames to TensorBoard as a GIF; its own ``add_video`` would need moviepy for that."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    frames = read_frames(path)
     images = [Image.fromarray(frame) for frame in frames]
-    gif, duration = io.BytesIO(), round(1000 / facts["fps"])
+    gif, duration = io.BytesIO(), round(1000 / fps)
     images[0].save(gif, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
 
     height, width = frames.shape[1:3]
     image = Summary.Image(
         height=height, width=width, colorspace=3, encoded_image_string=gif.getvalue()
     )
-    summary = Summary(value=[Summary.Value(tag=f"validation/{path.stem}", image=image)])
+    summary = Summary(value=[Summary.Value(tag=f"validation/{name}", image=image)])
     board.file_writer.add_summary(summary, step)
 
 

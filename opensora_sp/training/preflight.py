@@ -14,8 +14,10 @@ from opensora_sp.checkpoint import (
     newest_checkpoint,
     open_weights,
 )
+from opensora_sp.checkpoint.paths import checkpoint_step
 from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import CachedFeatures
+from opensora_sp.data.atomic import check_writable
 from opensora_sp.features.build import (
     TrainingSet,
     largest_batch,
@@ -49,6 +51,7 @@ def preflight(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
     check_freeze(cfg)
+    check_run_dir(Path(cfg.outputs))
 
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
@@ -79,6 +82,17 @@ def preflight(
     if traced is not None:
         traced.check(state.get("step", 0), cfg.max_steps)
     return dataset, checkpoint
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Raise ValueError if a run or its checkpoints cannot be written in a folder."""
+    check_writable(run_dir)
+    for path in run_dir.glob("step_*"):
+        if checkpoint_step(path) is not None and not path.is_dir():
+            raise ValueError(
+                f"got {path}, which is no folder; expected checkpoints under such names; move it "
+                "away, or choose other outputs"
+            )
 
 
 def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:

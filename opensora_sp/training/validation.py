@@ -70,6 +70,7 @@ def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
         frame_interval=cfg.dataset.frame_interval,
         time_limit=cfg.dataset.time_limit,
         cache=cfg.dataset.cache,
+        limits=cfg.limits,
     )
 
 

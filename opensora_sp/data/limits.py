@@ -1,0 +1,115 @@
+"""The largest frames, clips and files that are decoded or sampled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Result = TypeVar("Result")
+
+
+class Limits(BaseModel):
+    """Limits of what is decoded from files and of what is sampled.
+
+    The headers of a file are checked before anything is decoded. A header may be wrong, so what is
+    decoded is checked as well.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    frame_pixels: int = Field(1 << 26, ge=1)
+    """Height x width of a frame; the default is 8192 x 8192."""
+
+    clip_frames: int = Field(1 << 16, ge=1)
+    """Frames of a clip, a reference or a sampled video, all its loops; the default is 65,536."""
+
+    clip_bytes: int = Field(4 << 30, ge=1)
+    """Bytes of all frames of a clip, a reference or a part of a sampled video: 3 x frames x height
+    x width; the default is 4 GiB."""
+
+    file_frames: int = Field(1 << 22, ge=1)
+    """Frames of a file that clips are cut from; the default is about 48 hours."""
+
+    seconds: float = Field(60.0, gt=0)
+    """Seconds to open and decode a reference; `dataset.time_limit` is that of a training clip."""
+
+    def check(self, what: str, num_frames: int, height: int, width: int) -> None:
+        """Raise ValueError if a clip is too large to be decoded or sampled.
+
+        Args:
+            what: is too large, for errors.
+        """
+        frames = "1 frame" if num_frames == 1 else f"{num_frames:,} frames"
+        size = f"{what} of {frames} of {height:,} x {width:,} pixels"
+        self._compare(size, "frame_pixels", height * width, "pixels in a frame")
+        self._compare(size, "clip_frames", num_frames, "frames")
+        self._compare(size, "clip_bytes", 3 * num_frames * height * width, "bytes in memory")
+
+    def check_file(self, num_frames: int) -> None:
+        """Raise ValueError if a file has too many frames to look for a clip in it."""
+        self._compare("a file", "file_frames", num_frames, "frames")
+
+    def _compare(self, what: str, name: str, number: int, unit: str) -> None:
+        allowed = getattr(self, name)
+        if number > allowed:
+            raise ValueError(
+                f"got {what}, {number:,} {unit}; expected at most {allowed:,} (limits.{name}); "
+                f"make it smaller, or raise limits.{name} if there is memory for it"
+            )
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What reading one file may take: ``limits``, and ``time_limit`` seconds until ``deadline``."""
+
+    limits: Limits
+    time_limit: float | None
+    deadline: float
+
+    @classmethod
+    def of(cls, time_limit: float | None, limits: Limits) -> Budget:
+        """A budget of so many seconds from now on; None is no limit."""
+        return cls(limits, time_limit, time.monotonic() + (time_limit or float("inf")))
+
+    def check_time(self) -> None:
+        """Raise TimeoutError after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"decoding took longer than {self.time_limit:g} s")
+
+    def run(self, read: Callable[[], Result]) -> Result:
+        """Call ``read``, which checks the time itself, unless a call of the system does not return.
+
+        A file system that does not answer blocks ``open`` and ``read`` without a limit. Such a call
+        stays behind, in a thread that does not keep the process alive.
+
+        Raises:
+            TimeoutError: if the time is up.
+            Exception: what ``read`` raises.
+        """
+        if self.time_limit is None:
+            return read()
+
+        done: Future[Result] = Future()
+
+        def set_result() -> None:
+            try:
+                done.set_result(read())
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=set_result, daemon=True, name="reading a file").start()
+        try:
+            return done.result(self.time_limit)
+        except TimeoutError:
+            if done.done():
+                raise
+        raise TimeoutError(f"opening and decoding took longer than {self.time_limit:g} s")

@@ -1,0 +1,354 @@
+"""What is decoded or requested is bounded, whatever headers state, and refused in a sentence."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+from runs import ROOT
+
+from opensora_sp.checkpoint.folder import resolve_inside
+from opensora_sp.config import load_inference_config, load_train_config
+from opensora_sp.data import (
+    CorruptSample,
+    Limits,
+    VideoTextDataset,
+    count_frames,
+    index_files,
+    read_captions,
+    read_frames,
+    read_video,
+    video,
+)
+from opensora_sp.data.index import check_captions
+from opensora_sp.data.video import probe
+from opensora_sp.json_reader import parse_json
+from opensora_sp.sampling import parse, prompts, read_prompts
+from opensora_sp.sampling.requests import check_requests, requests_of
+from opensora_sp.sampling.run import preflight
+from opensora_sp.training.preflight import check_run_dir
+
+SAMPLE = str(ROOT / "configs" / "demo" / "sample.py")
+TRAIN = str(ROOT / "configs" / "demo" / "train.py")
+MEMORY = 256 << 20
+READERS = [count_frames, probe, read_frames, lambda path: read_video(path, num_frames=1)]
+
+
+def refusal_within(num_bytes: int, function: Callable[[], object]) -> str:
+    """The type and text of what a function raises in a child that may allocate so many bytes."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        used = pages * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, used + num_bytes))
+        try:
+            message = f"nothing: {function()}"
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+        os.write(write_end, message.encode()[:4000])
+        os._exit(0)
+
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        message = pipe.read()
+    os.waitpid(child, 0)
+    return message
+
+
+def png(height: int, width: int, rows: int | None = None) -> bytes:
+    """A black image, of which only so many rows may be there."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        end = struct.pack(">I", zlib.crc32(name + data))
+        return struct.pack(">I", len(data)) + name + data + end
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(b"\0" * (1 + 3 * width) * (height if rows is None else rows), 9)
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def mov(path: Path, *images: bytes) -> Path:
+    """A video of 48x64 pixels, as its header states, whose frames are PNGs."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("png", rate=24)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "rgb24"
+        for number, image in enumerate(images):
+            packet = av.Packet(image)
+            packet.stream, packet.time_base = stream, Fraction(1, 24)
+            packet.pts = packet.dts = number
+            packet.is_keyframe = True
+            container.mux(packet)
+    return path
+
+
+def raw_avi(path: Path, side: int) -> Path:
+    """A video of 48x64 pixels, whose header states another size."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("rawvideo", rate=24)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "bgr24"
+        frame = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
+        container.mux(stream.encode(frame))
+    data = bytearray(path.read_bytes())
+    size = data.index(b"strf") + 12
+    data[size : size + 8] = struct.pack("<ii", side, side)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("reader", READERS)
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(
+    tmp_path: Path, reader: Callable[[Path], object]
+) -> None:
+    # 432 MB as pixels; the decoder would allocate them for the first row.
+    (tmp_path / "bomb.png").write_bytes(png(12_000, 12_000, rows=9))
+    refusal = refusal_within(MEMORY, lambda: reader(tmp_path / "bomb.png"))
+    assert refusal.startswith("ValueError") and "12,000 x 12,000 pixels" in refusal
+    assert "expected at most 67,108,864 (limits.frame_pixels)" in refusal
+
+    (tmp_path / "larger.png").write_bytes(png(100_000, 100_000, rows=1))
+    with pytest.raises(ValueError, match="Pillow refuses .*expected a smaller one"):
+        reader(tmp_path / "larger.png")
+
+
+def test_a_frame_is_larger_than_its_header_states(tmp_path: Path) -> None:
+    bomb = png(12_000, 12_000, rows=9)
+    path = mov(tmp_path / "first.mov", bomb)
+    refusal = refusal_within(MEMORY, lambda: read_frames(path))
+    assert "whose frames have no size, or a larger one; expected at most 67,108,864" in refusal
+
+    path = mov(tmp_path / "second.mov", png(48, 64), bomb)
+    assert count_frames(path) == 2 and len(read_video(path, num_frames=1, start=0)[0]) == 1
+    for read in (read_frames, lambda path: read_video(path, num_frames=1, start=1)):
+        refusal = refusal_within(MEMORY, lambda read=read: read(path))
+        assert "got a frame that FFmpeg refuses to decode" in refusal
+        assert "expected at most 67,108,864 pixels (limits.frame_pixels)" in refusal
+
+
+@pytest.mark.parametrize("side", [20_000, 100_000])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_header_states_a_size_that_is_too_large(
+    tmp_path: Path, reader: Callable[[Path], object], side: int
+) -> None:
+    path = raw_avi(tmp_path / "claims.avi", side)
+    refusal = refusal_within(MEMORY, lambda: reader(path))
+    assert "got a file whose frames have no size, or a larger one; expected at most" in refusal
+
+
+def test_large_images_are_a_question_of_the_limits(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(png(300, 400))
+    assert read_frames(path, limits=Limits(frame_pixels=120_000)).shape == (1, 300, 400, 3)
+    with pytest.raises(ValueError, match=r"expected at most 119,999 \(limits.frame_pixels\)"):
+        read_frames(path, limits=Limits(frame_pixels=119_999))
+
+    found = index_files([path], limits=Limits(frame_pixels=119_999))
+    assert "limits.frame_pixels" in found.corrupt[0].reason and not found.entries
+
+
+def test_an_image_of_too_many_bytes_is_not_read(tmp_path: Path) -> None:
+    """FFmpeg looks for the end of an image in all of its file."""
+    path = tmp_path / "sparse.png"
+    path.write_bytes(png(48, 64)[:33] + struct.pack(">I", 1 << 30) + b"IDAT")
+    os.truncate(path, 1 << 40)
+    began = time.process_time()
+    refusal = refusal_within(MEMORY, lambda: read_frames(path))
+    assert "or an image of at most 8 bytes for each of limits.frame_pixels" in refusal
+    assert time.process_time() - began < 2
+
+
+def test_only_the_file_itself_is_opened(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "x000.png")
+    Image.new("RGB", (32, 24), "blue").save(tmp_path / "x%03d.png")
+    assert read_frames(tmp_path / "x%03d.png").shape == (1, 24, 32, 3)
+
+    playlist = "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nx000.png\n#EXT-X-ENDLIST\n"
+    for text in ("ffconcat version 1.0\nfile x000.png\n", playlist):
+        (tmp_path / "list.mp4").write_text(text)
+        for reader in READERS:
+            with pytest.raises(video.UNREADABLE):
+                reader(tmp_path / "list.mp4")
+
+
+class Endless:
+    """A container whose packets and frames never end."""
+
+    def __init__(self) -> None:
+        self.frame = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
+        codec = SimpleNamespace(name="vp8")
+        self.stream = SimpleNamespace(
+            height=48, width=64, codec_context=codec, average_rate=24, thread_type=None
+        )
+        self.streams = SimpleNamespace(video=[self.stream])
+        self.num_packets: int | None = None
+
+    def __enter__(self) -> Endless:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def demux(self, stream: Any) -> Iterator[Any]:
+        packet = SimpleNamespace(size=1, is_discard=False)
+        return repeat(packet) if self.num_packets is None else repeat(packet, self.num_packets)
+
+    def decode(self, stream: Any) -> Iterator[Any]:
+        return repeat(self.frame)
+
+
+def test_an_endless_stream_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = Endless()
+    path = tmp_path / "endless.mp4"
+    path.touch()
+    monkeypatch.setattr(video.av, "open", lambda *_, **__: endless)
+
+    for reader in (count_frames, read_frames, probe):
+        with pytest.raises(ValueError, match=r"1,001 frames; expected at most 1,000 .*file_frames"):
+            reader(path, limits=Limits(file_frames=1000))
+    with pytest.raises(TimeoutError, match="took longer than 0.1 s"):
+        count_frames(path, time_limit=0.1)
+
+    # Fewer packets than frames: what is decoded is counted as well.
+    endless.num_packets = 3
+    for limits in (Limits(clip_frames=50), Limits(clip_bytes=50 * 3 * 48 * 64)):
+        with pytest.raises(ValueError, match=r"got a file of 51 frames of 48 x 64 pixels.*limits"):
+            read_frames(path, limits=limits)
+    with pytest.raises(ValueError, match=r"clip_bytes"):
+        read_video(path, num_frames=51, limits=Limits(clip_bytes=50 * 3 * 48 * 64))
+
+
+def test_a_file_system_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(video, "open_regular", lambda path: answer.wait())
+    (tmp_path / "clips.csv").write_text("path,text\nx.mp4,x\n")
+    dataset = VideoTextDataset(
+        str(tmp_path / "clips.csv"), num_frames=2, image_size=(8, 8), time_limit=0.1
+    )
+    try:
+        began = time.monotonic()
+        sample = dataset[0]
+        assert isinstance(sample, CorruptSample) and "took longer than 0.1 s" in sample.reason
+        with pytest.raises(ValueError, match=r"took longer than 0.1 s"):
+            read_frames(tmp_path / "x.mp4", time_limit=0.1)
+        assert time.monotonic() - began < 30
+    finally:
+        answer.set()
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--num-frames", "1000000000"], "limits.clip_frames"),
+        (["--resolution", "100000x100000"], "limits.frame_pixels"),
+        (["--resolution", "8192x8192", "--num-frames", "64"], "limits.clip_bytes"),
+        (["--num-samples", "1000000000"], "videos to sample of a run; expected at most 100,000"),
+        (["--loop", "1000000000"], "frames in all loops of a video; expected at most 65,536"),
+        (["--prompt", "x" * 20_001], "20,001 characters of a prompt; expected at most 20,000"),
+        (["--reference-path", "a;" * 65], "65 references of a prompt; expected at most 64"),
+    ],
+)
+def test_requests_that_are_too_large(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        requests_of(parse([SAMPLE, "--prompt", "a cat", *options]))
+
+
+def test_a_prompts_own_size_and_its_references_are_bounded(tmp_path: Path) -> None:
+    cfg = load_inference_config(SAMPLE)
+    (tmp_path / "prompts.csv").write_text("prompt,num_frames\na cat,70000\n")
+    with pytest.raises(ValueError, match=r"got the video 0 of the prompts of 70,000 frames"):
+        requests_of(cfg, read_prompts(tmp_path / "prompts.csv"))
+
+    (tmp_path / "image.png").write_bytes(png(300, 400))
+    cfg = parse([SAMPLE, "--prompt", "a", "--reference-path", str(tmp_path / "image.png")])
+    requests = requests_of(cfg)
+    check_requests(cfg, requests)
+    small = cfg.model_copy(update={"limits": Limits(frame_pixels=119_999)})
+    with pytest.raises(ValueError, match=r"got reference .*image.png.*limits.frame_pixels"):
+        check_requests(small, requests)
+
+
+def test_a_large_file_of_prompts_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.touch()
+    os.truncate(path, 1 << 30)
+    refusal = refusal_within(MEMORY, lambda: read_prompts(path))
+    assert "of more than 16,777,216 bytes; expected a prompts file of at most so many" in refusal
+
+    monkeypatch.setattr(prompts, "MAX_PROMPTS", 3)
+    path.write_text("a\n" * 3)
+    assert len(read_prompts(path)) == 3
+    path.write_text("a\n" * 4)
+    with pytest.raises(ValueError, match="more than 3 prompts; expected at most so many"):
+        read_prompts(path)
+
+
+def test_deep_json_stays_within_memory() -> None:
+    deep = "[" * 1_000_000
+    assert "expected JSON nested at most 100 deep" in refusal_within(
+        MEMORY, lambda: parse_json(deep, "here")
+    )
+
+
+def test_limits_are_checked_with_the_config() -> None:
+    for option, message in [
+        ("limits.frame_pixels=0", "greater than or equal to 1"),
+        ("limits.frame_pixel=1", "did you mean 'frame_pixels'"),
+        ("limits.frame_pixels=100", r"pixels in a frame; expected at most 100 \(limits"),
+        ("num_frames=100000", "limits.clip_frames"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_train_config(TRAIN, [option])
+
+
+# Files in the place of folders, and links in a circle.
+
+
+@pytest.fixture
+def circle(tmp_path: Path) -> Path:
+    (tmp_path / "one.mp4").symlink_to("two.mp4")
+    (tmp_path / "two.mp4").symlink_to("one.mp4")
+    return tmp_path / "one.mp4"
+
+
+def test_links_in_a_circle(circle: Path) -> None:
+    (circle.parent / "clips.csv").write_text(f"path,text\n{circle.name},x\n")
+    captions = read_captions(circle.parent / "clips.csv")
+    check_captions(captions, [circle], "clips.csv")
+    assert "symbolic links" in index_files([circle]).corrupt[0].reason
+    assert resolve_inside(circle.parent, circle.name) == circle
+    for folder in (circle, circle / "inside"):
+        with pytest.raises(ValueError, match="is no folder that can be written"):
+            check_run_dir(folder)
+        with pytest.raises(ValueError, match="is no folder that can be written"):
+            preflight(parse([SAMPLE, "--prompt", "a", "--outputs", str(folder)]))
+
+
+def test_a_file_has_the_name_of_a_run_or_a_checkpoint(tmp_path: Path) -> None:
+    check_run_dir(tmp_path / "new")
+    (tmp_path / "step_00000002").touch()
+    with pytest.raises(ValueError, match=r"got .*step_00000002, which is no folder; expected"):
+        check_run_dir(tmp_path)
+    with pytest.raises(ValueError, match="is no folder that can be written"):
+        check_run_dir(tmp_path / "step_00000002")
