@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 import opensora_sp
+from opensora_sp.unpickler.archive import FILE
 
 from .tensor_file import DTYPES
 
-MAX_SECONDS, MAX_ANSWER = 120, 256 << 20
+MAX_SECONDS, MAX_ANSWER, MAX_MESSAGE = 120, 256 << 20, 1000
 # Python itself may need it to start.
 VARIABLES = ("LD_LIBRARY_PATH",)
 CHILD = (
@@ -79,7 +80,7 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, MappedTensor], tupl
     """
     answer = _ask_child(file, ema=ema)
     if "refused" in answer:
-        raise ValueError(f"got {file}, {answer['refused']}")
+        raise ValueError(_printable(answer["refused"]).replace(FILE, str(file)))
     if "not confined" in answer:
         raise ValueError(
             f"got {file}, which is pickled, on a machine that cannot confine the process that "
@@ -99,7 +100,12 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, MappedTensor], tupl
             f"got {file}, which lists tensors that are not in it ({error}); expected weights saved "
             "by torch; copy or download it again"
         ) from None
-    return tensors, tuple(str(note) for note in answer["notes"])
+    return tensors, tuple(map(_printable, answer["notes"]))
+
+
+def _printable(text: Any) -> str:
+    """A text of the process, for the log: short, and without codes that control a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:MAX_MESSAGE])
 
 
 def _tensor(file: Tensor, row: dict[str, Any]) -> MappedTensor:

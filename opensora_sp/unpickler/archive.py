@@ -48,11 +48,12 @@ STORAGES = {
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 # Wrappers of a state dict in what training programs save.
 WRAPPERS = ("state_dict", "model", "module")
-NOT_WEIGHTS = "expected weights saved by torch or safetensors; copy or download it again"
+# In messages: the path, which this process does not know.
+FILE = "{file}"
 
 
 class RefusedError(Exception):
-    """Why a file is not read: the end of a sentence that begins with its name."""
+    """Why a file is not read, for the user; ``FILE`` stands for its path."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in GLOBALS:
             raise RefusedError(
-                f"which holds more than tensors and plain values ({module}.{name}); expected a "
-                "state dict; nothing else is unpickled: save its state dict as safetensors where "
-                "it was made"
+                f"got {FILE}, which holds more than tensors and plain values ({module}.{name}); "
+                "expected a state dict; nothing else is unpickled: save its state dict as "
+                "safetensors where it was made"
             )
         return GLOBALS[module, name]
 
@@ -174,12 +175,14 @@ def read_table(file: IO[bytes], *, ema: bool) -> dict[str, Any]:
         raise
     except MemoryError:
         raise RefusedError(
-            "whose names and shapes do not fit into memory; expected weights; do not use it"
+            f"got {FILE}, whose names and shapes do not fit into memory; expected weights; do not "
+            "use it"
         ) from None
     # Pickled bytes can raise whatever the operations of plain values raise.
     except Exception as error:
         raise RefusedError(
-            f"which cannot be read ({type(error).__name__}: {error!s:.200}); {NOT_WEIGHTS}"
+            f"got {FILE}, which cannot be read ({type(error).__name__}: {error!s:.200}); expected "
+            "weights saved by torch or safetensors; copy or download it again"
         ) from None
     return {"tensors": tensors, "notes": notes}
 
@@ -191,8 +194,8 @@ def _read_zip(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "constants.pkl" in members or any(name.startswith("code/") for name in members):
             raise RefusedError(
-                "a TorchScript archive, which holds code; expected a state dict; save the model's "
-                "state dict as safetensors where it was made"
+                f"got {FILE}, a TorchScript archive, which holds code; expected a state dict; save "
+                "the model's state dict as safetensors where it was made"
             )
         if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
             raise ValueError("its numbers are big-endian")
@@ -232,7 +235,7 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
     starts = {}
     for key in Unpickler(file).load():
         num_items = int.from_bytes(file.read(8), "little")
-        starts[key] = file.tell()
+        starts[key] = file.seek(0, os.SEEK_CUR)
         file.seek(num_items * ITEM_SIZES[unpickler.storages[key].dtype], os.SEEK_CUR)
     return content, starts
 
@@ -251,7 +254,7 @@ def _unwrap(content: Any, *, ema: bool) -> tuple[dict[str, TensorEntry], list[st
     problem = _not_a_state_dict(content)
     if problem is not None:
         raise RefusedError(
-            f"which holds {problem}; expected a state dict, by itself or under one of "
+            f"got {FILE}, which holds {problem}; expected a state dict, by itself or under one of "
             f"{list(order)}; save the model's state dict"
         )
     return dict(content), notes

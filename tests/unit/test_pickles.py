@@ -158,8 +158,8 @@ def test_a_confined_process_can_do_nothing(tmp_path: Path) -> None:
 
 INSPECT = """
 import json, os, sys
-descriptors = sorted(os.listdir("/proc/self/fd"))
-print(json.dumps({"refused": f"{dict(os.environ)} {descriptors} {os.getcwd()} {sys.path}"}))
+found = dict(os.environ), sorted(os.listdir("/proc/self/fd")), os.getcwd(), sys.path
+print(json.dumps({"refused": " ".join(map(str, ["got {file},", *found]))}))
 """
 
 
@@ -227,6 +227,12 @@ def test_a_false_table_is_refused(
     answer = {"tensors": tensors, "notes": []}
     monkeypatch.setattr(pickle_file, "_ask_child", lambda *_, **__: answer)
     with pytest.raises(ValueError, match="which lists tensors that are not in it"):
+        open_weights(tmp_path / "a.bin", allow_pickle=True)
+
+
+def test_a_message_cannot_control_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\x80\x02c\x1b[2Jos\nsystem\n.")
+    with pytest.raises(ValueError, match=r"plain values \(\?\[2Jos.system\)"):
         open_weights(tmp_path / "a.bin", allow_pickle=True)
 
 
