@@ -8,11 +8,10 @@ import threading
 import time
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
 
-from opensora_sp.runtime import Launch, processes, rendezvous
+from opensora_sp.runtime import Launch, rendezvous
 
 
 @pytest.fixture
@@ -72,18 +71,3 @@ def test_missing_ranks_are_logged_while_others_join_one_by_one(
 
     reminders = [one for one in caplog.messages if one.startswith("waiting for rank")]
     assert len(reminders) >= 2, caplog.messages
-
-
-def test_ancestors_up_to_one_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher is watched even where one of its own ancestors exits at that moment."""
-    launcher = psutil.Process().parent()
-    own_parent = psutil.Process.parent
-
-    def parent(process: psutil.Process) -> psutil.Process | None:
-        if process == launcher:
-            raise psutil.NoSuchProcess(process.pid)
-        return own_parent(process)
-
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(psutil.Process, "parent", parent)
-    assert processes.launchers()[0] == launcher
