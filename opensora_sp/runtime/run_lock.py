@@ -201,7 +201,7 @@ class RunLock:
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX)
             if Found.read(self.path) == stale:
-                self.path.unlink()
+                self.path.unlink(missing_ok=True)
         finally:
             os.close(folder)
 
