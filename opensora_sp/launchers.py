@@ -46,9 +46,11 @@ def _end_with(watched: list[psutil.Process | None]) -> None:
     while all(map(is_alive, watched)):
         time.sleep(INTERVAL)
 
-    while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        time.sleep(INTERVAL)
-    time.sleep(EXIT_TIMEOUT)
+    deadline = time.monotonic() + EXIT_TIMEOUT
+    while time.monotonic() < deadline:
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            deadline = time.monotonic() + EXIT_TIMEOUT
+        time.sleep(min(INTERVAL, EXIT_TIMEOUT))
 
     with suppress(OSError):  # its terminal may be gone as well
         sys.stderr.write(f"rank {os.environ.get('RANK')} ends: its launcher has exited\n")

@@ -283,12 +283,11 @@ def hold(folder: Path) -> str:
     """What a run reports of the folder that it is to hold; its content if it holds it."""
     try:
         with _locked(folder):
+            names = sorted(path.name for path in folder.iterdir())
             torch.distributed.barrier()
-            return str(sorted(path.name for path in folder.iterdir()))
+            return str(names)
     except ValueError as error:
         return str(error)
-    finally:
-        torch.distributed.barrier()
 
 
 def test_a_folder_that_another_run_holds_is_refused_on_all_ranks(tmp_path: Path) -> None:
