@@ -39,7 +39,7 @@ from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_as_set, reporting_compilation
 from opensora_sp.parallel import CommLedger
-from opensora_sp.runtime import Watchdog, leave_process_group
+from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
@@ -177,6 +177,7 @@ class Trainer:
                 break
             self.interval.start += self.validator.after(done, run_dir, reporter, watch)
 
+        self.loader.close()
         self.checkpoints.wait()
         reporter.close()
         if stopped:
@@ -262,7 +263,7 @@ class Trainer:
             seed=cfg.seed,
             draw=self.draws.draw_micro_batch,
             device=self.device,
-            worker_init_fn=leave_process_group,
+            worker_init_fn=init_worker,
         )
 
     def _step(self, step: int, batches: StepBatches, watch: Watchdog | None) -> PendingOutcome:
