@@ -119,7 +119,9 @@ class Trainer:
             keep_every=cfg.keep_every,
             in_background=cfg.async_save,
         )
-        self.sync_check = SyncCheck(self.module, self.mesh, cfg.check_sync_every)
+        self.sync_check = SyncCheck(
+            self.module, self.mesh, cfg.check_sync_every, self.tensors.shards
+        )
         before = _allocated(device)
         self.validator = Validator(self)
         encoders += _allocated(device) - before

@@ -288,7 +288,7 @@ def test_a_request_to_stop_ends_the_run_after_the_step_with_the_configured_exit_
 
 def test_a_parameter_that_differs_is_named_with_its_rank(outcomes: Outcomes) -> None:
     for error in outcomes.of("diverging"):
-        assert "got another weight 'final_layer.linear.bias' on ranks [1]" in error
+        assert "got another weight 'final_layer.linear.bias' on ranks [1] than their" in error
         assert "in step 4" in error
 
 
@@ -311,70 +311,6 @@ def test_a_small_disk(config: Path, tmp_path: Path) -> None:
             verify(checkpoint)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-def synchronous(dtype: torch.dtype) -> dict[str, str]:
-    """Two replicas of two ranks: a toy model, whose parameters or batches are made to differ."""
-    from opensora_sp.parallel import SequenceMesh
-    from opensora_sp.training.sync_check import SyncCheck
-
-    mesh, found = SequenceMesh(2), {}
-    batch = {
-        "x_t": torch.full((3, 5), float(mesh.dp_rank)),
-        "mask": torch.ones(7, dtype=torch.bool),
-        "fps": None,
-    }
-
-    def check(
-        name: str, batches: list[dict[str, Any]], change: tuple[str, int] | None = None
-    ) -> SyncCheck:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1)).to(dtype)
-        if change is not None and mesh.rank == change[1]:
-            model.get_parameter(change[0]).data[-1] = 7.0
-        watch = SyncCheck(model, mesh, every=4)
-        for step in range(4):
-            for one in batches:
-                watch.see(step, one)
-            try:
-                watch.compare(step)
-            except ValueError as error:
-                found[name] = str(error)
-        return watch
-
-    watch = check("same", [batch, batch])
-    parameters = 22 * dtype.itemsize
-    assert watch.cost["checks"] == 1
-    assert watch.cost["bytes_read"] == parameters + 2 * (15 * 4 + 7)
-    assert watch.cost["bytes_sent"] == 3 * 2 * 8  # two numbers to each of three others
-    assert "same" not in found
-    check("parameter", [batch], ("1.weight", 3))
-    check("peer", [batch | ({"mask": torch.zeros(7, dtype=torch.bool)} if mesh.rank == 2 else {})])
-    check("replica", [batch | {"x_t": torch.zeros(3, 5)}])
-    check("idle replica", [batch] if mesh.dp_rank == 0 else [])
-    return found
-
-
-def all_synchronous() -> list[dict[str, str]]:
-    return [synchronous(dtype) for dtype in (torch.float32, torch.bfloat16)]
-
-
-def test_parameters_are_compared_everywhere_and_batches_in_groups_and_across_replicas() -> None:
-    for of_rank in run_ranks(4, all_synchronous):
-        for found in of_rank:
-            assert set(found) == {"parameter", "peer", "replica"}
-            assert (
-                "got another weight '1.weight' on ranks [3] than on the rest of ranks [0, 1, 2, 3]"
-                in found["parameter"]
-            )
-            assert (
-                "got another batch tensor 'mask' on ranks" in found["peer"]
-                and "of ranks [2, 3]" in found["peer"]
-            )
-            assert (
-                "got the same batch on replicas that begin with ranks [0, 2], in step 4"
-                in found["replica"]
-            )
 
 
 def state_of(run_dir: Path, step: int) -> dict[str, Any]:
