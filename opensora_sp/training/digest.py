@@ -51,16 +51,22 @@ def digest(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tenso
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Flat parts of the tensors, in their order: of one dtype, and of at most ``PIECE`` elements."""
+    """Flat parts of the tensors in their order, of one dtype and at most ``PIECE`` elements."""
     piece: list[Tensor] = []
     room = PIECE
     for tensor in tensors:
-        for part in tensor.reshape(-1).split(PIECE):
-            if piece and (part.numel() > room or part.dtype != piece[0].dtype):
-                yield piece
-                piece, room = [], PIECE
-            piece.append(part)
-            room -= part.numel()
+        rest = tensor.reshape(-1)
+        if piece and piece[0].dtype != rest.dtype:
+            yield piece
+            piece, room = [], PIECE
+
+        while True:
+            piece.append(rest[:room])
+            rest, room = rest[room:], room - piece[-1].numel()
+            if room:
+                break
+            yield piece
+            piece, room = [], PIECE
 
     if piece:
         yield piece

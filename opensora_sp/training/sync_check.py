@@ -126,7 +126,7 @@ class SyncCheck:
         return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
 
     def _unlike_masters(self) -> Tensor:
-        """Zero if this rank's part of the working weights is its master weights, rounded; ``[]``."""
+        """Zero, ``[]``, if this rank's part of the working weights is its master weights."""
         if self.shards is None:
             return torch.zeros((), dtype=torch.int64, device=self._device)
 
@@ -186,10 +186,7 @@ class SyncCheck:
         )
 
     def _unlike_whole_masters(self, name: str) -> list[int]:
-        """Ranks whose weight is not all ranks' master weights, rounded. Collective.
-
-        None where it is not trained.
-        """
+        """Ranks where a trained weight is not that of all master weights, rounded. Collective."""
         if self.shards is None or name not in self.shards.working:
             return []
         working = self.shards.working[name]
