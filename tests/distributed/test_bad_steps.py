@@ -166,7 +166,13 @@ def diverging(config: Path, root: Path) -> str:
         SequenceZeroOptimizer.step_if_finite = plain
 
 
+def reporting(config: Path, root: Path, steps: int, resume: str | None) -> str:
+    return train_once(config, root / "reporting", f"max_steps={steps}", resume=resume)
+
+
 CASES: dict[str, tuple] = {
+    "without metrics": (reporting, 2, None),
+    "with metrics again": (reporting, 3, "auto"),
     "stage 1": (bad_steps, 1),
     "stage 2": (bad_steps, 2),
     "ended": (bad_to_the_end,),
@@ -286,6 +292,24 @@ def test_a_request_to_stop_ends_the_run_after_the_step_with_the_configured_exit_
     assert stopped in (run_dir / "train.log").read_text()
 
 
+def test_a_run_goes_on_without_its_metrics_and_the_next_start_has_them(outcomes: Outcomes) -> None:
+    run_dir = outcomes.root / "reporting"
+    run_dir.mkdir()
+    for name in ("metrics.jsonl", "sessions.jsonl", "train.log", "summary.json", "sample.py"):
+        (run_dir / name).symlink_to("/dev/full")
+    # A file in the place of the folder.
+    (run_dir / "tensorboard").touch()
+    assert outcomes.of("without metrics") == ["finished"] * 2
+
+    for path in run_dir.iterdir():
+        if path.is_symlink() or path.name == "tensorboard":
+            path.unlink()
+    assert outcomes.of("with metrics again") == ["finished"] * 2
+    assert [path.name[-1] for path in committed_checkpoints(run_dir)] == ["1", "2", "3"]
+    assert [line["step"] for line in read_metrics(run_dir)] == [3]
+    assert "incomplete" not in (run_dir / "train.log").read_text()
+
+
 def test_a_parameter_that_differs_is_named_with_its_rank(outcomes: Outcomes) -> None:
     for error in outcomes.of("diverging"):
         assert "got another weight 'final_layer.linear.bias' on ranks [1] than their" in error
@@ -303,7 +327,7 @@ def test_a_small_disk(config: Path, tmp_path: Path) -> None:
     try:
         reported = run_ranks(2, train_once, config, disk / "run", "max_steps=4")
         assert reported[0] == reported[1] and reported[0].startswith(
-            "ValueError: got 'No space left on device' while writing"
+            f"ValueError: got 'No space left on device' while writing {disk}/run/.partial-step_"
         )
         whole = committed_checkpoints(disk / "run")
         assert whole and whole[-1].name != "step_00000004"
