@@ -1,7 +1,11 @@
-"""Metrics that cannot be written are logged once, and end no run; what is written is whole."""
+"""Metrics that cannot be written are logged once, and end no run; what is written is whole.
+
+Drawing them leaves no memory behind.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import sys
@@ -14,7 +18,14 @@ from typing import Any
 import pytest
 from logs import captured_lines
 
-from opensora_sp.training.metrics import LogFile, Reporter, append_line, read_lines, read_metrics
+from opensora_sp.training.metrics import (
+    LogFile,
+    Reporter,
+    append_line,
+    draw_loss,
+    read_lines,
+    read_metrics,
+)
 
 VALUES: dict[str, float | None] = {"loss": 0.5, "lr": 1e-4, "tokens_per_s": 7.0, "eta": 1.0}
 VALUES |= {"step_time": 1.0, "peak_memory_gb": 1.0, "data_wait": 0.1, "communication": 0.1}
@@ -153,6 +164,20 @@ def test_metrics_stay_where_they_cannot_be_rewritten(tmp_path: Path) -> None:
     (tmp_path / ".partial-metrics.jsonl").symlink_to("/dev/full")
     report(tmp_path, range(3, 4))
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
+
+
+def test_a_drawn_figure_takes_no_memory_afterwards(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    report(tmp_path, range(2))
+    gc.collect()
+    gc.disable()
+    try:
+        draw_loss(tmp_path)
+        assert not [one for one in gc.get_objects() if type(one) is Figure]
+    finally:
+        gc.enable()
+    assert not gc.get_freeze_count()
 
 
 def test_a_log_file_that_cannot_be_written_is_reported_once(
