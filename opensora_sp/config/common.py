@@ -110,7 +110,7 @@ class Common(Strict):
     """Largest frames, clips and files that are decoded or sampled."""
 
     allow_pickle: bool = False
-    """Also read pickled weights, which can execute code."""
+    """Also read pickled weights, in a process without network and access to files."""
 
     convert: Annotated[tuple[str, ...], AfterValidator(check_conversions)] = ()
     """Conversions of the initial weights, by name; see docs/weights.md."""
