@@ -45,23 +45,27 @@ class Limits(BaseModel):
         Args:
             what: is too large, for errors.
         """
-        frames = "1 frame" if num_frames == 1 else f"{num_frames:,} frames"
-        size = f"{what} of {frames} of {height:,} x {width:,} pixels"
-        self._compare(size, "frame_pixels", height * width, "pixels in a frame")
-        self._compare(size, "clip_frames", num_frames, "frames")
-        self._compare(size, "clip_bytes", 3 * num_frames * height * width, "bytes in memory")
+        measured = {
+            "frame_pixels": (height * width, "pixels in a frame"),
+            "clip_frames": (num_frames, "frames"),
+            "clip_bytes": (3 * num_frames * height * width, "bytes in memory"),
+        }
+        for name, (number, unit) in measured.items():
+            if number > getattr(self, name):
+                frames = "1 frame" if num_frames == 1 else f"{num_frames:,} frames"
+                size = f"{what} of {frames} of {height:,} x {width:,} pixels"
+                raise self._refusal(f"{size}, {number:,} {unit}", name)
 
     def check_file(self, num_frames: int) -> None:
         """Raise ValueError if a file has too many frames to look for a clip in it."""
-        self._compare("a file", "file_frames", num_frames, "frames")
+        if num_frames > self.file_frames:
+            raise self._refusal(f"a file of at least {num_frames:,} frames", "file_frames")
 
-    def _compare(self, what: str, name: str, number: int, unit: str) -> None:
-        allowed = getattr(self, name)
-        if number > allowed:
-            raise ValueError(
-                f"got {what}, {number:,} {unit}; expected at most {allowed:,} (limits.{name}); "
-                f"make it smaller, or raise limits.{name} if there is memory for it"
-            )
+    def _refusal(self, found: str, name: str) -> ValueError:
+        return ValueError(
+            f"got {found}; expected at most {getattr(self, name):,} (limits.{name}); make it "
+            f"smaller, or raise limits.{name} if there is memory for it"
+        )
 
 
 DEFAULT_LIMITS = Limits()

@@ -175,6 +175,7 @@ def _probe(path: str | Path, budget: Budget) -> Probed:
         if first is None:
             raise ValueError("it holds no frame")
         height, width, _ = _upright(first).shape
+        budget.limits.check("a file", 1, height, width)
         fps = float(stream.average_rate) if stream.average_rate else None
     num_frames = _count_frames(path, budget)
     return Probed(num_frames, height, width, fps if num_frames > 1 else None)
@@ -257,7 +258,6 @@ def _decoded(container: Any, stream: Any, budget: Budget) -> Iterator[Any]:
     try:
         for frame in container.decode(stream):
             budget.check_time()
-            budget.limits.check("a file", 1, frame.height, frame.width)
             yield frame
     except av.error.ArgumentError:
         raise ValueError(
