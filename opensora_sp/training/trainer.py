@@ -119,7 +119,9 @@ class Trainer:
             keep_every=cfg.keep_every,
             in_background=cfg.async_save,
         )
-        self.sync_check = SyncCheck(self.module, self.mesh, cfg.check_sync_every)
+        self.sync_check = SyncCheck(
+            self.module, self.mesh, cfg.check_sync_every, self.tensors.shards
+        )
         before = _allocated(device)
         self.validator = Validator(self)
         encoders += _allocated(device) - before
@@ -170,7 +172,8 @@ class Trainer:
             if saves:
                 self.checkpoints.save(self.tensors, self.state(done))
                 if is_main:
-                    draw_loss(run_dir)
+                    with reporter.outputs.of("loss.png"):
+                        draw_loss(run_dir)
                 # The time of a checkpoint is not part of the next step.
                 self.interval.start = time.perf_counter()
             if stopped:
@@ -185,9 +188,11 @@ class Trainer:
             message = "stopped after step %d of %d (%s), with a checkpoint; resume with: %s"
             logger.info(message, done, cfg.max_steps, watch.why_to_stop(), command)
         else:
-            write_summary(self, run_dir, counter)
+            with reporter.outputs.of("summary.json"):
+                write_summary(self, run_dir, counter)
             if is_main:
-                conclude(cfg, run_dir, time.perf_counter() - began)
+                with reporter.outputs.of("sample.py"):
+                    conclude(cfg, run_dir, reporter.last["loss"], time.perf_counter() - began)
         return not stopped
 
     def state(self, done: int) -> dict[str, Any]:
