@@ -73,9 +73,13 @@ def committed_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: checkpoint_step(path) or 0)
 
 
-def damaged_checkpoints(run_dir: Path) -> list[Path]:
-    """Damaged checkpoints of a run that were set aside, as ``step_....damaged``."""
-    return [path for path in _content(run_dir) if _DAMAGED_NAME.fullmatch(path.name)]
+def all_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints of a run, also interrupted ones and those set aside as damaged."""
+    return [
+        path
+        for path in _content(run_dir)
+        if checkpoint_step(path) is not None or _DAMAGED_NAME.fullmatch(path.name)
+    ]
 
 
 def had_checkpoints(run_dir: Path) -> bool:
@@ -84,8 +88,12 @@ def had_checkpoints(run_dir: Path) -> bool:
     ``latest`` is written after each commit. An interrupted first save leaves only ``.partial-*``,
     or a folder without ``COMMIT``.
     """
-    traces = [path for path in _content(run_dir) if path.name == "latest"]
-    return bool(traces or committed_checkpoints(run_dir) or damaged_checkpoints(run_dir))
+    traces = [
+        path
+        for path in _content(run_dir)
+        if path.name == "latest" or _DAMAGED_NAME.fullmatch(path.name)
+    ]
+    return bool(traces or committed_checkpoints(run_dir))
 
 
 def newest_checkpoint(path: Path) -> Path | None:

@@ -25,7 +25,7 @@ from opensora_sp.checkpoint import (
     set_aside,
     verify,
 )
-from opensora_sp.checkpoint.paths import damaged_checkpoints, had_checkpoints
+from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
 from opensora_sp.checkpoint.writer import all_finite
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def _set_all_aside(run_dir: Path) -> None:
             "checkpoint; pass --resume auto or another --cfg-options outputs=..."
         )
 
-    for folder in (*committed_checkpoints(run_dir), *damaged_checkpoints(run_dir)):
+    for folder in all_checkpoints(run_dir):
         logger.warning("%s is set aside as %s", folder, set_aside(folder, "previous").name)
     (run_dir / "latest").unlink(missing_ok=True)
 

@@ -234,8 +234,9 @@ def test_what_cannot_work_is_refused_before_any_process_group(
 
 
 def test_a_folder_that_had_checkpoints_is_not_taken_for_a_new_one(
-    config: Path, tmp_path: Path
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
     (tmp_path / "step_00000003.damaged").mkdir()
     with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
         preflight(load_train_config(config, [f"outputs={tmp_path}"]), None)

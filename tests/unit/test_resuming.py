@@ -173,8 +173,11 @@ def test_only_an_interrupted_first_save_starts_from_step_0(two: Path, tmp_path: 
         with pytest.raises(ValueError, match="only its traces are left"):
             find_checkpoint(tmp_path / name, "auto")
 
-    run_dir = tmp_path / "set aside"
-    assert on_two_ranks((run_dir, "none"), (run_dir, "auto")) == [None, None]
+    cases = [(tmp_path / name, "none") for name in ("set aside", "no COMMIT")]
+    cases += [(run_dir, "auto") for run_dir, _ in cases]
+    assert on_two_ranks(*cases) == [None] * 4
+    kept = [path.name for path in (tmp_path / "no COMMIT").iterdir()]
+    assert sorted(kept) == [f"{FIRST}.previous", f"{SECOND}.previous"]
 
 
 def test_a_good_checkpoint_is_neither_left_out_nor_begun_anew(two: Path, tmp_path: Path) -> None:
