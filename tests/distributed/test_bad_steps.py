@@ -117,8 +117,8 @@ def corrupted(config: Path, root: Path, at_rank: int, kind: str) -> str:
     return train_once(config, root / f"{kind} of {at_rank}", "max_steps=4", "keep_last=1")
 
 
-def resumed(config: Path, outputs: Path) -> str:
-    return train_once(config, outputs, "max_steps=4", "keep_last=1", resume="auto")
+def resumed(config: Path, outputs: Path, how: str = "auto") -> str:
+    return train_once(config, outputs, "max_steps=4", "keep_last=1", resume=how)
 
 
 class Full(FileSystem):
@@ -230,8 +230,9 @@ def outcomes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes
     return Outcomes(config, tmp_path_factory.mktemp("runs"))
 
 
-def digests(run_dir: Path, step: int) -> list[str]:
-    files = json.loads((run_dir / f"step_{step:08d}" / "manifest.json").read_text())["files"]
+def digests(run_dir: Path, step: int | str) -> list[str]:
+    name = step if isinstance(step, str) else f"step_{step:08d}"
+    files = json.loads((run_dir / name / "manifest.json").read_text())["files"]
     return [files[name]["sha256"] for name in TENSORS]
 
 
@@ -292,6 +293,25 @@ def test_what_is_not_finite_is_not_saved_and_the_next_start_resumes_before_it(
     assert run_ranks(2, resumed, outcomes.config, run_dir) == ["finished", "finished"]
     assert f"resumed from {good} at step 2" in (run_dir / "train.log").read_text()
     assert [path.name for path in committed_checkpoints(run_dir)] == ["step_00000004"]
+
+
+@pytest.mark.slow
+def test_a_run_begins_anew_where_the_user_asks_for_it(outcomes: Outcomes) -> None:
+    """Its checkpoints are of a later version: an error, ``--resume none``, and auto after it."""
+    run_dir = outcomes.root / "stopped"
+    assert run_ranks(2, resumed, outcomes.config, run_dir) == ["finished", "finished"]
+    (only,) = committed_checkpoints(run_dir)
+    (only / "COMMIT").write_text(f"3 {(only / 'COMMIT').read_text().split()[1]}\n")
+
+    first, second = run_ranks(2, resumed, outcomes.config, run_dir)
+    assert first == second and "of which none can be resumed (the newest: got a checkpoint" in first
+    assert committed_checkpoints(run_dir) == [only]
+
+    assert run_ranks(2, resumed, outcomes.config, run_dir, "none") == ["finished", "finished"]
+    assert digests(run_dir, 4) == digests(run_dir, "step_00000004.previous")
+    assert run_ranks(2, resumed, outcomes.config, run_dir) == ["finished", "finished"]
+    again = run_ranks(2, resumed, outcomes.config, run_dir, "none")
+    assert all(f"got --resume none while {only} can be resumed" in error for error in again)
 
 
 def test_outcomes_are_read_one_step_late_where_no_log_or_checkpoint_needs_them(
