@@ -6,14 +6,24 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 
-from opensora_sp.checkpoint import CheckpointFolder, Part, SaveJob, Saver, checkpoint_name
+from opensora_sp.checkpoint import (
+    CheckpointFolder,
+    Part,
+    SaveJob,
+    Saver,
+    Spec,
+    checkpoint_name,
+    committed_checkpoints,
+)
 from opensora_sp.training.checkpointing import Checkpoints
 from opensora_sp.training.resuming import choose_checkpoint, find_checkpoint
 
@@ -224,3 +234,45 @@ def test_the_last_good_checkpoint_is_whole_and_finite(two: Path, tmp_path: Path)
     assert content(run_dir) == before
     assert on_two_ranks((run_dir, "auto")) == [SECOND]
     assert Checkpoints(tmp_path / "new").advice() == "resume from the beginning"
+
+
+@dataclass
+class Config:
+    depth: int = 1
+
+
+def state_of_a_run(weight: torch.Tensor) -> Any:
+    """What a save takes of a ``TrainingState``."""
+    optimizer = SimpleNamespace(loss_scale_state=lambda: None)
+    groups = [{"parameters": ["weight"]}]
+    part = Part(weight, Spec.of(weight), sharded=True)
+    files = {FILES[0]: {"weight": part}, FILES[1]: {"weight": part}, FILES[2]: {}}
+    return SimpleNamespace(
+        module=SimpleNamespace(config=Config()),
+        shards=SimpleNamespace(groups=lambda: groups, optimizer=optimizer),
+        files=lambda: files,
+    )
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_no_save_replaces_good_checkpoints_by_worse_ones(
+    tmp_path: Path, in_background: bool
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, in_background=in_background)
+    weight = torch.ones(5)
+    checkpoints.save(state_of_a_run(weight), {"step": 1})
+    checkpoints.save(state_of_a_run(weight), {"step": 2})
+    # Steps are skipped.
+    checkpoints.save(state_of_a_run(weight), {"step": 3}, rotate=False)
+
+    weight[2] = float("nan")
+    message = f"NaN or infinity in weight .* after step 4; .* checkpoint, {tmp_path}/step_00000003,"
+    with pytest.raises(ValueError, match=message):
+        checkpoints.save(state_of_a_run(weight), {"step": 4})
+    kept = [path.name for path in committed_checkpoints(tmp_path)]
+    assert kept == ["step_00000002", "step_00000003"]
+
+    weight[2] = 1.0
+    checkpoints.save(state_of_a_run(weight), {"step": 5})
+    checkpoints.wait()
+    assert [path.name for path in committed_checkpoints(tmp_path)] == ["step_00000005"]
