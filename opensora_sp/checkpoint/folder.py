@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from opensora_sp.regular_file import open_regular
+
 from .filesystem import FileSystem, sha256
 from .paths import checkpoint_step, committed_checkpoints, is_committed
 from .tensor_file import Spec, TensorFile
@@ -255,8 +257,8 @@ def _commit_text(manifest: bytes, number: int) -> bytes:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     number, commit = _read_commit(folder)
     path = folder / "manifest.json"
-    with _reading(path):
-        text = path.read_bytes()
+    with _reading(path), open_regular(path) as file:
+        text = file.read()
     if commit != _commit_text(text, number):
         raise DamagedCheckpointError(
             f"got a damaged checkpoint: {path} is not the one that COMMIT names; expected the file "
@@ -275,8 +277,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def _read_commit(folder: Path) -> tuple[int, bytes]:
     """The format of a checkpoint, and the content of ``COMMIT``."""
     path = folder / "COMMIT"
-    with _reading(path):
-        commit = path.read_bytes()
+    with _reading(path), open_regular(path) as file:
+        commit = file.read()
 
     found = re.match(rb"(\d{1,9})\s", commit)
     if found is None:

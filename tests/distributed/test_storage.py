@@ -279,6 +279,12 @@ def use_format(folder: Path, number: int) -> None:
     (folder / "COMMIT").write_text(f"{number} {(folder / 'COMMIT').read_text().split()[1]}\n")
 
 
+def make_fifo(path: Path) -> None:
+    """A plain ``open`` of it never returns."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 def make_unreadable(path: Path) -> None:
     """Every read of the file fails with EIO, also for root."""
     path.unlink()
@@ -292,6 +298,7 @@ def make_unreadable(path: Path) -> None:
         (lambda f: use_format(f, 1), r"got a checkpoint of format 1 in .*; expected one of \[2\]"),
         (lambda f: make_unreadable(f / "COMMIT"), "COMMIT, which cannot be read now .Input/output"),
         (lambda f: make_unreadable(f / "manifest.json"), "manifest.json, which cannot be read now"),
+        (lambda f: make_fifo(f / "manifest.json"), "manifest.json, which .* now .a named pipe"),
         (
             lambda f: f.rename(f.with_name("step_00000008")),
             "expected the step of the folder's name",
