@@ -218,6 +218,13 @@ def test_ranks_whose_launcher_has_gone_stop_with_a_checkpoint(
     job = Job(tmp_path, config, *FOR_LONG, launcher=launcher, pause=0.3)
     jobs.append(job)
     job.until("2/1000")
+    if launcher == "torchrun":
+        second = Job(tmp_path, config, *FOR_LONG)
+        jobs.append(second)
+        second.until("expected one run for each folder")
+        second.until_gone(30)
+        assert second.process.returncode == 1
+        assert f"process {job.rank(0)} of {os.uname().nodename} holds since 2" in second.text
     job.process.send_signal(number)
     # One of its copies waits for a signal that nobody sends.
     job.until_gone(30, but="colossalai")
