@@ -34,6 +34,7 @@ class BoundedStore:
     the other, and may wait for ever: no process waits for it at its end.
 
     Attributes:
+        store: the store itself, whose methods have no bound.
         timeout: may be changed from call to call.
 
     Waiting is counted in slices, so a process that resumes after being suspended still reads the
@@ -41,14 +42,21 @@ class BoundedStore:
     """
 
     def __init__(self, store: Any, timeout: float) -> None:
-        self._store, self.timeout = store, timeout
+        self.store, self.timeout = store, timeout
         self._is_lost = False
         self._calls: Calls = SimpleQueue()
         weakref.finalize(self, self._calls.put, None)
         threading.Thread(target=_serve, args=(self._calls,), name="store", daemon=True).start()
 
+    @classmethod
+    def connect(cls, make: Callable[[], Any], timeout: float) -> BoundedStore:
+        """Make the store within the same bound: torch's constructor waits for an answer, too."""
+        bounded = cls(None, timeout)
+        bounded.store = bounded._call(make)
+        return bounded
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._call, getattr(self._store, method))
+        return partial(self._call, getattr(self.store, method))
 
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         if self._is_lost:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -221,16 +222,19 @@ class Rendezvous:
 def _open_store(launch: Launch, timeout: float) -> dist.Store:
     """The store at the launch's address: of torchrun, or hosted by rank 0 as ``env://`` would."""
     host, port = launch.master
+    connect = partial(
+        dist.TCPStore,
+        host,
+        port,
+        launch.world_size,
+        is_master=launch.hosts_store,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,  # so that init_process_group in this process finds the same one
+    )
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            launch.world_size,
-            is_master=launch.hosts_store,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,  # so that init_process_group in this process finds the same one
-        )
+        server: dist.Store = BoundedStore.connect(connect, timeout).store
+        return server
     except (RuntimeError, ValueError) as error:
         if launch.hosts_store:
             raise ValueError(

@@ -52,6 +52,7 @@ from .heartbeats import (
     Heartbeat,
     HeartbeatStore,
     PeerTimeout,
+    first_line,
 )
 from .processes import is_alive, launchers
 from .signals import SignalHandler
@@ -260,7 +261,7 @@ class Watchdog:
                 if self._ended.is_set():
                     return
                 self._store.close()
-                reason = (str(error) or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 or_hangs = "" if reason == PROCESS_ENDED else ", is stopped or is cut off"
                 return self._end_run(
                     f"rank 0, which hosts the store of the heartbeats, has exited{or_hangs} "
