@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 SLICE = 1.0  # seconds
+CONNECT_MARGIN = 5.0  # seconds beyond torch's own timeout, which covers all but the first answer
 
 Calls = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 """What a thread is to call and where it puts the result; None ends the thread."""
@@ -50,9 +51,10 @@ class BoundedStore:
 
     @classmethod
     def connect(cls, make: Callable[[], Any], timeout: float) -> BoundedStore:
-        """Make the store within the same bound: torch's constructor waits for an answer, too."""
-        bounded = cls(None, timeout)
+        """Make the store within about ``timeout``: torch's constructor waits for an answer, too."""
+        bounded = cls(None, timeout + CONNECT_MARGIN)
         bounded.store = bounded._call(make)
+        bounded.timeout = timeout
         return bounded
 
     def __getattr__(self, method: str) -> Callable[..., Any]:

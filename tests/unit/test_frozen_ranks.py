@@ -1,0 +1,71 @@
+"""Ranks that stop writing heartbeats: how the others learn of it, and when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opensora_sp.runtime.collective_recorder import Collective
+from opensora_sp.runtime.collective_timeout import CollectiveTimeout
+from opensora_sp.runtime.heartbeats import Heartbeat
+
+TIMEOUT = 12  # seconds of collective_timeout, and heartbeats of a rank in that time
+RANKS = 3
+
+
+class Peers:
+    """The heartbeats of all ranks, in a run that waits in one collective."""
+
+    def __init__(self, frozen: int, own: int, call: Collective) -> None:
+        self.frozen, self.number = frozen, 0
+        recorder: Any = SimpleNamespace(pending=lambda: [call], find=lambda group, number: call)
+        self.check = CollectiveTimeout(
+            recorder, rank=own, timeout=float(TIMEOUT), read_heartbeats=self.read
+        ).check
+
+    def read(self, ranks: list[int]) -> dict[int, Heartbeat]:
+        return {rank: self.of(rank) for rank in ranks}
+
+    def of(self, rank: int) -> Heartbeat:
+        if rank == self.frozen:
+            return Heartbeat(4, {"0": 6}, {"0": 6}, "a line of the model", False)
+        return Heartbeat(self.number, {"0": 7}, {"0": 6}, "the collective", False)
+
+    def first_report(self) -> tuple[int, str | None]:
+        """The heartbeat at which this rank reports something; None after a minute."""
+        for self.number in range(60):
+            report = self.check(self.number)
+            if report is not None:
+                return self.number, report
+        return self.number, None
+
+
+def waiting_call(*, returned: bool = False) -> Collective:
+    ranks = tuple(range(RANKS))
+    return Collective("all_reduce", [], "0", 7, ranks, None, "a line", returned=returned)
+
+
+@pytest.mark.parametrize("frozen", range(RANKS))
+def test_all_others_name_a_frozen_rank_soon_after_collective_timeout(frozen: int) -> None:
+    """``peer_timeout`` may be longer."""
+    others = [rank for rank in range(RANKS) if rank != frozen]
+    for own in others:
+        heartbeat, report = Peers(frozen, own, waiting_call()).first_report()
+        assert TIMEOUT < heartbeat <= TIMEOUT + 5 and report is not None
+        assert report.endswith(
+            f"ranks {others} joined, missing: rank {frozen}, which sends no heartbeats, has called "
+            "6 and was at a line of the model"
+        )
+
+
+def test_a_rank_without_heartbeats_does_not_end_a_run_that_does_not_wait_for_it() -> None:
+    """It may compute for long, holding Python's lock, after a collective that all have left."""
+    assert Peers(1, 0, waiting_call(returned=True)).first_report() == (59, None)
+
+
+def test_a_rank_that_others_wait_for_but_that_writes_heartbeats_is_judged_by_these() -> None:
+    peers = Peers(RANKS, 0, waiting_call())  # nobody is frozen
+    _, report = peers.first_report()
+    assert report is not None and "missing: none, so the network" in report
