@@ -4,6 +4,7 @@ from .environment import Launch
 from .host_checks import check_machine, check_shared_memory
 from .processes import leave_process_group
 from .rendezvous import join_rendezvous, raise_on_all_ranks
+from .start_limit import StartLimit
 from .watchdog import Watchdog, backend_timeout
 
 # Former names, until 1.0.
@@ -13,6 +14,7 @@ told_to_all_ranks = raise_on_all_ranks
 
 __all__ = [
     "Launch",
+    "StartLimit",
     "Watch",
     "Watchdog",
     "backend_timeout",

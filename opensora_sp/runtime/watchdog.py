@@ -57,6 +57,7 @@ from .heartbeats import (
 from .processes import is_alive, launchers
 from .signals import SignalHandler
 from .stack_inspection import location_of_thread, stack_of_thread
+from .start_limit import StartLimit, default_store
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit
@@ -137,9 +138,10 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._world_size > 1:
-            self._store.open(self.peer_timeout, self._answer_timeout)
-            self._write_heartbeat()
-            dist.barrier()
+            with StartLimit(default_store(), self._rank, self._world_size):
+                self._store.open(self.peer_timeout, self._answer_timeout)
+                self._write_heartbeat()
+                dist.barrier()
             self._recorder.start()
         self._signals.install()
         self._thread.start()

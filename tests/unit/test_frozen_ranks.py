@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from exits import recorded_exits
+from polling import wait_until
 
+from opensora_sp.runtime import StartLimit, start_limit
 from opensora_sp.runtime.collective_recorder import Collective
 from opensora_sp.runtime.collective_timeout import CollectiveTimeout
 from opensora_sp.runtime.heartbeats import Heartbeat
@@ -69,3 +74,48 @@ def test_a_rank_that_others_wait_for_but_that_writes_heartbeats_is_judged_by_the
     peers = Peers(RANKS, 0, waiting_call())  # nobody is frozen
     _, report = peers.first_report()
     assert report is not None and "missing: none, so the network" in report
+
+
+@pytest.fixture
+def short_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "0.1")
+    monkeypatch.setattr(start_limit, "INTERVAL", 0.1)
+    monkeypatch.setattr(start_limit, "RESPONSE_TIMEOUT", 0.3)
+
+
+@pytest.mark.parametrize("frozen", range(RANKS))
+def test_a_rank_that_freezes_before_the_first_heartbeats_is_named_by_all_others(
+    frozen: int, short_start: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, gone = dist.HashStore(), threading.Event()
+
+    def rank_waits(rank: int) -> None:
+        with StartLimit(store, rank, RANKS):
+            gone.wait(30)
+
+    others = [rank for rank in range(RANKS) if rank != frozen]
+    with recorded_exits() as codes:
+        ranks = [threading.Thread(target=rank_waits, args=(rank,)) for rank in others]
+        for rank in ranks:
+            rank.start()
+        wait_until(lambda: len(codes) == len(others), 10)
+        gone.set()
+        for rank in ranks:
+            rank.join()
+
+    assert codes == [1, 1]
+    for rank in others:
+        assert (
+            f"rank {rank} stops: got no process group of 3 ranks within 0.1 s: rank {frozen} did "
+            "not respond; expected all ranks to start; "
+        ) in caplog.text
+        assert f"rank {rank} was at" in caplog.text
+    assert "in rank_waits" in caplog.text
+
+
+def test_a_start_in_time_is_not_ended(short_start: None) -> None:
+    with recorded_exits() as codes:
+        with StartLimit(dist.HashStore(), 0, RANKS):
+            pass
+        threading.Event().wait(0.6)
+    assert codes == []
