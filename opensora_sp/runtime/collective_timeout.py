@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .collective_recorder import Collective, CollectiveRecorder
 from .heartbeats import INTERVAL, Heartbeat
 
-SILENT_HEARTBEATS = 3  # of this rank, in which a peer that has written none counts as stopped
+SILENT_HEARTBEATS = 2  # of this rank, in which a peer that has written none counts as stopped
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,11 @@ class HeartbeatStore:
         try:
             address = LOOPBACK if is_one_host else rendezvous_address()
             self._server = StoreServer(address, timeout)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             return _Place(
                 error=f"got {address or 'no MASTER_ADDR'} to listen on for the other ranks, which "
-                f"{socket.gethostname()} cannot ({error.strerror or error}); expected an address "
-                "of the first host, where rank 0 runs; set MASTER_ADDR to it"
+                f"{socket.gethostname()} cannot ({first_line(error)}); expected an address of the "
+                "first host, where rank 0 runs; set MASTER_ADDR to it"
             )
 
         place = _Place(address, self._server.port, secrets.token_bytes(TOKEN_BYTES))
@@ -191,18 +191,18 @@ class HeartbeatStore:
         except RuntimeError:
             return reason  # there is no store, or rank 0 has exited
 
-    def wait_until_all_know(self) -> bool:
+    def wait_until_all_know(self, timeout: float = PROPAGATION_TIMEOUT) -> bool:
         """Acknowledge the failure; returns whether all living ranks did so in time."""
         with suppress(RuntimeError):  # no store, or rank 0 was faster
             store = self._connected()
             if self._bounded is not None:
-                self._bounded.timeout = PROPAGATION_TIMEOUT
+                self._bounded.timeout = timeout
             store.set(f"acknowledged {self._rank}", "")
 
             gone = {rank for rank, process in self.peers.items() if not is_alive(process)}
             living = [rank for rank in range(self._world_size) if rank not in gone]
             names = [f"acknowledged {rank}" for rank in living]
-            return wait_until(lambda: store.contains(names), PROPAGATION_TIMEOUT)
+            return wait_until(lambda: store.contains(names), timeout)
         return False
 
     def _connected(self) -> SignedStore:

@@ -61,6 +61,7 @@ from .start_limit import StartLimit, default_store
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit
+HANG_TIMEOUT = 2.0  # seconds for ranks that respond to learn that another one does not
 COLLECTIVE_TIMEOUT = 1800.0  # seconds, unless a config sets another
 BACKEND_MARGIN = 60.0  # seconds that backends get beyond it, so that the watchdog reports first
 CONNECTION_ERRORS = (
@@ -329,13 +330,16 @@ class Watchdog:
     def _end_run(self, reason: str) -> None:
         """Report a failure, propagate it, and end the process unless the run ends by itself."""
         self._failure = reason = self._store.claim_failure(reason)
+        is_hang = any(words in reason for words in OF_HANGS)
         if not self._ended.is_set():
             self._report(reason)
-            if any(words in reason for words in OF_HANGS):
+            if is_hang:
                 stack = stack_of_thread(self._main_thread)
                 logger.error("rank %d was at:\n%s", self._rank, stack)
-        self._store.wait_until_all_know()
-        if self._ended.wait(EXIT_TIMEOUT):
+
+        # Where a rank does not respond, no run that waits for it ends by itself.
+        all_know = self._store.wait_until_all_know(HANG_TIMEOUT if is_hang else PROPAGATION_TIMEOUT)
+        if self._ended.wait(0 if is_hang and not all_know else EXIT_TIMEOUT):
             return
 
         logging.shutdown()  # flushes
