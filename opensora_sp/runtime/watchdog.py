@@ -12,8 +12,10 @@ a rank is stopped or cut off   no heartbeat for                the others report
                                ``peer_timeout``
 rank 0 is, or its host         its store does not answer for   the others report it and exit
                                the shorter of both timeouts
-a rank does not join a         ``collective_timeout``          the others report the collective and
-collective                                                     the rank, and exit
+a rank does not join a         ``collective_timeout``, and     the others report the collective and
+collective                     2 s if it is stopped            the rank, and exit
+a rank is stopped before its   ``StartLimit``                  the others report it and exit
+first heartbeat
 SIGTERM, Ctrl-C, the launcher  a signal handler; the           ``stop_reason`` is set on all ranks;
 has exited                     launcher's process has exited   a run that has not ended after
                                                                ``grace_time`` is ended
