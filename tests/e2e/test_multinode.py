@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,16 +86,18 @@ def separate(pair: list[Host]) -> None:
 
 
 def freeze(host: Host) -> None:
-    """Stop every process, the launcher's too; resumed by ``connect_all``."""
+    """Stop every process, the launcher's too, and so nsenter; resumed by ``connect_all``."""
     for pid in hosts.processes_beside(host.pid):
         os.kill(pid, signal.SIGSTOP)
 
 
-def connect_all(pair: list[Host]) -> None:
+def connect_all(pair: list[Host], runs: list[subprocess.Popen[str]]) -> None:
     pair[1].connect()
+    pids = [run.pid for run in runs]
     for host in pair:
-        for pid in hosts.processes_beside(host.pid):
-            os.kill(pid, signal.SIGCONT)
+        pids += hosts.processes_beside(host.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
 
 
 FAULTS = {
@@ -131,13 +134,13 @@ def test_ranks_that_a_frozen_host_or_the_network_separates_end(
         inflict(pair)
         wait_until(lambda: not any(pair[rank].ranks() for rank in left), 6 + 5)
     finally:
-        connect_all(pair)
+        connect_all(pair, runs)
 
     for rank in left:
         reported, _ = runs[rank].communicate(timeout=NOTICED)
         assert BLAMED[rank] in reported and f"rank {rank} was at:" in reported, reported
-    for run in runs:
-        run.communicate(timeout=NOTICED) if run.poll() is None else None
+    for rank in {0, 1} - set(left):
+        runs[rank].communicate(timeout=NOTICED)
 
     # Nothing of a rank listens where other networks reach it.
     assert addresses and addresses <= {pair[0].address, "127.0.0.1"}
