@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 SLICE = 1.0  # seconds
-CONNECT_MARGIN = 5.0  # seconds beyond torch's own timeout, which covers all but the first answer
+CONNECT_MARGIN = 2.0  # seconds beyond the timeout of torch, which then reports the reason itself
 
 Calls = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 """What a thread is to call and where it puts the result; None ends the thread."""
@@ -51,7 +51,10 @@ class BoundedStore:
 
     @classmethod
     def connect(cls, make: Callable[[], Any], timeout: float) -> BoundedStore:
-        """Make the store within about ``timeout``: torch's constructor waits for an answer, too."""
+        """Make the store within about ``timeout``.
+
+        torch's constructor limits the time to connect, but not that to wait for a first answer.
+        """
         bounded = cls(None, timeout + CONNECT_MARGIN)
         bounded.store = bounded._call(make)
         bounded.timeout = timeout
