@@ -17,11 +17,11 @@ from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
 
-from .checkpointing import choose_checkpoint
 from .ending import nothing_left
 from .metrics import log_to
 from .preflight import check_resume, preflight
 from .profiling import Steps
+from .resuming import choose_checkpoint
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,9 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
 
     Args:
         cfg: a checked config.
-        resume: None starts a new run, "auto" resumes from the newest checkpoint in ``cfg.outputs``
-            if there is one, a path from that checkpoint.
+        resume: None starts a new run, "auto" resumes from the newest good checkpoint in
+            ``cfg.outputs`` if there ever was one, a path from that checkpoint. "none" starts a new
+            run in a folder whose checkpoints cannot be resumed.
         profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
 
     Raises:
