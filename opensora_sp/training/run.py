@@ -12,26 +12,35 @@ import torch.distributed as dist
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.console import exit_interrupted
 from opensora_sp.determinism import use_deterministic_kernels
+from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, raise_on_all_ranks
 
 from .checkpointing import choose_checkpoint
 from .ending import nothing_left
 from .metrics import log_to
-from .preflight import check_resume, preflight
+from .preflight import check_resume, compared_clips, preflight
 from .profiling import Steps
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = None) -> Path:
+def train(
+    cfg: TrainConfig,
+    *,
+    resume: str | None = None,
+    profile: str | None = None,
+    accept_new_data: bool = False,
+) -> Path:
     """Train as the config describes; returns the run's folder.
 
     Args:
         cfg: a checked config.
         resume: None starts a new run, "auto" resumes from the newest checkpoint in ``cfg.outputs``
             if there is one, a path from that checkpoint.
+        accept_new_data: resume also with other clips than those that the checkpoint was written
+            with.
         profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
 
     Raises:
@@ -45,7 +54,7 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     with raise_on_all_ranks():
         if cfg.deterministic:
             use_deterministic_kernels()
-        dataset, checkpoint = preflight(cfg, resume, traced)
+        dataset, checkpoint = preflight(cfg, resume, traced, accept_new_data=accept_new_data)
     from opensora_sp.plugin import current_device, launch
 
     launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
@@ -56,9 +65,10 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         grace_time=cfg.grace_time,
     )
     with closing_process_group(), watch:
+        agree_on_clips(compared_clips(cfg, dataset))
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
         if checkpoint is not None and checkpoint != found:
-            check_resume(cfg, checkpoint, dataset)
+            check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         idle = nothing_left(cfg, checkpoint, dataset)
         if idle is not None:
             logger.info("%s", idle)

@@ -24,7 +24,7 @@ from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import CachedClip, CachedFeatures, ClipShape, Sample, VideoTextDataset
-from opensora_sp.data.cache import in_fewest_bits
+from opensora_sp.data.cache_files import in_fewest_bits
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.features.precompute import check_reproducible
