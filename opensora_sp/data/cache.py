@@ -150,7 +150,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         first, stop = sample.frames or (0, size[0])
         name = latents_name((sample.clip, sample.shape))
         latents = self._read(columns.shards[row], name, slice(first, stop))
-        if latents.shape[1:] != (stop - first, *size[1:]):
+        if latents.shape[1:] != (len(range(size[0])[first:stop]), *size[1:]):
             path = self.folder / self.index["shards"][columns.shards[row]]
             raise damaged_record(path, name, f"its shape is {tuple(latents.shape)}")
 

@@ -129,6 +129,7 @@ class CacheWriter:
                 found = read_json(folder, path.name)["made_of"]
                 check_made_of(found, self.made_of, str(folder))
                 break
+        self.former = self.shards()
         # No rank writes before all have checked.
         dist.barrier()
         if self.rank == 0:
@@ -138,12 +139,11 @@ class CacheWriter:
 
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
-        shards = self.shards()
-        num_former_shards = len(shards)
+        shards = self.former
         while True:
             encoded: set[Key] = set().union(*(shard.fps for shard in shards))
             # What a former run has found to be corrupt is tried again.
-            corrupt: set[Key] = set().union(*(s.corrupt for s in shards[num_former_shards:]))
+            corrupt: set[Key] = set().union(*(s.corrupt for s in shards[len(self.former) :]))
             used = clips_used(plan, self.cfg.max_steps, corrupt - encoded)
 
             done = encoded | corrupt
@@ -172,7 +172,8 @@ class CacheWriter:
             ValueError: if one is damaged, or was made of something else.
         """
         paths = sorted(self.folder.glob("shard-*.safetensors"))
-        check_files(self.folder, [path.name for path in paths])
+        if paths:
+            check_files(self.folder, [path.name for path in paths])
         shards = [Shard.read(path) for path in paths]
         for shard in shards:
             if shard.made_of:
