@@ -274,7 +274,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
             f"run scripts/precompute.py CONFIG -o {folder}, which resumes where it was interrupted"
         )
-    index = read_json(folder, INDEX)
+    index = read_sealed(folder, INDEX)
     if index.get("format") != FORMAT:
         raise ValueError(
             f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected "
@@ -290,7 +290,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def read_json(folder: Path, name: str) -> dict[str, Any]:
+def read_sealed(folder: Path, name: str) -> dict[str, Any]:
     """The index of a cache, or another JSON object in its folder.
 
     Raises:

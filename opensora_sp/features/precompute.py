@@ -42,7 +42,7 @@ from opensora_sp.data.cache_files import (
     check_files,
     file_checksum,
     index_of,
-    read_json,
+    read_sealed,
     sealed,
 )
 from opensora_sp.parallel import closing_process_group, drain_process_group
@@ -126,7 +126,7 @@ class CacheWriter:
 
         for path in (folder / INDEX, folder / UNFINISHED):
             if path.is_file():
-                found = read_json(folder, path.name)["made_of"]
+                found = read_sealed(folder, path.name)["made_of"]
                 check_made_of(found, self.made_of, str(folder))
                 break
         self.former = self.shards()
