@@ -69,7 +69,7 @@ def test_a_fingerprint_is_of_the_content_and_not_of_the_file(tmp_path: Path) -> 
     short, long = (Manifest(tmp_path / name).fingerprint for name in ("short.csv", "long.csv"))
     assert short == long
 
-    # Captions are told apart by their ends.
+    # Where one caption ends and the next begins matters.
     pairs = [("ab", "c"), ("a", "bc"), ("a\0b", "c"), ("abc", "")]
     digests = set()
     for pair in pairs:
