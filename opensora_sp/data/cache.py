@@ -117,9 +117,11 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
         A cache of a former version knows it without the paths: its own are absolute.
         """
-        columns: dict[str, str] = self.index.get("manifest_columns", {})
-        own = self.rows.fingerprint
-        return columns or {name: summary for name, summary in own.items() if name != "path"}
+        columns: dict[str, str] | None = self.index.get("manifest_columns")
+        if columns is None:
+            columns = {**self.rows.fingerprint}
+            del columns["path"]
+        return columns
 
     @property
     def index_digest(self) -> str:
