@@ -49,7 +49,7 @@ from .attention_table import (
 from .functions import with_zero_gradients
 from .kernels import attend_short_rows, chosen
 from .kernels.reference.short_rows import attend_short_rows as explicit_softmax
-from .packed_attention import attend_packed, concat
+from .packed_attention import attend_packed
 from .packing import MAX_ROWS, Lengths, Packing
 
 logger = logging.getLogger(__name__)
@@ -215,8 +215,11 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _in_parts(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """By calls of at most ``MAX_ROWS`` rows."""
+    if len(q) <= MAX_ROWS:
+        # The backward of a split is a copy.
+        return kernel(q, k, v)
     parts = zip(*(z.split(MAX_ROWS) for z in (q, k, v)), strict=True)
-    return concat([kernel(*part) for part in parts])
+    return torch.cat([kernel(*part) for part in parts])
 
 
 def _rows_kernel(backend: Backend) -> Callable[..., Tensor]:

@@ -27,6 +27,7 @@ from .token_groups import Groups
 from .token_layout import SPATIAL, Rows
 
 IMAGE_FPS = 120.0
+ENTRIES = 3  # of a branch in a modulation: shift, scale and gate
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Condition:
 
     Attributes:
         rows: the local rows.
-        modulation: ``[B, m, k, C]`` in at least fp32, since the gradients of all blocks are summed
-            in it.
+        modulation: of each branch its shift, scale and gate, ``[B, m, 3, C]`` in at least fp32,
+            since the gradients of all blocks are summed in it.
         frames: bool ``[B, 1 or T, 1 or T, 1]``, True for conditioning frames (timestep 0).
         dtype: the dtype that tokens are computed in.
         text: ``[N, C]``, packed captions of the samples with local tokens.
@@ -101,7 +102,7 @@ class Condition:
     """
 
     rows: Rows
-    modulation: Tensor
+    modulation: tuple[Tensor, ...]
     frames: Tensor | None
     dtype: torch.dtype
     text: Tensor
@@ -131,7 +132,8 @@ class Condition:
         ``[b, 1, 1, C]`` where samples are whole. With a ``part`` they are entries of whole samples,
         of which kernels find those of a token.
         """
-        states = table[:, :, None, None].unbind(1)  # m of [B, 1, 1, k, C]
+        # By views: the backward of an index with slices fills a tensor with zeros for each.
+        states = table.unsqueeze(2).unsqueeze(2).unbind(1)  # m of [B, 1, 1, k, C]
         if self.frames is None or ignore_frames:
             chosen = states[0]
         else:
@@ -139,7 +141,10 @@ class Condition:
             chosen = torch.where(self.frames[..., None], states[1], states[0])
         chosen = chosen.to(self.dtype)
         if self.part is not None:
-            return chosen[self.rows.local_samples].unbind(-2)
+            samples = self.rows.local_samples
+            if samples.stop - samples.start < len(chosen):
+                chosen = chosen[samples]
+            return chosen.unbind(-2)
         return self.rows.expand_to_rows(chosen).unbind(-2)
 
     def entries(
@@ -151,7 +156,11 @@ class Condition:
             first: the first of these entries.
             scale: ``[B]``, multiplied into the last of them, which is a gate (drop-path).
         """
-        table = table + self.modulation[:, :, first : first + len(table)]  # [B, m, n, C]
+        branch, skipped = divmod(first, ENTRIES)
+        modulation = self.modulation[branch]
+        if len(table) < ENTRIES:
+            modulation = modulation[:, :, skipped : skipped + len(table)]
+        table = table + modulation  # [B, m, n, C]
         if scale is not None:
             gate = table[:, :, -1:] * scale[:, None, None, None].to(table)
             table = torch.cat([table[:, :, :-1], gate], dim=2)
@@ -208,6 +217,7 @@ class Conditioning:
 
     def _of_rows(self, rows: Rows, rotation: Tensor | None) -> Condition:
         modulation, frames, by_row = self.modulation, self.frames, rows.layout == SPATIAL
+        wide = torch.promote_types(modulation.dtype, torch.float32)
         if frames is not None:
             frames = frames[:, :, None, None] if by_row else frames[:, None, :, None]
 
@@ -223,7 +233,8 @@ class Conditioning:
 
         return Condition(
             rows=rows,
-            modulation=modulation.to(torch.promote_types(modulation.dtype, torch.float32)),
+            # Cut once for all blocks: the backward of each cut fills a tensor with zeros.
+            modulation=modulation.to(wide).split(ENTRIES, dim=2),
             frames=frames,
             dtype=modulation.dtype,
             text=text.tokens,

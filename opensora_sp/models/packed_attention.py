@@ -9,7 +9,7 @@ Legend: N packed tokens, R rows, L tokens of a row, H heads, D head width, P pie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -84,7 +84,7 @@ def by_lengths(
     out: list[Any] = [None] * len(runs)
     for indices in alike.values():
         rows = attend(*(concat([z[i] for i in indices]) for z in (q_rows, k_rows, v_rows)))
-        parts = rows.split([runs[i].samples for i in indices])
+        parts = split(rows, [runs[i].samples for i in indices])
         for i, part in zip(indices, parts, strict=True):
             out[i] = part.flatten(0, 1)
     return concat(out)
@@ -92,12 +92,18 @@ def by_lengths(
 
 def rows_of(z: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
     """Packed tokens ``[N, H, D]`` as ``[samples, length, H, D]`` for each of the shapes."""
-    parts = z.split([samples * length for samples, length in shapes])
+    parts = split(z, [samples * length for samples, length in shapes])
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def concat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def split(z: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Parts of these sizes along the first dim."""
+    # The backward of torch's split is a copy, of a single part as well.
+    return (z,) if len(sizes) == 1 else z.split(sizes)
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,8 @@ def runs_of(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[Run]
 
 def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
     """Attention by a kernel for packed tokens, some pieces at a time."""
-    q_parts = q.split([sum(call.queries) for call in calls])
-    k_parts, v_parts = (z.split([sum(call.keys) for call in calls]) for z in (k, v))
+    q_parts = split(q, [sum(call.queries) for call in calls])
+    k_parts, v_parts = (split(z, [sum(call.keys) for call in calls]) for z in (k, v))
 
     out = []
     for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):

@@ -1,8 +1,8 @@
 """16 frames of 256x256; every clip is shared by 2 GPUs.
 
 Predicted for eager mode, without the encoders:
-    8 x H100: 27.3 GB, 0.20 s a step, MFU 21%
-    8 x H200: 27.3 GB, 0.14 s a step, MFU 29%
+    8 x H100: 27.3 GB, 0.19 s a step, MFU 22%
+    8 x H200: 27.3 GB, 0.14 s a step, MFU 30%
 """
 
 _base_ = ["../../_base_/stdit3_xl2.py", "../../_base_/train.py"]
