@@ -14,6 +14,7 @@ from opensora_sp.console import (
     parse_bool,
     report_errors,
 )
+from opensora_sp.launchers import end_with_launchers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    end_with_launchers()
     exit_on_interrupt()
     args = parser().parse_args()
     log_to_terminal()

@@ -18,7 +18,14 @@ from .paths import (
     newest_checkpoint,
     weight_files,
 )
-from .reader import Stored, Weights, open_weights, saved_config
+from .reader import (
+    PickledWeightsError,
+    Stored,
+    Weights,
+    convert_command,
+    open_weights,
+    saved_config,
+)
 from .state_dict import CONVERSIONS, check_conversions, check_names, fitted
 from .tensor_file import Spec, TensorFile
 from .writer import Part, SaveJob, Saver, on_rank_0
@@ -31,7 +38,7 @@ if TYPE_CHECKING:
         model_config_json,
         write_model_config,
     )
-    from .pretrained import check_vacant, fill, from_pretrained, save_pretrained
+    from .pretrained import check_vacant, fill, from_pretrained, new_folder, save_pretrained
 
 # Until 1.0.
 Disk = FileSystem
@@ -43,6 +50,7 @@ __all__ = [
     "FileSystem",
     "NamedShards",
     "Part",
+    "PickledWeightsError",
     "SaveJob",
     "Saver",
     "Spec",
@@ -57,6 +65,7 @@ __all__ = [
     "checkpoint_name",
     "checkpoint_step",
     "committed_checkpoints",
+    "convert_command",
     "fill",
     "find_weights",
     "fitted",
@@ -64,6 +73,7 @@ __all__ = [
     "from_pretrained",
     "load_model",
     "model_config_json",
+    "new_folder",
     "newest_checkpoint",
     "on_rank_0",
     "open_weights",

@@ -20,12 +20,17 @@ class FileSystem:
     """
 
     def perform(self, kind: str, path: Path, action: Callable[[], Any]) -> Any:
-        """Run ``action``, an operation on ``path``.
+        """Run ``action``, an operation on ``path``, which errors such as a full disk's then name.
 
         Args:
             kind: "mkdir", "write", "flush", "rename" or "unlink".
         """
-        return action()
+        try:
+            return action()
+        except OSError as error:
+            # Errors of write and fsync name no file.
+            error.filename = error.filename or str(path)
+            raise
 
     def mkdir(self, path: Path) -> None:
         self.perform("mkdir", path, lambda: path.mkdir(parents=True, exist_ok=True))

@@ -15,9 +15,9 @@ from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.config.sections import Validation
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
-from opensora_sp.runtime.processes import launchers
+from opensora_sp.launchers import launchers
 
-from .metrics import format_time, read_lines, read_metrics
+from .metrics import format_time, read_lines
 from .validation import sampling_config
 
 logger = logging.getLogger(__name__)
@@ -105,11 +105,14 @@ def advice_for_long_steps(seconds_per_step: float, grace_time: float) -> str | N
     )
 
 
-def conclude(cfg: TrainConfig, run_dir: Path, seconds: float) -> None:
-    """Log the end of a finished run: steps, time, last loss, checkpoint, how to sample from it."""
-    last = read_metrics(run_dir)[-1]
-    loss = "no finite loss" if last["loss"] is None else f"last loss {last['loss']:.4f}"
-    steps = f"{last['step']} of {cfg.max_steps} steps"
+def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: float) -> None:
+    """Log the end of a finished run: steps, time, last loss, checkpoint, how to sample from it.
+
+    Args:
+        last_loss: None if no step since the line of the log before was finite.
+    """
+    loss = "no finite loss" if last_loss is None else f"last loss {last_loss:.4f}"
+    steps = f"{cfg.max_steps} of {cfg.max_steps} steps"
     logger.info("finished: %s | %s | %s%s", steps, format_time(seconds), loss, _heldout(run_dir))
     logger.info("checkpoint: %s", newest_checkpoint(run_dir))
 

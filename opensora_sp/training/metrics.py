@@ -1,11 +1,20 @@
-"""Metrics of a run: the log, ``metrics.jsonl``, TensorBoard, W&B, and ``loss.png``."""
+"""Metrics of a run: the log, ``metrics.jsonl``, TensorBoard, W&B, and ``loss.png``.
+
+None of them ends a run. What cannot be written is logged once, and the run goes on without it.
+"""
 
 from __future__ import annotations
 
+import errno
+import gc
 import io
 import json
 import logging
-from contextlib import ExitStack, closing
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from opensora_sp.checkpoint import FileSystem
 from opensora_sp.config import TrainConfig
 from opensora_sp.console import LOGGER, add_log_handler
 from opensora_sp.data import read_frames
@@ -23,34 +33,61 @@ from .wandb_run import WandbRun
 WINDOW = 0.1
 
 
+class OptionalOutputs:
+    """Outputs that a run can do without: ``with outputs.of("TensorBoard"): ...``."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+
+    @contextmanager
+    def of(self, output: str) -> Iterator[None]:
+        """Inside, an error ends only what is written there; the first of each output is logged."""
+        try:
+            yield
+        except Exception as error:
+            self.report(output, error)
+
+    def report(self, output: str, error: BaseException) -> None:
+        """Log the error, unless there has been one of this output."""
+        if output not in self._failed:
+            self._failed.add(output)
+            message = "%s is incomplete from here on (%s: %s); the run goes on"
+            LOGGER.warning(message, output, type(error).__name__, error)
+
+
 class Reporter:
     """Reports metrics on rank 0; on other ranks every call does nothing.
 
     Every number has the same name in ``metrics.jsonl``, TensorBoard and, if it is configured, W&B.
+
+    Attributes:
+        outputs: what the run goes on without, if it cannot be written.
+        last: the numbers that were logged last.
     """
 
     def __init__(
         self, run_dir: Path, cfg: TrainConfig, *, enabled: bool, start: int, session: dict[str, Any]
     ) -> None:
         self.enabled, self.run_dir, self.stop = enabled, run_dir, cfg.max_steps
+        self.outputs = OptionalOutputs()
+        self.last: dict[str, float | None] = {}
         if not enabled:
             return
-        from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
-        for name in ("metrics.jsonl", "validation.jsonl"):
-            _drop_after(start, run_dir / name)
-        began = datetime.now().astimezone().isoformat(timespec="seconds")
-        entry = {"step": start, "stop": self.stop, "began": began, **session}
-        _append(run_dir / "sessions.jsonl", entry)
+        with self.outputs.of("metrics.jsonl"):
+            for name in ("metrics.jsonl", "validation.jsonl"):
+                drop_after(start, run_dir / name)
+        with self.outputs.of("sessions.jsonl"):
+            # All sessions stay, but a line that is not whole would spoil the next one.
+            drop_after(math.inf, run_dir / "sessions.jsonl")
+            began = datetime.now().astimezone().isoformat(timespec="seconds")
+            entry = {"step": start, "stop": self.stop, "began": began, **session}
+            append_line(run_dir / "sessions.jsonl", entry)
 
-        self._outputs = ExitStack()
-        open_output = self._outputs.enter_context
-        self._board = open_output(SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1))
-        self._wandb = None
-        if cfg.wandb:
-            self._wandb = open_output(closing(WandbRun(run_dir, cfg.model_dump(mode="json"))))
+        self._closing = ExitStack()
+        self._open_curves(cfg, start)
         # disable=None: no bar unless this is a terminal.
         bar = tqdm(
             total=self.stop,
@@ -60,8 +97,27 @@ class Reporter:
             dynamic_ncols=True,
             disable=None,
         )
-        self._bar = open_output(bar)
-        open_output(logging_redirect_tqdm([LOGGER]))
+        self._bar = self._closing.enter_context(bar)
+        self._closing.enter_context(logging_redirect_tqdm([LOGGER]))
+
+    def _open_curves(self, cfg: TrainConfig, start: int) -> None:
+        """Open TensorBoard and, if it is configured, W&B; None where that fails."""
+        self._board: Any = None
+        self._wandb: WandbRun | None = None
+        with self.outputs.of("TensorBoard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=start + 1)
+            self._close_later("TensorBoard", board)
+            self._board = board
+        if cfg.wandb:
+            with self.outputs.of("W&B"):
+                self._wandb = WandbRun(self.run_dir, cfg.model_dump(mode="json"))
+                self._close_later("W&B", self._wandb)
+
+    def _close_later(self, output: str, opened: Any) -> None:
+        self._closing.enter_context(self.outputs.of(output))
+        self._closing.enter_context(closing(opened))
 
     def step(self, step: int) -> None:
         """Move the progress bar to this step."""
@@ -74,23 +130,29 @@ class Reporter:
         """Report the numbers of a step; ``loss`` is None where every step was skipped."""
         if not self.enabled:
             return
-        _append(self.run_dir / "metrics.jsonl", {"step": step, **values})
+        self.last = values
+        with self.outputs.of("metrics.jsonl"):
+            append_line(self.run_dir / "metrics.jsonl", {"step": step, **values})
         self._draw(step, values)
         LOGGER.info("%s", log_line(step, self.stop, values, peak_tflops))
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
         """Add the numbers to the curves of TensorBoard and W&B."""
         known = {name: value for name, value in values.items() if value is not None}
-        for name, value in known.items():
-            self._board.add_scalar(name, value, step)
+        if self._board is not None:
+            with self.outputs.of("TensorBoard"):
+                for name, value in known.items():
+                    self._board.add_scalar(name, value, step)
         if self._wandb is not None:
-            self._wandb.log(step, known)
+            with self.outputs.of("W&B"):
+                self._wandb.log(step, known)
 
     def close(self) -> None:
         """Close all outputs, and draw ``loss.png``."""
         if self.enabled:
-            self._outputs.close()
-            draw_loss(self.run_dir)
+            self._closing.close()
+            with self.outputs.of("loss.png"):
+                draw_loss(self.run_dir)
 
     def validated(self, step: int, losses: list[float] | None, folder: Path) -> None:
         """Report the held-out loss in each bin of timesteps, and the videos in ``folder``."""
@@ -100,27 +162,46 @@ class Reporter:
             mean = sum(losses) / len(losses)
             LOGGER.info("step %d/%d | held-out loss %.4f", step, self.stop, mean)
             line = {"step": step, "loss": mean, "loss_by_bin": losses}
-            _append(self.run_dir / "validation.jsonl", line)
+            with self.outputs.of("validation.jsonl"):
+                append_line(self.run_dir / "validation.jsonl", line)
             curves: dict[str, float | None] = {"validation/loss": mean}
             for number, loss in enumerate(losses, 1):
                 curves[f"validation/loss of bin {number} of {len(losses)}"] = loss
             self._draw(step, curves)
 
-        for described in sorted(folder.glob("*.json")):
-            facts = json.loads(described.read_text(encoding="utf-8"))
-            _show(self._board, described.with_suffix("." + facts["format"]), facts, step)
+        if self._board is None:
+            return
+        with self.outputs.of("TensorBoard"):
+            for described in sorted(folder.glob("*.json")):
+                facts = json.loads(described.read_text(encoding="utf-8"))
+                _show(self._board, described.with_suffix("." + facts["format"]), facts, step)
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append a line of JSON, or none of it.
+
+    Raises:
+        OSError: with the file as it was before.
+    """
+    data = json.dumps(line).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            # A disk that becomes full takes a part of it without an error.
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
-def _drop_after(step: int, path: Path) -> None:
+def drop_after(step: float, path: Path) -> None:
     """Remove what a former attempt reported after the step that this one starts from."""
     if path.is_file():
         kept = [line for line in read_lines(path) if line["step"] <= step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        data = "".join(json.dumps(line) + "\n" for line in kept)
+        FileSystem().write_file(path, data.encode())
 
 
 def _show(board: Any, path: Path, facts: dict[str, Any], step: int) -> None:
@@ -169,9 +250,18 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file without a last one that is being written; none without the file."""
+    """The lines of a JSONL file; none without the file.
+
+    Lines that are not whole are skipped: the last one while it is being written, and where the
+    process was killed meanwhile.
+    """
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    whole = []
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            if line.endswith("\n"):
+                whole.append(json.loads(line))
+    return whole
 
 
 def running_mean(losses: np.ndarray) -> np.ndarray:
@@ -184,9 +274,27 @@ def draw_loss(run_dir: Path) -> None:
     """Draw ``loss.png`` from the run's metrics."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
-    plot_loss(figure.subplots(), read_metrics(run_dir), color="tab:blue", label=run_dir.name)
-    figure.savefig(run_dir / "loss.png")
+    with collecting_cycles():
+        figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
+        plot_loss(figure.subplots(), read_metrics(run_dir), color="tab:blue", label=run_dir.name)
+        figure.savefig(run_dir / "loss.png")
+        del figure
+
+
+@contextmanager
+def collecting_cycles() -> Iterator[None]:
+    """Free what is allocated inside and forms cycles of references, in a few milliseconds.
+
+    A figure of matplotlib is such a cycle, of 6 MB. Python frees it when it collects its oldest
+    generation, which happens rarely among the many objects of a training: after twelve of them.
+    """
+    # Objects from before are passed over.
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
 
 
 def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str) -> None:
@@ -204,12 +312,28 @@ def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str)
     axes.legend()
 
 
+class LogFile(logging.FileHandler):
+    """A file of the log; the first line that cannot be written is reported, on the terminal."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.outputs = OptionalOutputs()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        """Called by ``logging`` while it handles an exception."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self.outputs.report(self.baseFilename, error)
+        else:
+            super().handleError(record)
+
+
 def log_to(run_dir: Path, *, enabled: bool) -> None:
     """Log to ``train.log`` and the terminal; other ranks show only what concerns them alone."""
     LOGGER.propagate = False
     LOGGER.handlers.clear()
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if enabled:
-        handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
+        handlers.append(LogFile(run_dir / "train.log"))
     for handler in handlers:
         add_log_handler(handler, "%(asctime)s %(levelname)s %(message)s", is_main=enabled)

@@ -116,10 +116,10 @@ def write_summary(trainer: Trainer, run_dir: Path, counter: CommLedger) -> None:
         "broken_clips": corrupt,
         "sync_check": trainer.sync_check.cost,
     }
-    if dist.get_rank() == 0:
-        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
-        (run_dir / "summary.json").write_text(text, encoding="utf-8")
-
     logger.info("done: %d layout switches between the ranks of this replica", switches)
     if corrupt:
         logger.warning("%d clips could not be read and were substituted", len(corrupt))
+
+    if dist.get_rank() == 0:
+        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+        (run_dir / "summary.json").write_text(text, encoding="utf-8")

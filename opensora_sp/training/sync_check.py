@@ -1,14 +1,17 @@
 """A check that ranks agree: on the weights, and within a group on its batches.
 
-The working weights are whole on every rank (ZeRO gathers the trained ones after each step) and must
-be equal everywhere. A batch must be the same on the ranks of a sequence-parallel group, and another
-one on each replica.
+Working weights are whole on every rank (ZeRO gathers the trained ones after each step). They,
+frozen weights and buffers must be equal everywhere, and each rank's part of the trained ones must
+be its fp32 master weights, rounded. A batch must be the same on the ranks of a sequence-parallel
+group, and another one on each replica.
+
+Master weights, moments and EMA weights exist once, so there is nothing to compare them with.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,43 +19,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import SequenceMesh
 
-# Odd, so that no sum is lost; Knuth, MMIX.
-_MULTIPLIER = 6364136223846793005
+from .digest import digest
+
+_ADVICE = (
+    "resume from a checkpoint before this step with --resume PATH, and look for a faulty device "
+    "or code that changes one rank alone"
+)
 
 
 class SyncCheck:
-    """Compares fingerprints of weights and batches between ranks, every so many steps.
+    """Compares digests of weights and batches between ranks, every so many steps.
 
-    Each tensor is read once and summed as integers, and the sums are combined to one number. The
-    numbers of weights and batches are gathered from all ranks. Where they differ, the tensors' own
-    sums are gathered to find the first tensor that differs. Collective.
+    Three numbers of each rank are computed on its device and gathered from all, and the host reads
+    them once. Where they differ, the digests of single tensors are gathered, to find the first that
+    differs. Collective.
 
     Args:
         module: whose parameters and buffers are compared, by name.
         every: steps from one check to the next; 0 for none.
+        shards: the master weights of this rank; None without a ZeRO optimizer.
     """
 
-    def __init__(self, module: nn.Module, mesh: SequenceMesh, every: int) -> None:
-        self.module, self.mesh, self.every = module, mesh, every
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: SequenceMesh,
+        every: int,
+        shards: NamedShards | None = None,
+    ) -> None:
+        self.module, self.mesh, self.every, self.shards = module, mesh, every, shards
         self.cost: dict[str, float] = {
             "checks": 0,
             "bytes_read": 0,
             "bytes_sent": 0,
             "seconds": 0.0,
         }
+        # Tensors of the step's micro-batches, with their digests.
         self._batches: list[tuple[str, Tensor]] = []
 
     def due(self, step: int) -> bool:
         return self.every > 0 and (step + 1) % self.every == 0
 
     def see(self, step: int, batch: Mapping[str, Any]) -> None:
-        """Add the fingerprint of a micro-batch of this replica, if the step is checked."""
+        """Add the digests of a micro-batch of this replica, if the step is checked."""
         if self.due(step):
             tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor)}
             with self._timed():
-                self._batches += self._sums(tensors)
+                self._batches += self._digests(tensors)
 
     def compare(self, step: int) -> None:
         """Compare weights and batches of a step, if it is checked; call it before the update.
@@ -64,25 +80,33 @@ class SyncCheck:
         if not self.due(step):
             return
         with self._timed():
-            module = self.module
-            weights = self._sums(dict(module.named_parameters()) | dict(module.named_buffers()))
+            tensors = self._replicated()
+            weights = self._digest(tensors)
             batches, self._batches = self._batches, []
-            device = weights[0][1].device
-            own = torch.stack([_combined(weights, device), _combined(batches, device)])
+            own = torch.stack([weights, self._unlike_masters(), _combined(batches, weights)])
 
-            of_all = own.new_empty(2 * self.mesh.world_size)
+            of_all = own.new_empty(own.numel() * self.mesh.world_size)
             dist.all_gather_into_tensor(of_all, own)
-            of_weights, of_batches = of_all.view(-1, 2).T.tolist()
+            of_weights, of_masters, of_batches = of_all.view(-1, own.numel()).T.tolist()
         self.cost["bytes_sent"] += own.nbytes * (self.mesh.world_size - 1)
         self.cost["checks"] += 1
 
+        everyone = range(self.mesh.world_size)
         if len(set(of_weights)) > 1:
-            self._refuse("weight", weights, range(self.mesh.world_size), step)
+            self._refuse("weight", self._digests(tensors), everyone, step)
+        if any(of_masters):
+            self._refuse_part(step)
+        self._compare_batches(of_batches, batches, step)
+
+    def _compare_batches(
+        self, of_all: list[int], batches: list[tuple[str, Tensor]], step: int
+    ) -> None:
+        """Raise ValueError unless batches are equal in each group, and differ between groups."""
         size = self.mesh.sp_size
-        firsts = of_batches[::size]
+        firsts = of_all[::size]
         for replica, first in enumerate(firsts):
             ranks = range(replica * size, (replica + 1) * size)
-            if any(of_batches[rank] != first for rank in ranks):
+            if any(of_all[rank] != first for rank in ranks):
                 self._refuse("batch tensor", batches, ranks, step)
 
         # Zero stands for no batch.
@@ -97,9 +121,40 @@ class SyncCheck:
                 "clips and noise"
             )
 
-    def _sums(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    def _replicated(self) -> dict[str, Tensor]:
+        """What must be equal on all ranks, by name."""
+        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+
+    def _unlike_masters(self) -> Tensor:
+        """Zero, ``[]``, if this rank's part of the working weights is its master weights."""
+        if self.shards is None:
+            return torch.zeros((), dtype=torch.int64, device=self._device)
+
+        working, masters = {}, {}
+        for name in self.shards.working:
+            working[name], masters[name] = self._own_part(name)
+        dtype = next(iter(working.values())).dtype
+        return self._digest(working) - self._digest(masters, dtype).to(self._device)
+
+    def _own_part(self, name: str) -> tuple[Tensor, Tensor]:
+        """This rank's part of a working weight, and of its master weight, ``[n]`` each."""
+        assert self.shards is not None
+        master, whole = self.shards.master_weights[name], self.shards.working[name].detach()
+        begin = self.mesh.rank * master.numel()
+        working = whole.reshape(-1)[begin : begin + master.numel()]
+        # The last parts may be padded.
+        return working, master[: working.numel()]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def _digest(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         self.cost["bytes_read"] += sum(tensor.nbytes for tensor in tensors.values())
-        return [(name, fingerprint(tensor)) for name, tensor in tensors.items()]
+        return digest(tensors.values(), dtype)
+
+    def _digests(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+        return [(name, self._digest({name: tensor})) for name, tensor in tensors.items()]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -107,41 +162,70 @@ class SyncCheck:
         yield
         self.cost["seconds"] += time.perf_counter() - start
 
-    def _refuse(self, kind: str, sums: list[tuple[str, Tensor]], ranks: range, step: int) -> None:
+    def _refuse(
+        self, kind: str, digests: list[tuple[str, Tensor]], ranks: Sequence[int], step: int
+    ) -> None:
         """Raise on all ranks, naming the first tensor that differs in ``ranks``. Collective."""
-        own = [(name, int(value)) for name, value in sums]
-        seen: list[list[tuple[str, int]]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(seen, own)
-
+        seen = _gathered([(name, int(value)) for name, value in digests])
         by_tensor = zip(*(seen[rank] for rank in ranks))
         column = next(column for column in by_tensor if len(set(column)) > 1)
+        name = column[0][0]
+
         usual = max(column, key=column.count)
         other = [rank for rank, value in zip(ranks, column, strict=True) if value != usual]
+        where = f"on ranks {other} than on the rest of ranks {list(ranks)}"
+        if 2 * len(other) >= len(column):
+            other = self._unlike_whole_masters(name)
+            where = f"on ranks {other} than their fp32 master weights"
+        if not 0 < len(other) < len(column):
+            where = f"on each half of ranks {list(ranks)}"
+
         raise ValueError(
-            f"got another {kind} {usual[0]!r} on ranks {other} than on the rest of ranks "
-            f"{list(ranks)}, in step {step + 1}; expected the same numbers; resume from a "
-            "checkpoint before this step with --resume PATH, and look for a faulty device or code "
-            "that changes one rank alone"
+            f"got another {kind} {name!r} {where}, in step {step + 1}; expected the same numbers; "
+            f"{_ADVICE}"
+        )
+
+    def _unlike_whole_masters(self, name: str) -> list[int]:
+        """Ranks where a trained weight is not that of all master weights, rounded. Collective."""
+        if self.shards is None or name not in self.shards.working:
+            return []
+        working = self.shards.working[name]
+        whole = self.shards.whole(name, self.shards.master_weights[name])
+        differs = bool(digest([working]) != digest([whole], working.dtype))
+        return [rank for rank, found in enumerate(_gathered(differs)) if found]
+
+    def _refuse_part(self, step: int) -> None:
+        """Raise on all ranks, naming a weight whose part is not its master weights. Collective."""
+        assert self.shards is not None
+        own = None
+        for name in self.shards.working:
+            working, master = self._own_part(name)
+            if digest([working]) != digest([master], working.dtype).to(working.device):
+                own = name
+                break
+
+        found = _gathered(own)
+        name = next(name for name in found if name is not None)
+        ranks = [rank for rank, other in enumerate(found) if other == name]
+        raise ValueError(
+            f"got a part of the working weight {name!r} on ranks {ranks} that is not the fp32 "
+            f"master weight there, in step {step + 1}; expected that, rounded to the precision of "
+            f"the training; {_ADVICE}"
         )
 
 
-@torch.no_grad()
-def fingerprint(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor summed as integers, int64 ``[]`` on its device.
-
-    Integer sums are exact in any order.
-    """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    if data.storage_offset() % 8:
-        data = data.clone()
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum() * 257
+def _gathered(own: Any) -> list[Any]:
+    """The value of each rank. Collective."""
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, own)
+    return seen
 
 
-def _combined(sums: list[tuple[str, Tensor]], device: torch.device) -> Tensor:
-    """One number of all sums and their order, int64 ``[]``; zero for none."""
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    values = torch.stack([zero, *(value.to(device) for _, value in sums)])
-    # Products and sums wrap around.
-    weights = torch.full_like(values, _MULTIPLIER).cumprod(0)
+def _combined(digests: list[tuple[str, Tensor]], like: Tensor) -> Tensor:
+    """One number of all digests and their order, int64 ``[]``; zero for none."""
+    if not digests:
+        return torch.zeros_like(like)
+    values = torch.stack([value.to(like.device) for _, value in digests])
+    # Odd weights, so that each digest counts; products and sums wrap around.
+    weights = torch.arange(1, 2 * len(digests), 2, device=like.device)
     return (values * weights).sum()

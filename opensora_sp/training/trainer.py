@@ -39,7 +39,7 @@ from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_as_set, reporting_compilation
 from opensora_sp.parallel import CommLedger
-from opensora_sp.runtime import Watchdog, leave_process_group
+from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
@@ -119,7 +119,9 @@ class Trainer:
             keep_every=cfg.keep_every,
             in_background=cfg.async_save,
         )
-        self.sync_check = SyncCheck(self.module, self.mesh, cfg.check_sync_every)
+        self.sync_check = SyncCheck(
+            self.module, self.mesh, cfg.check_sync_every, self.tensors.shards
+        )
         before = _allocated(device)
         self.validator = Validator(self)
         encoders += _allocated(device) - before
@@ -170,13 +172,15 @@ class Trainer:
             if saves:
                 self.checkpoints.save(self.tensors, self.state(done))
                 if is_main:
-                    draw_loss(run_dir)
+                    with reporter.outputs.of("loss.png"):
+                        draw_loss(run_dir)
                 # The time of a checkpoint is not part of the next step.
                 self.interval.start = time.perf_counter()
             if stopped:
                 break
             self.interval.start += self.validator.after(done, run_dir, reporter, watch)
 
+        self.loader.close()
         self.checkpoints.wait()
         reporter.close()
         if stopped:
@@ -184,9 +188,11 @@ class Trainer:
             message = "stopped after step %d of %d (%s), with a checkpoint; resume with: %s"
             logger.info(message, done, cfg.max_steps, watch.why_to_stop(), command)
         else:
-            write_summary(self, run_dir, counter)
+            with reporter.outputs.of("summary.json"):
+                write_summary(self, run_dir, counter)
             if is_main:
-                conclude(cfg, run_dir, time.perf_counter() - began)
+                with reporter.outputs.of("sample.py"):
+                    conclude(cfg, run_dir, reporter.last["loss"], time.perf_counter() - began)
         return not stopped
 
     def state(self, done: int) -> dict[str, Any]:
@@ -263,7 +269,7 @@ class Trainer:
             seed=cfg.seed,
             draw=self.draws.draw_micro_batch,
             device=self.device,
-            worker_init_fn=leave_process_group,
+            worker_init_fn=init_worker,
         )
 
     def _step(self, step: int, batches: StepBatches, watch: Watchdog | None) -> PendingOutcome:

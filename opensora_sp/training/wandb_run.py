@@ -8,6 +8,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from opensora_sp.checkpoint import FileSystem
+
 # Unless WANDB_PROJECT names another.
 PROJECT = "opensora_sp"
 
@@ -35,7 +37,7 @@ class WandbRun:
 
         kept = run_dir / "wandb_id"
         if not kept.is_file():
-            kept.write_text(uuid.uuid4().hex)
+            FileSystem().write_file(kept, uuid.uuid4().hex.encode())
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_dir.name,

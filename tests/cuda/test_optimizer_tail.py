@@ -1,5 +1,7 @@
 """What the end of a training step launches: norm, clipping, AdamW, EMA, and the new weights.
 
+Also what it takes to compare the weights of ranks, every so many steps.
+
 The parameters are those of STDiT3-XL/2, 971 tensors. ColossalAI's step launches 7,901 kernels and
 974 copies for them on one rank of eight, and waits three times.
 """
@@ -11,13 +13,15 @@ import torch
 from cuda_stub import join, phase, requires_stub, run_on_stub
 
 from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.training.digest import PIECE
 from opensora_sp.training.ema import ShardedEma
+from opensora_sp.training.sync_check import SyncCheck
 
 pytestmark = requires_stub
 LIMIT = 300
 
 
-def boosted(world: int, stage: int, precision: str) -> torch.nn.Module:
+def boosted(world: int, stage: int, precision: str) -> tuple[torch.nn.Module, SyncCheck]:
     from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 
     from opensora_sp.plugin import SequenceParallelPlugin
@@ -31,11 +35,16 @@ def boosted(world: int, stage: int, precision: str) -> torch.nn.Module:
     model.to_empty(device="cuda")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     plugin = SequenceParallelPlugin(world, stage, precision, max_norm=1.0)
-    return Booster(plugin=plugin).boost(model, optimizer)[1]
+    optimizer = Booster(plugin=plugin).boost(model, optimizer)[1]
+
+    # Numbers on the stub are none, and differ.
+    for refusal in ("_refuse", "_refuse_part", "_compare_batches"):
+        setattr(SyncCheck, refusal, lambda self, *args: None)
+    return optimizer, SyncCheck(model, plugin.mesh, 1, optimizer.shards)
 
 
 def on_steps(world: int, stage: int, precision: str) -> int:
-    optimizer = boosted(world, stage, precision)
+    optimizer, check = boosted(world, stage, precision)
     weights = optimizer.shards.working.values()
     ema = ShardedEma(optimizer.shards.master_weights, decay=0.99)
     for step, name in enumerate(("first", "second")):
@@ -45,6 +54,8 @@ def on_steps(world: int, stage: int, precision: str) -> int:
         phase(name)
         taken = optimizer.step_if_finite(loss.detach())
         ema.update(step, taken)
+    with phase("check"):
+        check.compare(0)
     phase("end")
     return len(weights)
 
@@ -74,3 +85,14 @@ def test_a_step_of_971_parameters_is_few_launches_and_no_sync(
     assert 50 < work <= LIMIT
     assert not tail.syncs and not [copy for copy in tail.copies if copy.blocking]
     assert not tail.refused
+
+    # Weights and master weights are read a piece at a time.
+    check = recording.in_phase("check")
+    print(f"check: {len(check.launches)} launches", check.kernels(), check.collectives)
+    assert 50 < len(check.launches) < 4000
+    assert [one.shapes for one in check.collectives] == [((3,),)]
+    # The numbers of all ranks are read once.
+    assert [copy.bytes for copy in check.copies if copy.kind == "D2H"] == [24 * world]
+    assert len(check.syncs) == 1
+    memory = recording.peak("check")
+    assert memory.allocated - memory.before < 25 * PIECE["cuda"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from safetensors.torch import load_file
 
 from opensora_sp.checkpoint import Part, check_model_config, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
+from opensora_sp.runtime import RunLock
 from opensora_sp.training.checkpointing import agree_on, choose_checkpoint, find_checkpoint
 from opensora_sp.training.optimizer import learning_rate
 from opensora_sp.training.preflight import preflight
+from opensora_sp.training.run import _locked
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +277,25 @@ def test_ranks_that_see_different_checkpoints_raise_the_same_error(
     assert run_ranks(2, agree, [whole, whole]) == [None, None]
     reported = run_ranks(2, agree, [whole, tmp_path])
     assert reported[0] == reported[1] and "(['step_00000006', None], rank by rank)" in reported[0]
+
+
+def hold(folder: Path) -> str:
+    """What a run reports of the folder that it is to hold; its content if it holds it."""
+    try:
+        with _locked(folder):
+            names = sorted(path.name for path in folder.iterdir())
+            torch.distributed.barrier()
+            return str(names)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_folder_that_another_run_holds_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        first, second = run_ranks(2, hold, tmp_path)
+    assert first == second and f"process {os.getpid()} of " in first
+    assert run_ranks(2, hold, tmp_path) == [str(["run.lock"])] * 2
+    assert not list(tmp_path.iterdir())
 
 
 def fall_back(run_dir: Path) -> tuple[Path | None, str, str]:
