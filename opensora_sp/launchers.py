@@ -46,11 +46,11 @@ def _end_with(watched: list[psutil.Process | None]) -> None:
     while all(map(is_alive, watched)):
         time.sleep(INTERVAL)
 
-    deadline = time.monotonic() + EXIT_TIMEOUT
-    while time.monotonic() < deadline:
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            deadline = time.monotonic() + EXIT_TIMEOUT
-        time.sleep(min(INTERVAL, EXIT_TIMEOUT))
+    waited = 0.0
+    while waited < EXIT_TIMEOUT:
+        time.sleep(INTERVAL)
+        is_handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        waited = 0.0 if is_handled else waited + INTERVAL
 
     with suppress(OSError):  # its terminal may be gone as well
         sys.stderr.write(f"rank {os.environ.get('RANK')} ends: its launcher has exited\n")

@@ -21,8 +21,9 @@ def parser() -> argparse.ArgumentParser:
     parser = config_arguments("Train an STDiT model. Start it with torchrun or colossalai run.")
     parser.add_argument(
         "--resume",
-        metavar="auto|PATH",
-        help="resume from the newest checkpoint in the run's folder, or from a given one",
+        metavar="auto|none|PATH",
+        help="resume from the newest checkpoint in the run's folder, or from a given one; none "
+        "starts from step 0 in a folder of checkpoints that cannot be resumed",
     )
     parser.add_argument(
         "--accept-new-data",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .filesystem import FileSystem, flush
-from .folder import CheckpointFolder, set_aside, verify
+from .folder import CheckpointFolder, DamagedCheckpointError, set_aside, verify
 from .paths import (
     checkpoint_name,
     checkpoint_step,
@@ -46,6 +46,7 @@ Disk = FileSystem
 __all__ = [
     "CONVERSIONS",
     "CheckpointFolder",
+    "DamagedCheckpointError",
     "Disk",
     "FileSystem",
     "NamedShards",

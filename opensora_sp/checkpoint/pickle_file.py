@@ -27,7 +27,9 @@ from opensora_sp.unpickler.archive import FILE
 
 from .tensor_file import DTYPES
 
-MAX_SECONDS, MAX_ANSWER, MAX_MESSAGE = 120, 256 << 20, 1000
+MAX_SECONDS, MAX_ANSWER, MAX_MESSAGE = 120, 32 << 20, 1000
+# Of torch's tensors.
+MAX_DIMS = 64
 # Python itself may need it to start.
 VARIABLES = ("LD_LIBRARY_PATH",)
 CHILD = (
@@ -84,8 +86,8 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, MappedTensor], tupl
     if "not confined" in answer:
         raise ValueError(
             f"got {file}, which is pickled, on a machine that cannot confine the process that "
-            f"reads it ({answer['not confined']}); expected Linux on x86_64 or aarch64; run "
-            "opensora-sp convert there"
+            f"reads it ({_printable(answer['not confined'])}); expected Linux on x86_64 or "
+            "aarch64; run opensora-sp convert there"
         )
 
     mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
@@ -95,12 +97,12 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, MappedTensor], tupl
         # Tied weights are listed under two names; more would let a small file fill a disk.
         if total > 2 * len(mapped):
             raise ValueError(f"{total} bytes of tensors")
+        return tensors, tuple(map(_printable, answer["notes"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"got {file}, which lists tensors that are not in it ({error}); expected weights saved "
-            "by torch; copy or download it again"
+            f"got {file}, which lists tensors that are not in it ({_printable(error)}); expected "
+            "weights saved by torch; copy or download it again"
         ) from None
-    return tensors, tuple(map(_printable, answer["notes"]))
 
 
 def _printable(text: Any) -> str:
@@ -116,7 +118,8 @@ def _tensor(file: Tensor, row: dict[str, Any]) -> MappedTensor:
     """
     shape, stride, start = tuple(row["shape"]), tuple(row["stride"]), row["start"]
     numbers = (start, *shape, *stride)
-    if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
+    are_sound = all(type(number) is int and 0 <= number <= len(file) for number in numbers)
+    if not are_sound or len(shape) != len(stride) or len(shape) > MAX_DIMS:
         raise ValueError(f"shape {shape}, stride {stride}, start {start}")
 
     tensor = MappedTensor(file, BY_NAME[row["dtype"]], shape, stride, start)

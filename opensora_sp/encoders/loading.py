@@ -14,16 +14,27 @@ from torch import Tensor, nn
 from opensora_sp.checkpoint import PickledWeightsError, convert_command, open_weights
 from opensora_sp.checkpoint import saved_config as read_config
 
-# What is downloaded of a repository: configurations, tokenizers and weights. fnmatch's patterns.
+# What is downloaded of a repository, as patterns of fnmatch.
 HUB_FILES = (
-    "*.json",
-    "*.model",
+    "config.json",
     "model.safetensors",
     "model-*.safetensors",
+    "model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model-*.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
 )
-PICKLES = ("pytorch_model*.bin", "diffusion_pytorch_model*.bin")
+PICKLES = (
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model*.bin",
+    "diffusion_pytorch_model.bin.index.json",
+)
 HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -155,8 +166,9 @@ class PretrainedFiles:
 
     def _pickled(self) -> ValueError:
         """The error for weights of which there are pickles only, with the command to convert."""
-        target = f"{self.source if self.is_local else Path(self.source).name}-safetensors"
-        command = convert_command(Path(self.source, self.subfolder), Path(target, self.subfolder))
+        path = Path(self.source)
+        target = f"{path if self.is_local else path.name}-safetensors"
+        command = convert_command(path / self.subfolder, Path(target, self.subfolder))
         return ValueError(
             f"got {self.key}.from_pretrained {self.source!r}, whose weights are pickled, and a "
             f"pickle can run code as it is read; expected safetensors; convert them once: "

@@ -14,8 +14,9 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -38,7 +39,6 @@ COUNTER, REPORT, VERDICT = "arrived", "arrival {}", "verdict"
 REMINDER_INTERVAL = 30.0  # seconds between two log lines about missing ranks
 ERROR_TIMEOUT = 20.0  # seconds that a rank which cannot start takes at most to report that
 EXIT_TIMEOUT = 5.0  # seconds that a rank waits for all others to read a verdict not to start
-CONNECT_MARGIN = 2.0  # seconds beyond the timeout of torch, which then reports the reason itself
 
 
 @contextmanager
@@ -231,10 +231,19 @@ class Rendezvous:
 
 def _open_store(launch: Launch, timeout: float) -> dist.Store:
     """The store at the launch's address: of torchrun, or hosted by rank 0 as ``env://`` would."""
-    port = launch.master[1]
+    host, port = launch.master
+    connect = partial(
+        dist.TCPStore,
+        host,
+        port,
+        launch.world_size,
+        is_master=launch.hosts_store,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,  # so that init_process_group in this process finds the same one
+    )
     try:
-        # Torch limits the time to connect, but not that to wait for the other side's first answer.
-        opened: dist.Store = BoundedStore(_Address(launch), timeout + CONNECT_MARGIN).open(timeout)
+        opened: dist.Store = BoundedStore.connect(connect, timeout).store
         return opened
     except (RuntimeError, ValueError) as error:
         if launch.hosts_store:
@@ -249,25 +258,6 @@ def _open_store(launch: Launch, timeout: float) -> dist.Store:
             "was started, that MASTER_ADDR and MASTER_PORT are the same on all hosts, that no "
             "other program uses the port, and that no firewall is between them"
         ) from None
-
-
-@dataclass(frozen=True)
-class _Address:
-    """Where the store of a launch is."""
-
-    launch: Launch
-
-    def open(self, timeout: float) -> dist.Store:
-        host, port = self.launch.master
-        return dist.TCPStore(
-            host,
-            port,
-            self.launch.world_size,
-            is_master=self.launch.hosts_store,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,  # so that init_process_group in this process finds the same one
-        )
 
 
 def _address(launch: Launch) -> str:

@@ -143,7 +143,7 @@ class RunLock:
                 self.path.unlink()
 
     def _link(self) -> bool:
-        """Make the lock file unless there is one; returns whether this process may go on."""
+        """Make the lock file unless there is one; returns whether this process may continue."""
         own = self.folder / f".{LOCK}.{self._holder.host}.{self._holder.pid}"
         try:
             own.write_text(json.dumps(asdict(self._holder)), encoding="utf-8")

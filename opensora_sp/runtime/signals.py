@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT (Ctrl-C) as requests to stop; a second Ctrl-C ends the process.
 
 While they are handled, the exit of a launcher is a request to stop as well, which the watchdog
-makes: the kernel does not end the process for it (see ``opensora_sp.launchers``).
+makes. The kernel does not kill the process then (see ``opensora_sp.launchers``), but lets it
+continue if it was stopped.
 """
 
 from __future__ import annotations
@@ -40,13 +41,12 @@ class SignalHandler:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._handle) or signal.SIG_DFL
-        self._parent_death_signal = set_parent_death_signal(0)
+        self._parent_death_signal = set_parent_death_signal(signal.SIGCONT)
 
     def uninstall(self) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
-        if self._parent_death_signal:
-            set_parent_death_signal(self._parent_death_signal)
+        set_parent_death_signal(self._parent_death_signal)
 
     def _handle(self, number: int, frame: Any) -> None:
         # After SIGINT, torchrun forwards a second Ctrl-C as SIGTERM.

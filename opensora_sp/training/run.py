@@ -18,11 +18,11 @@ from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
 
-from .checkpointing import choose_checkpoint
 from .ending import nothing_left
 from .metrics import log_to
 from .preflight import check_resume, compared_clips, preflight
 from .profiling import Steps
+from .resuming import choose_checkpoint
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,9 @@ def train(
 
     Args:
         cfg: a checked config.
-        resume: None starts a new run, "auto" resumes from the newest checkpoint in ``cfg.outputs``
-            if there is one, a path from that checkpoint.
+        resume: None starts a new run, "auto" resumes from the newest good checkpoint in
+            ``cfg.outputs`` if there ever was one, a path from that checkpoint. "none" starts a new
+            run in a folder whose checkpoints cannot be resumed.
         accept_new_data: resume also with other clips than those that the checkpoint was written
             with.
         profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.

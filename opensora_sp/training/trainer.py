@@ -17,7 +17,6 @@ from opensora_sp.checkpoint import (
     check_encoders,
     fitted,
     load_model,
-    newest_checkpoint,
 )
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, ReplicaBatches, StepBatches, StepLoader
@@ -170,7 +169,9 @@ class Trainer:
             reporter.step(done)
 
             if saves:
-                self.checkpoints.save(self.tensors, self.state(done))
+                # While steps are skipped, checkpoints from before may be the last good ones.
+                rotate = self.bad_steps_in_a_row == 0
+                self.checkpoints.save(self.tensors, self.state(done), rotate=rotate)
                 if is_main:
                     with reporter.outputs.of("loss.png"):
                         draw_loss(run_dir)
@@ -380,15 +381,10 @@ class Trainer:
         if self.bad_steps_in_a_row < self.cfg.max_bad_steps:
             return
 
-        self.checkpoints.wait()
-        newest = newest_checkpoint(Path(self.cfg.outputs))
-        source = "the beginning"
-        if newest is not None:
-            source = f"the last good checkpoint, {newest}, with --resume auto"
         raise ValueError(
             f"got no finite loss and gradient in {self.bad_steps_in_a_row} steps in a row, up to "
             f"step {outcome.step} (max_bad_steps); expected numbers; lower optimizer.lr or set "
-            f"grad_clip, and resume from {source}"
+            f"grad_clip, and {self.checkpoints.advice()}"
         )
 
     def _log(self, reporter: Reporter, done: int) -> None:

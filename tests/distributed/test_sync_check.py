@@ -138,7 +138,14 @@ def all_flips(precision: str) -> dict[tuple[str, int], str]:
         "master": (shards.master_weights[WEIGHT], 5, 20),
     }
 
+    # It changes nothing that the next step depends on.
+    state = [p.data.clone() for p in (*model.parameters(), *shards.master_weights.values())]
+    generator = torch.get_rng_state()
     results = {("none", 0): found(check)}
+    now = (*model.parameters(), *shards.master_weights.values())
+    assert all(torch.equal(a, b) for a, b in zip(state, now, strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+
     for kind, flip in flips.items():
         for rank in range(world):
             with flipped(*flip, rank):

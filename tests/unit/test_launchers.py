@@ -138,10 +138,15 @@ def test_a_script_ends_whose_launcher_has_gone_before_its_first_line(start: Star
 
 
 def test_a_script_that_handles_sigterm_ends_by_itself(start: Start) -> None:
-    """So does a training under its watchdog, which saves first. What then hangs is ended."""
+    """So does a training under its watchdog, which saves first. What then hangs is ended.
+
+    A process that was stopped is continued for that.
+    """
     one = start(HANDLE_SIGTERM, "torchrun")
     script = one.script()
     wait_until((one.folder / "handles").exists)
+    script.suspend()
+    wait_until(lambda: script.status() == psutil.STATUS_STOPPED)
     one.kill()
     wait_until((one.folder / "saved").exists, 10)
     wait_until(lambda: not is_alive(script), 10)

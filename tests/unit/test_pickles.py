@@ -210,21 +210,24 @@ ROW = {"dtype": "float32", "shape": [2], "stride": [1], "start": 64}
         {"a": {**ROW, "stride": [-1]}},
         {"a": {**ROW, "stride": [1 << 62]}},
         {"a": {**ROW, "stride": []}},
+        {"a": {**ROW, "shape": [1] * 65, "stride": [1] * 65}},
+        {"a": {**ROW, "shape": [0, 1 << 70], "stride": [1, 1]}},
         {"a": {**ROW, "dtype": "object"}},
         {"a": {**ROW, "shape": None}},
         {"a": {}},
         {"a": []},
         {str(n): ROW for n in range(10_000)},
-        [],
+        [1],
+        {},
     ],
-    ids=lambda tensors: str(tensors)[:60],
+    ids=range(17),
 )
 def test_a_false_table_is_refused(
     tensors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process is not trusted: it has read the foreign bytes."""
     torch.save({"a": torch.ones(2)}, tmp_path / "a.bin")
-    answer = {"tensors": tensors, "notes": []}
+    answer = {"tensors": tensors, "notes": []} if tensors else {"tensors": {}}
     monkeypatch.setattr(pickle_file, "_ask_child", lambda *_, **__: answer)
     with pytest.raises(ValueError, match="which lists tensors that are not in it"):
         open_weights(tmp_path / "a.bin", allow_pickle=True)

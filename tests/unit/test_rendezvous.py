@@ -93,7 +93,7 @@ def test_the_time_out_holds_where_another_program_has_the_port(
     """One that accepts connections in silence, as torch itself would wait for ever."""
     monkeypatch.setattr(bounded_store, "SLICE", 0.1)
     monkeypatch.setattr(bounded_store, "atexit", SimpleNamespace(register=lambda function: None))
-    monkeypatch.setattr(rendezvous, "CONNECT_MARGIN", 0.2)
+    monkeypatch.setattr(bounded_store, "CONNECT_MARGIN", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         launch = replace(rank_0_of(2), rank=1, master=silent.getsockname())
         begun = time.monotonic()
