@@ -107,8 +107,8 @@ def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="also read pickled weights (.pt, .pth, .bin), which can run code: only from a source "
-        "that you trust",
+        help="also read pickled weights (.pt, .pth, .bin), in a process without network and access "
+        "to files",
     )
 
 

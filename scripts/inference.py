@@ -4,9 +4,11 @@ torchrun --nproc_per_node 3 scripts/inference.py CONFIG --ckpt RUN --prompts FIL
 """
 
 from opensora_sp.console import exit_on_interrupt, log_to_terminal, report_errors
+from opensora_sp.launchers import end_with_launchers
 
 
 def main() -> None:
+    end_with_launchers()
     exit_on_interrupt()
     log_to_terminal()
 

@@ -9,9 +9,11 @@ from opensora_sp.console import (
     log_to_terminal,
     report_errors,
 )
+from opensora_sp.launchers import end_with_launchers
 
 
 def main() -> None:
+    end_with_launchers()
     exit_on_interrupt()
     parser = config_arguments(
         "Make a feature cache. Start it with torchrun; started again, it resumes."

@@ -14,14 +14,16 @@ from opensora_sp.console import (
     parse_bool,
     report_errors,
 )
+from opensora_sp.launchers import end_with_launchers
 
 
 def parser() -> argparse.ArgumentParser:
     parser = config_arguments("Train an STDiT model. Start it with torchrun or colossalai run.")
     parser.add_argument(
         "--resume",
-        metavar="auto|PATH",
-        help="resume from the newest checkpoint in the run's folder, or from a given one",
+        metavar="auto|none|PATH",
+        help="resume from the newest checkpoint in the run's folder, or from a given one; none "
+        "starts from step 0 in a folder of checkpoints that cannot be resumed",
     )
     parser.add_argument(
         "--profile",
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    end_with_launchers()
     exit_on_interrupt()
     args = parser().parse_args()
     log_to_terminal()

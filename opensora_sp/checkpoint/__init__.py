@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .filesystem import FileSystem, flush
-from .folder import CheckpointFolder, set_aside, verify
+from .folder import CheckpointFolder, DamagedCheckpointError, set_aside, verify
 from .paths import (
     checkpoint_name,
     checkpoint_step,
@@ -18,7 +18,14 @@ from .paths import (
     newest_checkpoint,
     weight_files,
 )
-from .reader import Stored, Weights, open_weights, saved_config
+from .reader import (
+    PickledWeightsError,
+    Stored,
+    Weights,
+    convert_command,
+    open_weights,
+    saved_config,
+)
 from .state_dict import CONVERSIONS, check_conversions, check_names, fitted
 from .tensor_file import Spec, TensorFile
 from .writer import Part, SaveJob, Saver, on_rank_0
@@ -31,7 +38,7 @@ if TYPE_CHECKING:
         model_config_json,
         write_model_config,
     )
-    from .pretrained import check_vacant, fill, from_pretrained, save_pretrained
+    from .pretrained import check_vacant, fill, from_pretrained, new_folder, save_pretrained
 
 # Until 1.0.
 Disk = FileSystem
@@ -39,10 +46,12 @@ Disk = FileSystem
 __all__ = [
     "CONVERSIONS",
     "CheckpointFolder",
+    "DamagedCheckpointError",
     "Disk",
     "FileSystem",
     "NamedShards",
     "Part",
+    "PickledWeightsError",
     "SaveJob",
     "Saver",
     "Spec",
@@ -57,6 +66,7 @@ __all__ = [
     "checkpoint_name",
     "checkpoint_step",
     "committed_checkpoints",
+    "convert_command",
     "fill",
     "find_weights",
     "fitted",
@@ -64,6 +74,7 @@ __all__ = [
     "from_pretrained",
     "load_model",
     "model_config_json",
+    "new_folder",
     "newest_checkpoint",
     "on_rank_0",
     "open_weights",

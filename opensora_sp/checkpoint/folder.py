@@ -11,18 +11,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from opensora_sp.regular_file import open_regular
+
 from .filesystem import FileSystem, sha256
-from .paths import checkpoint_step, committed_checkpoints
+from .paths import checkpoint_step, committed_checkpoints, is_committed
 from .tensor_file import Spec, TensorFile
 
-FORMAT = 2
+# Formats that this version reads; it writes the last one. A key of ``state.json`` that earlier
+# versions may ignore needs no new number, and later versions read checkpoints without it.
+READABLE_FORMATS = (2,)
+FORMAT = READABLE_FORMATS[-1]
 # Larger files are compared by size only, unless a check is thorough.
 QUICK_CHECK_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
+
+
+class DamagedCheckpointError(ValueError):
+    """Files of a checkpoint are not those of its own digests."""
 
 
 class CheckpointFolder:
@@ -75,12 +87,11 @@ class CheckpointFolder:
         """
         manifest = self._write_files(entries)
 
-        if self.final.exists() or self.final.is_symlink():
-            remove_checkpoint(self.final, self.filesystem)
+        self._vacate()
         self.filesystem.rename(self.partial, self.final)
         self.filesystem.flush(self.final.parent)
 
-        self.filesystem.write_file(self.final / "COMMIT", _commit_text(manifest))
+        self.filesystem.write_file(self.final / "COMMIT", _commit_text(manifest, FORMAT))
         self.filesystem.write_file(self.final.parent / "latest", f"{self.final.name}\n".encode())
         self._remove_old()
         logger.info("saved %s", self.final)
@@ -106,14 +117,31 @@ class CheckpointFolder:
             self.filesystem.flush(folder)
         return manifest
 
+    def _vacate(self) -> None:
+        """Remove what has the name of this checkpoint; a committed checkpoint is only renamed.
+
+        A run resumes before a committed checkpoint where it could not read that one.
+        """
+        if is_committed(self.final) or self.final.is_file():
+            aside = set_aside(self.final, "previous", self.filesystem)
+            logger.warning("%s was there before this save; kept as %s", self.final, aside.name)
+        elif os.path.lexists(self.final):
+            remove_checkpoint(self.final, self.filesystem)
+
     def _remove_old(self) -> None:
+        """Remove all but the newest checkpoints, among those up to this one that can be read."""
         if self.keep_last is None:
             return
 
-        for old in committed_checkpoints(self.final.parent)[: -self.keep_last]:
-            step = checkpoint_step(old)
-            assert step is not None
-            if self.keep_every is None or step % self.keep_every:
+        steps = {}
+        for folder in committed_checkpoints(self.final.parent):
+            with suppress(ValueError):
+                steps[folder] = _read_manifest(folder)["step"]
+
+        newest = checkpoint_step(self.final)
+        candidates = [folder for folder, step in steps.items() if step <= newest]
+        for old in candidates[: -self.keep_last]:
+            if self.keep_every is None or steps[old] % self.keep_every:
                 remove_checkpoint(old, self.filesystem)
 
 
@@ -127,12 +155,16 @@ def remove_checkpoint(folder: Path, filesystem: FileSystem) -> None:
     filesystem.remove_tree(folder)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to ``<name>.damaged``, which is kept but never read."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    filesystem = FileSystem()
-    if aside.exists():
-        filesystem.remove_tree(aside)
+def set_aside(folder: Path, suffix: str = "damaged", filesystem: FileSystem | None = None) -> Path:
+    """Rename a checkpoint to ``<name>.<suffix>``, which is kept but never read.
+
+    A number follows where this name is taken: nothing is replaced.
+    """
+    filesystem = filesystem or FileSystem()
+    aside, number = folder.with_name(f"{folder.name}.{suffix}"), 2
+    while os.path.lexists(aside):
+        aside = folder.with_name(f"{folder.name}.{suffix}-{number}")
+        number += 1
 
     filesystem.rename(folder, aside)
     filesystem.flush(folder.parent)
@@ -147,19 +179,40 @@ def verify(folder: Path, *, thorough: bool = True, part: str = "") -> None:
         part: check only the files within this folder of the checkpoint, such as "ema".
 
     Raises:
-        ValueError: naming the file that is missing, truncated, changed, or outside the folder.
+        DamagedCheckpointError: a ValueError that names the file that is missing, truncated or
+            changed.
+        ValueError: naming the file that is outside the folder or cannot be read now; or if the
+            format is one that this version does not read.
     """
     for name, entry in _read_manifest(folder)["files"].items():
         if part and PurePosixPath(name).parts[0] != part:
             continue
 
         file = resolve_inside(folder, name)
-        found, expected = _compare(file, entry, thorough=thorough)
+        with _reading(file):
+            found, expected = _compare(file, entry, thorough=thorough)
         if found != expected:
-            raise ValueError(
+            raise DamagedCheckpointError(
                 f"got a damaged checkpoint: {file} has {found}; expected {expected}; resume from "
                 "another checkpoint"
             )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn the error of a disk or of permissions, which may not last, into one for users."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpointError(
+            f"got a damaged checkpoint: {path} ({error.strerror}); expected the file as it was "
+            "written; resume from another checkpoint"
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"got {path}, which cannot be read now ({error.strerror}); expected a file of a "
+            "checkpoint; check the disk and the permissions, then start again; it is left as it is"
+        ) from None
 
 
 def _compare(file: Path, entry: dict[str, Any], *, thorough: bool) -> tuple[Any, dict[str, Any]]:
@@ -182,7 +235,9 @@ def resolve_inside(folder: Path, name: str) -> Path:
     path = PurePosixPath(name)
     file = folder / path
     is_relative = not path.is_absolute() and ".." not in path.parts
-    if not is_relative or not file.resolve().is_relative_to(folder.resolve()):
+    # Unlike Path.resolve, this does not raise at links in a circle.
+    target = Path(os.path.realpath(file))
+    if not is_relative or not target.is_relative_to(os.path.realpath(folder)):
         raise ValueError(
             f"got the path {name!r} in the manifest of {folder}; expected one inside this folder; "
             "do not use files from this source"
@@ -195,27 +250,17 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _commit_text(manifest: bytes) -> bytes:
-    return f"{FORMAT} {hashlib.sha256(manifest).hexdigest()}\n".encode()
+def _commit_text(manifest: bytes, number: int) -> bytes:
+    return f"{number} {hashlib.sha256(manifest).hexdigest()}\n".encode()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
+    number, commit = _read_commit(folder)
     path = folder / "manifest.json"
-    try:
-        text, commit = path.read_bytes(), (folder / "COMMIT").read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"got a damaged checkpoint: {folder} ({error}); expected manifest.json and COMMIT; "
-            "resume from another checkpoint"
-        ) from None
-
-    if commit.split(b" ")[0].strip() != str(FORMAT).encode():
-        raise ValueError(
-            f"got a checkpoint of format {commit[:8]!r} in {folder}; expected format {FORMAT}; "
-            "read it with the version that wrote it, or start from its weights"
-        )
-    if commit != _commit_text(text):
-        raise ValueError(
+    with _reading(path), open_regular(path) as file:
+        text = file.read()
+    if commit != _commit_text(text, number):
+        raise DamagedCheckpointError(
             f"got a damaged checkpoint: {path} is not the one that COMMIT names; expected the file "
             "as it was written; resume from another checkpoint"
         )
@@ -223,7 +268,29 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(text)
     if checkpoint_step(folder) not in (None, manifest["step"]):
         raise ValueError(
-            f"got a damaged checkpoint: {path} is of step {manifest['step']}; expected the step of "
-            "the folder's name; resume from another checkpoint"
+            f"got a renamed checkpoint: {path} is of step {manifest['step']}; expected the step of "
+            "the folder's name; rename the folder back, or resume from another checkpoint"
         )
     return manifest
+
+
+def _read_commit(folder: Path) -> tuple[int, bytes]:
+    """The format of a checkpoint, and the content of ``COMMIT``."""
+    path = folder / "COMMIT"
+    with _reading(path), open_regular(path) as file:
+        commit = file.read()
+
+    found = re.match(rb"(\d{1,9})\s", commit)
+    if found is None:
+        raise DamagedCheckpointError(
+            f"got a damaged checkpoint: {path} holds {commit[:80]!r}; expected a format and a "
+            "SHA-256; resume from another checkpoint"
+        )
+
+    number = int(found[1])
+    if number not in READABLE_FORMATS:
+        raise ValueError(
+            f"got a checkpoint of format {number} in {folder}; expected one of "
+            f"{list(READABLE_FORMATS)}; read it with the version that wrote it; it is left as it is"
+        )
+    return number, commit

@@ -8,6 +8,7 @@ from pathlib import Path
 from .shard_index import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
+_DAMAGED_NAME = re.compile(r"step_\d{8,}\.damaged(-\d+)?")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 # Names that Hugging Face and ColossalAI write.
@@ -50,24 +51,67 @@ def checkpoint_step(folder: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def committed_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints of a run whose save was completed, oldest first."""
-    if not run_dir.is_dir():
-        return []
+def is_committed(folder: Path) -> bool:
+    """Whether the save of a checkpoint was completed; also true where that cannot be read now."""
+    try:
+        return (folder / "COMMIT").is_file()
+    except OSError:
+        return True
 
+
+def committed_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints of a run whose save was completed, oldest first.
+
+    Raises:
+        ValueError: if the folder cannot be read now.
+    """
     found = [
         path
-        for path in run_dir.iterdir()
-        if checkpoint_step(path) is not None and (path / "COMMIT").is_file()
+        for path in _content(run_dir)
+        if checkpoint_step(path) is not None and is_committed(path)
     ]
     return sorted(found, key=lambda path: checkpoint_step(path) or 0)
 
 
+def all_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints of a run, also interrupted ones and those set aside as damaged."""
+    return [
+        path
+        for path in _content(run_dir)
+        if checkpoint_step(path) is not None or _DAMAGED_NAME.fullmatch(path.name)
+    ]
+
+
+def had_checkpoints(run_dir: Path) -> bool:
+    """Whether a checkpoint was ever committed in a run's folder, even if none is left of it.
+
+    ``latest`` is written after each commit. An interrupted first save leaves only ``.partial-*``,
+    or a folder without ``COMMIT``.
+    """
+    traces = [
+        path
+        for path in _content(run_dir)
+        if path.name == "latest" or _DAMAGED_NAME.fullmatch(path.name)
+    ]
+    return bool(traces or committed_checkpoints(run_dir))
+
+
 def newest_checkpoint(path: Path) -> Path | None:
     """``path`` itself if it is a committed checkpoint, else the newest one in it, else None."""
-    if (path / "COMMIT").is_file():
+    if is_committed(path):
         return path
     return next(reversed(committed_checkpoints(path)), None)
+
+
+def _content(run_dir: Path) -> list[Path]:
+    """Files and folders in a run's folder; none where there is no such folder."""
+    try:
+        return list(run_dir.iterdir()) if run_dir.is_dir() else []
+    except OSError as error:
+        raise ValueError(
+            f"got {run_dir}, which cannot be read now ({error.strerror}); expected a run's folder; "
+            "check the disk and the permissions, then start again"
+        ) from None
 
 
 def find_weights(path: str | Path, *, ema: bool = False) -> Path:

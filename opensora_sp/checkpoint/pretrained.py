@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -37,7 +38,8 @@ def from_pretrained(
         path: a file or folder; see ``find_weights``.
         model: class or preset, required without a ``config.json``; otherwise it must agree
             with that.
-        allow_pickle: also read pickled files, which can run code; only for files that you trust.
+        allow_pickle: also read pickled files. A confined process lists their tensors, see
+            ``opensora_sp.checkpoint.pickle_file``.
         strict: refuse missing, unexpected and reshaped tensors. Otherwise those are skipped with
             a warning, and the model keeps its random ones.
         ema: load the EMA weights where there are both.
@@ -117,18 +119,30 @@ def save_pretrained(
     Raises:
         ValueError: if the folder holds something, or the size is none.
     """
-    final, filesystem = Path(path), FileSystem()
+    with new_folder(Path(path)) as folder:
+        _write_shards(model, folder, max_shard_size)
+        write_model_config(folder, type(model).__name__, model.config)
+        for file in folder.iterdir():
+            # safetensors creates files that only their owner may read.
+            shutil.copymode(folder / "config.json", file)
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """A folder to write files to, which gets its name when they are complete and flushed.
+
+    Raises:
+        ValueError: if there is something of that name.
+    """
     check_vacant(final)
+    filesystem = FileSystem()
     partial = final.parent / f".partial-{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
     filesystem.mkdir(partial)
 
     try:
-        _write_shards(model, partial, max_shard_size)
-        write_model_config(partial, type(model).__name__, model.config)
+        yield partial
         for file in partial.iterdir():
-            # safetensors creates files that only their owner may read.
-            shutil.copymode(partial / "config.json", file)
             filesystem.flush(file)
 
         filesystem.flush(partial)
@@ -144,10 +158,14 @@ def _write_shards(model: ConditionedModel, folder: Path, max_shard_size: int | s
     try:
         save_torch_state_dict(model.state_dict(), folder, max_shard_size=max_shard_size)
     except ValueError as error:
-        raise ValueError(
-            f"got max_shard_size {max_shard_size!r} ({error}); expected bytes or a size such as "
-            "'5GB'; change it"
-        ) from None
+        raise shard_size_error(max_shard_size, error) from None
+
+
+def shard_size_error(size: int | str, error: ValueError) -> ValueError:
+    """The error for a size that huggingface_hub refuses."""
+    return ValueError(
+        f"got max_shard_size {size!r} ({error}); expected bytes or a size such as '5GB'; change it"
+    )
 
 
 def check_vacant(folder: Path) -> None:

@@ -1,38 +1,37 @@
 """Reader of weights: safetensors and pickles, whole or in shards; tensors are read on demand.
 
-The first bytes of a file decide its format, not its name: ColossalAI's Booster writes files without
-an ending.
+All weights from outside are read here: those of models and encoders, in training, sampling, feature
+building and conversion. The first bytes of a file decide its format, not its name: ColossalAI's
+Booster writes files without an ending.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import pickle
-from collections.abc import Callable, Collection, Mapping
+import shlex
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from .paths import find_weights, weight_file
+from .pickle_file import open_pickle
 from .shard_index import ShardIndex, is_index
 from .tensor_file import is_safetensors
 
 logger = logging.getLogger(__name__)
 
-# Versions of torch below which loading with weights_only=True can still run code from the file.
-VULNERABILITIES = {"2.6": "CVE-2025-32434", "2.10": "CVE-2026-24747"}
-WRAPPERS = ("state_dict", "model", "module")
 # Of DistributedDataParallel and torch.compile.
 PREFIXES = ("module.", "_orig_mod.")
-# What torch.load raises for a damaged file.
-DAMAGE = (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError)
+
+
+class PickledWeightsError(ValueError):
+    """Weights are pickled, and that is not allowed."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     Args:
         path: see ``find_weights``. Safetensors are preferred to pickles.
         ema: open the EMA weights of a checkpoint, or of a file that holds both.
-        allow_pickle: also open pickled files (.pt, .pth, .bin), with ``weights_only=True``. Only
-            for files from a source you trust: see ``VULNERABILITIES``.
+        allow_pickle: also open pickled files (.pt, .pth, .bin). A confined process lists their
+            tensors, see ``pickle_file``.
 
     Raises:
         ValueError: if there are none, they are pickled and that is not allowed, damaged, or not a
@@ -94,12 +93,26 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     """
     path = find_weights(path, ema=ema)
     file = weight_file(path)
-    if is_index(file):
-        weights = _open_shards(file, ema=ema, allow_pickle=allow_pickle)
-    else:
-        weights = _open_file(file, ema=ema, allow_pickle=allow_pickle)
+    try:
+        open_file = _open_shards if is_index(file) else _open_file
+        weights = open_file(file, ema=ema, allow_pickle=allow_pickle)
+    except PickledWeightsError as error:
+        name = "" if saved_config(path) else " --model NAME"
+        raise PickledWeightsError(
+            f"got {error}, which is pickled, and a pickle can run code as it is read; expected "
+            f"safetensors; convert it once: {convert_command(path)}{name}, or pass "
+            "allow_pickle=True (--allow-pickle)"
+        ) from None
 
     return replace(_without_prefix(weights), path=path, config=saved_config(path))
+
+
+def convert_command(source: str | Path, target: str | Path | None = None) -> str:
+    """The command that converts pickled weights, by default to a folder beside them."""
+    if target is None:
+        path = Path(source)
+        target = f"{path.with_suffix('') if path.is_file() else path}-safetensors"
+    return shlex.join(["opensora-sp", "convert", str(source), str(target), "--allow-pickle"])
 
 
 def saved_config(path: Path) -> dict[str, Any] | None:
@@ -156,21 +169,20 @@ def _open_file(file: Path, *, ema: bool, allow_pickle: bool) -> Weights:
     if is_safetensors(file):
         return _open_safetensors(file)
 
-    with file.open("rb") as opened:
-        head = opened.read(8)
+    with file.open("rb") as start:
+        head = start.read(8)
     if head == b"version ":
         raise ValueError(
             f"got {file}, a Git LFS pointer; expected the file itself; run git lfs pull in its "
             "folder"
         )
 
-    content = _unpickle(file, mmap=head.startswith(b"PK"), allow_pickle=allow_pickle)
-    state, notes = _unwrap(file, content, ema=ema)
-    tensors = {
-        name: Stored(tuple(tensor.shape), partial(_identity, tensor))
-        for name, tensor in state.items()
-    }
-    return Weights(file, "pickle", None, tensors, notes)
+    if not allow_pickle:
+        raise PickledWeightsError(file)
+
+    tensors, notes = open_pickle(file, ema=ema)
+    opened = {name: Stored(tensor.shape, tensor.read) for name, tensor in tensors.items()}
+    return Weights(file, "pickle", None, opened, notes)
 
 
 def _open_safetensors(file: Path) -> Weights:
@@ -189,83 +201,6 @@ def _open_safetensors(file: Path) -> Weights:
     return Weights(file, "safetensors", None, tensors, metadata=opened.metadata() or {})
 
 
-def _unpickle(file: Path, *, mmap: bool, allow_pickle: bool) -> Any:
-    if not allow_pickle:
-        raise ValueError(
-            f"got {file}, which is pickled, and a pickle can run code as it is read; expected "
-            "safetensors; if you trust where it comes from, pass allow_pickle=True "
-            "(--allow-pickle), or convert it once with opensora-sp convert"
-        )
-
-    _warn_of_vulnerabilities(torch.__version__)
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"got {file}, which holds more than tensors and plain values, or no pickle ({reason}); "
-            "expected a state dict; nothing else is unpickled: save its state dict as safetensors "
-            "where it was made"
-        ) from None
-    except DAMAGE as error:
-        raise ValueError(
-            f"got {file}, which cannot be read ({type(error).__name__}: {error}); expected weights "
-            "saved by torch or safetensors; copy or download it again"
-        ) from None
-
-
-@cache
-def _warn_of_vulnerabilities(version: str) -> None:
-    """Warn, once per process, of vulnerabilities that this version of torch still has."""
-    open_here = [
-        f"{name} (closed in {fixed})"
-        for fixed, name in VULNERABILITIES.items()
-        if TorchVersion(version) < fixed
-    ]
-    if open_here:
-        logger.warning(
-            "unpickling with torch %s: weights_only=True alone does not protect from %s; read only "
-            "files that you trust, and convert them to safetensors: opensora-sp convert",
-            version,
-            ", ".join(open_here),
-        )
-
-
-def _unwrap(file: Path, content: Any, *, ema: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The state dict in what was unpickled, and notes on the keys that led to it."""
-    notes: list[str] = []
-    order = ("ema", *WRAPPERS) if ema else (*WRAPPERS, "ema")
-    while isinstance(content, Mapping) and not _holds_tensors(content):
-        key = next((key for key in order if isinstance(content.get(key), Mapping)), None)
-        if key is None:
-            break
-        notes.append(f"took {key!r} of the keys {list(content)} in {file.name}")
-        content = content[key]
-
-    problem = _not_a_state_dict(content)
-    if problem is not None:
-        raise ValueError(
-            f"got {file}, which holds {problem}; expected a state dict, by itself or under one of "
-            f"{list(order)}; save the model's state dict"
-        )
-    return dict(content), tuple(notes)
-
-
-def _holds_tensors(mapping: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, Tensor) for value in mapping.values())
-
-
-def _not_a_state_dict(content: Any) -> str | None:
-    """Why an object is not a state dict; None if it is one."""
-    is_mapping = isinstance(content, Mapping) and all(isinstance(name, str) for name in content)
-    if not is_mapping or not content:
-        return f"{type(content).__name__} {content!r:.40}"
-
-    others = (name for name, value in content.items() if not isinstance(value, Tensor))
-    name = next(others, None)
-    return None if name is None else f"{content[name]!r:.40} under {name!r}"
-
-
 def _without_prefix(weights: Weights) -> Weights:
     """Remove a prefix that a wrapper put before all names."""
     for prefix in PREFIXES:
@@ -276,7 +211,3 @@ def _without_prefix(weights: Weights) -> Weights:
             notes = (*weights.notes, f"took {prefix!r} off the {len(tensors)} names")
             return _without_prefix(replace(weights, tensors=tensors, notes=notes))
     return weights
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,18 @@ class Part:
         if self.constant or not (self.sharded or _rank() == 0):
             return self
         return replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no floating-point number in tensors of one device is NaN or infinite.
+
+    Fused over the tensors; the host waits once. Sums of squares of fp32 are finite in fp64.
+    """
+    checked = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+    if not checked:
+        return True
+    norms = torch._foreach_norm(checked, 2, dtype=torch.float64)
+    return math.isfinite(torch.stack(norms).sum().item())
 
 
 class Target(Protocol):
@@ -139,6 +152,30 @@ class Saver:
             self._saving = self._executor.submit(self._run, job.snapshot())
         else:
             self._run(job)
+
+    def non_finite(self, job: SaveJob) -> list[str]:
+        """Sharded tensors of a job that hold NaN or infinity, with the rank; equal on all ranks.
+
+        Each rank passes once over its shards, and its host reads one number from the device.
+        """
+        self.wait()
+        shards: dict[str, Tensor] = {}
+        for file, parts in job.files.items():
+            sharded = {name: part.tensor for name, part in parts.items() if part.sharded}
+            shards |= {f"{name} in {file}": tensor for name, tensor in sharded.items()}
+
+        own: list[str] = []
+        if not all_finite(shards.values()):
+            own = [name for name, tensor in shards.items() if not all_finite([tensor])]
+        if self._world == 1:
+            return own
+
+        of_ranks: list[list[str]] = [[]] * self._world
+        dist.all_gather_object(of_ranks, own, group=self._group)
+        found = []
+        for rank, names in enumerate(of_ranks):
+            found += [f"{name} (rank {rank})" for name in names]
+        return found
 
     def wait(self) -> None:
         """Wait for a save in the background.

@@ -1,4 +1,7 @@
-"""``opensora-sp convert``: weights in any layout to a Hugging Face folder of safetensors."""
+"""``opensora-sp convert``: weights in any layout to a Hugging Face folder of safetensors.
+
+A model's weights are checked against the model; those of a VAE or text encoder stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import Any
 
 from opensora_sp.console import add_allow_pickle, log_to_terminal
 
-HELP = (
-    "read weights in any layout, check them against their model, write config.json and safetensors"
-)
+HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
+# Options that change weights or need to know the model.
+OF_MODELS = ("model", "options", "ema", "dtype", "input_size", "text_length", "drop_sigma")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "source",
         metavar="IN",
-        help="a file, a Hugging Face or Booster folder, a run or its checkpoint",
+        help="a file, a Hugging Face or Booster folder, a run or its checkpoint, a VAE or T5; or "
+        "the name of one on the Hugging Face hub",
     )
     parser.add_argument(
         "target", metavar="OUT", help="the folder to write, which must not be there yet"
@@ -78,12 +82,68 @@ def _add_conversions(conversions: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Convert, and print what was written."""
-    from opensora_sp.checkpoint import check_vacant, from_pretrained, save_pretrained
-    from opensora_sp.config import parse_override
-    from opensora_sp.dtypes import DTYPES
+    from opensora_sp.checkpoint import check_vacant
+    from opensora_sp.encoders.convert import fetched, is_encoder
 
     log_to_terminal()
     check_vacant(Path(args.target))
+
+    source = fetched(args.source)
+    written = _convert_encoder(source, args) if is_encoder(source) else _convert(source, args)
+    files = len(list(Path(args.target).glob("*.safetensors")))
+    sys.stdout.write(f"wrote {written}, {files} files to {args.target}\n")
+
+
+def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
+    """Rewrite a VAE or a T5; returns what was written."""
+    from opensora_sp.encoders.convert import convert_encoder
+
+    for option in OF_MODELS:
+        if getattr(args, option):
+            name = option.replace("_", "-")
+            raise ValueError(
+                f"got --{name} for {args.source}, which is a VAE or text encoder; expected its "
+                f"tensors to stay as they are; remove --{name}"
+            )
+
+    num_tensors = convert_encoder(
+        source,
+        Path(args.target),
+        allow_pickle=args.allow_pickle,
+        max_shard_size=_shard_size(args),
+    )
+    return f"{num_tensors} tensors of an encoder"
+
+
+def _convert(source: Path, args: argparse.Namespace) -> str:
+    """Convert the weights of a model; returns what was written."""
+    from opensora_sp.checkpoint import from_pretrained, save_pretrained
+    from opensora_sp.dtypes import DTYPES
+
+    options, convert = _model_options(args)
+    model = from_pretrained(
+        source,
+        model=args.model,
+        allow_pickle=args.allow_pickle,
+        ema=args.ema,
+        convert=convert,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        **options,
+    )
+    save_pretrained(model, args.target, max_shard_size=_shard_size(args))
+
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    return f"{type(model).__name__}, {millions:.1f} M parameters, {model.dtype}"
+
+
+def _model_options(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Settings that replace those of the model, and the conversions.
+
+    Raises:
+        ValueError: if a setting is none of the model's.
+    """
+    from opensora_sp.checkpoint import from_pretrained
+    from opensora_sp.config import parse_override
 
     options: dict[str, Any] = {}
     for keys, value in map(parse_override, args.options):
@@ -104,22 +164,9 @@ def run(args: argparse.Namespace) -> None:
         convert.append("y_embedding")
     if args.drop_sigma:
         convert.append("pred_sigma")
+    return options, convert
 
-    model = from_pretrained(
-        args.source,
-        model=args.model,
-        allow_pickle=args.allow_pickle,
-        ema=args.ema,
-        convert=convert,
-        dtype=DTYPES[args.dtype] if args.dtype else None,
-        **options,
-    )
-    size = args.max_shard_size
-    save_pretrained(model, args.target, max_shard_size=int(size) if size.isdigit() else size)
 
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    files = len(list(Path(args.target).glob("*.safetensors")))
-    sys.stdout.write(
-        f"wrote {type(model).__name__}, {millions:.1f} M parameters, {model.dtype}, {files} files "
-        f"to {args.target}\n"
-    )
+def _shard_size(args: argparse.Namespace) -> int | str:
+    size: str = args.max_shard_size
+    return int(size) if size.isdigit() else size

@@ -103,7 +103,7 @@ class Common(Strict):
     """dict(type=..., ...): diffusion process, and its options."""
 
     allow_pickle: bool = False
-    """Also read pickled weights, which can execute code."""
+    """Also read pickled weights, in a process without network and access to files."""
 
     convert: Annotated[tuple[str, ...], AfterValidator(check_conversions)] = ()
     """Conversions of the initial weights, by name; see docs/weights.md."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -98,6 +100,7 @@ class StepLoader:
     ) -> None:
         self.batches, self.device = batches, device
         self.waited = 0.0
+        self._workers: set[BaseProcess] = set()
         self._loader: DataLoader[LoadedBatch] = DataLoader(
             MicroBatchReader(dataset, draw),
             batch_size=None,
@@ -110,7 +113,18 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatches]:
         """Starts the workers at once, not with the first step."""
-        return self._steps(copied_ahead(iter(self._loader), self.device))
+        others = set(active_children())
+        loaded = iter(self._loader)
+        self._workers |= set(active_children()) - others
+        return self._steps(copied_ahead(loaded, self.device))
+
+    def close(self) -> None:
+        """Ask all workers to end at once; a ``DataLoader`` would wait 5 s for each busy one.
+
+        They have to exit with status 0 then, as those of ``runtime.init_worker`` do.
+        """
+        for worker in self._workers:
+            worker.terminate()
 
     def _steps(self, loaded: Iterator[LoadedBatch]) -> Iterator[StepBatches]:
         for step in self.batches.steps:

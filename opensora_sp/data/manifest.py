@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from opensora_sp.regular_file import open_regular
+
 from .atomic import atomic_write
 
 
@@ -152,7 +154,7 @@ def _read_columns(path: Path) -> dict[str, list[Any]]:
 
     try:
         # utf-8-sig: Excel begins UTF-8 with a byte-order mark.
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with open_regular(path, "r", newline="", encoding="utf-8-sig") as file:
             if path.suffix == ".csv":
                 reader = csv.DictReader(file, restkey="cells without a column")
                 return _by_column(reader, reader.fieldnames or [])

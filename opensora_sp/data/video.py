@@ -17,6 +17,8 @@ from typing import Any
 import av
 import numpy as np
 
+from opensora_sp.regular_file import open_regular
+
 from .atomic import atomic_write
 
 IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
@@ -122,6 +124,7 @@ def probe(path: str | Path) -> Probed:
 @contextmanager
 def _opened(path: str | Path, time_limit: float | None = None) -> Iterator[tuple[Any, Any]]:
     """A file and its first video stream, decoded by one thread: loaders have many processes."""
+    open_regular(path).close()
     with av.open(str(path), timeout=time_limit) as container:
         stream = next(iter(container.streams.video), None)
         # A file of sound alone, or a codec that FFmpeg was built without.
@@ -186,6 +189,7 @@ def read_frames(path: str | Path) -> np.ndarray:
         ValueError: if the file holds none, or cannot be decoded.
     """
     try:
+        open_regular(path).close()
         with av.open(str(path)) as container:
             frames = [_upright(frame) for frame in container.decode(video=0)]
         if not frames:

@@ -6,6 +6,7 @@ Legend: B samples, F frames, c latent channels, f x h x w latent size, L text to
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,19 @@ from opensora_sp.dtypes import DTYPES
 from opensora_sp.transfer import to_device
 
 from .base import check_latent_frames
-from .loading import Dtype, FrozenEncoder, load_pretrained, saved_config
+from .loading import (
+    Dtype,
+    FrozenEncoder,
+    PretrainedFiles,
+    check_none_missing,
+    load_tensors,
+    saved_config,
+)
 
 logger = logging.getLogger(__name__)
 SD_FACTOR = 8  # pixels per latent position in the autoencoders of Stable Diffusion
+# Names in older versions of diffusers.
+OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 class FrameAutoencoder(nn.Module):
@@ -107,9 +117,15 @@ class ImageVAE(FrozenEncoder):
         super().__init__(offload=offload)
         from diffusers import AutoencoderKL
 
-        vae = load_pretrained(
-            AutoencoderKL, from_pretrained, "vae", subfolder=subfolder, torch_dtype=DTYPES[dtype]
-        )
+        files = PretrainedFiles(from_pretrained, "vae", subfolder)
+        config = files.config()
+        tensors = {current_name(name): tensor for name, tensor in files.tensors().items()}
+        with files.explained("AutoencoderKL"):
+            with torch.device("meta"):
+                vae = AutoencoderKL.from_config(config)
+            load_tensors(vae, tensors)
+            vae.to(DTYPES[dtype])
+
         scaling_factor = scaling_factor or vae.config.scaling_factor
         self.frames = FrameAutoencoder(
             vae, scaling_factor=scaling_factor, micro_batch_size=micro_batch_size
@@ -159,6 +175,13 @@ class ImageVAE(FrozenEncoder):
         return frame_latent_size(num_frames, height, width, factor, round_down=round_down)
 
 
+def current_name(name: str) -> str:
+    """The name of an autoencoder's tensor in the current version of diffusers."""
+    return re.sub(
+        r"(?<=attentions\.0\.)\w+", lambda match: OLD_ATTENTION.get(match[0], match[0]), name
+    )
+
+
 def spatial_factor(block_out_channels: Any) -> int:
     """Pixels per latent position of an ``AutoencoderKL``, which downsamples between its blocks."""
     return 2 ** (len(block_out_channels) - 1)
@@ -206,12 +229,29 @@ class T5TextEncoder(FrozenEncoder):
         offload: bool = False,
     ) -> None:
         super().__init__(offload=offload)
-        from transformers import AutoTokenizer, T5EncoderModel
+        from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
-        self.tokenizer = load_pretrained(AutoTokenizer, from_pretrained, "text_encoder")
-        self.t5 = load_pretrained(
-            T5EncoderModel, from_pretrained, "text_encoder", torch_dtype=DTYPES[dtype]
-        )
+        files = PretrainedFiles(from_pretrained, "text_encoder")
+        with files.explained("AutoTokenizer"):
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                str(files.folder),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+
+        config, tensors = files.config(), files.tensors()
+        with files.explained("T5EncoderModel"):
+            self.t5, found = T5EncoderModel.from_pretrained(
+                # No path: transformers reads no file.
+                None,
+                config=T5Config.from_dict(config),
+                state_dict=tensors,
+                torch_dtype=DTYPES[dtype],
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            check_none_missing(found["missing_keys"])
         self.width: int = self.t5.config.d_model
         self.max_length, self.clean_captions = max_length, clean_captions
         self._has_warned = False

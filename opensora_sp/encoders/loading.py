@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,30 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from opensora_sp.checkpoint import PickledWeightsError, convert_command, open_weights
+from opensora_sp.checkpoint import saved_config as read_config
+
+# What is downloaded of a repository, as patterns of fnmatch.
+HUB_FILES = (
+    "config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model-*.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+PICKLES = (
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model*.bin",
+    "diffusion_pytorch_model.bin.index.json",
+)
 HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -59,57 +82,144 @@ class FrozenEncoder(nn.Module):
                 setattr(module, name, tensor)
 
 
-def load_pretrained(cls: Any, source: str, key: str, **options: Any) -> Any:
-    """``cls.from_pretrained`` of diffusers or transformers; missing tensors are errors.
+class PretrainedFiles:
+    """The files of an encoder: a local folder, or a name on the Hugging Face hub.
+
+    Weights are read by ``open_weights`` alone. diffusers and transformers unpickle whatever files
+    an index of shards names, also with ``use_safetensors=True``.
 
     Args:
-        cls: model or tokenizer class.
-        source: local folder, or name on the hub.
-        key: key in the config, for errors.
+        source: value of ``from_pretrained``.
+        key: key of the encoder in the config, for errors.
+        subfolder: folder of the encoder in a pipeline.
 
     Raises:
-        ValueError: if it cannot be found or loaded, or tensors are missing.
+        ValueError: if there is no such folder or name, or the hub cannot be reached.
     """
-    with explained(cls.__name__, source, key) as local_files_only:
-        if not issubclass(cls, nn.Module):
-            return cls.from_pretrained(source, local_files_only=local_files_only, **options)
-        model, found = cls.from_pretrained(
-            source, local_files_only=local_files_only, output_loading_info=True, **options
+
+    def __init__(self, source: str, key: str, subfolder: str | None = None) -> None:
+        self.source, self.key, self.subfolder = source, key, subfolder or ""
+        self.is_local = Path(source).is_dir()
+        with self.explained("its files"):
+            folder = Path(source) if self.is_local else download(source, self.subfolder)
+        self.folder = folder / self.subfolder
+
+    def config(self) -> dict[str, Any]:
+        """The content of ``config.json``.
+
+        Raises:
+            ValueError: if there is none, or it is no JSON object.
+        """
+        with self.explained("config.json"):
+            config = read_config(self.folder)
+            if config is None:
+                raise ValueError("it has no config.json")
+        return config
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, mapped from safetensors.
+
+        Raises:
+            ValueError: if there are none, or they are pickled or damaged.
+        """
+        with self.explained("weights"):
+            if self._has_pickles_on_the_hub():
+                raise PickledWeightsError
+            weights = open_weights(self.folder)
+            return {name: stored.read() for name, stored in weights.tensors.items()}
+
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Turn all errors of loading into one with what to do.
+
+        Args:
+            what: is loaded in the context.
+
+        Raises:
+            ValueError: for any error inside the context.
+        """
+        from huggingface_hub.errors import LocalEntryNotFoundError
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except PickledWeightsError:
+            raise self._pickled() from None
+        except LocalEntryNotFoundError as error:
+            reason = (
+                "which is no folder here, and not in the hub's cache either, while the hub cannot "
+                "be reached"
+            )
+            raise self._error(reason) from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            failed = f"{what} cannot be loaded"
+            reason = f"a folder that {failed} from" if self.is_local else f"a name that {failed} by"
+            raise self._error(f"{reason} ({shortly(error)})") from error
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(
+            f"got {self.key}.from_pretrained {self.source!r}, {reason}; expected a local folder "
+            "with the weights and their config.json, or a name on the hub and a network to fetch "
+            f"it; set {self.key}.from_pretrained to a folder (`hf download NAME --local-dir "
+            "FOLDER` makes one on a machine with a network)"
         )
-        missing = found["missing_keys"]
-        if missing:
-            raise ValueError(f"{len(missing)} tensors are missing, {missing[0]} is one")
-    return model
+
+    def _pickled(self) -> ValueError:
+        """The error for weights of which there are pickles only, with the command to convert."""
+        path = Path(self.source)
+        target = f"{path if self.is_local else path.name}-safetensors"
+        command = convert_command(path / self.subfolder, Path(target, self.subfolder))
+        return ValueError(
+            f"got {self.key}.from_pretrained {self.source!r}, whose weights are pickled, and a "
+            f"pickle can run code as it is read; expected safetensors; convert them once: "
+            f"{command}, then set {self.key}.from_pretrained to {target}"
+        )
+
+    def _has_pickles_on_the_hub(self) -> bool:
+        """Whether the hub has no safetensors of a name, but pickles, which are not downloaded."""
+        if self.is_local or any(self.folder.glob("*.safetensors")) or not _hub_answers():
+            return False
+
+        from huggingface_hub import list_repo_files
+
+        files = [Path(file) for file in list_repo_files(self.source)]
+        return any(file.parent == Path(self.subfolder) and file.suffix == ".bin" for file in files)
 
 
-def read_tensors(source: str, name: str, key: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file of a local folder or of a repository on the hub.
+def download(name: str, subfolder: str = "", more: tuple[str, ...] = ()) -> Path:
+    """The folder in the hub's cache with the files of a repository that encoders read.
+
+    Args:
+        subfolder: the only folder of the repository to download.
+        more: patterns of other files to download, such as ``PICKLES``.
 
     Raises:
-        ValueError: if there is none, or it is damaged.
+        OSError, ValueError: if there is no such repository, or neither hub nor cache has it.
     """
-    from safetensors.torch import load_file
+    from huggingface_hub import snapshot_download
 
-    path = find_file(source, name, key)
-    with explained(name, source, key):
-        return load_file(path)
+    patterns = [str(Path(subfolder, pattern)) for pattern in (*HUB_FILES, *more)]
+    return Path(
+        snapshot_download(name, allow_patterns=patterns, local_files_only=not _hub_answers())
+    )
 
 
-def find_file(source: str, name: str, key: str) -> Path:
-    """A file of a local folder or of a repository on the hub.
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Assign tensors to a model on the meta device; those of other names are not used.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if one is missing.
+        RuntimeError: if one has another shape.
     """
-    with explained(name, source, key) as local_files_only:
-        if Path(source).is_dir():
-            if not Path(source, name).is_file():
-                raise ValueError(f"it has no {name}")
-            return Path(source, name)
+    names = model.state_dict().keys()
+    check_none_missing([name for name in names if name not in tensors])
+    model.load_state_dict({name: tensors[name] for name in names}, assign=True)
 
-        from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(source, name, local_files_only=local_files_only))
+def check_none_missing(names: Sequence[str]) -> None:
+    """Raise ValueError if there are names of missing tensors."""
+    if names:
+        raise ValueError(f"{len(names)} tensors are missing, {names[0]} is one")
 
 
 def weights_digest(source: str, subfolder: str | None = None) -> str | None:
@@ -140,45 +250,10 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
     return digest.hexdigest()
 
 
-@contextmanager
-def explained(what: str, source: str, key: str) -> Iterator[bool]:
-    """Turn all errors of loading into one, which explains local folders.
-
-    Yields:
-        Whether only local files can be used.
-
-    Raises:
-        ValueError: for any error inside the context.
-    """
-    from safetensors import SafetensorError
-
-    local = Path(source).is_dir() or not _hub_answers()
-
-    try:
-        yield local
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if Path(source).is_dir():
-            reason = f"a folder that {what} cannot be loaded from ({shortly(error)})"
-        elif local:
-            reason = (
-                "which is no folder here, and not in the hub's cache either, while the hub cannot "
-                "be reached"
-            )
-        else:
-            reason = f"a name that {what} cannot be loaded by ({shortly(error)})"
-
-        raise ValueError(
-            f"got {key}.from_pretrained {source!r}, {reason}; expected a local folder with the "
-            "weights and their config.json, or a name on the hub and a network to fetch it; set "
-            f"{key}.from_pretrained to a folder (`hf download NAME --local-dir FOLDER` makes one "
-            "on a machine with a network)"
-        ) from error
-
-
 def saved_config(folder: str | Path, subfolder: str | None = None) -> dict[str, Any] | None:
     """The ``config.json`` of a local folder; None if there is none."""
-    path = Path(folder, subfolder or "", "config.json")
-    return json.loads(path.read_text()) if path.is_file() else None
+    path = Path(folder, subfolder or "")
+    return read_config(path) if path.is_dir() else None
 
 
 def _hub_answers() -> bool:

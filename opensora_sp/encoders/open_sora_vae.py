@@ -15,9 +15,7 @@ Legend: B samples, F frames of video, c latent channels, f x h x w latent size; 
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ from torch import Tensor, nn
 from opensora_sp.dtypes import DTYPES
 
 from .base import check_latent_frames, independent_pieces
-from .huggingface import FrameAutoencoder, spatial_factor
-from .loading import Dtype, FrozenEncoder, find_file, read_tensors, saved_config, shortly
+from .huggingface import FrameAutoencoder, current_name, spatial_factor
+from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
 from .video_vae import TemporalVAE
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
@@ -43,8 +41,6 @@ IMAGE_VAE = dict(
     latent_channels=4,
     norm_num_groups=32,
 )
-# Names in older versions of diffusers.
-OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 class ChunkVAE(nn.Module):
@@ -108,11 +104,11 @@ class OpenSoraVAE(FrozenEncoder):
             )
 
         # Built on the meta device, since the file has all weights.
-        release = json.loads(find_file(from_pretrained, "config.json", "vae").read_text())
+        files = PretrainedFiles(from_pretrained, "vae")
         with torch.device("meta"):
-            image_vae, temporal_vae = build_parts(release, from_pretrained)
+            image_vae, temporal_vae = build_parts(files.config(), from_pretrained)
             self.chunk_vae = ChunkVAE(image_vae, temporal_vae, micro_batch_size=micro_batch_size)
-        load_strictly(self.chunk_vae, from_pretrained)
+        load_strictly(self.chunk_vae, files)
 
         self.dtype = DTYPES[dtype]
         self.chunk_vae.spatial_vae.to(self.dtype)
@@ -254,14 +250,13 @@ def _image_config(release: dict[str, Any], source: str) -> dict[str, Any] | None
     return saved_config(Path(source, name), subfolder) or saved_config(Path(name), subfolder)
 
 
-def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
-    """Load ``model.safetensors``, whose names and shapes must be those of ``chunk_vae``.
+def load_strictly(chunk_vae: ChunkVAE, files: PretrainedFiles) -> None:
+    """Load weights whose names and shapes must be those of ``chunk_vae``.
 
     Raises:
         ValueError: if they are not.
     """
-    saved = read_tensors(source, "model.safetensors", "vae")
-    state = {_current_name(name): tensor for name, tensor in saved.items()}
+    state = {current_name(name): tensor for name, tensor in files.tensors().items()}
 
     # Scale and shift may be one number for all channels.
     for name in ("scale", "shift"):
@@ -271,16 +266,10 @@ def load_strictly(chunk_vae: ChunkVAE, source: str) -> None:
         chunk_vae.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise ValueError(
-            f"got weights of another autoencoder in {source} ({shortly(error)}); expected those of "
-            "OpenSoraVAE_V1_2 as its config.json describes it; choose another vae.from_pretrained"
+            f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
+            "those of OpenSoraVAE_V1_2 as its config.json describes it; choose another "
+            "vae.from_pretrained"
         ) from None
 
     # Shift and scale are float32, whatever the weights are.
     chunk_vae.scale, chunk_vae.shift = chunk_vae.scale.float(), chunk_vae.shift.float()
-
-
-def _current_name(name: str) -> str:
-    """A tensor's name in the current version of diffusers."""
-    return re.sub(
-        r"(?<=attentions\.0\.)\w+", lambda match: OLD_ATTENTION.get(match[0], match[0]), name
-    )

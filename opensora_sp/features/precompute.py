@@ -34,7 +34,7 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.cache import INDEX, MANIFEST, Key, Shard, ShardContent, index_of
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.runtime import Watchdog, backend_timeout, raise_on_all_ranks
+from opensora_sp.runtime import Watchdog, backend_timeout, init_worker, raise_on_all_ranks
 
 from .build import make_dataset, make_encoders, make_plan, with_length
 from .cached import check_made_of, clips_used, made_of
@@ -171,6 +171,7 @@ class CacheWriter:
                 collate_fn=list,
                 num_workers=self.cfg.num_workers,
                 generator=torch.Generator().manual_seed(self.cfg.seed),
+                worker_init_fn=init_worker,
             )
         )
         # All ranks have listed the same shards before one writes a new one.

@@ -51,8 +51,8 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
     """Checkpoint I/O of ``SequenceParallelPlugin``. Saving and loading is collective.
 
     Args:
-        allow_pickle: ``load_model`` may read pickled weights of other programs, only from a
-            source that you trust; see ``open_weights``.
+        allow_pickle: ``load_model`` may read pickled weights of other programs; see
+            ``open_weights``.
     """
 
     def __init__(self, *, allow_pickle: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.runtime import join_rendezvous
+from opensora_sp.runtime import StartLimit, join_rendezvous
 
 from ._colossalai import get_accelerator, get_dist_logger, set_seed
 from .accelerator import use_cpu_if_nothing_else
@@ -44,7 +44,8 @@ def launch(
         _become_a_world_of_one()
     # The store must live until the process group holds it.
     store = join_rendezvous(settings)
-    _launch(seed, timeout)
+    with StartLimit.after(store):
+        _launch(seed, timeout)
     del store
 
 

@@ -58,8 +58,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         initial_scale: loss scale that fp16 starts with.
         sequence_parallel: how the ranks of a replica share a batch: fields of
             ``opensora_sp.parallel.Options`` by name.
-        allow_pickle: let ``Booster.load_model`` read pickled weights, which can run code; see
-            ``NamedCheckpointIO``.
+        allow_pickle: let ``Booster.load_model`` read pickled weights; see ``NamedCheckpointIO``.
         options: further arguments of ``LowLevelZeroPlugin``.
 
     Raises:

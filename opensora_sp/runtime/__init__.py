@@ -2,8 +2,10 @@
 
 from .environment import Launch
 from .host_checks import check_machine, check_shared_memory
-from .processes import leave_process_group
+from .processes import init_worker, leave_process_group
 from .rendezvous import join_rendezvous, raise_on_all_ranks
+from .run_lock import RunLock
+from .start_limit import StartLimit
 from .watchdog import Watchdog, backend_timeout
 
 # Former names, until 1.0.
@@ -13,11 +15,14 @@ told_to_all_ranks = raise_on_all_ranks
 
 __all__ = [
     "Launch",
+    "RunLock",
+    "StartLimit",
     "Watch",
     "Watchdog",
     "backend_timeout",
     "check_machine",
     "check_shared_memory",
+    "init_worker",
     "join_rendezvous",
     "leave_process_group",
     "meet",

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 SLICE = 1.0  # seconds
+CONNECT_MARGIN = 2.0  # seconds beyond the timeout of torch, which then reports the reason itself
 
 Calls = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 """What a thread is to call and where it puts the result; None ends the thread."""
@@ -34,6 +35,7 @@ class BoundedStore:
     the other, and may wait for ever: no process waits for it at its end.
 
     Attributes:
+        store: the store itself, whose methods have no bound.
         timeout: may be changed from call to call.
 
     Waiting is counted in slices, so a process that resumes after being suspended still reads the
@@ -41,14 +43,25 @@ class BoundedStore:
     """
 
     def __init__(self, store: Any, timeout: float) -> None:
-        self._store, self.timeout = store, timeout
+        self.store, self.timeout = store, timeout
         self._is_lost = False
         self._calls: Calls = SimpleQueue()
         weakref.finalize(self, self._calls.put, None)
         threading.Thread(target=_serve, args=(self._calls,), name="store", daemon=True).start()
 
+    @classmethod
+    def connect(cls, make: Callable[[], Any], timeout: float) -> BoundedStore:
+        """Make the store within about ``timeout``.
+
+        torch's constructor limits the time to connect, but not that to wait for a first answer.
+        """
+        bounded = cls(None, timeout + CONNECT_MARGIN)
+        bounded.store = bounded._call(make)
+        bounded.timeout = timeout
+        return bounded
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._call, getattr(self._store, method))
+        return partial(self._call, getattr(self.store, method))
 
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         if self._is_lost:

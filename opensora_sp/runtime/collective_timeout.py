@@ -1,6 +1,6 @@
 """Finds collectives that some rank has not joined within ``collective_timeout``, and that rank.
 
-A rank is judged only by heartbeats that it wrote after the collective was overdue.
+A rank is judged by heartbeats that it wrote after the collective was overdue, or by writing none.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from .collective_recorder import Collective, CollectiveRecorder
 from .heartbeats import INTERVAL, Heartbeat
 
+SILENT_HEARTBEATS = 2  # of this rank, in which a peer that has written none counts as stopped
+
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """An overdue collective when it was found, and the number of each peer's heartbeat then."""
+    """An overdue collective when it was found: this rank's heartbeat, and those of its peers."""
 
     returned: bool
+    at: int
     heartbeats: dict[int, int]
 
     def precedes(self, heartbeats: dict[int, Heartbeat]) -> bool:
@@ -28,6 +31,14 @@ class _Snapshot:
             heartbeat.has_left or heartbeat.number >= self.heartbeats[rank] + 2
             for rank, heartbeat in heartbeats.items()
         )
+
+    def silent(self, heartbeats: dict[int, Heartbeat]) -> dict[int, Heartbeat]:
+        """The peers that have written nothing since."""
+        return {
+            rank: heartbeat
+            for rank, heartbeat in heartbeats.items()
+            if heartbeat.number == self.heartbeats[rank] and not heartbeat.has_left
+        }
 
 
 class CollectiveTimeout:
@@ -70,30 +81,34 @@ class CollectiveTimeout:
         ]
         self._overdue = {call: seen for call, seen in self._overdue.items() if call in overdue}
 
-        reports = map(self._check_overdue, overdue)
+        reports = (self._check_overdue(call, heartbeat) for call in overdue)
         return next((report for report in reports if report is not None), None)
 
-    def _check_overdue(self, call: Collective) -> str | None:
+    def _check_overdue(self, call: Collective, heartbeat: int) -> str | None:
         heartbeats = self._read_heartbeats([rank for rank in call.ranks if rank != self._rank])
         returned = call.returned
 
         # Where the call has returned meanwhile, a peer may have done so after its heartbeat.
         snapshot = self._overdue.get(call)
         if snapshot is None or snapshot.returned != returned:
-            numbers = {rank: heartbeat.number for rank, heartbeat in heartbeats.items()}
-            self._overdue[call] = _Snapshot(returned, numbers)
+            numbers = {rank: one.number for rank, one in heartbeats.items()}
+            self._overdue[call] = _Snapshot(returned, heartbeat, numbers)
             return None
 
-        # A peer that writes no heartbeats any more is left to peer_timeout.
         if not snapshot.precedes(heartbeats):
+            # Where this rank still waits, a peer without heartbeats is stopped or cut off. After a
+            # call that has returned it may just be busy, and is left to peer_timeout.
+            silent = {} if returned else snapshot.silent(heartbeats)
+            if silent and heartbeat - snapshot.at >= SILENT_HEARTBEATS:
+                return self._report(call, silent, are_silent=True)
             return None
         if call.peer is not None:
             return self._report(call, heartbeats)
 
         # Where the call has returned, the backend is asynchronous: peers must have returned, too.
         counts = {
-            rank: (heartbeat.returned if returned else heartbeat.called).get(call.group, 0)
-            for rank, heartbeat in heartbeats.items()
+            rank: (one.returned if returned else one.called).get(call.group, 0)
+            for rank, one in heartbeats.items()
         }
         fewest = min(counts.values(), default=call.number)
         if fewest < call.number:
@@ -106,11 +121,14 @@ class CollectiveTimeout:
             return None
         return self._report(call, {})
 
-    def _report(self, call: Collective, absent: dict[int, Heartbeat]) -> str:
+    def _report(
+        self, call: Collective, absent: dict[int, Heartbeat], *, are_silent: bool = False
+    ) -> str:
         joined = sorted(set(call.ranks) - set(absent))
+        sends, is_at = ("sends no heartbeats, ", "was at") if are_silent else ("", "is at")
         missing = "; ".join(
-            f"rank {rank}, which has called {heartbeat.called.get(call.group, 0)} and is at "
-            f"{heartbeat.location}"
+            f"rank {rank}, which {sends}has called {heartbeat.called.get(call.group, 0)} and "
+            f"{is_at} {heartbeat.location}"
             for rank, heartbeat in absent.items()
         )
         return (

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
@@ -15,11 +18,16 @@ import torch.distributed as dist
 from opensora_sp.polling import wait_until
 
 from .bounded_store import BoundedStore
+from .host_checks import rendezvous_address
 from .processes import is_alive, machine_id
+from .signed_store import SignedStore
+from .store_server import StoreServer
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
 PROCESS_ENDED = "its process has ended"
 PROPAGATION_TIMEOUT = 5.0  # seconds for all ranks to learn of a failure
+LOOPBACK = "127.0.0.1"
+TOKEN_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,21 @@ class Heartbeat:
     has_left: bool
 
 
+NO_HEARTBEAT = Heartbeat(-1, {}, {}, "an unknown line", False)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where rank 0 listens, and the token that signs entries; or why it cannot."""
+
+    address: str = ""
+    port: int = 0
+    token: bytes = b""
+    error: str | None = None
+
+
 class HeartbeatStore:
-    """A ``TCPStore`` beside that of the process group.
+    """A ``TCPStore`` beside that of the process group, in which only its ranks can write.
 
     All methods raise RuntimeError if the connection is lost, or if rank 0 does not answer in time.
 
@@ -53,8 +74,10 @@ class HeartbeatStore:
     def __init__(self, rank: int, world_size: int) -> None:
         self.peers: dict[int, psutil.Process] = {}
         self._rank, self._world_size = rank, world_size
-        self._store: Any = None
-        self._acknowledged = False
+        self._server: StoreServer | None = None  # in rank 0
+        self._bounded: BoundedStore | None = None
+        self._store: SignedStore | None = None
+        self._newest: dict[int, Heartbeat] = {}
 
     def open(self, timeout: float, answer_timeout: float) -> None:
         """Rank 0 hosts the store, all others connect to it. Collective.
@@ -62,32 +85,72 @@ class HeartbeatStore:
         Args:
             timeout: seconds to connect.
             answer_timeout: seconds after which a store that does not answer is lost.
+
+        Raises:
+            ValueError: on all ranks, if rank 0 cannot listen or another rank not connect.
         """
+        self._find_peers()
+        place = _broadcast(self._host(timeout) if self._rank == 0 else None)
+        _raise_first(place.error)
+
+        error = None
+        try:
+            self._connect(place, timeout, answer_timeout)
+        except RuntimeError as lost:
+            error = (
+                f"got no connection from rank {self._rank} on {socket.gethostname()} to rank 0 at "
+                f"{place.address}:{place.port} ({first_line(lost)}); expected the ranks to reach "
+                "each other at all ports; check the firewalls between the hosts"
+            )
+        _raise_first(*_gather(error))
+
+        if self._server is not None:
+            self._server.refuse_connections()
+
+    def _find_peers(self) -> None:
         machine = machine_id()
-        ranks: list[Any] = [None] * self._world_size
-        dist.all_gather_object(ranks, (machine, os.getpid()))
-        for rank, (host, pid) in enumerate(ranks):
+        for rank, (host, pid) in enumerate(_gather((machine, os.getpid()))):
             if rank != self._rank and host == machine:
                 with suppress(psutil.NoSuchProcess):  # the lost connection will be reported
                     self.peers[rank] = psutil.Process(pid)
 
+    def _host(self, timeout: float) -> _Place:
+        """Rank 0: listen, with a new token; entries of other runs have another one."""
         is_one_host = len(self.peers) == self._world_size - 1
-        address = "127.0.0.1" if is_one_host else os.environ.get("MASTER_ADDR", os.uname().nodename)
-        options: dict[str, Any] = dict(timeout=timedelta(seconds=timeout), wait_for_workers=False)
-        port = [0]
-        if self._rank == 0:
-            store = dist.TCPStore(address, 0, is_master=True, **options)
-            store.set("failure", "")
-            store.set("stop", "")
-            port = [store.port]
+        address = os.environ.get("MASTER_ADDR", "")
+        try:
+            address = LOOPBACK if is_one_host else rendezvous_address()
+            self._server = StoreServer(address, timeout)
+        except (OSError, RuntimeError) as error:
+            return _Place(
+                error=f"got {address or 'no MASTER_ADDR'} to listen on for the other ranks, which "
+                f"{socket.gethostname()} cannot ({first_line(error)}); expected an address of the "
+                "first host, where rank 0 runs; set MASTER_ADDR to it"
+            )
 
-        dist.broadcast_object_list(port, src=0)
-        if self._rank:
-            store = dist.TCPStore(address, port[0], is_master=False, **options)
-        self._store = BoundedStore(store, answer_timeout)
+        place = _Place(address, self._server.port, secrets.token_bytes(TOKEN_BYTES))
+        store = SignedStore(self._server.store, place.token)
+        store.set("failure", "")
+        store.set("stop", "")
+        return place
+
+    def _connect(self, place: _Place, timeout: float, answer_timeout: float) -> None:
+        if self._server is not None:
+            self._bounded = BoundedStore(self._server.store, answer_timeout)
+        else:
+            client = partial(
+                dist.TCPStore,
+                place.address,
+                place.port,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+            )
+            self._bounded = BoundedStore.connect(client, timeout)
+            self._bounded.timeout = answer_timeout
+        self._store = SignedStore(self._bounded, place.token)
 
     def close(self) -> None:
-        self._store = None
+        self._server = self._bounded = self._store = None
 
     @property
     def is_open(self) -> bool:
@@ -100,16 +163,23 @@ class HeartbeatStore:
         """The newest heartbeats of some ranks."""
         if not ranks:
             return {}
-        values = self._connected().multi_get([f"heartbeat {rank}" for rank in ranks])
-        return {rank: Heartbeat(**json.loads(value)) for rank, value in zip(ranks, values)}
+
+        texts = self._connected().get([f"heartbeat {rank}" for rank in ranks])
+        for rank, text in zip(ranks, texts):
+            heartbeat = NO_HEARTBEAT if text is None else Heartbeat(**json.loads(text))
+
+            # A stranger may have put an older one back.
+            if heartbeat.number >= self._newest.get(rank, NO_HEARTBEAT).number:
+                self._newest[rank] = heartbeat
+        return {rank: self._newest[rank] for rank in ranks}
 
     def failure(self) -> str:
         """The run's first failure; empty if there is none."""
-        return str(self._connected().get("failure").decode())
+        return self._connected().get(["failure"])[0] or ""
 
     def stop_reason(self) -> str:
         """Why some rank requested to stop; empty if none did."""
-        return str(self._connected().get("stop").decode())
+        return self._connected().get(["stop"])[0] or ""
 
     def request_stop(self, reason: str) -> None:
         self._connected().set("stop", reason)
@@ -117,25 +187,28 @@ class HeartbeatStore:
     def claim_failure(self, reason: str) -> str:
         """Make this the run's failure unless it has one already; returns the run's failure."""
         try:
-            return str(self._connected().compare_set("failure", "", reason).decode())
+            return self._connected().replace("failure", "", reason)
         except RuntimeError:
             return reason  # there is no store, or rank 0 has exited
 
-    def wait_until_all_know(self) -> bool:
+    def wait_until_all_know(self, timeout: float = PROPAGATION_TIMEOUT) -> bool:
         """Acknowledge the failure; returns whether all living ranks did so in time."""
         with suppress(RuntimeError):  # no store, or rank 0 was faster
             store = self._connected()
-            living = self._world_size - sum(not is_alive(one) for one in self.peers.values())
-            if not self._acknowledged:
-                self._acknowledged = True
-                store.add("acknowledged", 1)
-            return wait_until(lambda: store.add("acknowledged", 0) >= living, PROPAGATION_TIMEOUT)
+            if self._bounded is not None:
+                self._bounded.timeout = timeout
+            store.set(f"acknowledged {self._rank}", "")
+
+            gone = {rank for rank, process in self.peers.items() if not is_alive(process)}
+            living = [rank for rank in range(self._world_size) if rank not in gone]
+            names = [f"acknowledged {rank}" for rank in living]
+            return wait_until(lambda: store.contains(names), timeout)
         return False
 
-    def _connected(self) -> Any:
+    def _connected(self) -> SignedStore:
         """The store, not tried after rank 0 has exited: torch would print a stack each time."""
         if 0 in self.peers and not is_alive(self.peers[0]):
-            self._store = None
+            self.close()
         if self._store is None:
             raise RuntimeError(PROCESS_ENDED)
         return self._store
@@ -163,3 +236,28 @@ class PeerTimeout:
             if silent >= self._timeout and not heartbeat.has_left:
                 return f"rank {rank} has sent no heartbeat for {silent:g} s (peer_timeout)"
         return None
+
+
+def _broadcast(value: Any) -> Any:
+    """Rank 0's value, on all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _gather(value: Any) -> list[Any]:
+    """The values of all ranks, on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _raise_first(*errors: str | None) -> None:
+    for error in errors:
+        if error is not None:
+            raise ValueError(error)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type; torch adds stacks of C++."""
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -162,6 +162,21 @@ def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:
     return local, names[0] if names and not is_loopback(local) else None
 
 
+def rendezvous_address() -> str:
+    """The IP address of this host, on which rank 0 runs, that ``MASTER_ADDR`` stands for.
+
+    Raises:
+        OSError: if ``MASTER_ADDR`` is a name that is unknown.
+    """
+    master = os.environ.get("MASTER_ADDR", socket.gethostname())
+
+    # Many distributions resolve a host's own name to 127.0.1.1 as well, which others do not reach.
+    address = min(resolve(master), key=lambda one: (is_loopback(one), ":" in one))
+
+    # Where it is a virtual address, such as that of a service, this host has another one.
+    return _route_to((address, 1))[0] or address
+
+
 def shared_memory() -> tuple[int, int] | None:
     """Total and free bytes of shared memory; None where the system has no ``/dev/shm``."""
     if not os.path.isdir(SHARED_MEMORY):

@@ -1,51 +1,76 @@
-"""Processes of this host: the launcher, other ranks, and whether they still run."""
+"""Processes of this host: the launcher, other ranks, and the workers of a rank's loader."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from contextlib import suppress
+import signal
+import socket
+import threading
 from pathlib import Path
 
-import psutil
+from opensora_sp.launchers import is_alive as is_alive
+from opensora_sp.launchers import launchers as launchers
+from opensora_sp.launchers import set_parent_death_signal
 
 
-def is_alive(process: psutil.Process | None) -> bool:
-    """Whether a process still runs; one that has exited may remain as a zombie."""
-    try:
-        return bool(
-            process is not None
-            and process.is_running()
-            and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        )
-    except psutil.Error:
-        return False
+def init_worker(worker: int = 0) -> None:
+    """For workers of a loader: end with the rank, whatever they wait for, and release its ports.
 
-
-def launchers() -> list[psutil.Process | None]:
-    """The ``torchrun`` that started this process and, if there is one, its ``colossalai run``.
-
-    ``torchrun`` stops its workers when it is asked to end. ``colossalai run`` (0.5.0) is the parent
-    of a copy of itself for each node, which starts ``torchrun`` there. It ends alone and leaves the
-    others running, so the process that the user started is returned; None if it has exited already.
-    Other parents are not watched: a shell may end while what it started keeps running.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return []
-
-    ancestors = _ancestors()
-    colossalai: list[psutil.Process | None] = [one for one in ancestors if _is_colossalai(one)]
-    if len(colossalai) == 1:  # the copy
-        colossalai.append(None)
-    return [*ancestors[:1], *colossalai[-1:]]
-
-
-def leave_process_group(worker: int = 0) -> None:
-    """For loader workers: move this process to a process group of its own.
-
-    ``torchrun`` sends SIGTERM to the whole process group of a rank, and would end its workers. They
-    end with the loader, and when their rank exits.
+    Schedulers send SIGTERM to all processes of a job, and ``torchrun`` to the process group of a
+    rank. The rank still needs its workers then, for the steps up to its checkpoint. So they have a
+    process group of their own, ignore Ctrl-C, and end at SIGTERM only if the rank has sent it, as
+    multiprocessing does to those that do not end by themselves.
     """
     os.setpgrp()
+    rank = multiprocessing.parent_process()
+    assert rank is not None and rank.pid is not None, "called in a worker"
+
+    set_parent_death_signal(signal.SIGKILL)
+    if multiprocessing.get_start_method() == "fork" and os.getppid() != rank.pid:
+        # The rank exited before the kernel was asked to report that.
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python would not run a handler while the main thread waits for a file to open.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=_exit_at_sigterm, args=(rank.pid,), name="SIGTERM", daemon=True).start()
+    _release_ports()
+
+
+def _exit_at_sigterm(sender: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != sender:
+        pass
+    # With status 0: the loader reports others as crashes.
+    os._exit(0)
+
+
+def _release_ports() -> None:
+    """Close the listening sockets that a fork has copied.
+
+    A process that waits for a dead mount cannot even be killed, and would occupy the ports of the
+    next run. The numbers stay in use, since the copies of their owners will close them.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if _is_listening(number):
+            os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _is_listening(descriptor: int) -> bool:
+    try:
+        opened = socket.socket(fileno=descriptor)
+    except OSError:  # no socket
+        return False
+    try:
+        return bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    finally:
+        opened.detach()
+
+
+# The name of earlier releases, until 1.0.
+leave_process_group = init_worker
 
 
 def machine_id() -> str:
@@ -55,22 +80,3 @@ def machine_id() -> str:
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
     except OSError:
         return os.uname().nodename
-
-
-def _ancestors() -> list[psutil.Process]:
-    """The parent of this process, its parent, and so on, up to one that has exited."""
-    ancestors = []
-    with suppress(psutil.Error):
-        process = psutil.Process().parent()
-        while process is not None:
-            ancestors.append(process)
-            process = process.parent()
-    return ancestors
-
-
-def _is_colossalai(process: psutil.Process) -> bool:
-    try:
-        command = process.cmdline()
-    except psutil.Error:
-        return False
-    return "run" in command and any(Path(part).name == "colossalai" for part in command[:2])

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -122,7 +123,7 @@ class Rendezvous:
         names = dist.PrefixStore(f"opensora_sp/{attempt}", server)
         key = f"rendezvous of process {os.getpid()} of {self.host}"
         with self._reported():
-            number = BoundedStore(names, timeout).add(key, 1)
+            number = BoundedStore(names, max(1.0, self._remaining())).add(key, 1)
         self.store = BoundedStore(dist.PrefixStore(str(number), names), timeout)
 
     def join(self, settings: Mapping[str, Any], error: str | None = None) -> None:
@@ -137,6 +138,8 @@ class Rendezvous:
 
         with self._reported():
             number = self.store.add(COUNTER, 1)
+            if number > launch.world_size:
+                raise ValueError(self._foreign(number))
             self.store.set(REPORT.format(number), json.dumps(asdict(info)))
             verdict = self._judge() if launch.rank == 0 else self._read_verdict()
             if verdict:
@@ -208,6 +211,14 @@ class Rendezvous:
     def _absent(self, joined: list[RankInfo]) -> list[int]:
         return sorted(set(range(self.launch.world_size)) - {one.rank for one in joined})
 
+    def _foreign(self, number: int) -> str:
+        return (
+            f"got rank {self.launch.rank} ({self.host}) as number {number} of "
+            f"{self.launch.world_size} ranks at {_address(self.launch)}; expected the store of "
+            "this run, but the ranks of another have joined there; end that run, or pass another "
+            "--master_port"
+        )
+
     def _missing(self, joined: list[RankInfo]) -> str:
         hosts = ", ".join(sorted({one.host for one in joined}))
         return (
@@ -221,16 +232,19 @@ class Rendezvous:
 def _open_store(launch: Launch, timeout: float) -> dist.Store:
     """The store at the launch's address: of torchrun, or hosted by rank 0 as ``env://`` would."""
     host, port = launch.master
+    connect = partial(
+        dist.TCPStore,
+        host,
+        port,
+        launch.world_size,
+        is_master=launch.hosts_store,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,  # so that init_process_group in this process finds the same one
+    )
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            launch.world_size,
-            is_master=launch.hosts_store,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,  # so that init_process_group in this process finds the same one
-        )
+        opened: dist.Store = BoundedStore.connect(connect, timeout).store
+        return opened
     except (RuntimeError, ValueError) as error:
         if launch.hosts_store:
             raise ValueError(
@@ -241,8 +255,8 @@ def _open_store(launch: Launch, timeout: float) -> dist.Store:
         raise ValueError(
             f"got no connection from {socket.gethostname()} to rank 0 at {_address(launch)} within "
             f"{timeout:.0f} s ({_reason(error)}); expected rank 0 to listen there; check that it "
-            "was started, that MASTER_ADDR and MASTER_PORT are the same on all hosts, and that no "
-            "firewall is between them"
+            "was started, that MASTER_ADDR and MASTER_PORT are the same on all hosts, that no "
+            "other program uses the port, and that no firewall is between them"
         ) from None
 
 
@@ -257,6 +271,8 @@ def _reason(error: Exception) -> str:
         "already in use": "address already in use",
         "EADDRNOTAVAIL": "not an address of this host",
         "timed out": "timed out",
+        "no answer": "it accepts connections and does not answer",
+        "nonce": "it answers as another program does",
     }
     causes = [cause for text, cause in known.items() if text in str(error)]
     return causes[0] if causes else str(error).splitlines()[0][:200]

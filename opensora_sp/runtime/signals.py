@@ -1,4 +1,9 @@
-"""SIGTERM and SIGINT (Ctrl-C) as requests to stop; a second Ctrl-C ends the process."""
+"""SIGTERM and SIGINT (Ctrl-C) as requests to stop; a second Ctrl-C ends the process.
+
+While they are handled, the exit of a launcher is a request to stop as well, which the watchdog
+makes. The kernel does not kill the process then (see ``opensora_sp.launchers``), but lets it
+continue if it was stopped.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import time
 from typing import Any
 
 from opensora_sp.console import INTERRUPTED
+from opensora_sp.launchers import set_parent_death_signal
 
 # A terminal and a launcher that forwards SIGINT send it twice, within so many seconds.
 SAME_INTERRUPT = 1.0
@@ -26,6 +32,7 @@ class SignalHandler:
         self.received = ""
         self._interrupted_at = math.inf
         self._former: dict[int, Any] = {}
+        self._parent_death_signal = 0
 
     def install(self) -> None:
         """Replace the handlers, except of a signal that is ignored."""
@@ -34,10 +41,12 @@ class SignalHandler:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+        self._parent_death_signal = set_parent_death_signal(signal.SIGCONT)
 
     def uninstall(self) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
+        set_parent_death_signal(self._parent_death_signal)
 
     def _handle(self, number: int, frame: Any) -> None:
         # After SIGINT, torchrun forwards a second Ctrl-C as SIGTERM.

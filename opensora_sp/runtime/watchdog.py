@@ -12,8 +12,10 @@ a rank is stopped or cut off   no heartbeat for                the others report
                                ``peer_timeout``
 rank 0 is, or its host         its store does not answer for   the others report it and exit
                                the shorter of both timeouts
-a rank does not join a         ``collective_timeout``          the others report the collective and
-collective                                                     the rank, and exit
+a rank does not join a         ``collective_timeout``, and     the others report the collective and
+collective                     2 s if it is stopped            the rank, and exit
+a rank is stopped before its   ``StartLimit``                  the others report it and exit
+first heartbeat
 SIGTERM, Ctrl-C, the launcher  a signal handler; the           ``stop_reason`` is set on all ranks;
 has exited                     launcher's process has exited   a run that has not ended after
                                                                ``grace_time`` is ended
@@ -52,13 +54,16 @@ from .heartbeats import (
     Heartbeat,
     HeartbeatStore,
     PeerTimeout,
+    first_line,
 )
 from .processes import is_alive, launchers
 from .signals import SignalHandler
 from .stack_inspection import location_of_thread, stack_of_thread
+from .start_limit import StartLimit, default_store
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit
+HANG_TIMEOUT = 2.0  # seconds for ranks that respond to learn that another one does not
 COLLECTIVE_TIMEOUT = 1800.0  # seconds, unless a config sets another
 BACKEND_MARGIN = 60.0  # seconds that backends get beyond it, so that the watchdog reports first
 CONNECTION_ERRORS = (
@@ -136,9 +141,10 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._world_size > 1:
-            self._store.open(self.peer_timeout, self._answer_timeout)
-            self._write_heartbeat()
-            dist.barrier()
+            with StartLimit(default_store(), self._rank, self._world_size):
+                self._store.open(self.peer_timeout, self._answer_timeout)
+                self._write_heartbeat()
+                dist.barrier()
             self._recorder.start()
         self._signals.install()
         self._thread.start()
@@ -260,7 +266,7 @@ class Watchdog:
                 if self._ended.is_set():
                     return
                 self._store.close()
-                reason = (str(error) or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 or_hangs = "" if reason == PROCESS_ENDED else ", is stopped or is cut off"
                 return self._end_run(
                     f"rank 0, which hosts the store of the heartbeats, has exited{or_hangs} "
@@ -326,13 +332,16 @@ class Watchdog:
     def _end_run(self, reason: str) -> None:
         """Report a failure, propagate it, and end the process unless the run ends by itself."""
         self._failure = reason = self._store.claim_failure(reason)
+        is_hang = any(words in reason for words in OF_HANGS)
         if not self._ended.is_set():
             self._report(reason)
-            if any(words in reason for words in OF_HANGS):
+            if is_hang:
                 stack = stack_of_thread(self._main_thread)
                 logger.error("rank %d was at:\n%s", self._rank, stack)
-        self._store.wait_until_all_know()
-        if self._ended.wait(EXIT_TIMEOUT):
+
+        # Where a rank does not respond, no run that waits for it ends by itself.
+        all_know = self._store.wait_until_all_know(HANG_TIMEOUT if is_hang else PROPAGATION_TIMEOUT)
+        if self._ended.wait(0 if is_hang and not all_know else EXIT_TIMEOUT):
             return
 
         logging.shutdown()  # flushes

@@ -19,6 +19,7 @@ from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
 from opensora_sp.diffusion import unguided
 from opensora_sp.models import Text
+from opensora_sp.models.compile import reporting_compilation
 from opensora_sp.parallel import SequenceMesh
 
 from .conditioning import Insertion, Prompt, insert_references, prompt_of_loop
@@ -104,8 +105,10 @@ class Pipeline:
             torch.tensor([request.fps for request in batch], device=self.device),
             latent_frames=z.shape[2],
         )
+        predict = self._prediction(text or self.encode(batch, loop), numbers)
         latents = self.flow.sample(
-            self._prediction(text or self.encode(batch, loop), numbers),
+            # Each step is a context of its own; the first one of a shape compiles.
+            reporting_compilation("sampling")(predict),
             z,
             geometry=geometry,
             frame_levels=levels,

@@ -33,7 +33,13 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
-from opensora_sp.runtime import Watchdog, backend_timeout, join_rendezvous, raise_on_all_ranks
+from opensora_sp.runtime import (
+    StartLimit,
+    Watchdog,
+    backend_timeout,
+    join_rendezvous,
+    raise_on_all_ranks,
+)
 from opensora_sp.runtime.host_checks import use_device
 
 from .decoding import writer_of
@@ -104,7 +110,8 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
     store = join_rendezvous(settings)
     device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group(backend, timeout=backend_timeout())
+        with StartLimit.after(store):
+            dist.init_process_group(backend, timeout=backend_timeout())
     del store  # the process group keeps it
     return device
 

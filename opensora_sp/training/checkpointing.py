@@ -16,7 +16,6 @@ content.
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,22 +30,17 @@ from opensora_sp.checkpoint import (
     SaveJob,
     Saver,
     checkpoint_name,
-    committed_checkpoints,
     fitted,
     load_model,
     model_config_json,
-    newest_checkpoint,
     on_rank_0,
     open_weights,
-    set_aside,
-    verify,
 )
 from opensora_sp.checkpoint.folder import FORMAT, to_json
 from opensora_sp.models.base import ConditionedModel
 
 from .ema import ShardedEma
-
-logger = logging.getLogger(__name__)
+from .resuming import find_good
 
 
 @dataclass
@@ -124,15 +118,18 @@ class Checkpoints:
         self._saver = Saver()
         self._keep: dict[str, Any] = dict(keep_last=keep_last, keep_every=keep_every)
 
-    def save(self, tensors: TrainingState, values: dict[str, Any]) -> Path:
+    def save(self, tensors: TrainingState, values: dict[str, Any], *, rotate: bool = True) -> Path:
         """Write the checkpoint of ``values["step"]``.
 
         Args:
             values: JSON values for ``state.json``.
+            rotate: remove older checkpoints, as far as ``keep_last`` asks for it.
 
         Raises:
             ValueError, RuntimeError: on every rank, if writing this checkpoint, or the previous one
-                in the background, failed; ValueError for a full disk or missing permissions.
+                in the background, failed; ValueError for a full disk or missing permissions, and
+                before anything is written if a trained weight, an EMA weight or a moment is not
+                finite.
         """
         module, shards = tensors.module, tensors.shards
         config = model_config_json(type(module).__name__, module.config)
@@ -149,9 +146,39 @@ class Checkpoints:
         }
 
         final = self.run_dir / checkpoint_name(values["step"])
-        folder = CheckpointFolder(final, files, **self._keep)
-        self._saver.save(SaveJob(folder, tensors.files()), in_background=self.in_background)
+        folder = CheckpointFolder(final, files, **(self._keep if rotate else {}))
+        job = SaveJob(folder, tensors.files())
+        self._check_finite(job, values["step"])
+        self._saver.save(job, in_background=self.in_background)
         return final
+
+    def _check_finite(self, job: SaveJob, step: int) -> None:
+        """Raise ValueError on every rank unless all that training changes is finite. Collective."""
+        found = self._saver.non_finite(job)
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            raise ValueError(
+                f"got NaN or infinity in {found[0]}{more} after step {step}; expected numbers, so "
+                f"this checkpoint is not saved; {self.advice()}"
+            )
+
+    def advice(self) -> str:
+        """Where to resume after numbers that are not finite. Collective.
+
+        Rank 0 reads the checkpoints of the run, the newest first, up to one that is whole and
+        finite.
+        """
+        self.wait()
+        text = [""]
+        with on_rank_0("verifying checkpoints") as is_rank_0:
+            if is_rank_0:
+                good = find_good(self.run_dir).checkpoint
+                last_good = f"the last good checkpoint, {good}, with --resume auto"
+                text = [f"resume from {last_good if good else 'the beginning'}"]
+
+        if dist.is_initialized():
+            dist.broadcast_object_list(text, src=0)
+        return text[0]
 
     def wait(self) -> None:
         """Wait for a save in the background; raises its error on every rank."""
@@ -160,93 +187,6 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for a save in the background, also when the training failed; raises nothing."""
         self._saver.join()
-
-
-def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint of ``--resume auto|PATH``; None if ``auto`` finds none.
-
-    ``auto`` skips checkpoints that are visibly damaged, without reading large files.
-
-    Raises:
-        ValueError: if PATH is neither a committed checkpoint nor a folder that holds one, or it
-            is damaged.
-    """
-    if resume == "auto":
-        candidates = reversed(committed_checkpoints(run_dir))
-        return next((folder for folder in candidates if _looks_whole(folder)), None)
-
-    found = newest_checkpoint(Path(resume))
-    if found is None:
-        raise ValueError(
-            f"got checkpoint path {resume!r}, which holds no committed checkpoint; expected a "
-            "folder step_... or a run's folder; check the path"
-        )
-    verify(found, thorough=False)
-    return found
-
-
-def _looks_whole(folder: Path) -> bool:
-    try:
-        verify(folder, thorough=False)
-    except ValueError:
-        # Rank 0 logs the reason in choose_checkpoint.
-        return False
-    return True
-
-
-def choose_checkpoint(run_dir: Path, checkpoint: Path | None, *, resume: str | None) -> Path | None:
-    """The checkpoint to resume from, verified by rank 0 and visible to every rank. Collective.
-
-    With ``resume="auto"``, damaged checkpoints are set aside, and the newest whole one is chosen.
-
-    Args:
-        checkpoint: what ``find_checkpoint`` returned on this rank.
-
-    Raises:
-        ValueError: if ranks see different checkpoints, or none is whole.
-    """
-    agree_on(checkpoint)
-    chosen: list[Any] = [checkpoint]
-    with on_rank_0("checking a checkpoint") as is_rank_0:
-        if is_rank_0 and resume == "auto":
-            chosen = [_newest_whole(run_dir)]
-        elif is_rank_0 and checkpoint is not None:
-            verify(checkpoint)
-
-    dist.broadcast_object_list(chosen, src=0)
-    return chosen[0]
-
-
-def _newest_whole(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint, after damaged ones are set aside; None if there is none."""
-    candidates = committed_checkpoints(run_dir)
-    for candidate in reversed(candidates):
-        try:
-            verify(candidate)
-            return candidate
-        except ValueError as error:
-            logger.warning("%s; set aside as %s", error, set_aside(candidate).name)
-
-    if not candidates:
-        return None
-    raise ValueError(
-        f"got only damaged checkpoints in {run_dir}, now named *.damaged; expected a whole one; "
-        "start again with another --cfg-options outputs=..."
-    )
-
-
-def agree_on(checkpoint: Path | None) -> None:
-    """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
-    own = None if checkpoint is None else (checkpoint.name, (checkpoint / "COMMIT").read_text())
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, own)
-
-    if any(other != seen[0] for other in seen):
-        names = [None if other is None else other[0] for other in seen]
-        raise ValueError(
-            f"got different checkpoints on different ranks ({names}, rank by rank); expected the "
-            "same; put the run's folder on a disk that all nodes share"
-        )
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.config.sections import Validation
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
-from opensora_sp.runtime.processes import launchers
+from opensora_sp.launchers import launchers
 
 from .metrics import format_time, read_lines
 from .validation import sampling_config

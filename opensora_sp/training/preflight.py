@@ -12,9 +12,9 @@ from opensora_sp.checkpoint import (
     Weights,
     check_model_config,
     fitted,
-    newest_checkpoint,
     open_weights,
 )
+from opensora_sp.checkpoint.paths import had_checkpoints
 from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import CachedFeatures
 from opensora_sp.features.build import (
@@ -28,9 +28,9 @@ from opensora_sp.features.build import (
 from opensora_sp.features.cached import check_cache, check_clips
 from opensora_sp.runtime import check_shared_memory
 
-from .checkpointing import find_checkpoint
 from .freeze import check_freeze
 from .profiling import Steps
+from .resuming import find_checkpoint
 from .validation import preflight_validation
 from .wandb_run import check_wandb
 
@@ -64,7 +64,7 @@ def preflight(
     check_shared_memory(largest_batch(cfg), cfg.num_workers, local_world_size)
     check_wandb(cfg.wandb)
 
-    if resume is None and newest_checkpoint(Path(cfg.outputs)) is not None:
+    if resume is None and had_checkpoints(Path(cfg.outputs)):
         raise ValueError(
             f"got outputs {cfg.outputs!r}, which holds checkpoints of an earlier run; expected a "
             "new folder, or that run to be resumed; pass --resume auto or another "
@@ -82,7 +82,7 @@ def preflight(
 
 
 def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
-    """Raise ValueError if resuming would change data order or draws, or skip newer checkpoints."""
+    """Raise ValueError if resuming would change data order or draws."""
     state = json.loads((checkpoint / "state.json").read_text())
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
@@ -103,13 +103,6 @@ def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> No
         )
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)
-    newest = find_checkpoint(Path(cfg.outputs), "auto")
-    if newest is not None and newest.name > checkpoint.name:
-        raise ValueError(
-            f"got --resume {checkpoint} while {cfg.outputs} holds newer checkpoints, up to "
-            f"{newest.name}; expected the newest of them; move the newer ones away, or pass "
-            "another --cfg-options outputs=..."
-        )
 
 
 def initial_weights(cfg: TrainConfig) -> Weights:

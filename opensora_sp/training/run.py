@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
+from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.console import exit_interrupted
 from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.runtime import Watchdog, backend_timeout, raise_on_all_ranks
+from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
 
-from .checkpointing import choose_checkpoint
 from .ending import nothing_left
 from .metrics import log_to
 from .preflight import check_resume, preflight
 from .profiling import Steps
+from .resuming import choose_checkpoint
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -30,13 +32,15 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
 
     Args:
         cfg: a checked config.
-        resume: None starts a new run, "auto" resumes from the newest checkpoint in ``cfg.outputs``
-            if there is one, a path from that checkpoint.
+        resume: None starts a new run, "auto" resumes from the newest good checkpoint in
+            ``cfg.outputs`` if there ever was one, a path from that checkpoint. "none" starts a new
+            run in a folder whose checkpoints cannot be resumed.
         profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
 
     Raises:
         ValueError: before any process group or model exists, if files, checkpoint and processes do
-            not fit the config; later, on every rank, if the run cannot continue.
+            not fit the config; later, on every rank, if another run holds the folder or the run
+            cannot continue.
         SystemExit: with status 1 if another rank has failed; where the run was asked to stop before
             its end (see ``runtime.watchdog``), with 130 after Ctrl-C, else with
             ``cfg.stopped_exit_code`` unless that is 0.
@@ -49,13 +53,9 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     from opensora_sp.plugin import current_device, launch
 
     launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
-    run_dir = _open_run_dir(cfg)
-    watch = Watchdog(
-        peer_timeout=cfg.peer_timeout,
-        collective_timeout=cfg.collective_timeout,
-        grace_time=cfg.grace_time,
-    )
-    with closing_process_group(), watch:
+    run_dir = Path(cfg.outputs)
+    with closing_process_group(), _locked(run_dir), _watchdog(cfg) as watch:
+        _open_run_dir(cfg, run_dir)
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
         if checkpoint is not None and checkpoint != found:
             check_resume(cfg, checkpoint, dataset)
@@ -82,11 +82,28 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     return run_dir
 
 
-def _open_run_dir(cfg: TrainConfig) -> Path:
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's folder, by rank 0; its error is raised on every rank. Collective."""
+    with ExitStack() as held:
+        with on_rank_0("locking the run's folder") as is_rank_0:
+            if is_rank_0:
+                held.enter_context(RunLock(run_dir))
+        yield
+
+
+def _watchdog(cfg: TrainConfig) -> Watchdog:
+    return Watchdog(
+        peer_timeout=cfg.peer_timeout,
+        collective_timeout=cfg.collective_timeout,
+        grace_time=cfg.grace_time,
+    )
+
+
+def _open_run_dir(cfg: TrainConfig, run_dir: Path) -> None:
     """The run's folder, with its log and its resolved config."""
-    run_dir, is_main = Path(cfg.outputs), dist.get_rank() == 0
+    is_main = dist.get_rank() == 0
     run_dir.mkdir(parents=True, exist_ok=True)
     log_to(run_dir, enabled=is_main)
     if is_main:
         (run_dir / "config.py").write_text(dump_config(cfg), encoding="utf-8")
-    return run_dir

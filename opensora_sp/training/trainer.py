@@ -17,7 +17,6 @@ from opensora_sp.checkpoint import (
     check_encoders,
     fitted,
     load_model,
-    newest_checkpoint,
 )
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, ReplicaBatches, StepBatches, StepLoader
@@ -39,7 +38,7 @@ from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_as_set, reporting_compilation
 from opensora_sp.parallel import CommLedger
-from opensora_sp.runtime import Watchdog, leave_process_group
+from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
@@ -170,7 +169,9 @@ class Trainer:
             reporter.step(done)
 
             if saves:
-                self.checkpoints.save(self.tensors, self.state(done))
+                # While steps are skipped, checkpoints from before may be the last good ones.
+                rotate = self.bad_steps_in_a_row == 0
+                self.checkpoints.save(self.tensors, self.state(done), rotate=rotate)
                 if is_main:
                     with reporter.outputs.of("loss.png"):
                         draw_loss(run_dir)
@@ -180,6 +181,7 @@ class Trainer:
                 break
             self.interval.start += self.validator.after(done, run_dir, reporter, watch)
 
+        self.loader.close()
         self.checkpoints.wait()
         reporter.close()
         if stopped:
@@ -267,7 +269,7 @@ class Trainer:
             seed=cfg.seed,
             draw=self.draws.draw_micro_batch,
             device=self.device,
-            worker_init_fn=leave_process_group,
+            worker_init_fn=init_worker,
         )
 
     def _step(self, step: int, batches: StepBatches, watch: Watchdog | None) -> PendingOutcome:
@@ -378,15 +380,10 @@ class Trainer:
         if self.bad_steps_in_a_row < self.cfg.max_bad_steps:
             return
 
-        self.checkpoints.wait()
-        newest = newest_checkpoint(Path(self.cfg.outputs))
-        source = "the beginning"
-        if newest is not None:
-            source = f"the last good checkpoint, {newest}, with --resume auto"
         raise ValueError(
             f"got no finite loss and gradient in {self.bad_steps_in_a_row} steps in a row, up to "
             f"step {outcome.step} (max_bad_steps); expected numbers; lower optimizer.lr or set "
-            f"grad_clip, and resume from {source}"
+            f"grad_clip, and {self.checkpoints.advice()}"
         )
 
     def _log(self, reporter: Reporter, done: int) -> None:

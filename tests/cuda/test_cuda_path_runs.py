@@ -99,7 +99,7 @@ def on_training(config):
     # What the loop decides by numbers that were never computed.
     PendingOutcome.read = lambda pending: replace(read(pending), loss=1.0, taken=True, stop=False)
     # The checkpoint's content would be garbage.
-    run._step, run.checkpoints.save = step, lambda *args: None
+    run._step, run.checkpoints.save = step, lambda *args, **options: None
     Path(cfg.outputs).mkdir(parents=True)
     return run.train(Path(cfg.outputs))
 

@@ -44,7 +44,7 @@ def on_training(config, *options):
     PendingOutcome.read = read_and_forget
     name_phases(run)
     # The checkpoint's content would be garbage.
-    run.checkpoints.save = lambda *args: None
+    run.checkpoints.save = lambda *args, **options: None
     Path(cfg.outputs).mkdir(parents=True)
     return run.train(Path(cfg.outputs))
 
@@ -113,3 +113,22 @@ def test_the_host_waits_at_most_twice_a_step(tmp_path, setting):
         assert not inside, inside
         total = waits(recording, str(step), forward, backward)
         assert total.total() <= 2, total
+
+
+def on_finite_check():
+    import torch
+
+    from opensora_sp.checkpoint.writer import all_finite
+
+    shards = [torch.zeros(1000 + number, device="cuda") for number in range(300)]
+    all_finite(shards)  # which loads the kernels
+    phase("check")
+    all_finite(shards)
+    phase("end")
+
+
+def test_the_finite_check_of_a_save_is_a_few_kernels_and_one_wait():
+    check = run_on_stub(on_finite_check).in_phase("check")
+    assert len(check.syncs) == 1, check.syncs
+    # 300 tensors are in few pieces, each of two kernels.
+    assert 4 <= len(check.launches) <= 20, len(check.launches)

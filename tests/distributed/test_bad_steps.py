@@ -80,7 +80,8 @@ def bad_steps(config: Path, root: Path, stage: int) -> str:
 def bad_to_the_end(config: Path, root: Path) -> str:
     """NaN in all steps but the first."""
     with_losses(lambda step, x: x * float("nan") if step else x)
-    return train_once(config, root / "ended", "max_steps=9", "max_bad_steps=3", "precision=bf16")
+    options = ("max_steps=9", "max_bad_steps=3", "precision=bf16", "keep_last=1")
+    return train_once(config, root / "ended", *options)
 
 
 def bad_to_the_end_read_late(config: Path, root: Path) -> str:
@@ -94,6 +95,30 @@ def bad_to_the_end_read_late(config: Path, root: Path) -> str:
     with_losses(change)
     outcome = train_once(config, root / "ended late", "max_steps=9", "max_bad_steps=3", *READ_LATE)
     return f"{outcome}; began step {max(begun, default=0)}"
+
+
+def corrupted(config: Path, root: Path, at_rank: int, kind: str) -> str:
+    """A number of one rank turns into NaN after step 3."""
+    from opensora_sp.training.trainer import Trainer
+
+    plain = Trainer.state
+
+    def state(self: Trainer, done: int) -> dict[str, Any]:
+        if done == 3 and dist.get_rank() == at_rank:
+            shards = self.tensors.shards
+            name = next(iter(shards.master_weights))
+            moments = shards.states()[name]
+            tensors = {"master": shards.master_weights, "EMA": self.ema.shards}
+            tensor = moments["exp_avg_sq"] if kind == "moment" else tensors[kind][name]
+            tensor.view(-1)[0] = float("nan")
+        return plain(self, done)
+
+    Trainer.state = state
+    return train_once(config, root / f"{kind} of {at_rank}", "max_steps=4", "keep_last=1")
+
+
+def resumed(config: Path, outputs: Path, how: str = "auto") -> str:
+    return train_once(config, outputs, "max_steps=4", "keep_last=1", resume=how)
 
 
 class Full(FileSystem):
@@ -177,6 +202,10 @@ CASES: dict[str, tuple] = {
     "stage 2": (bad_steps, 2),
     "ended": (bad_to_the_end,),
     "ended late": (bad_to_the_end_read_late,),
+    "master of 0": (corrupted, 0, "master"),
+    "master of 1": (corrupted, 1, "master"),
+    "EMA of 0": (corrupted, 0, "EMA"),
+    "moment of 1": (corrupted, 1, "moment"),
     "full": (full_disk, False),
     "full in the background": (full_disk, True),
     "stopped": (stopped, 0),
@@ -207,8 +236,9 @@ def outcomes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes
     return Outcomes(config, tmp_path_factory.mktemp("runs"))
 
 
-def digests(run_dir: Path, step: int) -> list[str]:
-    files = json.loads((run_dir / f"step_{step:08d}" / "manifest.json").read_text())["files"]
+def digests(run_dir: Path, step: int | str) -> list[str]:
+    name = step if isinstance(step, str) else f"step_{step:08d}"
+    files = json.loads((run_dir / name / "manifest.json").read_text())["files"]
     return [files[name]["sha256"] for name in TENSORS]
 
 
@@ -243,7 +273,52 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(
         assert "got no finite loss and gradient in 3 steps in a row, up to step 4" in error
         assert "(max_bad_steps)" in error
         assert f"checkpoint, {run_dir / 'step_00000003'}, with --resume auto" in error
-    assert digests(run_dir, 3) == digests(run_dir, 1)
+    # While steps are skipped, none of them replaces the checkpoint before them.
+    assert digests(run_dir, 3) == digests(run_dir, 2) == digests(run_dir, 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [
+        ("master of 0", "model/model.safetensors (rank 0)"),
+        ("master of 1", "model/model.safetensors (rank 1)"),
+        ("EMA of 0", "ema/model.safetensors (rank 0)"),
+        ("moment of 1", "optimizer.safetensors (rank 1)"),
+    ],
+)
+@pytest.mark.slow
+def test_what_is_not_finite_is_not_saved_and_the_next_start_resumes_before_it(
+    outcomes: Outcomes, case: str, place: str
+) -> None:
+    run_dir = outcomes.root / case
+    good = run_dir / "step_00000002"
+    for error in outcomes.of(case):
+        assert "got NaN or infinity in " in error and f" in {place} after step 3; " in error
+        assert f"resume from the last good checkpoint, {good}, with --resume auto" in error
+    assert committed_checkpoints(run_dir) == [good]
+
+    assert run_ranks(2, resumed, outcomes.config, run_dir) == ["finished", "finished"]
+    assert f"resumed from {good} at step 2" in (run_dir / "train.log").read_text()
+    assert [path.name for path in committed_checkpoints(run_dir)] == ["step_00000004"]
+
+
+@pytest.mark.slow
+def test_a_run_begins_anew_where_the_user_asks_for_it(outcomes: Outcomes) -> None:
+    """Its checkpoints are of a later version: an error, ``--resume none``, and auto after it."""
+    run_dir = outcomes.root / "stopped"
+    assert run_ranks(2, resumed, outcomes.config, run_dir) == ["finished", "finished"]
+    (only,) = committed_checkpoints(run_dir)
+    (only / "COMMIT").write_text(f"3 {(only / 'COMMIT').read_text().split()[1]}\n")
+
+    first, second = run_ranks(2, resumed, outcomes.config, run_dir)
+    assert first == second and "of which none can be resumed (the newest: got a checkpoint" in first
+    assert committed_checkpoints(run_dir) == [only]
+
+    assert run_ranks(2, resumed, outcomes.config, run_dir, "none") == ["finished", "finished"]
+    assert digests(run_dir, 4) == digests(run_dir, "step_00000004.previous")
+    assert run_ranks(2, resumed, outcomes.config, run_dir) == ["finished", "finished"]
+    again = run_ranks(2, resumed, outcomes.config, run_dir, "none")
+    assert all(f"got --resume none while {only} can be resumed" in error for error in again)
 
 
 def test_outcomes_are_read_one_step_late_where_no_log_or_checkpoint_needs_them(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from tiers import sample_or_grid
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
+    DamagedCheckpointError,
     FileSystem,
     Part,
     SaveJob,
@@ -239,8 +241,8 @@ def swap(folder: Path) -> None:
             "manifest.json is not the one that COMMIT names",
         ),
         (lambda f: flip(f / "COMMIT", -5), "manifest.json is not the one that COMMIT names"),
-        (lambda f: (f / "COMMIT").write_text(""), "format b''.*expected format 2"),
-        (lambda f: (f / "manifest.json").unlink(), "expected manifest.json and COMMIT"),
+        (lambda f: (f / "COMMIT").write_text(""), "COMMIT holds b''; expected a format"),
+        (lambda f: (f / "manifest.json").unlink(), r"manifest.json \(No such file or directory\)"),
         (lambda f: f.rename(f.with_name("step_00000008")), "manifest.json is of step 2"),
     ],
 )
@@ -268,9 +270,103 @@ def test_a_manifest_cannot_lead_out_of_its_folder(before: Path, tmp_path: Path, 
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": 6, "sha256": ""}
     (folder / "manifest.json").write_bytes(to_json(manifest))
-    (folder / "COMMIT").write_bytes(_commit_text(to_json(manifest)))  # as whoever made it would
+    (folder / "COMMIT").write_bytes(_commit_text(to_json(manifest), 2))  # as whoever made it would
     with pytest.raises(ValueError, match="expected one inside this folder"):
         verify(folder)
+
+
+def use_format(folder: Path, number: int) -> None:
+    (folder / "COMMIT").write_text(f"{number} {(folder / 'COMMIT').read_text().split()[1]}\n")
+
+
+def make_fifo(path: Path) -> None:
+    """A plain ``open`` of it never returns."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def make_unreadable(path: Path) -> None:
+    """Every read of the file fails with EIO, also for root."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: use_format(f, 3), r"got a checkpoint of format 3 in .*; expected one of \[2\]"),
+        (lambda f: use_format(f, 1), r"got a checkpoint of format 1 in .*; expected one of \[2\]"),
+        (lambda f: make_unreadable(f / "COMMIT"), "COMMIT, which cannot be read now .Input/output"),
+        (lambda f: make_unreadable(f / "manifest.json"), "manifest.json, which cannot be read now"),
+        (lambda f: make_fifo(f / "manifest.json"), "manifest.json, which .* now .a named pipe"),
+        (
+            lambda f: f.rename(f.with_name("step_00000008")),
+            "expected the step of the folder's name",
+        ),
+    ],
+)
+def test_what_its_digests_do_not_refuse_is_not_called_damaged(
+    before: Path, tmp_path: Path, harm: Callable[[Path], Any], message: str
+) -> None:
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(before / "step_00000002", folder)
+    harm(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        verify(next(tmp_path.iterdir()))
+    assert not isinstance(error.value, DamagedCheckpointError)
+
+
+def test_an_error_of_the_disk_names_the_file(before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sha256(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("opensora_sp.checkpoint.folder.sha256", sha256)
+    with pytest.raises(ValueError, match="model.safetensors, which cannot be read now") as error:
+        verify(before / "step_00000002")
+    assert not isinstance(error.value, DamagedCheckpointError)
+
+
+def test_a_new_format_reads_and_rotates_checkpoints_of_the_old_one(
+    before: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(before, run_dir)
+    monkeypatch.setattr("opensora_sp.checkpoint.folder.READABLE_FORMATS", (2, 3))
+    monkeypatch.setattr("opensora_sp.checkpoint.folder.FORMAT", 3)
+
+    save(run_dir, 3, keep_last=2)
+
+    old, new = committed_checkpoints(run_dir)
+    assert [old.name, new.name] == ["step_00000002", "step_00000003"]
+    assert [(one / "COMMIT").read_text()[0] for one in (old, new)] == ["2", "3"]
+    verify(old)
+    verify(new)
+
+
+def test_rotation_neither_counts_nor_removes_what_cannot_be_read(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 8, 9):
+        save(tmp_path, step)
+    use_format(tmp_path / "step_00000002", 3)
+    make_unreadable(tmp_path / "step_00000003" / "COMMIT")
+    use_format(tmp_path / "step_00000008", 3)
+
+    # A run that resumed from step 1.
+    for step in (4, 5):
+        save(tmp_path, step, keep_last=1)
+
+    names = [path.name[-1] for path in committed_checkpoints(tmp_path)]
+    assert names == ["2", "3", "5", "8", "9"]
+
+
+def test_a_save_replaces_no_committed_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    for number in ("", "-2"):
+        use_format(tmp_path / "step_00000002", 3)
+        save(tmp_path, 2)
+
+        verify(tmp_path / "step_00000002")
+        kept = tmp_path / f"step_00000002.previous{number}"
+        assert (kept / "COMMIT").read_text().startswith("3 ")
 
 
 def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:
@@ -398,6 +494,35 @@ def saves_of_two_ranks(run_dir: Path) -> tuple[list[str], int, int]:
         found = load_file(run_dir / checkpoint_name(step) / "a.safetensors")
         assert all(torch.equal(found[name], whole[name] + more) for name in whole), step
     return errors, taken, copies
+
+
+def search_of_two_ranks() -> list[list[str]]:
+    """NaN or infinity in a shard of either rank, in either file; and where it is not trained."""
+    rank, saver, found = dist.get_rank(), Saver(), []
+    nan, inf = float("nan"), float("inf")
+
+    def search(value: float, at_rank: int, at_file: str) -> None:
+        files = {}
+        for file in ("ema", "optimizer"):
+            shard = torch.full((3,), 3e38)
+            if (rank, file) == (at_rank, at_file):
+                shard[1] = value
+            spec = Spec(torch.float32, (6,))
+            mask = Part.whole(torch.tensor([0.0, -inf]))
+            files[file] = {"a": Part(shard, spec, sharded=True), "mask": mask}
+        found.append(saver.non_finite(SaveJob(CheckpointFolder(Path(), {}), files)))
+
+    search(3e38, 0, "ema")
+    search(nan, 0, "ema")
+    search(inf, 1, "optimizer")
+    search(-inf, 1, "ema")
+    return found
+
+
+def test_numbers_that_are_not_finite_are_named_alike_on_all_ranks() -> None:
+    first, second = run_ranks(2, search_of_two_ranks, timeout=60)
+    expected = [[], ["a in ema (rank 0)"], ["a in optimizer (rank 1)"], ["a in ema (rank 1)"]]
+    assert first == second == expected
 
 
 def test_parts_of_two_ranks_become_whole_tensors(tmp_path: Path) -> None:

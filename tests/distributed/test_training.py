@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from safetensors.torch import load_file
 
 from opensora_sp.checkpoint import Part, check_model_config, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.training.checkpointing import agree_on, choose_checkpoint, find_checkpoint
+from opensora_sp.runtime import RunLock
 from opensora_sp.training.optimizer import learning_rate
 from opensora_sp.training.preflight import preflight
+from opensora_sp.training.resuming import agree_on, choose_checkpoint, find_checkpoint
+from opensora_sp.training.run import _locked
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +118,8 @@ def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) 
     )
 
     assert "resumed from" in log and "at step 3" in log
-    assert (
-        "step_00000005/manifest.json is of step 3" in log
-        and "set aside as step_00000005.damaged" in log
-    )
+    assert "step_00000005/manifest.json is of step 3" in log and "; passed over" in log
+    verify(outputs / "step_00000003")
     assert (outputs / "latest").read_text() == "step_00000006\n"
     assert losses(outputs) == losses(whole)
     assert_same_weights(outputs, whole)
@@ -235,6 +236,15 @@ def test_what_cannot_work_is_refused_before_any_process_group(
     assert not torch.distributed.is_initialized()
 
 
+def test_a_folder_that_had_checkpoints_is_not_taken_for_a_new_one(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (tmp_path / "step_00000003.damaged").mkdir()
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
+        preflight(load_train_config(config, [f"outputs={tmp_path}"]), None)
+
+
 def test_damaged_and_half_written_checkpoints_are_not_used(whole: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(whole, copy)
@@ -276,7 +286,26 @@ def test_ranks_that_see_different_checkpoints_raise_the_same_error(
     assert reported[0] == reported[1] and "(['step_00000006', None], rank by rank)" in reported[0]
 
 
-def fall_back(run_dir: Path) -> tuple[Path | None, str, str]:
+def hold(folder: Path) -> str:
+    """What a run reports of the folder that it is to hold; its content if it holds it."""
+    try:
+        with _locked(folder):
+            names = sorted(path.name for path in folder.iterdir())
+            torch.distributed.barrier()
+            return str(names)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_folder_that_another_run_holds_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        first, second = run_ranks(2, hold, tmp_path)
+    assert first == second and f"process {os.getpid()} of " in first
+    assert run_ranks(2, hold, tmp_path) == [str(["run.lock"])] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def fall_back(run_dir: Path) -> tuple[Path | None, list[str]]:
     """Rank 0 damages the newest checkpoint where only reading all of it shows; then all of them."""
     newest = run_dir / "step_00000006"
     rank = torch.distributed.get_rank()
@@ -295,9 +324,13 @@ def fall_back(run_dir: Path) -> tuple[Path | None, str, str]:
         choose_checkpoint(run_dir, newest, resume=str(newest))
     chosen = choose_checkpoint(run_dir, newest, resume="auto")
     damage(run_dir / "step_00000003")
-    with pytest.raises(ValueError, match="got only damaged checkpoints") as none_left:
-        choose_checkpoint(run_dir, chosen, resume="auto")
-    return chosen, str(by_path.value), str(none_left.value)
+    messages = [str(by_path.value)]
+    # This start, and the one after it.
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of which none can be resumed") as none_left:
+            choose_checkpoint(run_dir, chosen, resume="auto")
+        messages.append(str(none_left.value))
+    return chosen, messages
 
 
 def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(
@@ -308,7 +341,7 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(
     first, second = run_ranks(2, fall_back, run_dir)
     assert first == second and first[0] == run_dir / "step_00000003"
     assert {path.name for path in run_dir.glob("step_*")} == {
-        "step_00000003.damaged",
+        "step_00000003",
         "step_00000006.damaged",
     }
 

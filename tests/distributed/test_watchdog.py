@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import struct
 import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,9 +142,78 @@ def interrupted_then_failed() -> tuple[list[int], list[str]]:
     return codes, lines
 
 
+def listening() -> dict[int, str]:
+    """The ports of this process, with the address of each."""
+    connections = psutil.Process().net_connections("tcp")
+    return {one.laddr.port: one.laddr.ip for one in connections if one.status == "LISTEN"}
+
+
+def visited_by_a_stranger() -> tuple[list[int], list[str], list[str], str]:
+    """One that reaches the watchdog's port, where rank 0 listens, and speaks torch's protocol."""
+    lines, before = captured_lines(), listening()
+    with recorded_exits() as codes, Watchdog(peer_timeout=4.0) as one:
+        opened = {port: address for port, address in listening().items() if port not in before}
+        ports = [list(opened)]
+        dist.broadcast_object_list(ports, src=0)
+        if dist.get_rank() == 1:
+            for port in ports[0]:
+                write_as_a_stranger(port)
+        dist.barrier()
+        time.sleep(2.5)  # until all ranks would have read it
+        reason = one.why_to_stop()
+    return codes, lines, list(opened.values()), reason
+
+
+def write_as_a_stranger(port: int) -> None:
+    with suppress(RuntimeError, OSError):
+        limit = timedelta(seconds=1)
+        store = dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
+        for name in ("failure", "stop", "heartbeat 0", "heartbeat 1", "acknowledged"):
+            store.set(name, "rank 0: a stranger's text")
+
+        # And another that sends half a request: the store waits for the rest.
+        with socket.create_connection(("127.0.0.1", port), 1) as half:
+            half.sendall(struct.pack("=BIB", 0, 0x3C85F7CE, 1))
+            time.sleep(8)
+
+
+def freeze(frozen: int) -> tuple[list[int], list[str], float]:
+    """One rank is stopped as a whole; another one resumes it after the watchdogs have acted."""
+    lines, pids = captured_lines(), [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    with recorded_exits() as codes, Watchdog(peer_timeout=FROZEN_TIMEOUT):
+        began = time.monotonic()
+        if dist.get_rank() == frozen:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        wait_until(lambda: codes)
+        seconds = time.monotonic() - began
+
+        time.sleep(1)  # until all others have acted, too
+        if dist.get_rank() == (frozen + 1) % len(pids):
+            os.kill(pids[frozen], signal.SIGCONT)
+        time.sleep(3)
+    return codes, lines, seconds
+
+
+def freeze_rank_0() -> tuple[list[int], list[str], float]:
+    return freeze(0)
+
+
+def freeze_rank_1() -> tuple[list[int], list[str], float]:
+    return freeze(1)
+
+
+def freeze_rank_2() -> tuple[list[int], list[str], float]:
+    return freeze(2)
+
+
+FROZEN_TIMEOUT = 4.0
+FROZEN = (freeze_rank_0, freeze_rank_1, freeze_rank_2)
+
 # Those that wait longest come first.
 CASES = (
     joined_late,
+    visited_by_a_stranger,
     far_away,
     stuck,
     interrupted_then_failed,
@@ -189,6 +263,12 @@ def test_a_rank_on_another_machine_is_missed_where_its_connection_breaks(
     assert error == "1" and "rank 0 stops: ranks [1] have failed: no heartbeat for 5 s" in lines[0]
 
 
+def test_a_stranger_neither_ends_a_run_nor_speaks_for_a_rank(found: dict[str, list]) -> None:
+    addresses = [[] if rank else ["127.0.0.1"] for rank in range(2)]
+    for opened, (codes, lines, heard, reason) in zip(addresses, found["visited_by_a_stranger"]):
+        assert (codes, lines, heard, reason) == ([], [], opened, "")
+
+
 def test_sigint_is_passed_on_and_a_second_signal_ends_the_process(found: dict[str, list]) -> None:
     """SIGINT twice within a second is one Ctrl-C."""
     for rank, (codes, lines, reason) in enumerate(found["interrupted"]):
@@ -212,3 +292,15 @@ def test_a_failure_after_sigint_is_a_failure(found: dict[str, list]) -> None:
             f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) for "
         )
         assert codes == [1]
+
+
+@pytest.mark.slow
+def test_all_others_name_a_frozen_rank_write_their_stacks_and_end_in_time() -> None:
+    found = run_together(len(FROZEN), FROZEN, at_once=3)
+    for frozen, case in enumerate(FROZEN):
+        others = [rank for rank in range(len(FROZEN)) if rank != frozen]
+        for rank in others:
+            codes, lines, seconds = found[case.__name__][rank]
+            assert codes == [1] and FROZEN_TIMEOUT - 1 <= seconds <= FROZEN_TIMEOUT + 5, lines
+            assert lines[0].startswith(f"rank {rank} stops: rank {frozen}"), lines
+            assert lines[1].startswith(f"rank {rank} was at:\n") and "in freeze" in lines[1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import runpy
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,6 @@ from opensora_sp.checkpoint import (
     from_pretrained,
     load_model,
     open_weights,
-    reader,
     save_pretrained,
     weight_files,
     write_model_config,
@@ -303,60 +302,21 @@ def test_folders_of_a_real_booster(model: STDiT3, tmp_path: Path) -> None:
             refused("which is pickled", from_pretrained, folder, model="STDiT3", **SMALL)
 
 
-class Malicious:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.mark),)
-
-
-def test_pickles_are_read_only_when_allowed_and_never_run(state: State, tmp_path: Path) -> None:
+def test_pickles_are_read_only_when_allowed(model: STDiT3, state: State, tmp_path: Path) -> None:
+    """The error has the command that converts them; hostile ones are in test_pickles.py."""
     torch.save(state, tmp_path / "a.pth")
-    assert "--allow-pickle" in refused(
+    refusal = refused(
         "which is pickled", from_pretrained, tmp_path / "a.pth", model="STDiT3", **SMALL
     )
+    command = f"opensora-sp convert {tmp_path}/a.pth {tmp_path}/a-safetensors --allow-pickle"
+    assert f"{command} --model NAME, or pass allow_pickle=True (--allow-pickle)" in refusal
 
-    torch.save({**state, "x": Malicious(tmp_path / "ran")}, tmp_path / "bad.pth")
-    torch.save(
-        {**state, "x": Malicious(tmp_path / "ran")},
-        tmp_path / "bad.bin",
-        _use_new_zipfile_serialization=False,
-    )
-    for name in ("bad.pth", "bad.bin"):
-        refused("holds more than tensors", open_weights, tmp_path / name, allow_pickle=True)
-
-    assert not (tmp_path / "ran").exists()
-    torch.load(tmp_path / "bad.pth", weights_only=False)
-    assert (tmp_path / "ran").exists()  # it would have run
-
-
-@pytest.mark.parametrize(
-    ("version", "named"),
-    [
-        ("2.5.1+cu124", ["CVE-2025-32434", "CVE-2026-24747"]),
-        ("2.6.0", ["CVE-2026-24747"]),
-        ("2.10.0", []),
-    ],
-)
-def test_known_vulnerabilities_of_torch_are_logged_once(
-    version: str,
-    named: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
-    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
-    monkeypatch.setattr(torch, "__version__", version)
-    reader._warn_of_vulnerabilities.cache_clear()
-    open_weights(tmp_path / "a.safetensors", allow_pickle=True)
-    assert not caplog.records
-    for _ in range(2):
-        open_weights(tmp_path / "a.pth", allow_pickle=True)
-    assert [name for name in reader.VULNERABILITIES.values() if name in caplog.text] == named
-    assert len(caplog.records) == bool(named)
-    reader._warn_of_vulnerabilities.cache_clear()
+    (tmp_path / "folder").mkdir()
+    folder = pickled_folder(model, tmp_path / "folder")["path"]
+    refusal = refused("which is pickled", from_pretrained, folder)
+    command = refusal.partition("convert it once: ")[2].partition(", or pass")[0]
+    main(shlex.split(command)[1:])
+    assert same(from_pretrained(f"{folder}-safetensors").state_dict(), state)
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ test-faults`` covers both launchers and either rank; CI runs each fault once.
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import FOR_LONG, Job, assert_stopped_well
+from jobs import FOR_LONG, Job, assert_stopped_well, command_of
+from polling import wait_until
 from ranks import free_port, run_ranks
 from safetensors.torch import load_file
 
@@ -91,17 +94,17 @@ def test_a_run_resumes_whatever_its_ranks_die_of(
         0: ("kill", 1, 4),  # after the checkpoint of step 3
         1: ("kill in resume", 0, 0),
         2: ("kill in save", 0, 6),
-        3: ("stop", 1, 5),
+        3: ("stop", 0, 5),
     }
     if hang:
         faults[4] = ("sleep", 1, 4)
     limits = ["collective_timeout=8", "peer_timeout=5"]
     job = Job(tmp_path, config, *limits, restarts=len(faults), faults=faults)
     jobs.append(job)
-    job.until("has sent no heartbeat", 240)
-    job.until(f"Sending process {job.rank(1, attempt=3)} closing signal SIGTERM")
+    job.until("is stopped or is cut off", 240)
+    job.until(f"Sending process {job.rank(0, attempt=3)} closing signal SIGTERM")
     # Else torchrun would wait 30 s for it to handle SIGTERM.
-    os.kill(job.rank(1, attempt=3), signal.SIGCONT)
+    os.kill(job.rank(0, attempt=3), signal.SIGCONT)
 
     assert job.process.wait(120) == 0, job.text
     job.until_gone(10)
@@ -122,7 +125,10 @@ def test_a_run_resumes_whatever_its_ranks_die_of(
         assert "ranks [0] joined, missing: rank 1, which has called" in stuck
         assert "tests/helpers/faulty.py" in stuck  # where rank 1 stands
 
-    assert "rank 0 stops: rank 1 has sent no heartbeat for 5 s (peer_timeout)" in text
+    stopped = (
+        "rank 1 stops: rank 0, which hosts the store of the heartbeats, has exited, is stopped"
+    )
+    assert stopped in text
     assert text.count("resumed from") >= 3 and "at step 3" in text
     assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
     for checkpoint in committed_checkpoints(job.outputs):
@@ -136,22 +142,56 @@ def test_a_run_resumes_whatever_its_ranks_die_of(
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=grid)])
-def test_ranks_end_where_one_is_stopped(
-    config: Path, tmp_path: Path, jobs: list[Job], rank: int
+# When a rank is stopped: what the other one logs, within these seconds.
+STOPS = {
+    "stop before joining": (r"error \(rank {other}\): got .*rank {rank}", 40),
+    "stop before the group": (r"rank {other} stops: got no process group .*: rank {rank} did", 40),
+    "stop before heartbeats": (r"rank {other} stops: got no process group .*: rank {rank} did", 40),
+    "stop": (r"rank {other} stops: rank {rank}.*(which hosts the store|no heartbeat for 5 s)", 10),
+}
+
+
+def await_report(job: Job, rank: int, pattern: str, seconds: float) -> None:
+    """Wait until the other rank logs why it ends, in the attempt that runs."""
+    start = len(job.text)
+    expected = re.compile(pattern.format(rank=rank, other=1 - rank))
+    wait_until(lambda: expected.search(job.text, start), seconds, lambda: job.text)
+
+
+@pytest.mark.parametrize(
+    ("rank", "kinds"),
+    [
+        (1, ["stop before the group"]),
+        pytest.param(0, list(STOPS), marks=grid),
+        pytest.param(1, list(STOPS), marks=grid),
+    ],
+)
+def test_ranks_end_where_one_is_stopped_and_the_next_start_works(
+    config: Path,
+    tmp_path: Path,
+    jobs: list[Job],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    kinds: list[str],
 ) -> None:
     """Rank 0 hosts the store of the heartbeats, which then answers nobody."""
-    job = Job(tmp_path, config, "peer_timeout=5", faults={0: ("stop", rank, 2)})
+    monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "20")
+    faults = {attempt: (kind, rank, 2) for attempt, kind in enumerate(kinds)}
+    job = Job(tmp_path, config, "peer_timeout=5", restarts=len(faults), faults=faults)
     jobs.append(job)
-    reason = "which hosts the store" if rank == 0 else "has sent no heartbeat for 5 s"
-    job.until(f"rank {1 - rank} stops: rank {rank}")
-    assert reason in job.text and f"rank {1 - rank} was at" in job.text
 
-    job.until(f"Sending process {job.rank(rank)} closing signal SIGTERM", 15)
-    # Else torchrun would wait 30 s for it to handle SIGTERM.
-    os.kill(job.rank(rank), signal.SIGCONT)
-    job.until_gone(30)
-    assert job.process.returncode == 1
+    for attempt, kind in enumerate(kinds):
+        wait_until((job.pids / f"stopped-{attempt}").exists, 120, lambda: job.text)
+        await_report(job, rank, *STOPS[kind])
+        stopped = job.rank(rank, attempt)
+        job.until(f"Sending process {stopped} closing signal SIGTERM", 15)
+        # Else torchrun would wait 30 s for it to handle SIGTERM.
+        os.kill(stopped, signal.SIGCONT)
+
+    assert job.process.wait(120) == 0, job.text
+    job.until_gone(10)
+    assert job.text.count(f"rank {1 - rank} was at") == len(set(kinds) - {"stop before joining"})
+    assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_sigterm_to_the_job_leaves_a_checkpoint(
@@ -180,6 +220,34 @@ def test_sigterm_to_the_job_leaves_a_checkpoint(
 
 
 @pytest.mark.parametrize(
+    ("launcher", "seconds"),
+    [
+        ("torchrun", 0.0),  # the ranks import
+        ("colossalai", 0.0),
+        ("torchrun", 8.0),  # a rank waits for the other one
+        pytest.param("torchrun", 1.0, marks=grid),
+        pytest.param("torchrun", 2.0, marks=grid),
+        pytest.param("torchrun", 4.0, marks=grid),
+        pytest.param("colossalai", 1.0, marks=grid),
+        pytest.param("colossalai", 8.0, marks=grid),
+    ],
+)
+def test_no_rank_outlives_a_launcher_that_is_killed_before_the_ranks_have_joined(
+    config: Path, tmp_path: Path, jobs: list[Job], launcher: str, seconds: float
+) -> None:
+    job = Job(tmp_path, config, launcher=launcher, script="scripts/train.py")
+    jobs.append(job)
+    rank = wait_until(lambda: [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]], 60)[0]
+    if launcher == "torchrun" and seconds:
+        time.sleep(0.5)  # until its first line has run
+        os.kill(rank, signal.SIGSTOP)
+    time.sleep(seconds)
+    job.process.kill()
+    # Copies of colossalai run wait for a signal that nobody sends.
+    job.until_gone(15, but="colossalai")
+
+
+@pytest.mark.parametrize(
     ("launcher", "number"), [("colossalai", signal.SIGTERM), ("torchrun", signal.SIGKILL)]
 )
 def test_ranks_whose_launcher_has_gone_stop_with_a_checkpoint(
@@ -188,6 +256,13 @@ def test_ranks_whose_launcher_has_gone_stop_with_a_checkpoint(
     job = Job(tmp_path, config, *FOR_LONG, launcher=launcher, pause=0.3)
     jobs.append(job)
     job.until("2/1000")
+    if launcher == "torchrun":
+        second = Job(tmp_path, config, *FOR_LONG)
+        jobs.append(second)
+        second.until("expected one run for each folder")
+        second.until_gone(30)
+        assert second.process.returncode == 1
+        assert f"process {job.rank(0)} of {os.uname().nodename} holds since 2" in second.text
     job.process.send_signal(number)
     # One of its copies waits for a signal that nobody sends.
     job.until_gone(30, but="colossalai")

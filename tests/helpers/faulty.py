@@ -15,7 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from opensora_sp.checkpoint import FileSystem
+from opensora_sp.runtime.heartbeats import HeartbeatStore
+from opensora_sp.runtime.rendezvous import Rendezvous
 from opensora_sp.training.checkpointing import TrainingState
 from opensora_sp.training.trainer import Trainer
 
@@ -30,6 +34,20 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop() -> None:
+    Path(os.environ["PIDS"], f"stopped-{ATTEMPT}").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped_before(plain: Any, kind: str) -> Any:
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        if MINE and kind == KIND:
+            stop()
+        return plain(*args, **kwargs)
+
+    return stopped
+
+
 def step_of(plain: Any) -> Any:
     def step(self: Trainer, number: int, *args: Any, **kwargs: Any) -> Any:
         time.sleep(float(os.environ.get("PAUSE", "0")))
@@ -39,7 +57,7 @@ def step_of(plain: Any) -> Any:
             if KIND == "kill":
                 self.model.register_forward_hook(lambda *_: kill())  # in the midst of the step
             if KIND == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop()
             if KIND == "sleep":
                 time.sleep(600)
         return plain(self, number, *args, **kwargs)
@@ -75,6 +93,9 @@ Trainer._step, FileSystem.perform, TrainingState.load = (
     perform_of(FileSystem.perform),
     load_of(TrainingState.load),
 )
+Rendezvous.join = stopped_before(Rendezvous.join, "stop before joining")
+dist.init_process_group = stopped_before(dist.init_process_group, "stop before the group")
+HeartbeatStore.open = stopped_before(HeartbeatStore.open, "stop before heartbeats")
 Path(os.environ["PIDS"], f"{ATTEMPT}-{RANK}").write_text(str(os.getpid()))
 sys.argv[0] = "scripts/train.py"
 runpy.run_path(sys.argv[0], run_name="__main__")

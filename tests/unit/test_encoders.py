@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shlex
 import shutil
 from pathlib import Path
+from shutil import ignore_patterns
 
 import pytest
 import torch
 from golden_vae import load, saved_pipeline
+from hostile import check_torchscript_attacks, write_torchscript
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import write_model_config
+from opensora_sp.cli import main
 from opensora_sp.config import InferenceConfig, build_component, load_inference_config, split_type
 from opensora_sp.data import read_frames
 from opensora_sp.encoders import (
@@ -542,3 +548,171 @@ outputs = {str(tmp_path / "samples")!r}
     sample(parse([str(config), "--ckpt", str(tmp_path), "--prompt", "a red circle"]))
     frames = read_frames(tmp_path / "samples" / "000-a-red-circle.mp4")
     assert len(frames) == 6 and {frame.shape for frame in frames} == {(32, 24, 3)}
+
+
+def pickled(folder: Path, *, shards: int = 1) -> Path:
+    """A copy of an encoder's folder with pickles in place of its safetensors."""
+    copy = shutil.copytree(folder, folder.parent / f"{folder.name}-pickled")
+    (file,) = copy.glob("*.safetensors")
+    state = load_file(file)
+    file.unlink()
+
+    stem = "diffusion_pytorch_model" if "diffusion" in file.name else "pytorch_model"
+    if shards == 1:
+        torch.save(state, copy / f"{stem}.bin")
+        return copy
+
+    weight_map = {name: f"{stem}-{n % shards + 1:05d}.bin" for n, name in enumerate(state)}
+    for shard in set(weight_map.values()):
+        torch.save({k: v for k, v in state.items() if weight_map[k] == shard}, copy / shard)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (copy / f"{stem}.bin.index.json").write_text(json.dumps(index))
+    return copy
+
+
+def printed_command(message: str) -> list[str]:
+    """The command in an error, without the name of the program."""
+    command = message.partition("convert them once: ")[2].partition(", then set")[0]
+    program, *arguments = shlex.split(command)
+    assert program == "opensora-sp"
+    return arguments
+
+
+@pytest.fixture
+def sources(image_folder: Path, video_folder: Path, t5_folder: Path, tmp_path: Path) -> dict:
+    folders = {ImageVAE: image_folder / "vae", OpenSoraVAE: video_folder, T5TextEncoder: t5_folder}
+    return {cls: shutil.copytree(f, tmp_path / cls.__name__) for cls, f in folders.items()}
+
+
+@pytest.mark.parametrize(("cls", "key"), ENCODERS)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_error_of_pickles_has_the_command_that_converts_them(
+    cls: type, key: str, shards: int, sources: dict[type, Path], tmp_path: Path
+) -> None:
+    folder = pickled(sources[cls], shards=shards)
+    with pytest.raises(ValueError, match=f"got {key}.from_pretrained .* weights are pickled") as e:
+        cls(f"{folder}/")
+
+    main(printed_command(str(e.value)))
+    converted = str(e.value).rpartition(f"then set {key}.from_pretrained to ")[2]
+    assert not list(Path(converted).glob("*.bin*"))
+
+    wanted, found = cls(str(sources[cls])).state_dict(), cls(converted).state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("cls", "key"), ENCODERS)
+def test_no_encoder_loads_a_hostile_file(
+    cls: type, key: str, sources: dict[type, Path], tmp_path: Path
+) -> None:
+    """Under its usual name, and under one that an index of safetensors gives."""
+    folder, mark = sources[cls], tmp_path / "written"
+    (file,) = folder.glob("*.safetensors")
+    name = next(iter(load_file(file)))
+    file.unlink()
+
+    stem = file.name.removesuffix(".safetensors")
+    archive = folder / f"{stem.replace('model', 'pytorch_model') if stem == 'model' else stem}.bin"
+    write_torchscript(archive, mark)
+    with pytest.raises(ValueError, match=f"got {key}.from_pretrained .* weights are pickled") as e:
+        cls(str(folder))
+    with pytest.raises(SystemExit):
+        main(printed_command(str(e.value)))
+
+    index = {"metadata": {}, "weight_map": {name: archive.name}}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"got {key}.from_pretrained .* weights are pickled"):
+        cls(str(folder))
+
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {source.name for source in sources.values()}
+    check_torchscript_attacks(archive, mark)
+
+
+def test_code_of_a_repository_is_not_executed(sources: dict[type, Path], tmp_path: Path) -> None:
+    folder = sources[T5TextEncoder]
+    (folder / "own.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})")
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((folder / name).read_text())
+        values["auto_map"] = {
+            "AutoConfig": "own.Config",
+            "AutoModel": "own.Model",
+            "AutoTokenizer": ["own.Tokenizer", None],
+        }
+        values["tokenizer_class"] = "Tokenizer"
+        (folder / name).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"(?s)text_encoder.from_pretrained .*AutoTokenizer can"):
+        T5TextEncoder(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+def cached_repository(folder: Path, cache: Path) -> None:
+    """The hub's cache with a folder as the repository "somebody/t5"."""
+    repository = cache / "models--somebody--t5"
+    shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+
+
+def test_names_on_the_hub_are_converted_as_well(
+    t5_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hub's cache here, which earlier versions filled with pickles."""
+    copy = shutil.copytree(t5_folder, tmp_path / "t5")
+    cached_repository(pickled(copy), tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(loading, "_hub_answers", lambda: False)
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ValueError, match="'somebody/t5', whose weights are pickled") as error:
+        T5TextEncoder("somebody/t5")
+    arguments = printed_command(str(error.value))
+    assert arguments == ["convert", "somebody/t5", "t5-safetensors", "--allow-pickle"]
+    main(arguments)
+    wanted = T5TextEncoder(str(t5_folder)).state_dict()
+    found = T5TextEncoder("t5-safetensors").state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_pickles_of_a_repository_are_not_downloaded(
+    t5_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["config.json", "spiece.model", "tokenizer.json", "pytorch_model.bin", "own.py"]
+    files += ["vae/config.json", "flax_model.msgpack", "pytorch_model.bin.index.json"]
+    asked = []
+
+    def snapshot(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert not local_files_only
+        asked.extend(filter_repo_objects(files, allow_patterns=allow_patterns))
+        return str(shutil.copytree(t5_folder, tmp_path / "0", ignore=ignore_patterns("*.safe*")))
+
+    monkeypatch.setattr(loading, "_hub_answers", lambda: True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name: files)
+    with pytest.raises(ValueError, match="'somebody/t5', whose weights are pickled"):
+        T5TextEncoder("somebody/t5")
+    assert asked == files[:3]
+
+
+def test_convert_leaves_an_encoder_as_it_is(
+    sources: dict[type, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder, out = sources[T5TextEncoder], tmp_path / "out"
+    arguments = ["convert", str(folder), str(out)]
+    for extra, message in [
+        (["--dtype", "bf16"], "got --dtype for .*which is a VAE or text encoder"),
+        (["--ema"], "got --ema for"),
+        (["--max-shard-size", "many"], "got max_shard_size 'many'"),
+    ]:
+        with pytest.raises(SystemExit) as left:
+            main([*arguments, *extra])
+        assert left.value.code == 2 and re.search(message, capsys.readouterr().err)
+        assert not out.exists()
+
+    main([*arguments, "--max-shard-size", "2KB"])
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert f"files to {out}" in capsys.readouterr().out
+    assert {path.name for path in folder.glob("*.json")} <= {path.name for path in out.iterdir()}
+    wanted, found = (T5TextEncoder(str(f)).encode(["a red circle"])[0] for f in (folder, out))
+    assert torch.equal(wanted, found)

@@ -16,6 +16,7 @@ from PIL import Image
 from opensora_sp.checkpoint import CheckpointFolder
 from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_config
 from opensora_sp.data import read_frames
+from opensora_sp.models import compile_blocks
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling import outputs, parse, read_prompts, sample
@@ -207,6 +208,20 @@ def test_guidance_of_scale_one_costs_no_second_half(trained: Path) -> None:
         found[scale] = pipeline.latents(requests_of(cfg, ["white"]))
         assert set(sizes) == {1 if scale == 1 else 2}
     torch.testing.assert_close(*found.values(), rtol=1e-6, atol=1e-6)
+
+
+def test_sampling_reports_what_its_first_step_compiles(
+    trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = load_inference_config(trained / "sample.py")
+    pipeline = build_pipeline(cfg, trained, SequenceMesh(1), torch.device("cpu"))
+    compile_blocks(pipeline.model, backend="eager")
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            pipeline.latents(requests_of(cfg, ["white"]))
+
+    (warm_up,) = (message for message in caplog.messages if "warm-up" in message)
+    assert warm_up.startswith("sampling: warm-up of ") and "2 graphs were compiled" in warm_up
 
 
 def test_truncation_is_reported(

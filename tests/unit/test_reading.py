@@ -37,6 +37,7 @@ from opensora_sp.data import (
     write_manifest,
     write_video,
 )
+from opensora_sp.regular_file import open_regular
 
 NUM_FRAMES = 60
 LENGTH = (NUM_FRAMES - 0.5) * 1001 / 30000
@@ -430,6 +431,32 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
         str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16), time_limit=1e-9
     )
     assert isinstance(slow[0], CorruptSample)
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """A named pipe without a writer would hold its reader for ever."""
+    os.mkfifo(tmp_path / "pipe.mp4")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "device.mp4").symlink_to("/dev/zero")
+    (tmp_path / "folder.mp4").mkdir()
+    names = ["pipe.mp4", "pipe.png", "device.mp4", "folder.mp4"]
+    (tmp_path / "clips.csv").write_text("path,text\n" + "".join(f"{name},x\n" for name in names))
+    dataset = VideoTextDataset(str(tmp_path / "clips.csv"), num_frames=5, image_size=(16, 16))
+
+    for number, name in enumerate(names):
+        sample = dataset[number]
+        assert isinstance(sample, CorruptSample)
+        assert "a named pipe, a device or a folder, not a file" in sample.reason
+        with pytest.raises(ValueError, match="not a file"):
+            read_frames(tmp_path / name)
+
+    os.mkfifo(tmp_path / "clips.jsonl")
+    with pytest.raises(ValueError, match="which is not a file"):
+        Manifest(tmp_path / "clips.jsonl")
+    with pytest.raises(OSError, match=r"not a file: '.*clips\.jsonl'"):
+        open_regular(tmp_path / "clips.jsonl", "r", encoding="utf-8")
+    with open_regular(tmp_path / "clips.csv", "r", encoding="utf-8") as file:
+        assert file.readline() == "path,text\n" and os.get_blocking(file.fileno())
 
 
 @pytest.mark.slow

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
 
-from opensora_sp.runtime import Launch, processes, rendezvous
+from opensora_sp.runtime import Launch, bounded_store, rendezvous
 
 
 @pytest.fixture
@@ -74,16 +76,28 @@ def test_missing_ranks_are_logged_while_others_join_one_by_one(
     assert len(reminders) >= 2, caplog.messages
 
 
-def test_ancestors_up_to_one_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher is watched even where one of its own ancestors exits at that moment."""
-    launcher = psutil.Process().parent()
-    own_parent = psutil.Process.parent
+def test_a_rank_of_another_run_does_not_join(store: Any) -> None:
+    """Its own rank 0 has found the port in use, and the store of the other run answers."""
+    for rank in range(2):
+        report(store, rank, 2)
+    store.set("verdict", "")
 
-    def parent(process: psutil.Process) -> psutil.Process | None:
-        if process == launcher:
-            raise psutil.NoSuchProcess(process.pid)
-        return own_parent(process)
+    stranger = replace(rank_0_of(2), rank=1)
+    with pytest.raises(ValueError, match=r"got rank 1 \(.*\) as number 3 of 2 ranks at 127.0.0.1"):
+        rendezvous.Rendezvous(stranger, timeout=60).join({})
 
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(psutil.Process, "parent", parent)
-    assert processes.launchers()[0] == launcher
+
+def test_the_time_out_holds_where_another_program_has_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that accepts connections in silence, as torch itself would wait for ever."""
+    monkeypatch.setattr(bounded_store, "SLICE", 0.1)
+    monkeypatch.setattr(bounded_store, "atexit", SimpleNamespace(register=lambda function: None))
+    monkeypatch.setattr(bounded_store, "CONNECT_MARGIN", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        launch = replace(rank_0_of(2), rank=1, master=silent.getsockname())
+        begun = time.monotonic()
+        with pytest.raises(ValueError, match="accepts connections and does not answer") as error:
+            rendezvous.Rendezvous(launch, timeout=0.5)
+    assert time.monotonic() - begun < 20
+    assert "no other program uses the port" in str(error.value)

@@ -1,0 +1,121 @@
+"""Ranks that stop writing heartbeats: how the others learn of it, and when."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from exits import recorded_exits
+from polling import wait_until
+
+from opensora_sp.runtime import StartLimit, start_limit
+from opensora_sp.runtime.collective_recorder import Collective
+from opensora_sp.runtime.collective_timeout import CollectiveTimeout
+from opensora_sp.runtime.heartbeats import Heartbeat
+
+TIMEOUT = 12  # seconds of collective_timeout, and heartbeats of a rank in that time
+RANKS = 3
+
+
+class Peers:
+    """The heartbeats of all ranks, in a run that waits in one collective."""
+
+    def __init__(self, frozen: int, own: int, call: Collective) -> None:
+        self.frozen, self.number = frozen, 0
+        recorder: Any = SimpleNamespace(pending=lambda: [call], find=lambda group, number: call)
+        self.check = CollectiveTimeout(
+            recorder, rank=own, timeout=float(TIMEOUT), read_heartbeats=self.read
+        ).check
+
+    def read(self, ranks: list[int]) -> dict[int, Heartbeat]:
+        return {rank: self.of(rank) for rank in ranks}
+
+    def of(self, rank: int) -> Heartbeat:
+        if rank == self.frozen:
+            return Heartbeat(4, {"0": 6}, {"0": 6}, "a line of the model", False)
+        return Heartbeat(self.number, {"0": 7}, {"0": 6}, "the collective", False)
+
+    def first_report(self) -> tuple[int, str | None]:
+        """The heartbeat at which this rank reports something; None after a minute."""
+        for self.number in range(60):
+            report = self.check(self.number)
+            if report is not None:
+                return self.number, report
+        return self.number, None
+
+
+def waiting_call(*, returned: bool = False) -> Collective:
+    ranks = tuple(range(RANKS))
+    return Collective("all_reduce", [], "0", 7, ranks, None, "a line", returned=returned)
+
+
+@pytest.mark.parametrize("frozen", range(RANKS))
+def test_all_others_name_a_frozen_rank_soon_after_collective_timeout(frozen: int) -> None:
+    """``peer_timeout`` may be longer."""
+    others = [rank for rank in range(RANKS) if rank != frozen]
+    for own in others:
+        heartbeat, report = Peers(frozen, own, waiting_call()).first_report()
+        assert TIMEOUT < heartbeat <= TIMEOUT + 5 and report is not None
+        assert report.endswith(
+            f"ranks {others} joined, missing: rank {frozen}, which sends no heartbeats, has called "
+            "6 and was at a line of the model"
+        )
+
+
+def test_a_rank_without_heartbeats_does_not_end_a_run_that_does_not_wait_for_it() -> None:
+    """It may compute for long, holding Python's lock, after a collective that all have left."""
+    assert Peers(1, 0, waiting_call(returned=True)).first_report() == (59, None)
+
+
+def test_a_rank_that_others_wait_for_but_that_writes_heartbeats_is_judged_by_these() -> None:
+    peers = Peers(RANKS, 0, waiting_call())  # nobody is frozen
+    _, report = peers.first_report()
+    assert report is not None and "missing: none, so the network" in report
+
+
+@pytest.fixture
+def short_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "0.1")
+    monkeypatch.setattr(start_limit, "INTERVAL", 0.1)
+    monkeypatch.setattr(start_limit, "RESPONSE_TIMEOUT", 0.3)
+
+
+@pytest.mark.parametrize("frozen", range(RANKS))
+def test_a_rank_that_freezes_before_the_first_heartbeats_is_named_by_all_others(
+    frozen: int, short_start: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, gone = dist.HashStore(), threading.Event()
+
+    def rank_waits(rank: int) -> None:
+        with StartLimit(store, rank, RANKS):
+            gone.wait(30)
+
+    others = [rank for rank in range(RANKS) if rank != frozen]
+    with recorded_exits() as codes:
+        ranks = [threading.Thread(target=rank_waits, args=(rank,)) for rank in others]
+        for rank in ranks:
+            rank.start()
+        wait_until(lambda: len(codes) == len(others), 10)
+        gone.set()
+        for rank in ranks:
+            rank.join()
+
+    assert codes == [1, 1]
+    for rank in others:
+        assert (
+            f"rank {rank} stops: got no process group of 3 ranks within 0.1 s: rank {frozen} did "
+            "not respond; expected all ranks to start; "
+        ) in caplog.text
+        assert f"rank {rank} was at" in caplog.text
+    assert "in rank_waits" in caplog.text
+
+
+def test_a_start_in_time_is_not_ended(short_start: None) -> None:
+    with recorded_exits() as codes:
+        with StartLimit(dist.HashStore(), 0, RANKS):
+            pass
+        threading.Event().wait(0.6)
+    assert codes == []

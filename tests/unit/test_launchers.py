@@ -1,0 +1,168 @@
+"""Scripts end with their launcher, whatever they do when it exits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from polling import wait_until
+
+from opensora_sp import launchers
+from opensora_sp.launchers import is_alive
+
+ROOT = Path(__file__).parents[2]
+# Starts a program as torchrun does, or as ``colossalai run`` starts its copy, and waits for it.
+START = "import subprocess, sys; subprocess.Popen(sys.argv[2:], start_new_session=True).wait()"
+SCRIPT = """
+import ctypes, os, signal, sys, time
+from opensora_sp import launchers
+launchers.INTERVAL = launchers.EXIT_TIMEOUT = 0.2
+
+launchers.end_with_launchers()
+with open("pid.part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename("pid.part", "pid")
+"""
+WAIT = "time.sleep(60)"
+# C code that keeps Python's lock.
+KEEP_LOCK = "ctypes.PyDLL(None).sleep(60)"
+# The handler by itself: its package imports torch.
+HANDLE_SIGTERM = f"""
+from importlib.machinery import SourceFileLoader
+signals = SourceFileLoader("signals", "{ROOT}/opensora_sp/runtime/signals.py").load_module()
+handler = signals.SignalHandler()
+handler.install()
+open("handles", "w").close()
+launcher = os.getppid()
+while os.getppid() == launcher: time.sleep(0.05)
+time.sleep(1.5)
+open("saved", "w").close()
+handler.uninstall()
+time.sleep(60)
+"""
+
+
+@dataclass
+class Started:
+    """A script, and the launcher that a test ends."""
+
+    launcher: psutil.Popen
+    folder: Path
+
+    def script(self) -> psutil.Process:
+        """The process of the script, once it runs; it may have ended since."""
+        wait_until((self.folder / "pid").exists)
+        return psutil.Process(int((self.folder / "pid").read_text()))
+
+    def has_ended(self) -> bool:
+        try:
+            return not is_alive(self.script())
+        except psutil.NoSuchProcess:
+            return True
+
+    def kill(self) -> None:
+        self.launcher.kill()
+        self.launcher.wait()
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a script below programs of these names, the outermost first."""
+    started = []
+
+    def start(then: str, *names: str, shell: str | None = None) -> Started:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        (folder / "script.py").write_text(SCRIPT + then)
+        command = [sys.executable, "script.py"]
+        if shell is not None:
+            command = ["sh", "-c", f"{shell} {' '.join(command)}; true"]
+        for name in reversed(names):
+            (folder / name).write_text(START)
+            command = [sys.executable, name, "run", *command]
+
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "1"}
+        launcher = psutil.Popen(command, cwd=folder, env=environment)
+        started.append(Started(launcher, folder))
+        return started[-1]
+
+    yield start
+    for one in started:
+        with suppress(psutil.Error):
+            for process in [*one.launcher.children(recursive=True), one.launcher]:
+                process.kill()
+        with suppress(psutil.Error):
+            one.script().kill()
+
+
+@pytest.mark.parametrize("then", [WAIT, KEEP_LOCK], ids=["waits", "keeps the lock"])
+def test_a_script_ends_where_torchrun_is_killed(start: Start, then: str) -> None:
+    one = start(then, "torchrun")
+    script = one.script()
+    one.kill()
+    wait_until(lambda: not is_alive(script), 5)
+
+
+def test_a_script_ends_where_colossalai_run_is_killed(start: Start) -> None:
+    """Its copy and torchrun stay."""
+    one = start(WAIT, "colossalai", "colossalai", "torchrun")
+    script = one.script()
+    copy, torchrun, _ = one.launcher.children(recursive=True)
+    one.kill()
+    wait_until(lambda: not is_alive(script), 10)
+    copy.kill()
+    torchrun.wait(10)
+
+
+def test_a_script_ends_whose_launcher_has_gone_before_its_first_line(start: Start) -> None:
+    """And one below a shell script, which the launcher has started, lives as long as this."""
+    orphan = start(WAIT, "torchrun", shell="sleep 0.5;")
+    wait_until(lambda: any(p.name() == "sleep" for p in orphan.launcher.children(recursive=True)))
+    orphan.kill()
+
+    below_shell = start(WAIT, "torchrun", shell="sleep 0;")
+    script = below_shell.script()
+    wait_until(lambda: orphan.has_ended(), 10)
+    assert is_alive(script)
+    below_shell.kill()
+    wait_until(lambda: not is_alive(script), 10)
+
+
+def test_a_script_that_handles_sigterm_ends_by_itself(start: Start) -> None:
+    """So does a training under its watchdog, which saves first. What then hangs is ended.
+
+    A process that was stopped is continued for that.
+    """
+    one = start(HANDLE_SIGTERM, "torchrun")
+    script = one.script()
+    wait_until((one.folder / "handles").exists)
+    script.suspend()
+    wait_until(lambda: script.status() == psutil.STATUS_STOPPED)
+    one.kill()
+    wait_until((one.folder / "saved").exists, 10)
+    wait_until(lambda: not is_alive(script), 10)
+
+
+def test_ancestors_up_to_one_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher is watched even where one of its own ancestors exits at that moment."""
+    launcher = psutil.Process().parent()
+    own_parent = psutil.Process.parent
+
+    def parent(process: psutil.Process) -> psutil.Process | None:
+        if process == launcher:
+            raise psutil.NoSuchProcess(process.pid)
+        return own_parent(process)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(psutil.Process, "parent", parent)
+    monkeypatch.setattr(launchers, "_runs_python", lambda process: True)
+    assert launchers.launchers()[0] == launcher

@@ -1,0 +1,175 @@
+"""One run for each folder, whatever the run before it died of."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from exits import recorded_exits
+from polling import wait_until
+
+from opensora_sp.runtime import run_lock
+from opensora_sp.runtime.run_lock import LOCK, Holder, RunLock
+
+OURS = Holder.of_this_process()
+FAR = replace(OURS, host="beta", machine="another machine")
+
+
+def write_lock(folder: Path, holder: Holder) -> Path:
+    (folder / LOCK).write_text(json.dumps(asdict(holder)))
+    return folder / LOCK
+
+
+def holder_of(folder: Path) -> Holder:
+    return Holder(**json.loads((folder / LOCK).read_text()))
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/one"
+    with pytest.raises(KeyError), RunLock(folder):
+        with pytest.raises(ValueError) as refused, RunLock(folder):
+            raise AssertionError("entered")
+        raise KeyError
+
+    place = f"process {os.getpid()} of {os.uname().nodename} holds since 20"
+    assert str(refused.value).startswith(f"got outputs '{folder}', which {place}")
+    assert "expected one run for each folder; wait for that run or end it" in str(refused.value)
+
+    with RunLock(folder):
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+    assert not list(folder.iterdir())
+
+
+def test_a_lock_of_this_host_is_stale_when_its_process_has_ended(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    zombie = psutil.Process(ended.pid)
+    dead = replace(OURS, pid=ended.pid, started=zombie.create_time())
+    wait_until(lambda: zombie.status() == psutil.STATUS_ZOMBIE)
+
+    reused = replace(OURS, started=OURS.started - 60)
+    for stale in (dead, reused):
+        write_lock(tmp_path, stale)
+        begun = time.monotonic()
+        with RunLock(tmp_path):
+            assert holder_of(tmp_path).pid == os.getpid() and time.monotonic() - begun < 5
+    ended.wait()
+
+
+def test_a_lock_of_another_host_is_stale_without_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So is one whose content is no holder."""
+    monkeypatch.setattr(run_lock, "STALE_AFTER", 0.5)
+    path = write_lock(tmp_path, FAR)
+    with caplog.at_level(logging.INFO), RunLock(tmp_path):
+        assert holder_of(tmp_path).host == OURS.host
+    assert "is locked by process" in caplog.text and "of beta; waiting for a heart" in caplog.text
+
+    path.write_text("[1, 2")
+    with RunLock(tmp_path):
+        assert holder_of(tmp_path).host == OURS.host
+
+
+def test_a_heartbeat_of_another_host_refuses_a_second_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread writes them."""
+    monkeypatch.setattr(run_lock, "INTERVAL", 0.2)
+    monkeypatch.setattr(run_lock, "STALE_AFTER", 20.0)
+    own = Holder.of_this_process
+    monkeypatch.setattr(Holder, "of_this_process", lambda: FAR)
+    with RunLock(tmp_path):
+        monkeypatch.setattr(Holder, "of_this_process", own)
+        with pytest.raises(ValueError, match="of beta holds since "), RunLock(tmp_path):
+            raise AssertionError("entered")
+
+    # A lock that is released while a start waits for its heartbeat is free.
+    path = write_lock(tmp_path, FAR)
+    threading.Timer(0.3, path.unlink).start()
+    with RunLock(tmp_path):
+        assert holder_of(tmp_path).host == OURS.host
+
+
+def take(folder: Path, start: threading.Barrier, tried: threading.Barrier, taken: object) -> None:
+    start.wait(20)
+    lock = RunLock(folder)
+    try:
+        with lock:
+            taken.put(os.getpid())
+            tried.wait(20)
+    except ValueError:
+        tried.wait(20)
+
+
+def test_of_many_starts_at_once_one_takes_a_stale_lock(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    count = 4
+    for number in range(4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_lock(folder, replace(OURS, started=OURS.started - 60))
+        start, tried = context.Barrier(count), context.Barrier(count)
+        taken = context.SimpleQueue()
+        starts = [
+            context.Process(target=take, args=(folder, start, tried, taken)) for _ in range(count)
+        ]
+        for process in starts:
+            process.start()
+        for process in starts:
+            process.join(30)
+
+        taken.get()
+        assert taken.empty() and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("change", ["removed", "taken"])
+def test_a_run_that_has_lost_its_lock_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: str,
+) -> None:
+    monkeypatch.setattr(run_lock, "INTERVAL", 0.1)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    with recorded_exits() as codes, RunLock(tmp_path):
+        time.sleep(0.3)
+        assert not codes
+        path = tmp_path / LOCK
+        path.unlink()
+        if change == "taken":
+            write_lock(tmp_path, FAR)
+        wait_until(lambda: codes)
+    assert codes == [1] and "removed or replaced while the run held it" in caplog.text
+    assert path.exists() == (change == "taken")
+
+
+def test_disks_without_hard_links_and_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(number: int) -> None:
+        def link(source: object, target: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "link", link)
+
+    refuse(errno.EPERM)
+    with RunLock(tmp_path):
+        assert not list(tmp_path.iterdir())
+    assert f"{tmp_path} is not locked against a second run" in caplog.text
+
+    refuse(errno.EROFS)
+    with pytest.raises(ValueError, match=r"no file can be made \(Read-only file system\)"):
+        RunLock(tmp_path).__enter__()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="got outputs .*, in which no file can be made"):
+        RunLock(tmp_path / "file").__enter__()
