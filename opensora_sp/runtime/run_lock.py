@@ -34,8 +34,6 @@ LOCK = "run.lock"
 INTERVAL = 10.0  # seconds from one heartbeat to the next
 STALE_AFTER = 120.0  # seconds without one after which the lock of another host is stale
 MAX_BYTES = 10_000  # that are read of a lock
-# psutil derives start times from the time of boot, which moves when the clock is set.
-CLOCK_TOLERANCE = 2.0  # seconds
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -45,21 +43,21 @@ class Holder:
 
     Attributes:
         machine: see ``machine_id``.
-        started: when the process was started, in seconds since 1970.
+        started: see ``start_of``.
         since: when it took the lock, for people.
     """
 
     host: str
     machine: str
     pid: int
-    started: float
+    started: int
     since: str
 
     @classmethod
     def of_this_process(cls) -> Holder:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        started = psutil.Process().create_time()
-        return cls(os.uname().nodename, machine_id(), os.getpid(), started, since)
+        pid = os.getpid()
+        return cls(os.uname().nodename, machine_id(), pid, start_of(pid), since)
 
     @property
     def is_local(self) -> bool:
@@ -68,10 +66,22 @@ class Holder:
     def is_running(self) -> bool:
         """Whether the process runs; of a process on this host."""
         with suppress(psutil.Error):
-            process = psutil.Process(self.pid)
-            age = abs(process.create_time() - self.started)
-            return is_alive(process) and age < CLOCK_TOLERANCE
+            return is_alive(psutil.Process(self.pid)) and start_of(self.pid) == self.started
         return False
+
+
+def start_of(pid: int) -> int:
+    """When a process was started, in clock ticks since boot: a time of day moves with the clock.
+
+    In seconds since 1970 where there is no ``/proc``.
+
+    Raises:
+        psutil.NoSuchProcess: if it has ended.
+    """
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19])  # field 22, see proc(5)
+    return int(psutil.Process(pid).create_time())
 
 
 @dataclass(frozen=True)

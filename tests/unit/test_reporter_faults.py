@@ -83,7 +83,7 @@ def test_an_output_that_cannot_be_written_ends_nothing_else(
     name = {"tensorboard": "TensorBoard"}.get(output, output)
     warnings = [line for line in log if "incomplete" in line]
     assert len(warnings) == 1 and warnings[0].startswith(f"{name} is incomplete from here on (")
-    assert reason in warnings[0] and warnings[0].endswith("; the run goes on")
+    assert reason in warnings[0] and warnings[0].endswith("; the run continues")
     assert sum(line.startswith("step ") for line in log) == 6
 
     for other in {"metrics.jsonl", "validation.jsonl", "sessions.jsonl"} - {output}:

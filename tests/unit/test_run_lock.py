@@ -53,10 +53,10 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
 def test_a_lock_of_this_host_is_stale_when_its_process_has_ended(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     zombie = psutil.Process(ended.pid)
-    dead = replace(OURS, pid=ended.pid, started=zombie.create_time())
+    dead = replace(OURS, pid=ended.pid, started=run_lock.start_of(ended.pid))
     wait_until(lambda: zombie.status() == psutil.STATUS_ZOMBIE)
 
-    reused = replace(OURS, started=OURS.started - 60)
+    reused = replace(OURS, started=OURS.started - 1)
     for stale in (dead, reused):
         write_lock(tmp_path, stale)
         begun = time.monotonic()
@@ -117,7 +117,7 @@ def test_of_many_starts_at_once_one_takes_a_stale_lock(tmp_path: Path) -> None:
     for number in range(4):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write_lock(folder, replace(OURS, started=OURS.started - 60))
+        write_lock(folder, replace(OURS, started=OURS.started - 1))
         start, tried = context.Barrier(count), context.Barrier(count)
         taken = context.SimpleQueue()
         starts = [
