@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from logs import captured_lines
 
+from opensora_sp.training import metrics
 from opensora_sp.training.metrics import (
     LogFile,
     Reporter,
@@ -40,7 +41,9 @@ class Broken:
 
 
 @pytest.fixture(autouse=True)
-def log() -> Iterator[list[str]]:
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is logged. Runs write ``loss.png``, but draw nothing, which takes long."""
+    monkeypatch.setattr(metrics, "draw_loss", lambda folder: (folder / "loss.png").write_text("-"))
     handlers = logging.getLogger("opensora_sp").handlers[:]
     yield captured_lines()
     logging.getLogger("opensora_sp").handlers[:] = handlers
