@@ -111,7 +111,7 @@ MUTATIONS = [
     Mutation(
         "a checkpoint without COMMIT accepted",
         "opensora_sp/checkpoint/paths.py",
-        ' and (path / "COMMIT").is_file()',
+        " and is_committed(path)",
         "",
         ("tests/distributed/test_storage.py",),
     ),

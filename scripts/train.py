@@ -26,6 +26,11 @@ def parser() -> argparse.ArgumentParser:
         "starts from step 0 in a folder of checkpoints that cannot be resumed",
     )
     parser.add_argument(
+        "--accept-new-data",
+        action="store_true",
+        help="resume also if the manifest is not the one that the checkpoint was written with",
+    )
+    parser.add_argument(
         "--profile",
         metavar="STEPS",
         help="write a trace of a step (3) or of several (10-12) into the run's folder",
@@ -59,7 +64,12 @@ def main() -> None:
             cfg = load_train_config(args.config, [*args.cfg_options, *wandb])
         if args.allow_pickle:
             cfg = cfg.model_copy(update={"allow_pickle": True})
-        train(cfg, resume=args.resume, profile=args.profile)
+        train(
+            cfg,
+            resume=args.resume,
+            profile=args.profile,
+            accept_new_data=args.accept_new_data,
+        )
 
 
 if __name__ == "__main__":

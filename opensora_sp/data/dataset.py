@@ -110,6 +110,11 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """See ``Manifest.fingerprint``."""
+        return self.rows.fingerprint
+
     def __getitem__(self, sample: int | Sample) -> Clip | CorruptSample:
         if not isinstance(sample, Sample):
             assert self.shape is not None, "a dataset without a shape takes samples, not indices"

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from opensora_sp.transfer import copied_ahead, map_tensors
 
+from .cache_files import DamagedRecordError
 from .sampler import MicroBatch, ReadRequest, ReplicaBatches
 
 CPU = torch.device("cpu")
@@ -34,11 +35,16 @@ Draw = Callable[[MicroBatch, Any], Any]
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """A micro-batch, the items that this rank has read for it, and its random draws."""
+    """A micro-batch, the items that this rank has read for it, and its random draws.
+
+    ``error`` is why it cannot be used. The rank raises it: an exception of a worker would carry the
+    worker's traceback.
+    """
 
     micro_batch: MicroBatch
     items: list[Any]
     draws: Any
+    error: str | None = None
 
     def pin_memory(self) -> LoadedBatch:
         """Called by the ``DataLoader``."""
@@ -66,7 +72,10 @@ class MicroBatchReader(Dataset[LoadedBatch]):
         self.dataset, self.draw = dataset, draw
 
     def __getitem__(self, request: ReadRequest) -> LoadedBatch:
-        items = [self.dataset[sample] for sample in request.samples]
+        try:
+            items = [self.dataset[sample] for sample in request.samples]
+        except DamagedRecordError as error:
+            return LoadedBatch(request.micro_batch, [], None, str(error))
         draws = self.draw(request.micro_batch, request.latent_size)
         return LoadedBatch(request.micro_batch, items, draws)
 
@@ -143,4 +152,6 @@ class StepLoader:
             with record_function("data"):
                 batch = next(loaded)
             self.waited += time.perf_counter() - start
+            if batch.error is not None:
+                raise ValueError(batch.error)
             yield batch

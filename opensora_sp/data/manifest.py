@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -32,6 +34,8 @@ class Entry(NamedTuple):
 REQUIRED = ("path", "text")
 NUMBERS = ("num_frames", "height", "width", "fps", "aspect_ratio")
 WHOLE = ("num_frames", "height", "width")
+# Cells that are joined before they are hashed: all of them would fill gigabytes.
+CELLS_PER_CHUNK = 1 << 16
 
 
 class Manifest(Sequence[Entry]):
@@ -79,6 +83,37 @@ class Manifest(Sequence[Entry]):
     def column(self, name: str) -> np.ndarray:
         """One of the columns of numbers as float64 ``[len(self)]``, NaN where it is not known."""
         return self.numbers.get(name, np.full(len(self), np.nan))
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """For each column that training depends on: its filled cells, of how many, and a digest.
+
+        The digest is the same in every file format. It depends on the order of the lines, and an
+        empty column of numbers equals one that is absent.
+        """
+        found = {
+            "path": self._summary(len(self), _bytes_of(self.paths)),
+            "text": self._summary(sum(map(bool, self.texts)), _bytes_of(self.texts)),
+        }
+        for name in WHOLE:
+            numbers = self.column(name)
+            filled = len(numbers) - int(np.isnan(numbers).sum())
+            found[name] = self._summary(filled, [numbers.tobytes()])
+        return found
+
+    def _summary(self, filled: int, content: Iterable[bytes]) -> str:
+        digest = hashlib.sha256()
+        for part in content:
+            digest.update(part)
+        return f"{filled} of {len(self)} cells, digest {digest.hexdigest()[:16]}"
+
+
+def _bytes_of(texts: Sequence[str]) -> Iterator[bytes]:
+    """The texts and their lengths, so that none can hold what separates it from the next."""
+    yield np.fromiter(map(len, texts), np.int64, len(texts)).tobytes()
+    for first in range(0, len(texts), CELLS_PER_CHUNK):
+        # JSON can hold characters that UTF-8 cannot.
+        yield "".join(texts[first : first + CELLS_PER_CHUNK]).encode("utf-8", "surrogatepass")
 
 
 def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:

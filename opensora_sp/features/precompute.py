@@ -34,13 +34,25 @@ from opensora_sp.data import (
     write_manifest,
 )
 from opensora_sp.data.atomic import check_writable
-from opensora_sp.data.cache import INDEX, INDEX_BYTES, MANIFEST, Key, Shard, ShardContent, index_of
-from opensora_sp.json_reader import read_json
+from opensora_sp.data.cache_files import (
+    INDEX,
+    MANIFEST,
+    MANIFEST_CHECKSUM,
+    Key,
+    Shard,
+    ShardContent,
+    check_files,
+    file_checksum,
+    index_of,
+    read_sealed,
+    sealed,
+)
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, init_worker, raise_on_all_ranks
 
 from .build import make_dataset, make_encoders, make_plan, with_length
 from .cached import check_made_of, clips_used, made_of
+from .same_clips import agree_on_clips, by_name
 from .sources import Encoders
 
 logger = logging.getLogger(__name__)
@@ -77,6 +89,7 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=0.0
     )
     with closing_process_group(), watchdog:
+        agree_on_clips(by_name(dataset.fingerprint))
         replicas = max(1, dist.get_world_size() // cfg.sp_size)
         plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
         encoders = make_encoders(cfg, current_device())
@@ -116,9 +129,10 @@ class CacheWriter:
 
         for path in (folder / INDEX, folder / UNFINISHED):
             if path.is_file():
-                found = read_json(path, max_bytes=INDEX_BYTES)["made_of"]
+                found = read_sealed(folder, path.name)["made_of"]
                 check_made_of(found, self.made_of, str(folder))
                 break
+        self.former = self.shards()
         # No rank writes before all have checked.
         dist.barrier()
         if self.rank == 0:
@@ -128,12 +142,11 @@ class CacheWriter:
 
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
-        shards = self.shards()
-        num_former_shards = len(shards)
+        shards = self.former
         while True:
             encoded: set[Key] = set().union(*(shard.fps for shard in shards))
             # What a former run has found to be corrupt is tried again.
-            corrupt: set[Key] = set().union(*(s.corrupt for s in shards[num_former_shards:]))
+            corrupt: set[Key] = set().union(*(s.corrupt for s in shards[len(self.former) :]))
             used = clips_used(plan, self.cfg.max_steps, corrupt - encoded)
 
             done = encoded | corrupt
@@ -156,8 +169,19 @@ class CacheWriter:
             self._write_index(list(used), shards)
 
     def shards(self) -> list[Shard]:
-        """All that are complete, in order."""
-        return [Shard.read(path) for path in sorted(self.folder.glob("shard-*.safetensors"))]
+        """All that are complete, in order.
+
+        Raises:
+            ValueError: if one is damaged, or was made of something else.
+        """
+        paths = sorted(self.folder.glob("shard-*.safetensors"))
+        if paths:
+            check_files(self.folder, [path.name for path in paths])
+        shards = [Shard.read(path) for path in paths]
+        for shard in shards:
+            if shard.made_of:
+                check_made_of(shard.made_of, self.made_of, str(shard.path))
+        return shards
 
     def _write_shards(self, todo: dict[int, list[ClipShape]], shards: list[Shard]) -> None:
         """Write this rank's shards; those of all ranks together hold ``todo``. Collective."""
@@ -210,7 +234,7 @@ class CacheWriter:
         with_caption: set[int],
     ) -> None:
         """Encode the clips of one shard, and the captions not yet in ``with_caption``."""
-        content = ShardContent()
+        content = ShardContent(self.made_of)
         for samples in batches:
             read: dict[Key, Clip] = {}
             for sample, item in zip(samples, next(loader), strict=True):
@@ -245,7 +269,9 @@ class CacheWriter:
         source = {name: getattr(self.encoders, name) for name in names}
         sizes = {shape: self.encoders.latent_size(shape) for shape in sorted(shapes)}
         index = index_of(self.made_of, source, sizes, shards)
-        self.disk.write_file(self.folder / INDEX, _json(index))
+        index["manifest_columns"] = self.dataset.fingerprint
+        index[MANIFEST_CHECKSUM] = file_checksum(self.folder / MANIFEST)
+        self.disk.write_file(self.folder / INDEX, _json(sealed(index)))
         self.disk.unlink(self.folder / UNFINISHED)
 
         logger.info(

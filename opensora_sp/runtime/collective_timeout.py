@@ -96,9 +96,13 @@ class CollectiveTimeout:
             return None
 
         if not snapshot.precedes(heartbeats):
-            # Where this rank still waits, a peer without heartbeats is stopped or cut off. After a
-            # call that has returned it may just be busy, and is left to peer_timeout.
-            silent = {} if returned else snapshot.silent(heartbeats)
+            # A peer without heartbeats is stopped or cut off. After a call that both have returned
+            # from it may just be busy, and is left to peer_timeout.
+            silent = {
+                rank: one
+                for rank, one in snapshot.silent(heartbeats).items()
+                if not returned or one.returned.get(call.group, 0) < call.number
+            }
             if silent and heartbeat - snapshot.at >= SILENT_HEARTBEATS:
                 return self._report(call, silent, are_silent=True)
             return None

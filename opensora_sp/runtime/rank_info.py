@@ -54,14 +54,14 @@ def find_differences(joined: list[RankInfo]) -> str:
     """The versions, or else the settings, that are not equal on all ranks; empty if all are."""
     joined = sorted(joined, key=lambda one: one.rank)
 
-    versions = _differences(joined, "versions")
+    versions = differences(joined, "versions")
     if versions:
         return (
             f"got different versions: {versions}; expected the same software and kind of device on "
             "every rank; install the same everywhere; see opensora-sp doctor"
         )
 
-    settings = _differences(joined, "settings")
+    settings = differences(joined, "settings")
     if settings:
         return (
             f"got different settings: {settings}; expected the same config on every rank; give "
@@ -70,7 +70,7 @@ def find_differences(joined: list[RankInfo]) -> str:
     return ""
 
 
-def _differences(joined: list[RankInfo], kind: str) -> str:
+def differences(joined: list[RankInfo], kind: str) -> str:
     """For each name whose values differ, every value with its ranks and hosts."""
     names: set[str] = set().union(*(getattr(one, kind) for one in joined))
     different = []

@@ -23,7 +23,7 @@ from .validation import sampling_config
 logger = logging.getLogger(__name__)
 # Seconds that torchrun gives its ranks after Ctrl-C or SIGTERM; a constant of torch 2.5.
 LAUNCHER_GRACE_TIME = 30.0
-RESUME = "--resume"
+RESUME, ACCEPT_NEW_DATA = "--resume", "--accept-new-data"
 # In a run's folder: a config to sample from it.
 SAMPLING = "sample.py"
 
@@ -48,12 +48,19 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
 
 
 def command_to_resume() -> str:
-    """The command that started this run, launcher included, with ``--resume auto``."""
+    """The command that started this run, launcher included, with ``--resume auto``.
+
+    What the run has accepted as new data is that of its own checkpoints.
+    """
     command = _command_of_launcher() or ["python", *sys.argv]
     kept = []
     is_value = False
     for part in command:
-        if not is_value and part != RESUME and not part.startswith(f"{RESUME}="):
+        if (
+            not is_value
+            and part not in (RESUME, ACCEPT_NEW_DATA)
+            and not part.startswith(f"{RESUME}=")
+        ):
             kept.append(part)
         is_value = part == RESUME
     return shlex.join([*kept, RESUME, "auto"])

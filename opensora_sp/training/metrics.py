@@ -1,6 +1,6 @@
 """Metrics of a run: the log, ``metrics.jsonl``, TensorBoard, W&B, and ``loss.png``.
 
-None of them ends a run. What cannot be written is logged once, and the run goes on without it.
+None of them ends a run. What cannot be written is logged once, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from opensora_sp.json_reader import parse_json, read_json
 
 from .wandb_run import WandbRun
 
+logger = logging.getLogger(__name__)
 # Fraction of the run that the running mean in loss.png covers.
 WINDOW = 0.1
 
@@ -52,8 +53,12 @@ class OptionalOutputs:
         """Log the error, unless there has been one of this output."""
         if output not in self._failed:
             self._failed.add(output)
-            message = "%s is incomplete from here on (%s: %s); the run goes on"
-            LOGGER.warning(message, output, type(error).__name__, error)
+            logger.warning(
+                "%s is incomplete from here on (%s: %s); the run continues",
+                output,
+                type(error).__name__,
+                error,
+            )
 
 
 class Reporter:
@@ -62,7 +67,7 @@ class Reporter:
     Every number has the same name in ``metrics.jsonl``, TensorBoard and, if it is configured, W&B.
 
     Attributes:
-        outputs: what the run goes on without, if it cannot be written.
+        outputs: what the run continues without, if it cannot be written.
         last: the numbers that were logged last.
     """
 
@@ -189,7 +194,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     """
     data = json.dumps(line).encode() + b"\n"
     with path.open("ab", buffering=0) as file:
-        end = file.tell()
+        end = file.seek(0, os.SEEK_END)
         try:
             # A disk that becomes full takes a part of it without an error.
             if file.write(data) < len(data):

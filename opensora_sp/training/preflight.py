@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,20 +28,30 @@ from opensora_sp.features.build import (
     with_length,
 )
 from opensora_sp.features.cached import check_cache, check_clips
+from opensora_sp.features.same_clips import OF_CLIPS, by_name, changes
 from opensora_sp.json_reader import read_json
 from opensora_sp.runtime import check_shared_memory
 
 from .freeze import check_freeze
 from .profiling import Steps
 from .resuming import find_checkpoint
-from .validation import preflight_validation
+from .validation import heldout_clips, preflight_validation
 from .wandb_run import check_wandb
+
+logger = logging.getLogger(__name__)
 
 
 def preflight(
-    cfg: TrainConfig, resume: str | None, traced: Steps | None = None
+    cfg: TrainConfig,
+    resume: str | None,
+    traced: Steps | None = None,
+    *,
+    accept_new_data: bool = False,
 ) -> tuple[TrainingSet, Path | None]:
     """Check config, files, checkpoint and machine; the same on every rank.
+
+    Args:
+        accept_new_data: resume also with other clips than those of the checkpoint.
 
     Returns:
         The dataset, and the checkpoint to resume from.
@@ -47,6 +59,11 @@ def preflight(
     Raises:
         ValueError: if the run could not start, resume or finish.
     """
+    if accept_new_data and resume in (None, "none"):
+        raise ValueError(
+            "got --accept-new-data without --resume; expected a run to resume; add --resume auto, "
+            "or leave --accept-new-data out"
+        )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
     check_freeze(cfg)
@@ -73,7 +90,7 @@ def preflight(
             "--cfg-options outputs=..."
         )
     if checkpoint is not None:
-        check_resume(cfg, checkpoint, dataset)
+        check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         spec = cfg.model_spec
         check_model_config(checkpoint / "model", spec.model_class.__name__, spec.config)
     elif cfg.load is not None:
@@ -94,7 +111,20 @@ def check_run_dir(run_dir: Path) -> None:
             )
 
 
-def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> None:
+def compared_clips(cfg: TrainConfig, dataset: TrainingSet) -> dict[str, str]:
+    """Digests of the clips, by the name of what they summarize, which all ranks must have alike."""
+    clips = by_name(dataset.fingerprint)
+    if isinstance(dataset, CachedFeatures):
+        clips["index of dataset.path"] = dataset.index_digest
+    heldout = heldout_clips(cfg)
+    if heldout is not None:
+        clips |= by_name(heldout.fingerprint, "validation.manifest")
+    return clips
+
+
+def check_resume(
+    cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet, *, accept_new_data: bool = False
+) -> None:
     """Raise ValueError if resuming would change data order or draws."""
     state = read_json(checkpoint / "state.json")
     plan = make_plan(
@@ -103,19 +133,41 @@ def check_resume(cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet) -> No
     ours = order_state(cfg, plan, len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
+    _check_same_order(ours, state, checkpoint, dataset, accept_new_data=accept_new_data)
 
-    differing = []
-    for key, value in ours.items():
-        if state.get(key) != value:
-            differing.append(f"{key} {value} (there {state.get(key)})")
-    if differing:
-        raise ValueError(
-            f"got {', '.join(differing)} to resume from {checkpoint}; expected what it was written "
-            "with, which data order and random draws depend on; change it back, or start a new run "
-            f"from these weights with --cfg-options load={checkpoint}"
-        )
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)
+
+
+def _check_same_order(
+    ours: dict[str, Any],
+    state: dict[str, Any],
+    checkpoint: Path,
+    dataset: TrainingSet,
+    *,
+    accept_new_data: bool,
+) -> None:
+    """Raise ValueError where seed, batches or clips are not those of a checkpoint's ``state``."""
+    if "manifest_columns" not in state:
+        logger.info(
+            "%s is of a former version, without digests of its clips: whether they are the same "
+            "is not checked",
+            checkpoint,
+        )
+    columns = by_name(dataset.fingerprint)
+    recorded = {key: state.get(key) for key in ours} | by_name(state.get("manifest_columns", {}))
+    found = changes(ours | columns, recorded)
+    of_clips = found.keys() & {*OF_CLIPS, *columns}
+
+    if accept_new_data and found and found.keys() == of_clips:
+        logger.warning("new data accepted: %s", ", ".join(found.values()))
+    elif found:
+        accept = "accept the new clips with --accept-new-data, " if of_clips else ""
+        raise ValueError(
+            f"got {', '.join(found.values())} to resume from {checkpoint}; expected what it was "
+            f"written with, which data order and random draws depend on; change it back, {accept}"
+            f"or start a new run from these weights with --cfg-options load={checkpoint}"
+        )
 
 
 def initial_weights(cfg: TrainConfig) -> Weights:

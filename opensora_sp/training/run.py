@@ -14,12 +14,13 @@ from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.console import exit_interrupted
 from opensora_sp.determinism import use_deterministic_kernels
+from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
 
 from .ending import nothing_left
 from .metrics import log_to
-from .preflight import check_resume, preflight
+from .preflight import check_resume, compared_clips, preflight
 from .profiling import Steps
 from .resuming import choose_checkpoint
 from .trainer import Trainer
@@ -27,7 +28,13 @@ from .trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = None) -> Path:
+def train(
+    cfg: TrainConfig,
+    *,
+    resume: str | None = None,
+    profile: str | None = None,
+    accept_new_data: bool = False,
+) -> Path:
     """Train as the config describes; returns the run's folder.
 
     Args:
@@ -35,6 +42,8 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
         resume: None starts a new run, "auto" resumes from the newest good checkpoint in
             ``cfg.outputs`` if there ever was one, a path from that checkpoint. "none" starts a new
             run in a folder whose checkpoints cannot be resumed.
+        accept_new_data: resume also with other clips than those that the checkpoint was written
+            with.
         profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
 
     Raises:
@@ -49,16 +58,17 @@ def train(cfg: TrainConfig, *, resume: str | None = None, profile: str | None = 
     with raise_on_all_ranks():
         if cfg.deterministic:
             use_deterministic_kernels()
-        dataset, checkpoint = preflight(cfg, resume, traced)
+        dataset, checkpoint = preflight(cfg, resume, traced, accept_new_data=accept_new_data)
     from opensora_sp.plugin import current_device, launch
 
     launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
     run_dir = Path(cfg.outputs)
     with closing_process_group(), _locked(run_dir), _watchdog(cfg) as watch:
         _open_run_dir(cfg, run_dir)
+        agree_on_clips(compared_clips(cfg, dataset))
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
         if checkpoint is not None and checkpoint != found:
-            check_resume(cfg, checkpoint, dataset)
+            check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         idle = nothing_left(cfg, checkpoint, dataset)
         if idle is not None:
             logger.info("%s", idle)

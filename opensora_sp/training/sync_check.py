@@ -130,11 +130,11 @@ class SyncCheck:
         if self.shards is None:
             return torch.zeros((), dtype=torch.int64, device=self._device)
 
-        working, masters = {}, {}
+        working, master = {}, {}
         for name in self.shards.working:
-            working[name], masters[name] = self._own_part(name)
+            working[name], master[name] = self._own_part(name)
         dtype = next(iter(working.values())).dtype
-        return self._digest(working) - self._digest(masters, dtype).to(self._device)
+        return self._digest(working) - self._digest(master, dtype).to(self._device)
 
     def _own_part(self, name: str) -> tuple[Tensor, Tensor]:
         """This rank's part of a working weight, and of its master weight, ``[n]`` each."""

@@ -201,6 +201,7 @@ class Trainer:
         return {
             "step": done,
             **order_state(self.cfg, self.plan, len(self.dataset)),
+            "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),

@@ -1,6 +1,6 @@
 """What the end of a training step launches: norm, clipping, AdamW, EMA, and the new weights.
 
-Also what it takes to compare the weights of ranks, every so many steps.
+Also the launches that compare the weights of ranks, every so many steps.
 
 The parameters are those of STDiT3-XL/2, 971 tensors. ColossalAI's step launches 7,901 kernels and
 974 copies for them on one rank of eight, and waits three times.

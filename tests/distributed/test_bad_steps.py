@@ -367,6 +367,7 @@ def test_a_request_to_stop_ends_the_run_after_the_step_with_the_configured_exit_
     assert stopped in (run_dir / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_its_metrics_and_the_next_start_has_them(outcomes: Outcomes) -> None:
     run_dir = outcomes.root / "reporting"
     run_dir.mkdir()

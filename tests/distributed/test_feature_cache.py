@@ -6,6 +6,7 @@ Losses are those of training without it; a cache that does not fit is refused by
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -24,7 +25,7 @@ from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import CachedClip, CachedFeatures, ClipShape, Sample, VideoTextDataset
-from opensora_sp.data.cache import in_fewest_bits
+from opensora_sp.data.cache_files import CHECKSUM, Shard, in_fewest_bits, sealed
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.features.precompute import check_reproducible
@@ -286,6 +287,101 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
         )
     with pytest.raises(ValueError, match="expected a path"):
         load_train_config(folder / "mixed.py", ["dataset.type=CachedFeatures"])
+
+
+def train_on_own_clips(config: Path, options_of_rank: list[list[str]]) -> str:
+    """The error of a run whose ranks do not have the same clips."""
+    from opensora_sp.training import train
+
+    options = options_of_rank[torch.distributed.get_rank()]
+    with pytest.raises(ValueError, match="got different clips on different ranks") as raised:
+        train(load_train_config(config, [*KEPT, *options]))
+    return str(raised.value)
+
+
+def train_in_pairs(config: Path, pairs: list[list[list[str]]]) -> list[str]:
+    return in_worlds(train_on_own_clips, [(2, (config, pair)) for pair in pairs], TRAINING)
+
+
+def test_ranks_with_different_clips_raise_the_same_error(folder: Path, tmp_path: Path) -> None:
+    """Before a model is built; rank 0 or rank 1 is the one that differs."""
+    lines = (folder / "clips.jsonl").read_text().splitlines()
+    other_lines = {
+        "order": [*lines[:7], lines[8], lines[7], *lines[9:]],
+        "captions": [line.replace('"clip 7"', '"another"') for line in lines],
+        "length": lines[:-1],
+    }
+    outputs = f"outputs={tmp_path / 'run'}"
+    options = {"same": [outputs]}
+    for name, other in other_lines.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(other))
+        options[name] = [outputs, f"dataset.manifest={folder / name}.jsonl"]
+
+    shutil.copytree(folder / "cache", tmp_path / "cache")
+    index = json.loads((tmp_path / "cache" / "index.json").read_text())
+    del index[CHECKSUM]
+    index["made_of"]["vae.weights"] = "of another file"
+    (tmp_path / "cache" / "index.json").write_text(json.dumps(sealed(index)))
+    for name, root in (("cache", folder), ("other cache", tmp_path)):
+        cached = ["dataset.manifest=None", "dataset.type=CachedFeatures"]
+        options[name] = [outputs, *cached, f"dataset.path={root / 'cache'}"]
+
+    pairs = [
+        ("same", "order"),
+        ("captions", "same"),
+        ("same", "length"),
+        ("length", "same"),
+        ("other cache", "cache"),
+    ]
+    of_ranks = [[options[name] for name in pair] for pair in pairs]
+    first, second = run_ranks(2, train_in_pairs, folder / "mixed.py", of_ranks)
+
+    assert first == second
+    errors = dict(zip(pairs, first, strict=True))
+    for pair, error in errors.items():
+        assert " on rank 0 (" in error and " on rank 1 (" in error, error
+        assert ("dataset.manifest text" in error) == ("same" in pair)
+        assert ("dataset.manifest path" in error) == bool({"order", "length"} & {*pair})
+        assert ("index of dataset.path" in error) == ("cache" in pair)
+    for pair in [("same", "length"), ("length", "same")]:
+        assert re.search(
+            rf"23 of 23 cells, digest \w+ on rank {pair.index('length')}", errors[pair]
+        )
+
+
+def make_of_something_else(config: Path, cache: Path) -> None:
+    with pytest.raises(SystemExit):
+        made(config, cache, [*KEPT, "vae.pool=(1, 16, 8)"], None)
+
+
+def make_again(config: Path, cache: Path) -> int:
+    """After an attempt that is refused; returns the clips encoded."""
+    in_worlds(make_of_something_else, [(1, (config, cache))], TRAINING)
+    return in_worlds(made, [(1, (config, cache, KEPT, None))], TRAINING)[0]
+
+
+def test_what_was_damaged_is_made_again(folder: Path, tmp_path: Path) -> None:
+    """Without its index, a cache takes no shard of something else."""
+    cache = tmp_path / "cache"
+    shutil.copytree(folder / "cache", cache)
+    whole = CachedFeatures(str(folder / "cache"))
+    removed = "shard-000001.safetensors"
+    (cache / removed).unlink()
+    with pytest.raises(ValueError, match="without 1 of its files .*run scripts/precompute.py"):
+        CachedFeatures(str(cache))
+
+    (cache / "index.json").unlink()
+    encoded = run_ranks(1, make_again, folder / "mixed.py", cache)
+
+    repaired = CachedFeatures(str(cache))
+    assert encoded == [len(Shard.read(folder / "cache" / removed).fps)]
+    assert repaired.sizes == whole.sizes
+    for shape in whole.sizes:
+        for clip in whole.known(shape).tolist():
+            found, expected = (one[Sample(clip, 0, shape)] for one in (repaired, whole))
+            if isinstance(expected, CachedClip):
+                assert torch.equal(found.latents, expected.latents)
+                assert torch.equal(found.text, expected.text)
 
 
 def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:

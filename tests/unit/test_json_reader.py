@@ -17,7 +17,7 @@ import opensora_sp
 from opensora_sp.checkpoint import open_weights, saved_config
 from opensora_sp.checkpoint.shard_index import ShardIndex
 from opensora_sp.data import Manifest
-from opensora_sp.data.cache import Shard, read_index
+from opensora_sp.data.cache_files import Shard, read_index
 from opensora_sp.json_reader import MAX_BYTES, MAX_DEPTH, parse_json, read_json
 from opensora_sp.sampling.conditioning import parse_prompt
 from opensora_sp.training.metrics import read_lines

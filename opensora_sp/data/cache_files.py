@@ -1,0 +1,357 @@
+"""The files of a feature cache.
+
+    cache/
+      index.json                the fingerprint, the shard of each clip, and the corrupt clips
+      clips.jsonl               the manifest that the features were made of
+      shard-000000.safetensors  "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w],
+      "text/<clip>" [tokens, W], and for each record "crc32/<record>": a checksum of each latent
+      frame, or of the caption
+
+Clips are numbered by their line in the manifest. The header of a shard holds as JSON what its
+features were made of, the frame rates of its clips (``fps``) and the clips that could not be read
+(``broken``), so the index can always be rebuilt from the shards. Numbers are kept in 16 bits where
+that loses nothing. The JSON of header and index holds a checksum of itself.
+
+Files of former versions have no checksums. An index lists the shards that it knows to be without.
+
+Legend: c latent channels, f x h x w latent size, W width of text features.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opensora_sp.json_reader import parse_json, read_json
+
+from .dataset import ClipShape
+
+FORMAT = 1
+INDEX, MANIFEST = "index.json", "clips.jsonl"
+# Of about 20 M clips.
+INDEX_BYTES = 1 << 30
+CHECKSUM, MANIFEST_CHECKSUM = "crc32", "manifest_crc32"
+Key = tuple[int, ClipShape]
+"""A clip, and the shape that it was cut to."""
+
+
+class DamagedRecordError(ValueError):
+    """A record of a feature cache is not what was written. Unlike a corrupt clip, it ends a run."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The header of one shard file."""
+
+    path: Path
+    fps: dict[Key, float]
+    texts: dict[int, int]  # tokens of each clip's caption
+    corrupt: dict[Key, tuple[str, str]]  # path and reason
+    made_of: dict[str, Any]  # the fingerprint; empty in files of former versions
+    has_checksums: bool
+
+    @classmethod
+    def read(cls, path: Path) -> Shard:
+        """Read it without the tensors.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        texts, fps, corrupt = {}, {}, {}
+        try:
+            with safe_open(path, "pt") as file:
+                header = parse_json(file.metadata()["clips"], f"the header of {path}")
+                for name in file.keys():
+                    if name.startswith("text/"):
+                        texts[int(name.split("/")[1])] = file.get_slice(name).get_shape()[0]
+
+            has_checksums = is_sealed(header)
+            for clip, shape, rate in header["fps"]:
+                fps[clip, parse_shape(shape)] = rate
+            for clip, shape, source, reason in header["broken"]:
+                corrupt[clip, parse_shape(shape)] = source, reason
+        except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature "
+                "cache; remove it and run scripts/precompute.py again"
+            ) from None
+        return cls(path, fps, texts, corrupt, header.get("made_of", {}), has_checksums)
+
+
+@dataclass
+class ShardContent:
+    """What one shard file holds: latents by clip and shape, captions' features by clip."""
+
+    made_of: dict[str, Any]
+    latents: dict[Key, Tensor] = field(default_factory=dict)
+    fps: dict[Key, float] = field(default_factory=dict)
+    texts: dict[int, Tensor] = field(default_factory=dict)
+    corrupt: dict[Key, tuple[str, str]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        from safetensors.torch import save
+
+        records = {}
+        for key, z in self.latents.items():
+            records[latents_name(key)] = in_fewest_bits(z)
+        for clip, features in self.texts.items():
+            records[text_name(clip)] = in_fewest_bits(features)
+
+        sums = {}
+        for name, record in records.items():
+            sums[f"{CHECKSUM}/{name}"] = torch.tensor(checksums(name, record))
+
+        header: dict[str, Any] = {"made_of": self.made_of, "fps": [], "broken": []}
+        for (clip, shape), rate in self.fps.items():
+            header["fps"].append([clip, shape_name(shape), rate])
+        for (clip, shape), why in self.corrupt.items():
+            header["broken"].append([clip, shape_name(shape), *why])
+        return save(records | sums, {"clips": json.dumps(sealed(header))})
+
+
+def latents_name(key: Key) -> str:
+    """The record of a clip's latents."""
+    return f"latents/{key[0]}/{shape_name(key[1])}"
+
+
+def text_name(clip: int) -> str:
+    """The record of the features of a clip's caption."""
+    return f"text/{clip}"
+
+
+def in_fewest_bits(x: Tensor) -> Tensor:
+    """The same numbers on the CPU, in 16 bits where that loses nothing, as with bf16 encoders."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(x.to(dtype).to(x.dtype), x):
+            return x.to("cpu", dtype).contiguous()
+    return x.cpu().contiguous()
+
+
+def checksums(name: str, record: Tensor, first: int = 0) -> list[int]:
+    """CRC-32 of each frame of latents, or of a caption's features as a whole.
+
+    They cover name, dtype and shape too, so that no record is taken for another.
+
+    Args:
+        first: the number of the record's first frame, where it is a part of the latents.
+    """
+    parts = record.unbind(1) if name.startswith("latents/") else [record]
+    found = []
+    for number, part in enumerate(parts, first):
+        start = zlib.crc32(f"{name} {number} {part.dtype} {tuple(part.shape)}".encode())
+        found.append(zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, start))
+    return found
+
+
+def read_record(path: Path, name: str, frames: slice | None = None, *, check: bool) -> Tensor:
+    """A record of a shard, or some frames of latents.
+
+    Args:
+        check: compare its checksums; files of former versions have none.
+
+    Raises:
+        DamagedRecordError: if the shard cannot be read, or has another record than was written.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            record: Tensor
+            record = file.get_tensor(name) if frames is None else file.get_slice(name)[:, frames]
+            written = file.get_tensor(f"{CHECKSUM}/{name}").tolist() if check else []
+    except (SafetensorError, OSError, LookupError, TypeError) as error:
+        raise damaged_record(path, name, str(error)) from None
+
+    first, stop = (0, None) if frames is None else (frames.start, frames.stop)
+    if check and checksums(name, record, first) != written[first:stop]:
+        raise damaged_record(path, name, "its checksum differs")
+    return record
+
+
+def damaged_record(path: Path, name: str, reason: str) -> DamagedRecordError:
+    """The error of a record that is not the one that was written."""
+    return DamagedRecordError(
+        f"got the record {name!r} of {str(path)!r}, which is damaged ({reason}); expected what was "
+        "written; remove this file and run scripts/precompute.py again, which encodes its clips "
+        "anew"
+    )
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """JSON content with a checksum of itself."""
+    return {**content, CHECKSUM: _checksum(content)}
+
+
+def is_sealed(content: dict[str, Any]) -> bool:
+    """Whether content has a checksum, which that of a former version has not.
+
+    Raises:
+        ValueError: if the content is not the one that the checksum was made of.
+    """
+    if CHECKSUM not in content:
+        return False
+    own = {key: value for key, value in content.items() if key != CHECKSUM}
+    if content[CHECKSUM] != _checksum(own):
+        raise ValueError("its checksum differs")
+    return True
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def index_of(
+    made_of: dict[str, Any],
+    source: dict[str, int],
+    sizes: dict[ClipShape, tuple[int, int, int]],
+    shards: list[Shard],
+) -> dict[str, Any]:
+    """The content of ``index.json``, without a checksum.
+
+    Args:
+        made_of: the fingerprint, by part.
+        source: channels, width and max_length of the encoders.
+        sizes: of the latents of each shape.
+        shards: all there are; of a clip that several hold the last one counts.
+    """
+    shard_of: dict[Key, int] = {}
+    fps: dict[Key, float] = {}
+    texts: dict[int, tuple[int, int]] = {}
+    corrupt: dict[Key, tuple[str, str]] = {}
+    for number, shard in enumerate(shards):
+        shard_of |= dict.fromkeys(shard.fps, number)
+        fps |= shard.fps
+        texts |= {clip: (number, tokens) for clip, tokens in shard.texts.items()}
+        corrupt |= shard.corrupt
+
+    latents = {}
+    for shape, size in sizes.items():
+        keys = sorted(key for key in fps if key[1] == shape)
+        latents[shape_name(shape)] = {
+            "size": size,
+            "clips": [clip for clip, _ in keys],
+            "shards": [shard_of[key] for key in keys],
+            "fps": [fps[key] for key in keys],
+        }
+
+    unreadable = []
+    for (clip, shape), why in sorted(corrupt.items()):
+        if (clip, shape) not in fps:
+            unreadable.append([clip, shape_name(shape), *why])
+    clips = sorted(texts)
+    return {
+        "format": FORMAT,
+        "made_of": made_of,
+        "source": source,
+        "shards": [shard.path.name for shard in shards],
+        "without_checksums": [shard.path.name for shard in shards if not shard.has_checksums],
+        "latents": latents,
+        "texts": {
+            "clips": clips,
+            "shards": [texts[clip][0] for clip in clips],
+            "tokens": [texts[clip][1] for clip in clips],
+        },
+        "broken": unreadable,
+    }
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a cache.
+
+    Raises:
+        ValueError: if there is none, or it is of another format, damaged, or names other files than
+            those of its folder.
+    """
+    if not (folder / INDEX).is_file():
+        raise ValueError(
+            f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
+            f"run scripts/precompute.py CONFIG -o {folder}, which resumes where it was interrupted"
+        )
+    index = read_sealed(folder, INDEX)
+    if index.get("format") != FORMAT:
+        raise ValueError(
+            f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected "
+            f"format {FORMAT}; make it again with scripts/precompute.py"
+        )
+    try:
+        check_files(folder, [MANIFEST, *index["shards"]])
+    except (KeyError, TypeError) as error:
+        raise damaged_index(folder, f"shards: {error!r}") from None
+
+    if CHECKSUM in index and index.get(MANIFEST_CHECKSUM) != file_checksum(folder / MANIFEST):
+        raise damaged_index(folder, f"of another {MANIFEST}")
+    return index
+
+
+def read_sealed(folder: Path, name: str) -> dict[str, Any]:
+    """The index of a cache, or another JSON object in its folder.
+
+    Raises:
+        ValueError: if the file leads out of the folder, or is damaged.
+    """
+    check_files(folder, [name])
+    try:
+        content: dict[str, Any] = read_json(folder / name, max_bytes=INDEX_BYTES)
+        is_sealed(content)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise damaged_index(folder, str(error), name) from None
+    return content
+
+
+def damaged_index(folder: Path, reason: str, name: str = INDEX) -> ValueError:
+    """The error of an index, or another JSON file, that is not what was written."""
+    return ValueError(
+        f"got the feature cache {str(folder)!r} with a damaged {name} ({reason}); expected what "
+        f"was written; remove {name} and run scripts/precompute.py again, which makes it from the "
+        "shards"
+    )
+
+
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Raise ValueError unless all names are those of regular files of the folder itself."""
+    present = {entry.name: entry for entry in os.scandir(folder)}
+    absent = []
+    for name in names:
+        entry = present.get(name)
+        leaves = os.path.basename(name) != name or name == os.pardir
+        if entry is not None and entry.is_symlink():
+            leaves = not Path(entry.path).resolve().is_relative_to(folder.resolve())
+        if leaves:
+            raise ValueError(
+                f"got the file {name!r} in the feature cache {str(folder)!r}, which leads out of "
+                "this folder; expected files of the folder itself; do not use a cache from this "
+                "source"
+            )
+        if entry is None or not entry.is_file():
+            absent.append(name)
+
+    if absent:
+        raise ValueError(
+            f"got the feature cache {str(folder)!r} without {len(absent)} of its files (the first "
+            f"is {absent[0]!r}); expected all of them; copy the rest, or run scripts/precompute.py "
+            "again, which encodes their clips anew"
+        )
+
+
+def file_checksum(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    return zlib.crc32(path.read_bytes())
+
+
+def shape_name(shape: Iterable[int]) -> str:
+    return "x".join(str(side) for side in shape)
+
+
+def parse_shape(name: str) -> ClipShape:
+    return ClipShape(*(int(side) for side in name.split("x")))

@@ -1,0 +1,243 @@
+"""The files of a feature cache: damage to any of them is noticed, and nothing outside is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from golden_values import GOLDEN
+from safetensors import safe_open
+
+from opensora_sp.data import (
+    CachedClip,
+    CachedFeatures,
+    ClipShape,
+    Entry,
+    Manifest,
+    MicroBatchPlan,
+    ReplicaBatches,
+    Sample,
+    StepLoader,
+    write_manifest,
+)
+from opensora_sp.data.cache_files import (
+    CHECKSUM,
+    MANIFEST,
+    MANIFEST_CHECKSUM,
+    DamagedRecordError,
+    Shard,
+    ShardContent,
+    file_checksum,
+    index_of,
+    sealed,
+)
+
+SHAPE, SIZE = ClipShape(4, 32, 24), (3, 4, 3)
+CLIPS, SHARDS = 4, 2
+OLD = GOLDEN / "old_feature_cache"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """Two shards of two clips each, one of which has a caption without tokens."""
+    folder, made_of = tmp_path / "cache", {"vae.type": "none"}
+    folder.mkdir()
+    torch.manual_seed(0)
+    for number in range(SHARDS):
+        content = ShardContent(made_of)
+        for clip in range(number, CLIPS, SHARDS):
+            content.latents[clip, SHAPE] = torch.randn(2, *SIZE).to(torch.bfloat16)
+            content.fps[clip, SHAPE] = 24.0
+            content.texts[clip] = torch.randn(clip, 5)
+        (folder / f"shard-{number:06d}.safetensors").write_bytes(content.to_bytes())
+
+    write_manifest(folder / MANIFEST, [Entry(Path(f"/{i}.mp4"), f"clip {i}") for i in range(CLIPS)])
+    shards = [Shard.read(path) for path in sorted(folder.glob("shard-*"))]
+    source = {"channels": 2, "width": 5, "max_length": CLIPS}
+    index = index_of(made_of, source, {SHAPE: SIZE}, shards)
+    index["manifest_columns"] = Manifest(folder / MANIFEST).fingerprint
+    index[MANIFEST_CHECKSUM] = file_checksum(folder / MANIFEST)
+    (folder / "index.json").write_text(json.dumps(sealed(index)))
+    return folder
+
+
+def content_of(folder: Path) -> list[object]:
+    """All that training reads of a cache of one shape."""
+    cache = CachedFeatures(str(folder))
+    (shape,) = cache.sizes
+    found: list[object] = [list(cache.rows), cache.fingerprint, cache.sizes]
+    for clip in range(len(cache)):
+        item = cache[Sample(clip, 0, shape)]
+        assert isinstance(item, CachedClip)
+        found += [item.latents.tolist(), item.text.tolist(), item.fps, cache.text_length(clip)]
+    return found
+
+
+def flip_bits(folder: Path, name: str, count: int = 150) -> Counter[str]:
+    """Flip bits of a file one at a time; how often that is an error, changes the content or not."""
+    draw, path, seen = random.Random(7), folder / name, Counter[str]()
+    written, content = path.read_bytes(), content_of(folder)
+    for _ in range(count):
+        damaged = bytearray(written)
+        damaged[draw.randrange(len(written))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            seen["same" if content_of(folder) == content else "changed"] += 1
+        except ValueError as error:
+            assert name in str(error) and "expected" in str(error)
+            seen["error"] += 1
+    path.write_bytes(written)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["shard-000001.safetensors", "index.json", MANIFEST])
+def test_a_flipped_bit_is_noticed_and_the_file_named(cache: Path, name: str) -> None:
+    seen = flip_bits(cache, name)
+    # The same are bits of a header on which nothing of the content depends.
+    assert seen["error"] > 100 and not seen["changed"], seen
+
+
+def test_without_checksums_flipped_bits_change_what_is_read(tmp_path: Path) -> None:
+    """The control of the test above: a cache of a former version."""
+    shutil.copytree(OLD, tmp_path / "old")
+    assert flip_bits(tmp_path / "old", "shard-000000.safetensors", 20)["changed"]
+
+
+def test_the_damaged_shard_and_record_are_named_and_no_other(cache: Path) -> None:
+    path, cached = cache / "shard-000001.safetensors", CachedFeatures(str(cache))
+    name = "latents/3/4x32x24"
+    with safe_open(path, "pt") as file:
+        record = file.get_tensor(name)
+    found = path.read_bytes()
+    # One frame of one clip.
+    damaged = record.clone()
+    damaged[:, 1] += 1
+    path.write_bytes(found.replace(bytes_of(record), bytes_of(damaged)))
+
+    messages = {}
+    for clip, first in product(range(CLIPS), range(SIZE[0])):
+        try:
+            cached[Sample(clip, 0, SHAPE, (first, first + 1))]
+        except DamagedRecordError as error:
+            messages[clip, first] = str(error)
+    assert messages.keys() == {(3, 1)}
+    assert f"got the record {name!r} of {str(path)!r}" in messages[3, 1]
+    assert "its checksum differs" in messages[3, 1]
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    return x.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_worker_reports_damage_as_the_rank_itself_would(cache: Path, num_workers: int) -> None:
+    """Without the worker's traceback; steps before it are yielded."""
+    plan = MicroBatchPlan(
+        num_samples=CLIPS, batch_size=1, micro_batches_per_step=1, seed=1, shape=SHAPE
+    )
+    steps = [plan.step(step)[0].ids[0] for step in range(CLIPS)]
+    last = next(step for step, clip in enumerate(steps) if clip % SHARDS == 1)
+    cached = CachedFeatures(str(cache))
+    (cache / "shard-000001.safetensors").unlink()
+
+    batches = ReplicaBatches(plan, start=0, stop=CLIPS, replica=0, num_replicas=1)
+    yielded = []
+    with pytest.raises(ValueError, match=r"^got the record 'latents/") as raised:
+        for step in StepLoader(cached, batches, num_workers=num_workers, seed=0):
+            yielded += [batch.micro_batch.ids[0] for batch in step.loaded]
+    assert yielded == steps[:last]
+    assert "shard-000001.safetensors" in str(raised.value)
+    assert "Traceback" not in str(raised.value)
+
+
+def edit_index(folder: Path, **values: object) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    del index[CHECKSUM]
+    (folder / "index.json").write_text(json.dumps(sealed({**index, **values})))
+
+
+@pytest.mark.parametrize("kind", ["parent", "absolute", "link", "folder", "index", "clips"])
+def test_files_outside_of_the_folder_are_refused(cache: Path, tmp_path: Path, kind: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    shards = ["shard-000000.safetensors", "shard-000001.safetensors"]
+    name = {"index": "index.json", "clips": MANIFEST}.get(kind, shards[1])
+    if kind in ("link", "index", "clips"):
+        shutil.move(cache / name, outside / name)
+        (cache / name).symlink_to(outside / name)
+    else:
+        shutil.copy2(cache / name, outside / name)
+        (cache / "aside").symlink_to(outside)
+        other = {"parent": "../outside/", "absolute": f"{outside}/", "folder": "aside/"}[kind]
+        name = other + name
+        edit_index(cache, shards=[shards[0], name])
+
+    with pytest.raises(ValueError, match="which leads out of this folder; expected") as raised:
+        CachedFeatures(str(cache))
+    assert repr(name) in str(raised.value)
+
+
+def test_links_within_the_folder_and_to_the_folder_are_followed(
+    cache: Path, tmp_path: Path
+) -> None:
+    content = content_of(cache)
+    (cache / "shard-000001.safetensors").rename(cache / "blob")
+    (cache / "shard-000001.safetensors").symlink_to("blob")
+    (tmp_path / "link").symlink_to(cache)
+    assert content_of(tmp_path / "link") == content
+
+
+@pytest.mark.parametrize("kind", ["absent", "fifo", "folder"])
+def test_a_shard_that_is_no_file_is_named_at_the_start(cache: Path, kind: str) -> None:
+    path = cache / "shard-000001.safetensors"
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(ValueError, match="without 1 of its files .*shard-000001.safetensors"):
+        CachedFeatures(str(cache))
+
+
+@pytest.mark.parametrize(
+    "values", [{"shards": 5}, {"latents": [1]}, {"texts": {}}, {"broken": [1]}, {"shards": [7]}]
+)
+def test_an_index_of_another_structure_is_an_error_for_users(
+    cache: Path, values: dict[str, object]
+) -> None:
+    edit_index(cache, **values)
+    with pytest.raises(ValueError, match=r"with a damaged index\.json .*; expected what was"):
+        CachedFeatures(str(cache))
+
+
+def test_a_record_of_another_shape_than_the_index_states_is_refused(cache: Path) -> None:
+    index = json.loads((cache / "index.json").read_text())
+    index["latents"]["4x32x24"]["size"] = [3, 4, 5]
+    edit_index(cache, latents=index["latents"])
+    with pytest.raises(DamagedRecordError, match=r"its shape is \(2, 3, 4, 3\)"):
+        CachedFeatures(str(cache))[Sample(0, 0, SHAPE)]
+
+
+def test_a_cache_of_a_former_version_loads_with_one_warning(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        old = CachedFeatures(str(OLD))
+        for clip in range(len(old)):
+            old[Sample(clip, 0, ClipShape(5, 28, 24))]
+    assert len(caplog.messages) == 1
+    assert "1 of the 1 shards of the feature cache" in caplog.text
+    assert "path" not in old.fingerprint and old.fingerprint["text"].startswith("9 of 9 cells")
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        content_of(cache)
+    assert not caplog.messages
