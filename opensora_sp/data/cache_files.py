@@ -38,6 +38,7 @@ FORMAT = 1
 INDEX, MANIFEST = "index.json", "clips.jsonl"
 # Of about 20 M clips.
 INDEX_BYTES = 1 << 30
+CHUNK_BYTES = 1 << 20
 CHECKSUM, MANIFEST_CHECKSUM = "crc32", "manifest_crc32"
 Key = tuple[int, ClipShape]
 """A clip, and the shape that it was cut to."""
@@ -345,8 +346,12 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def file_checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    return zlib.crc32(path.read_bytes())
+    """CRC-32 of a file's bytes, of which a part is in memory."""
+    total = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            total = zlib.crc32(chunk, total)
+    return total
 
 
 def shape_name(shape: Iterable[int]) -> str:

@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import shutil
+import tracemalloc
+import zlib
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -67,6 +69,16 @@ def cache(tmp_path: Path) -> Path:
     index[MANIFEST_CHECKSUM] = file_checksum(folder / MANIFEST)
     (folder / "index.json").write_text(json.dumps(sealed(index)))
     return folder
+
+
+def test_a_checksum_is_made_of_parts_of_a_file(tmp_path: Path) -> None:
+    content = b"clips" + bytes(32 << 20)
+    (tmp_path / MANIFEST).write_bytes(content)
+    tracemalloc.start()
+    assert file_checksum(tmp_path / MANIFEST) == zlib.crc32(content)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def content_of(folder: Path) -> list[object]:
