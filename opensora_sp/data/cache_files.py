@@ -209,7 +209,13 @@ def is_sealed(content: dict[str, Any]) -> bool:
 
 
 def _checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    """CRC-32 of ``json.dumps(content, sort_keys=True)``, of which one value is in memory."""
+    total, separator = zlib.crc32(b"{"), ""
+    for key in sorted(content):
+        value = json.dumps(content[key], sort_keys=True)
+        total = zlib.crc32(f"{separator}{json.dumps(key)}: {value}".encode(), total)
+        separator = ", "
+    return zlib.crc32(b"}", total)
 
 
 def index_of(
