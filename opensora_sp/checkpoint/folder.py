@@ -190,7 +190,7 @@ def verify(folder: Path, *, thorough: bool = True, part: str = "") -> None:
             continue
 
         file = resolve_inside(folder, name)
-        with _reading(file):
+        with reading(file):
             found, expected = _compare(file, entry, thorough=thorough)
         if found != expected:
             raise DamagedCheckpointError(
@@ -200,7 +200,7 @@ def verify(folder: Path, *, thorough: bool = True, part: str = "") -> None:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Turn the error of a disk or of permissions, which may not last, into one for users."""
     try:
         yield
@@ -258,7 +258,7 @@ def _commit_text(manifest: bytes, number: int) -> bytes:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     number, commit = _read_commit(folder)
     path = folder / "manifest.json"
-    with _reading(path):
+    with reading(path):
         text = read_small_file(path, MAX_BYTES, "a list of files")
     if commit != _commit_text(text, number):
         raise DamagedCheckpointError(
@@ -278,7 +278,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def _read_commit(folder: Path) -> tuple[int, bytes]:
     """The format of a checkpoint, and the content of ``COMMIT``."""
     path = folder / "COMMIT"
-    with _reading(path), open_regular(path) as file:
+    with reading(path), open_regular(path) as file:
         commit = file.read()
 
     found = re.match(rb"(\d{1,9})\s", commit)

@@ -10,10 +10,12 @@ maps these bytes. The list is not trusted either: each entry must lie within the
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ from opensora_sp.unpickler.archive import FILE
 from .tensor_file import DTYPES
 
 MAX_SECONDS, MAX_ANSWER, MAX_MESSAGE = 120, 32 << 20, 1000
+# Bytes of tensors per byte of the file: tied weights are listed under each of their names, and many
+# names of the same bytes would let a small file fill a disk.
+MAX_ALIASES = 8
 # Of torch's tensors.
 MAX_DIMS = 64
 # Python itself may need it to start.
@@ -78,7 +83,7 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, MappedTensor], tupl
 
     Raises:
         ValueError: if the file is damaged, holds anything but a state dict, takes too much memory
-            or time to list, or this machine cannot confine a process.
+            or time to list, cannot be mapped, or this machine cannot confine a process.
     """
     answer = _ask_child(file, ema=ema)
     if "refused" in answer:
@@ -90,18 +95,43 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, MappedTensor], tupl
             "aarch64; run opensora-sp convert there"
         )
 
-    mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    mapped = _map(file)
     try:
         tensors = {name: _tensor(mapped, row) for name, row in answer["tensors"].items()}
-        total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
-        # Tied weights are listed under two names; more would let a small file fill a disk.
-        if total > 2 * len(mapped):
-            raise ValueError(f"{total} bytes of tensors")
-        return tensors, tuple(map(_printable, answer["notes"]))
+        notes = tuple(map(_printable, answer["notes"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"got {file}, which lists tensors that are not in it ({_printable(error)}); expected "
             "weights saved by torch; copy or download it again"
+        ) from None
+
+    total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    if total > MAX_ALIASES * len(mapped):
+        raise ValueError(
+            f"got {file} of {len(mapped)} bytes, which lists {len(tensors)} tensors of {total} "
+            f"bytes; expected weights tied at most {MAX_ALIASES} times on average; do not use this "
+            "file"
+        )
+    return tensors, notes
+
+
+def _map(file: Path) -> Tensor:
+    """The bytes of a file, mapped to be read only: the kernel reserves no memory for copies.
+
+    Raises:
+        ValueError: if it cannot be mapped.
+    """
+    try:
+        with file.open("rb") as opened, warnings.catch_warnings():
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            # Of writing to such a tensor, which would end the process. Readers copy.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            return torch.frombuffer(mapped, dtype=torch.uint8)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"got {file}, which cannot be mapped into memory ({error}); expected a file on storage "
+            "that allows it, and address space for all of it; copy it to a local disk, or raise "
+            "`ulimit -v`"
         ) from None
 
 
@@ -143,12 +173,13 @@ def _ask_child(file: Path, *, ema: bool) -> dict[str, Any]:
             command,
             stdin=opened,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            # Read at its end: a process that fills it waits there, and runs out of time.
+            stderr=subprocess.PIPE,
             cwd="/",
             env={name: value for name, value in os.environ.items() if name in VARIABLES},
         ) as child,
     ):
-        assert child.stdout is not None
+        assert child.stdout is not None and child.stderr is not None
         timer = threading.Timer(MAX_SECONDS, child.kill)
         timer.start()
         try:
@@ -156,12 +187,17 @@ def _ask_child(file: Path, *, ema: bool) -> dict[str, Any]:
         finally:
             timer.cancel()
             child.kill()
+        complaint = child.stderr.read()
 
     try:
         answer = dict(parse_json(data, "the answer"))
     except (ValueError, TypeError):
+        status = f"exit status {child.returncode}"
+        lines = complaint.decode(errors="replace").strip().splitlines()
+        if child.returncode and lines:
+            status += f": {_printable(lines[-1])}"
         raise ValueError(
-            f"got {file}, whose reader ended without an answer (exit status {child.returncode}); "
+            f"got {file}, whose reader ended without an answer ({status}); "
             f"expected a table of tensors within {MAX_SECONDS} s; do not use this file"
         ) from None
     return answer

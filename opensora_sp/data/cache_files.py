@@ -38,6 +38,7 @@ FORMAT = 1
 INDEX, MANIFEST = "index.json", "clips.jsonl"
 # Of about 20 M clips.
 INDEX_BYTES = 1 << 30
+CHUNK_BYTES = 1 << 20
 CHECKSUM, MANIFEST_CHECKSUM = "crc32", "manifest_crc32"
 Key = tuple[int, ClipShape]
 """A clip, and the shape that it was cut to."""
@@ -208,7 +209,13 @@ def is_sealed(content: dict[str, Any]) -> bool:
 
 
 def _checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    """CRC-32 of ``json.dumps(content, sort_keys=True)``, of which one value is in memory."""
+    total, separator = zlib.crc32(b"{"), ""
+    for key in sorted(content):
+        value = json.dumps(content[key], sort_keys=True)
+        total = zlib.crc32(f"{separator}{json.dumps(key)}: {value}".encode(), total)
+        separator = ", "
+    return zlib.crc32(b"}", total)
 
 
 def index_of(
@@ -345,8 +352,12 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def file_checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    return zlib.crc32(path.read_bytes())
+    """CRC-32 of a file's bytes, of which a part is in memory."""
+    total = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            total = zlib.crc32(chunk, total)
+    return total
 
 
 def shape_name(shape: Iterable[int]) -> str:

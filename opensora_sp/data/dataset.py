@@ -139,6 +139,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 num_frames=stop - first,
                 interval=self.frame_interval,
                 start=start + first * self.frame_interval,
+                clip_frames=shape.num_frames,
                 time_limit=self.time_limit,
                 limits=self.limits,
             )

@@ -29,9 +29,9 @@ class Limits(BaseModel):
     clip_frames: int = Field(1 << 16, ge=1)
     """Frames of a clip, a reference or a sampled video, all its loops; the default is 65,536."""
 
-    clip_bytes: int = Field(4 << 30, ge=1)
+    clip_bytes: int = Field(16 << 30, ge=1)
     """Bytes of all frames of a clip, a reference or a part of a sampled video: 3 x frames x height
-    x width; the default is 4 GiB."""
+    x width; the default is 16 GiB."""
 
     file_frames: int = Field(1 << 22, ge=1)
     """Frames of a file that clips are cut from; the default is about 48 hours."""

@@ -37,9 +37,21 @@ ONE_FRAME_PER_PACKET = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg", "prores"
 MAX_REORDERING = 17
 # Up to so many frames from the start of a file are decoded rather than looking for a key frame.
 READ_AHEAD = 24
-# Demuxers of FFmpeg that open nothing but the file they are given. Those of images read it whole.
-VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,ogg,mpeg,mpegts,gif"
-IMAGE_FORMATS = "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
+# Demuxers of FFmpeg that open nothing but the file they are given: containers and animations, and
+# streams of one codec without a container.
+VIDEO_FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,ogg,mpeg,mpegts,mxf,gxf,nut,ivf,dv,rm,nsv,"
+    "wtv,yuv4mpegpipe,gif,apng,flic,"
+    "h261,h263,h264,hevc,vvc,evc,apv,m4v,mpegvideo,mjpeg,mjpeg_2000,av1,obu,vc1,vc1test,dirac,"
+    "dnxhd,cavsvideo,avs2,avs3"
+)
+# Those of images read a file whole.
+IMAGE_FORMATS = (
+    "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,pgmyuv_pipe,pbm_pipe,"
+    "pam_pipe,pfm_pipe,j2k_pipe,jpegls_pipe,jpegxl_pipe,jpegxl_anim,jpegxs_pipe,gif_pipe,exr_pipe,"
+    "hdr_pipe,dpx_pipe,dds_pipe,psd_pipe,qoi_pipe,sgi_pipe,sunrast_pipe,pcx_pipe,xbm_pipe,xpm_pipe,"
+    "xwd_pipe,ico"
+)
 # The most bytes of a pixel in an image file: four channels of 16 bits.
 IMAGE_PIXEL_BYTES = 8
 
@@ -50,6 +62,7 @@ def read_video(
     num_frames: int,
     interval: int = 1,
     start: int | None = None,
+    clip_frames: int | None = None,
     time_limit: float | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> tuple[np.ndarray, float]:
@@ -60,6 +73,8 @@ def read_video(
 
     Args:
         start: the first frame, from 0; by default the frames in the middle of the file.
+        clip_frames: frames of the clip that these are a part of. The limits hold for all of it, so
+            that ranks with parts of other lengths refuse the same files; ``num_frames`` by default.
         time_limit: seconds that opening and decoding may take together.
         limits: largest sizes.
 
@@ -74,11 +89,12 @@ def read_video(
             long.
     """
     budget = Budget.of(time_limit, limits)
-    return budget.run(partial(_read_video, path, num_frames, interval, start, budget))
+    whole = clip_frames or num_frames
+    return budget.run(partial(_read_video, path, num_frames, interval, start, whole, budget))
 
 
 def _read_video(
-    path: str | Path, num_frames: int, interval: int, start: int | None, budget: Budget
+    path: str | Path, num_frames: int, interval: int, start: int | None, whole: int, budget: Budget
 ) -> tuple[np.ndarray, float]:
     span = (num_frames - 1) * interval + 1
     if start is None:
@@ -86,10 +102,11 @@ def _read_video(
 
     last = start + span - 1
     with _opened(path, budget) as (container, stream):
-        budget.limits.check("a clip", num_frames, stream.height, stream.width)
+        budget.limits.check("a clip", whole, stream.height, stream.width)
         rate = float(stream.average_rate or 24) / interval
         numbered = _frames_from(container, stream, start, last, budget)
-        frames = _stacked(_pictures(numbered, start, last, interval), num_frames, budget.limits)
+        pictures = _pictures(numbered, start, last, interval)
+        frames = _stacked(pictures, num_frames, whole, budget.limits)
 
     if len(frames) == num_frames:
         return frames, rate
@@ -114,12 +131,14 @@ def _pictures(
             return
 
 
-def _stacked(pictures: Iterator[np.ndarray], num_frames: int, limits: Limits) -> np.ndarray:
-    """At most ``num_frames`` frames in one array, whose size is that of the first frame."""
+def _stacked(
+    pictures: Iterator[np.ndarray], num_frames: int, whole: int, limits: Limits
+) -> np.ndarray:
+    """At most ``num_frames``, of a clip of ``whole``, in one array of the first one's size."""
     frames, found = np.empty((0, 0, 0, 3), np.uint8), 0
     for picture in pictures:
         if not found:
-            limits.check("a clip", num_frames, *picture.shape[:2])
+            limits.check("a clip", whole, *picture.shape[:2])
             frames = np.empty((num_frames, *picture.shape), np.uint8)
 
         _check_size(picture, frames.shape[1:])
@@ -201,9 +220,8 @@ def _opened(path: str | Path, budget: Budget) -> Iterator[tuple[Any, Any]]:
         )
     except av.error.ArgumentError:
         raise ValueError(
-            f"got a file that is none of {options['format_whitelist']}; expected a video, or an "
-            f"image of at most {IMAGE_PIXEL_BYTES} bytes for each of limits.frame_pixels; convert "
-            "it"
+            "got a file of a format that is not read; expected a video, or an image of at most "
+            f"{IMAGE_PIXEL_BYTES} bytes for each of limits.frame_pixels; convert it"
         ) from None
 
     with opened as container:

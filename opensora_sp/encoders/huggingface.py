@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,12 @@ from .loading import (
 )
 
 logger = logging.getLogger(__name__)
+TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 SD_FACTOR = 8  # pixels per latent position in the autoencoders of Stable Diffusion
+# Largest counts of a T5's config.json: modules and labels are built before weights are looked at.
+MAX_COUNTS = {"num_layers": 1000, "num_hidden_layers": 1000, "num_labels": 1000}
+# Tied in T5: a file has one of the names, or both.
+TIED_NAMES = {"encoder.embed_tokens.weight": "shared.weight"}
 # Names in older versions of diffusers.
 OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
@@ -229,19 +234,20 @@ class T5TextEncoder(FrozenEncoder):
         offload: bool = False,
     ) -> None:
         super().__init__(offload=offload)
-        from transformers import AutoTokenizer, T5Config, T5EncoderModel
+        from transformers import T5Config, T5EncoderModel, T5TokenizerFast
 
         files = PretrainedFiles(from_pretrained, "text_encoder")
-        with files.explained("AutoTokenizer"):
-            self.tokenizer = AutoTokenizer.from_pretrained(
-                str(files.folder),
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
+        with files.explained("its tokenizer"):
+            # AutoTokenizer would take the class that the folder names, and some read pickles.
+            if not any((files.folder / name).is_file() for name in TOKENIZER_FILES):
+                raise ValueError(f"it has none of {', '.join(TOKENIZER_FILES)}")
+            self.tokenizer = T5TokenizerFast.from_pretrained(
+                str(files.folder), local_files_only=True, trust_remote_code=False
             )
 
         config, tensors = files.config(), files.tensors()
         with files.explained("T5EncoderModel"):
+            check_t5_weights(config, tensors)
             self.t5, found = T5EncoderModel.from_pretrained(
                 # No path: transformers reads no file.
                 None,
@@ -297,6 +303,37 @@ class T5TextEncoder(FrozenEncoder):
     def num_tokens(self, text: str) -> int:
         """Tokens of a caption before truncation, with the end token."""
         return len(self.tokenizer(self._cleaned(text), verbose=False).input_ids)
+
+
+def check_t5_weights(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Compare weights with a T5 encoder on the meta device, before memory is allocated for one.
+
+    Args:
+        config: content of its ``config.json``.
+
+    Raises:
+        ValueError: if a count of the config is too large, or a tensor is missing or has another
+            shape.
+    """
+    from transformers import T5Config, T5EncoderModel
+
+    for key, largest in MAX_COUNTS.items():
+        if config.get(key, 0) > largest:
+            raise ValueError(
+                f"{key} {config[key]} in its config.json, which may be {largest} at most"
+            )
+
+    with torch.device("meta"):
+        model: Any = T5EncoderModel(T5Config.from_dict(config))
+    shapes = {TIED_NAMES.get(name, name): tensor.shape for name, tensor in tensors.items()}
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    check_none_missing([name for name in wanted if name not in shapes])
+
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            raise ValueError(
+                f"{name} has shape {[*shapes[name]]}, and {[*shape]} by its config.json"
+            )
 
 
 def clean_caption(text: str) -> str:

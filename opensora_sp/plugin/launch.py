@@ -66,6 +66,8 @@ def _launch(seed: int, timeout: timedelta | None) -> None:
 
     if accelerator.support_set_device:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    # NCCL connects ranks at the first collective.
+    dist.barrier()
     set_seed(seed)
 
 

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from opensora_sp.launchers import is_alive as is_alive
@@ -36,6 +38,21 @@ def init_worker(worker: int = 0) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     threading.Thread(target=_exit_at_sigterm, args=(rank.pid,), name="SIGTERM", daemon=True).start()
     _release_ports()
+
+
+@contextmanager
+def exiting_after(seconds: float, status: int) -> Iterator[None]:
+    """End this process if the block takes longer.
+
+    For what ends a run: it logs, and a log may wait for a full pipe or a dead mount for ever.
+    """
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _exit_at_sigterm(sender: int) -> None:

@@ -19,6 +19,7 @@ from opensora_sp.error_file import write_error_file
 from opensora_sp.polling import wait_until
 
 from .bounded_store import BoundedStore
+from .processes import exiting_after
 from .rank_info import format_ranks
 from .rendezvous import JOIN_TIMEOUT, join_timeout
 from .stack_inspection import stack_of_thread
@@ -64,7 +65,8 @@ class StartLimit:
                 return
         missing = self._find_missing()
         if not self._ended.is_set():
-            self._end_run(missing)
+            with exiting_after(RESPONSE_TIMEOUT, status=1):
+                self._end_run(missing)
 
     def _find_missing(self) -> list[int]:
         """The ranks that do not respond; empty if that cannot be found out."""

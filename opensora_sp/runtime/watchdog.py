@@ -56,7 +56,7 @@ from .heartbeats import (
     PeerTimeout,
     first_line,
 )
-from .processes import is_alive, launchers
+from .processes import exiting_after, is_alive, launchers
 from .signals import SignalHandler
 from .stack_inspection import location_of_thread, stack_of_thread
 from .start_limit import StartLimit, default_store
@@ -325,12 +325,20 @@ class Watchdog:
         if self._world_size > 1 and not reason.startswith("rank "):
             reason = f"rank {self._rank}: {reason}"
             self._store.request_stop(reason)
-        if self.grace_time:
-            logger.info("%s; stopping within two steps, with a checkpoint", reason)
         self.stop_reason, self._stop_number = reason, self._number
+        if self.grace_time:
+            # A thread of its own: a log that waits for ever must not stop the watchdog.
+            line = "%s; stopping within two steps, with a checkpoint"
+            log = threading.Thread(target=logger.info, args=(line, reason), daemon=True)
+            log.start()
+            log.join(INTERVAL)
 
     def _end_run(self, reason: str) -> None:
         """Report a failure, propagate it, and end the process unless the run ends by itself."""
+        with exiting_after(PROPAGATION_TIMEOUT + 2 * EXIT_TIMEOUT, _exit_code(reason)):
+            self._report_and_exit(reason)
+
+    def _report_and_exit(self, reason: str) -> None:
         self._failure = reason = self._store.claim_failure(reason)
         is_hang = any(words in reason for words in OF_HANGS)
         if not self._ended.is_set():

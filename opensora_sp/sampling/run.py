@@ -113,6 +113,8 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         with StartLimit.after(store):
             dist.init_process_group(backend, timeout=backend_timeout())
+            # NCCL connects ranks at the first collective.
+            dist.barrier()
     del store  # the process group keeps it
     return device
 

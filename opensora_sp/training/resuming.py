@@ -24,6 +24,7 @@ from opensora_sp.checkpoint import (
     set_aside,
     verify,
 )
+from opensora_sp.checkpoint.folder import reading
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
 from opensora_sp.checkpoint.writer import all_finite
 from opensora_sp.json_reader import read_json
@@ -105,7 +106,8 @@ def find_good(run_dir: Path, *, thorough: bool = True) -> Search:
         try:
             verify(candidate, thorough=thorough)
             if thorough:
-                check_finite(candidate)
+                with reading(candidate):
+                    check_finite(candidate)
         except ValueError as error:
             search.problems[candidate] = error
         else:
@@ -155,7 +157,8 @@ def choose_checkpoint(run_dir: Path, checkpoint: Path | None, *, resume: str | N
             _set_all_aside(run_dir)
         elif is_rank_0 and checkpoint is not None:
             verify(checkpoint)
-            check_finite(checkpoint)
+            with reading(checkpoint):
+                check_finite(checkpoint)
 
     dist.broadcast_object_list(chosen, src=0)
     return chosen[0]

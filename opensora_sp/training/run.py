@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -55,6 +56,9 @@ def train(
             ``cfg.stopped_exit_code`` unless that is 0.
     """
     traced = None if profile is None else Steps.parse(profile)
+    if resume == "none" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        # torchrun repeats the command: the attempt before has begun anew.
+        resume = "auto"
     with raise_on_all_ranks():
         if cfg.deterministic:
             use_deterministic_kernels()
@@ -63,7 +67,7 @@ def train(
 
     launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
     run_dir = Path(cfg.outputs)
-    with closing_process_group(), _locked(run_dir), _watchdog(cfg) as watch:
+    with closing_process_group(), _watchdog(cfg) as watch, _locked(run_dir):
         _open_run_dir(cfg, run_dir)
         agree_on_clips(compared_clips(cfg, dataset))
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)

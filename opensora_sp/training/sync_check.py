@@ -94,8 +94,10 @@ class SyncCheck:
         everyone = range(self.mesh.world_size)
         if len(set(of_weights)) > 1:
             self._refuse("weight", self._digests(tensors), everyone, step)
+            self._refuse_once("weights", of_weights, step)
         if any(of_masters):
             self._refuse_part(step)
+            self._refuse_once("parts of weights", of_masters, step)
         self._compare_batches(of_batches, batches, step)
 
     def _compare_batches(
@@ -165,10 +167,15 @@ class SyncCheck:
     def _refuse(
         self, kind: str, digests: list[tuple[str, Tensor]], ranks: Sequence[int], step: int
     ) -> None:
-        """Raise on all ranks, naming the first tensor that differs in ``ranks``. Collective."""
+        """Raise on all ranks, naming the first tensor that differs in ``ranks``, if one does.
+
+        Collective.
+        """
         seen = _gathered([(name, int(value)) for name, value in digests])
         by_tensor = zip(*(seen[rank] for rank in ranks))
-        column = next(column for column in by_tensor if len(set(column)) > 1)
+        column = next((column for column in by_tensor if len(set(column)) > 1), None)
+        if column is None:
+            return
         name = column[0][0]
 
         usual = max(column, key=column.count)
@@ -195,9 +202,9 @@ class SyncCheck:
         return [rank for rank, found in enumerate(_gathered(differs)) if found]
 
     def _refuse_part(self, step: int) -> None:
-        """Raise on all ranks, naming a weight whose part is not its master weights. Collective."""
+        """Raise on all ranks, naming a part that is not its master weights, if any. Collective."""
         assert self.shards is not None
-        own = None
+        own: str | None = None
         for name in self.shards.working:
             working, master = self._own_part(name)
             if digest([working]) != digest([master], working.dtype).to(working.device):
@@ -205,12 +212,24 @@ class SyncCheck:
                 break
 
         found = _gathered(own)
-        name = next(name for name in found if name is not None)
-        ranks = [rank for rank, other in enumerate(found) if other == name]
+        first = next((name for name in found if name is not None), None)
+        if first is None:
+            return
+        ranks = [rank for rank, other in enumerate(found) if other == first]
         raise ValueError(
-            f"got a part of the working weight {name!r} on ranks {ranks} that is not the fp32 "
+            f"got a part of the working weight {first!r} on ranks {ranks} that is not the fp32 "
             f"master weight there, in step {step + 1}; expected that, rounded to the precision of "
             f"the training; {_ADVICE}"
+        )
+
+    def _refuse_once(self, what: str, digests: Sequence[int], step: int) -> None:
+        """Raise where digests of the step differ, and those computed again do not."""
+        usual = max(digests, key=digests.count)
+        ranks = [rank for rank, value in enumerate(digests) if value != usual]
+        raise ValueError(
+            f"got other {what} on ranks {ranks} in step {step + 1}, and equal ones when they were "
+            "read again; expected the same numbers each time; look for a faulty device there, and "
+            "resume from a checkpoint before this step with --resume PATH"
         )
 
 

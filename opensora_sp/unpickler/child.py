@@ -26,7 +26,7 @@ def main() -> None:
         answer = read_table(sys.stdin.buffer, ema=sys.argv[-1] == "ema")
     except RefusedError as error:
         answer = {"refused": str(error)}
-    except OSError as error:
+    except (OSError, ValueError) as error:
         answer = {"not confined": str(error)}
 
     sys.stdout.buffer.write(json.dumps(answer).encode())

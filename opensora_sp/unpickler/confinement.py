@@ -46,7 +46,7 @@ def confine(*, memory: int, seconds: int) -> None:
         seconds: limit of its CPU time.
 
     Raises:
-        OSError: if this machine has no such filter.
+        OSError, ValueError: if this machine has no such filter, or refuses the limits.
     """
     machine = platform.machine()
     if sys.platform != "linux" or machine not in NUMBERS:
@@ -60,6 +60,10 @@ def confine(*, memory: int, seconds: int) -> None:
         resource.RLIMIT_NOFILE: 0,
     }
     for kind, limit in limits.items():
+        _, hard = resource.getrlimit(kind)
+        # A batch system or `ulimit` may have set a lower one, which cannot be raised.
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
 
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

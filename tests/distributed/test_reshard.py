@@ -1,6 +1,6 @@
 """Checkpoints do not depend on the (dp, sp) that wrote them.
 
-Every layout of up to 8 processes reads every other's: in CI 40 of the 400 ordered pairs, with
+Every layout of up to 8 processes reads every other's: in CI 24 of the 400 ordered pairs, with
 ``make test-reshard`` all.
 """
 
@@ -41,7 +41,7 @@ def pairs(grid: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
         return dict.fromkeys(LAYOUTS, LAYOUTS)
     readers = [(1, 1), (2, 2), (1, 3), (5, 1), (1, 5), (2, 3), (4, 2), (1, 8)]
     return {
-        reader: [LAYOUTS[(5 * i + k) % 20] for k in range(5)] for i, reader in enumerate(readers)
+        reader: [LAYOUTS[(3 * i + k) % 20] for k in range(3)] for i, reader in enumerate(readers)
     }
 
 
@@ -157,7 +157,7 @@ def write_and_read_all(root: Path, grid: bool) -> int:
 @sample_or_grid
 def test_every_layout_reads_what_any_other_wrote(tmp_path: Path, grid: bool) -> None:
     counts = run_ranks(8, write_and_read_all, tmp_path, grid, timeout=3000 if grid else 900)
-    assert len(LAYOUTS) == 20 and counts[0] == (400 if grid else 40)
+    assert len(LAYOUTS) == 20 and counts[0] == (400 if grid else 24)
     wanted = load_file(tmp_path / "dp1sp1/step_00000002/optimizer.safetensors")
     # What was written is the one-process state.
     for place, layout in enumerate(LAYOUTS):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opensora_sp.diffusion import velocity_loss
 from opensora_sp.parallel import SequenceMesh
+from opensora_sp.training import sync_check
 from opensora_sp.training.sync_check import SyncCheck
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -59,6 +60,15 @@ def synchronous(dtype: torch.dtype) -> dict[str, str]:
     check("peer", [batch | ({"mask": torch.zeros(7, dtype=torch.bool)} if mesh.rank == 2 else {})])
     check("replica", [batch | {"x_t": torch.zeros(3, 5)}])
     check("idle replica", [batch] if mesh.dp_rank == 0 else [])
+
+    # As of a faulty device: a digest that is wrong once.
+    digest = sync_check.digest
+    wrong = [1] if mesh.rank == 2 else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sync_check, "digest", lambda *args: digest(*args) + (wrong.pop() if wrong else 0)
+        )
+        check("once", [])
     return found
 
 
@@ -69,7 +79,8 @@ def all_synchronous() -> list[dict[str, str]]:
 def test_parameters_are_compared_everywhere_and_batches_in_groups_and_across_replicas() -> None:
     for of_rank in run_ranks(4, all_synchronous):
         for found in of_rank:
-            assert set(found) == {"parameter", "peer", "replica"}
+            assert set(found) == {"parameter", "peer", "replica", "once"}
+            assert "got other weights on ranks [2] in step 4, and equal ones" in found["once"]
             assert (
                 "got another weight '1.weight' on ranks [3] than on the rest of ranks [0, 1, 2, 3]"
                 in found["parameter"]

@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import shutil
+import tracemalloc
+import zlib
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -37,6 +39,7 @@ from opensora_sp.data.cache_files import (
     ShardContent,
     file_checksum,
     index_of,
+    is_sealed,
     sealed,
 )
 
@@ -67,6 +70,23 @@ def cache(tmp_path: Path) -> Path:
     index[MANIFEST_CHECKSUM] = file_checksum(folder / MANIFEST)
     (folder / "index.json").write_text(json.dumps(sealed(index)))
     return folder
+
+
+@pytest.mark.parametrize("content", [{}, {"b": {"d": 1, "c": [0.5, None]}, "a": "\u00e9"}])
+def test_a_seal_is_the_checksum_of_sorted_json(content: dict[str, object]) -> None:
+    seal = sealed(content)[CHECKSUM]
+    assert seal == zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    assert is_sealed(json.loads(json.dumps(sealed(content))))
+
+
+def test_a_checksum_is_made_of_parts_of_a_file(tmp_path: Path) -> None:
+    content = b"clips" + bytes(32 << 20)
+    (tmp_path / MANIFEST).write_bytes(content)
+    tracemalloc.start()
+    assert file_checksum(tmp_path / MANIFEST) == zlib.crc32(content)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def content_of(folder: Path) -> list[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import re
 import shlex
 import shutil
@@ -13,7 +14,7 @@ from shutil import ignore_patterns
 import pytest
 import torch
 from golden_vae import load, saved_pipeline
-from hostile import check_torchscript_attacks, write_torchscript
+from hostile import RunsWhenUnpickled, check_torchscript_attacks, write_torchscript
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
@@ -630,8 +631,13 @@ def test_no_encoder_loads_a_hostile_file(
     check_torchscript_attacks(archive, mark)
 
 
-def test_code_of_a_repository_is_not_executed(sources: dict[type, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokenizer_class", ["Tokenizer", "TransfoXLTokenizer"])
+def test_code_of_a_repository_is_not_executed(
+    tokenizer_class: str, sources: dict[type, Path], tmp_path: Path
+) -> None:
+    """Its classes, and one of transformers that reads a pickle, ``vocab.pkl``."""
     folder = sources[T5TextEncoder]
+    (folder / "vocab.pkl").write_bytes(pickle.dumps(RunsWhenUnpickled(tmp_path / "ran")))
     (folder / "own.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})")
     for name in ("config.json", "tokenizer_config.json"):
         values = json.loads((folder / name).read_text())
@@ -640,11 +646,51 @@ def test_code_of_a_repository_is_not_executed(sources: dict[type, Path], tmp_pat
             "AutoModel": "own.Model",
             "AutoTokenizer": ["own.Tokenizer", None],
         }
-        values["tokenizer_class"] = "Tokenizer"
+        values["tokenizer_class"] = tokenizer_class
         (folder / name).write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"(?s)text_encoder.from_pretrained .*AutoTokenizer can"):
-        T5TextEncoder(str(folder))
+    assert type(T5TextEncoder(str(folder)).tokenizer).__name__ == "T5TokenizerFast"
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("spiece.model", None, "its tokenizer .*none of tokenizer.json, spiece.model"),
+        ("spiece.model", "{}", "its tokenizer cannot be loaded from"),
+        ("tokenizer_config.json", {"extra_ids": "many"}, "its tokenizer cannot be loaded from"),
+        ("config.json", {"num_layers": "2"}, "T5EncoderModel cannot be loaded from"),
+        ("config.json", {"num_layers": 1001}, "num_layers 1001 in its config.json, which"),
+        ("config.json", {"num_hidden_layers": 1 << 40}, "which may be 1000 at most"),
+        ("config.json", {"num_labels": 1 << 40}, "which may be 1000 at most"),
+        ("config.json", {"num_layers": 9}, "56 tensors are missing, encoder.block.2.layer.0"),
+        ("config.json", {"d_ff": 1 << 40}, r"has shape \[32, 16\], and \[1099511627776, 16\] by"),
+    ],
+)
+def test_hostile_files_of_a_t5_are_one_sentence(
+    name: str, content: str | dict | None, message: str, sources: dict[type, Path]
+) -> None:
+    """Before the encoder that they describe is built in memory."""
+    file = sources[T5TextEncoder] / name
+    if isinstance(content, dict):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **content}))
+    elif content is not None:
+        file.write_text(content)
+    else:
+        file.unlink()
+    with pytest.raises(ValueError, match=f"got text_encoder.from_pretrained .*{message}"):
+        T5TextEncoder(str(file.parent))
+
+
+@pytest.mark.parametrize("name", ["shared.weight", "encoder.embed_tokens.weight"])
+def test_a_t5_may_have_either_name_of_its_embedding(
+    name: str, sources: dict[type, Path], t5_folder: Path
+) -> None:
+    file = sources[T5TextEncoder] / "model.safetensors"
+    state = load_file(file)
+    embedding = state.pop("shared.weight")
+    save_file({**state, name: embedding}, file, metadata={"format": "pt"})
+    found, wanted = (T5TextEncoder(str(f)).encode(["a"])[0] for f in (file.parent, t5_folder))
+    assert torch.equal(found, wanted)
 
 
 def cached_repository(folder: Path, cache: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from exits import recorded_exits
 from polling import wait_until
 
-from opensora_sp.runtime import StartLimit, start_limit
+from opensora_sp.runtime import StartLimit, Watchdog, start_limit, watchdog
 from opensora_sp.runtime.collective_recorder import Collective
 from opensora_sp.runtime.collective_timeout import CollectiveTimeout
 from opensora_sp.runtime.heartbeats import Heartbeat
@@ -123,3 +126,30 @@ def test_a_start_in_time_is_not_ended(short_start: None) -> None:
             pass
         threading.Event().wait(0.6)
     assert codes == []
+
+
+class Stuck(logging.Handler):
+    """A log that waits for a full pipe or a dead mount, until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.released.wait(30)
+
+
+def test_a_run_whose_log_is_stuck_ends_after_grace_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("INTERVAL", "EXIT_TIMEOUT", "PROPAGATION_TIMEOUT"):
+        monkeypatch.setattr(watchdog, name, 0.1)
+    stuck, log = Stuck(), logging.getLogger("opensora_sp")
+    log.addHandler(stuck)
+    try:
+        with recorded_exits() as codes, Watchdog(grace_time=0.3) as watch:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: bool(codes), 10)
+            assert codes == [1] and watch.stop_reason == "SIGTERM"
+            stuck.released.set()
+    finally:
+        stuck.released.set()
+        log.removeHandler(stuck)

@@ -24,8 +24,11 @@ from runs import ROOT
 from opensora_sp.checkpoint.folder import resolve_inside
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import (
+    Clip,
+    ClipShape,
     CorruptSample,
     Limits,
+    Sample,
     VideoTextDataset,
     count_frames,
     index_files,
@@ -33,6 +36,7 @@ from opensora_sp.data import (
     read_frames,
     read_video,
     video,
+    write_video,
 )
 from opensora_sp.data.index import check_captions
 from opensora_sp.data.video import probe
@@ -173,6 +177,24 @@ def test_an_image_of_too_many_bytes_is_not_read(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
+def test_default_limits_admit_ordinary_videos() -> None:
+    Limits().check("20 s of 4K", 600, 2160, 3840)
+    Limits().check("a minute of 1080p", 1800, 1080, 1920)
+
+
+def test_every_layout_of_ranks_refuses_the_same_clips(tmp_path: Path) -> None:
+    """Otherwise another number of ranks takes other substitutes."""
+    write_video(tmp_path / "a.mp4", np.zeros((4, 48, 64, 3), np.uint8), fps=24)
+    (tmp_path / "clips.csv").write_text("path,text\na.mp4,x\n")
+    num_bytes, shape = 4 * 3 * 48 * 64, ClipShape(4, 8, 8)
+
+    for limit, expected in ((num_bytes, Clip), (num_bytes - 1, CorruptSample)):
+        limits = Limits(clip_bytes=limit)
+        dataset = VideoTextDataset(str(tmp_path / "clips.csv"), limits=limits)
+        for frames in (None, (0, 4), (0, 2), (2, 4), (3, 4)):
+            assert isinstance(dataset[Sample(0, 0, shape, frames)], expected)
+
+
 def test_only_the_file_itself_is_opened(tmp_path: Path) -> None:
     Image.new("RGB", (64, 48), "red").save(tmp_path / "x000.png")
     Image.new("RGB", (32, 24), "blue").save(tmp_path / "x%03d.png")
@@ -260,7 +282,7 @@ def test_a_file_system_that_does_not_answer(
     [
         (["--num-frames", "1000000000"], "limits.clip_frames"),
         (["--resolution", "100000x100000"], "limits.frame_pixels"),
-        (["--resolution", "8192x8192", "--num-frames", "64"], "limits.clip_bytes"),
+        (["--resolution", "8192x8192", "--num-frames", "128"], "limits.clip_bytes"),
         (["--num-samples", "1000000000"], "videos to sample of a run; expected at most 100,000"),
         (["--loop", "1000000000"], "frames in all loops of a video; expected at most 65,536"),
         (["--prompt", "x" * 20_001], "20,001 characters of a prompt; expected at most 20,000"),

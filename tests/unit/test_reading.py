@@ -10,6 +10,7 @@ import subprocess
 from itertools import product
 from pathlib import Path
 
+import av
 import imageio_ffmpeg
 import numpy as np
 import pyarrow
@@ -39,6 +40,32 @@ from opensora_sp.data import (
 )
 from opensora_sp.regular_file import open_regular
 
+WRITTEN = {  # format, codec, pixels and frames of a file
+    "a.gif": ("gif", "gif", "rgb8", 3),
+    "a.jpeg": ("image2", "mjpeg", "yuvj420p", 1),
+    "a.jpg": ("image2", "mjpeg", "yuvj420p", 1),
+    "a.mjpeg": ("mjpeg", "mjpeg", "yuvj420p", 3),
+    "a.png": ("image2", "png", "rgb24", 1),
+    "animated.png": ("apng", "apng", "rgb24", 3),
+    "a.webp": ("image2", "libwebp", "yuv420p", 1),
+    "a.avi": ("avi", "mpeg4", "yuv420p", 3),
+    "a.m4v": ("mp4", "mpeg4", "yuv420p", 3),
+    "stream.m4v": ("m4v", "mpeg4", "yuv420p", 3),
+    "a.mkv": ("matroska", "mpeg4", "yuv420p", 3),
+    "a.mov": ("mov", "mpeg4", "yuv420p", 3),
+    "animated.mov": ("apng", "apng", "rgb24", 3),
+    "a.mp4": ("mp4", "libx264", "yuv420p", 3),
+    "stream.mp4": ("h264", "libx264", "yuv420p", 3),
+    "a.webm": ("webm", "libvpx-vp9", "yuv420p", 3),
+    "a.ivf": ("ivf", "libvpx-vp9", "yuv420p", 3),
+    "a.m2v": ("mpeg2video", "mpeg2video", "yuv420p", 3),
+    "a.mxf": ("mxf", "mpeg2video", "yuv420p", 3),
+    "a.nut": ("nut", "mpeg4", "yuv420p", 3),
+    "a.y4m": ("yuv4mpegpipe", "wrapped_avframe", "yuv420p", 3),
+    "a.ppm": ("image2", "ppm", "rgb24", 1),
+    "a.pgm": ("image2", "pgm", "gray", 1),
+    "a.jp2": ("image2", "jpeg2000", "rgb24", 1),
+}
 NUM_FRAMES = 60
 LENGTH = (NUM_FRAMES - 0.5) * 1001 / 30000
 # No two frames are alike.
@@ -140,6 +167,26 @@ def test_frames_are_those_of_ffmpeg(videos: Path, name: str) -> None:
         read_frames(videos / name)[-1],
         read_video(videos / name, num_frames=1, start=len(wanted) - 1)[0][0],
     )
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_files_of_common_formats_are_read(tmp_path: Path, name: str) -> None:
+    format, codec, pixels, num_frames = WRITTEN[name]
+    with av.open(str(tmp_path / name), "w", format=format) as container:
+        stream = container.add_stream(codec, rate=25)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, pixels
+        for number in range(num_frames):
+            picture = np.full((48, 64, 3), 80 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+
+    assert count_frames(tmp_path / name) == num_frames
+    assert read_video(tmp_path / name, num_frames=num_frames)[0].shape == (num_frames, 48, 64, 3)
+
+
+def test_all_suffixes_of_an_index_are_read() -> None:
+    suffixes = {Path(name).suffix for name in WRITTEN}
+    assert suffixes >= {*video.IMAGE_SUFFIXES, *video.VIDEO_SUFFIXES}
 
 
 def test_a_frame_that_is_lost_is_not_made_up_for_by_a_later_one(

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from logs import captured_lines
 
+from opensora_sp.data.limits import Limits
 from opensora_sp.training import metrics
 from opensora_sp.training.metrics import (
     LogFile,
@@ -52,7 +53,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def report(run_dir: Path, steps: range, wandb: bool = False) -> None:
     """A run from one step to another, which logs and validates each."""
     cfg: Any = types.SimpleNamespace(
-        max_steps=steps.stop, wandb=wandb, model_dump=lambda mode: {"max_steps": steps.stop}
+        max_steps=steps.stop,
+        wandb=wandb,
+        limits=Limits(),
+        model_dump=lambda mode: {"max_steps": steps.stop},
     )
     reporter = Reporter(run_dir, cfg, enabled=True, start=steps.start, session={"device": "CPU"})
     for step in steps:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from opensora_sp.checkpoint import (
     checkpoint_name,
     committed_checkpoints,
 )
+from opensora_sp.checkpoint.writer import all_finite
+from opensora_sp.training import run
 from opensora_sp.training.checkpointing import Checkpoints
 from opensora_sp.training.resuming import choose_checkpoint, find_checkpoint
 
@@ -276,3 +279,32 @@ def test_no_save_replaces_good_checkpoints_by_worse_ones(
     checkpoints.save(state_of_a_run(weight), {"step": 5})
     checkpoints.wait()
     assert [path.name for path in committed_checkpoints(tmp_path)] == ["step_00000005"]
+
+
+@pytest.mark.parametrize(("restarts", "expected"), [("0", "none"), ("1", "auto")])
+def test_a_restart_resumes_what_resume_none_has_begun(
+    restarts: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``torchrun --max-restarts`` repeats the command."""
+
+    class SeenError(Exception):
+        pass
+
+    def see(cfg: object, resume: str | None, *args: object, **options: object) -> None:
+        raise SeenError(resume)
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setattr(run, "preflight", see)
+    monkeypatch.setattr(run, "raise_on_all_ranks", nullcontext)
+    cfg: Any = SimpleNamespace(deterministic=False)
+    with pytest.raises(SeenError, match=expected):
+        run.train(cfg, resume="none")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found(value: float) -> None:
+    largest = torch.finfo(torch.float32).max
+    finite = [torch.full((3,), -largest), torch.ones(2).bfloat16(), torch.empty(0), torch.arange(3)]
+    assert all_finite(finite)
+    assert not all_finite([*finite, torch.tensor([1.0, value])])
+    assert not all_finite([*finite, torch.tensor([1.0, value]).bfloat16()])
