@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from opensora_sp.console import INTERRUPTED
-from opensora_sp.launchers import set_parent_death_signal
+from opensora_sp.launchers import is_request_to_stop, set_parent_death_signal
 
 # A terminal and a launcher that forwards SIGINT send it twice, within so many seconds.
 SAME_INTERRUPT = 1.0
@@ -42,8 +42,10 @@ class SignalHandler:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         self._parent_death_signal = set_parent_death_signal(signal.SIGCONT)
+        is_request_to_stop.set()
 
     def uninstall(self) -> None:
+        is_request_to_stop.clear()
         for number, handler in self._former.items():
             signal.signal(number, handler)
         set_parent_death_signal(self._parent_death_signal)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,7 +20,12 @@ from opensora_sp.launchers import is_alive
 
 ROOT = Path(__file__).parents[2]
 # Starts a program as torchrun does, or as ``colossalai run`` starts its copy, and waits for it.
-START = "import subprocess, sys; subprocess.Popen(sys.argv[2:], start_new_session=True).wait()"
+START = """
+import os, subprocess, sys
+if sys.argv[0] == "torchrun":
+    os.environ["TORCHELASTIC_RUN_ID"] = "1"
+subprocess.Popen(sys.argv[2:], start_new_session=True).wait()
+"""
 SCRIPT = """
 import ctypes, os, signal, sys, time
 from opensora_sp import launchers
@@ -90,7 +97,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             (folder / name).write_text(START)
             command = [sys.executable, name, "run", *command]
 
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         launcher = psutil.Popen(command, cwd=folder, env=environment)
         started.append(Started(launcher, folder))
         return started[-1]
@@ -124,17 +131,22 @@ def test_a_script_ends_where_colossalai_run_is_killed(start: Start) -> None:
 
 
 def test_a_script_ends_whose_launcher_has_gone_before_its_first_line(start: Start) -> None:
-    """And one below a shell script, which the launcher has started, lives as long as this."""
+    """And one below a shell script, which the launcher has started, lives as long as this.
+
+    Also where the shell lets it ignore SIGTERM.
+    """
     orphan = start(WAIT, "torchrun", shell="sleep 0.5;")
     wait_until(lambda: any(p.name() == "sleep" for p in orphan.launcher.children(recursive=True)))
     orphan.kill()
 
-    below_shell = start(WAIT, "torchrun", shell="sleep 0;")
+    below_shell = start(WAIT, "torchrun", shell="unset RANK; trap '' TERM; exec 2>log;")
     script = below_shell.script()
     wait_until(lambda: orphan.has_ended(), 10)
     assert is_alive(script)
     below_shell.kill()
     wait_until(lambda: not is_alive(script), 10)
+    log = (below_shell.folder / "log").read_text()
+    assert f"process {script.pid} ends: its launcher has exited" in log
 
 
 def test_a_script_that_handles_sigterm_ends_by_itself(start: Start) -> None:
@@ -166,3 +178,79 @@ def test_ancestors_up_to_one_that_has_exited(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(psutil.Process, "parent", parent)
     monkeypatch.setattr(launchers, "_runs_python", lambda process: True)
     assert launchers.launchers()[0] == launcher
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """What ``launchers`` reads of a process."""
+
+    program: str
+    pid: int = 20
+    parent: int = 10
+    is_below_torchrun: bool = False
+
+    def exe(self) -> str:
+        return self.program
+
+    def cmdline(self) -> list[str]:
+        return [self.program]
+
+    def name(self) -> str:
+        return Path(self.program).name
+
+    def environ(self) -> dict[str, str]:
+        return {"TORCHELASTIC_RUN_ID": "1"} if self.is_below_torchrun else {}
+
+    def ppid(self) -> int:
+        return self.parent
+
+
+INIT = Ancestor("/sbin/init", pid=1, parent=0)
+SYSTEMD = Ancestor("/usr/lib/systemd/systemd")
+WRAPPER = Ancestor("/bin/sh", is_below_torchrun=True)
+FIRST_WRAPPER = Ancestor("/bin/sh", pid=1, parent=0, is_below_torchrun=True)
+FROZEN = Ancestor("/opt/train.pex")
+FRAMEWORK = Ancestor("/Python.app/Contents/MacOS/Python")
+
+
+@pytest.mark.parametrize(
+    ("ancestors", "expected"),
+    [
+        pytest.param([WRAPPER, FROZEN, INIT], [FROZEN], id="frozen"),
+        pytest.param([WRAPPER, FRAMEWORK, INIT], [FRAMEWORK], id="framework build"),
+        pytest.param([FIRST_WRAPPER], [], id="first wrapper of a namespace"),
+        pytest.param([WRAPPER, FIRST_WRAPPER], [WRAPPER], id="wrappers in a namespace"),
+        pytest.param([INIT], [None], id="exited"),
+        pytest.param([WRAPPER, INIT], [None], id="exited, wrapper left"),
+        pytest.param([SYSTEMD, INIT], [None], id="exited, adopted by a user's systemd"),
+        pytest.param([WRAPPER], [None], id="exited, init hidden"),
+    ],
+)
+def test_torchrun_where_its_program_is_not_called_python(
+    monkeypatch: pytest.MonkeyPatch, ancestors: list[Ancestor], expected: list[Ancestor | None]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(launchers, "_ancestors", lambda: ancestors)
+    assert launchers.launchers() == expected
+
+
+@pytest.mark.parametrize("proc", ["new", "outer"])
+def test_a_rank_in_a_pid_namespace_of_its_own(proc: str) -> None:
+    """Sees torchrun, here this process, only through the /proc of the outer namespace."""
+    enter = ["unshare", "--map-root-user", "--pid", "--fork"]
+    if proc == "new":
+        enter.append("--mount-proc")
+    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], check=False).returncode:
+        pytest.skip("needs unshare(1) and user namespaces")
+
+    program = (
+        "from opensora_sp.launchers import launchers; print([p and p.pid for p in launchers()])"
+    )
+    found = subprocess.run(
+        [*enter, sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == str([] if proc == "new" else [os.getpid()])
