@@ -34,6 +34,11 @@ logger = logging.getLogger(__name__)
 LOCK = "run.lock"
 INTERVAL = 10.0  # seconds from one heartbeat to the next
 STALE_AFTER = 120.0  # seconds without one after which the lock of another host is stale
+# A run that is ending saves first. Who starts twice by mistake should not wait for long.
+LOCAL_WAIT = 30.0  # seconds that a start waits for a live process of this host
+LOOK_INTERVAL = 1.0  # seconds from one look at the lock of another run to the next
+TAKEN_LOOKS = 2  # in a row that find another holder, after which a run ends
+END_TIMEOUT = 10.0  # seconds to report why the process ends
 MAX_BYTES = 10_000  # that are read of a lock
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -113,15 +118,30 @@ class Found:
         holder = self.holder
         return "another run" if holder is None else f"process {holder.pid} of {holder.host}"
 
+    @property
+    def since(self) -> str:
+        return "" if self.holder is None else f" since {self.holder.since}"
+
+    @property
+    def is_local(self) -> bool:
+        return self.holder is not None and self.holder.is_local
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known that the holder has ended, as it is on its own host."""
+        return self.holder is not None and self.holder.is_local and not self.holder.is_running()
+
 
 class RunLock:
     """Holds a folder for this process: ``with RunLock(folder):``.
 
-    A thread writes the heartbeats, and ends the process if the lock was removed or taken. Where the
-    folder's disk has no hard links, a warning is logged and the folder is not locked.
+    On entry it waits for a run that is just ending. A thread writes the heartbeats, makes a lock
+    that was removed again, and ends the process if another run has taken it. Where the folder's
+    disk has no hard links, a warning is logged and the folder is not locked.
 
     Raises:
-        ValueError: on entry, if another run holds the folder, or it cannot be written to.
+        ValueError: on entry, if another run still holds the folder after ``LOCAL_WAIT`` (a process
+            of this host) or ``STALE_AFTER``, or if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -150,7 +170,7 @@ class RunLock:
         self._released.set()
         # A lock that cannot be removed is stale when this process has ended.
         with suppress(OSError):
-            if self._is_locked and self._is_held():
+            if self._is_held():
                 self.path.unlink()
 
     def _link(self) -> bool:
@@ -173,35 +193,40 @@ class RunLock:
         return self._is_locked
 
     def _await_release(self) -> None:
-        """Return where the lock is gone, or stale and removed.
+        """Return where the lock was released, or is stale and removed.
 
         Raises:
-            ValueError: if the process that holds it runs.
+            ValueError: if the process that holds it still runs after the wait.
         """
         found = Found.read(self.path)
         if found is None:
             return
-
-        if found.holder is not None and found.holder.is_local:
-            if found.holder.is_running():
-                raise self._refusal(found)
+        if found.has_ended:
             return self._remove(found)
 
-        message = "%s is locked by %s; waiting for a heartbeat, up to %g s"
-        logger.info(message, self.folder, found.name, STALE_AFTER)
-        wait_until(lambda: Found.read(self.path) != found, STALE_AFTER)
+        timeout = LOCAL_WAIT if found.is_local else STALE_AFTER
+        holder = found.name + found.since
+        logger.warning(
+            "%s is locked by %s; waiting up to %g s for its end", self.folder, holder, timeout
+        )
+        if wait_until(lambda: self._is_released_by(found), timeout, LOOK_INTERVAL):
+            return
+
         now = Found.read(self.path)
-        if now == found:
+        if now == found and not found.is_local:
             self._remove(found)
-        elif now is not None and now.holder == found.holder:
-            raise self._refusal(found)
+        elif now is not None:
+            raise self._refusal(now)
+
+    def _is_released_by(self, found: Found) -> bool:
+        now = Found.read(self.path)
+        return now is None or now.holder != found.holder or now.has_ended
 
     def _refusal(self, found: Found) -> ValueError:
-        since = "" if found.holder is None else f" since {found.holder.since}"
         return ValueError(
-            f"got outputs {str(self.folder)!r}, which {found.name} holds{since}; expected one run "
-            "for each folder; wait for that run or end it, or pass another --cfg-options "
-            "outputs=..."
+            f"got outputs {str(self.folder)!r}, which {found.name} holds{found.since}; expected "
+            "one run for each folder; wait for that run or end it, or pass another "
+            "--cfg-options outputs=..."
         )
 
     def _remove(self, stale: Found) -> None:
@@ -221,19 +246,39 @@ class RunLock:
         return found is not None and found.holder == self._holder
 
     def _write_heartbeats(self) -> None:
-        while not self._released.wait(INTERVAL):
+        taken = 0
+        while taken < TAKEN_LOOKS:
+            if self._released.wait(INTERVAL):
+                return
             # A disk that does not respond for a while is reported by the next save.
             with suppress(OSError):
-                if not self._is_held():
-                    break
-                os.utime(self.path)
+                taken = taken + 1 if self._is_taken() else 0
         if not self._released.is_set():
             self._end_process()
 
+    def _is_taken(self) -> bool:
+        """Whether another run holds the lock; a heartbeat where none does."""
+        found = Found.read(self.path)
+        if found is None:
+            # A folder that is moved or mounted again is absent for a while.
+            if self._link():
+                logger.warning("%s was removed; this run has made it again", self.path)
+            return False
+
+        if found.holder != self._holder:
+            return True
+        os.utime(self.path)
+        return False
+
     def _end_process(self) -> NoReturn:
         """Two runs that write to a folder would remove each other's checkpoints."""
+        # A log on a dead disk, or a pipe that nobody reads, blocks for ever.
+        end = threading.Timer(END_TIMEOUT, os._exit, (1,))
+        end.daemon = True
+        end.start()
+
         reason = (
-            f"got {str(self.path)!r} removed or replaced while the run held it; expected nobody "
+            f"got {str(self.path)!r} replaced while the run held it; expected nobody "
             "else to change it; see whether another run writes to the folder"
         )
         logger.error("%s", reason)

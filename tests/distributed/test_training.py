@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from opensora_sp.checkpoint import Part, check_model_config, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.runtime import RunLock
+from opensora_sp.runtime import RunLock, run_lock
 from opensora_sp.training.optimizer import learning_rate
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.resuming import agree_on, choose_checkpoint, find_checkpoint
@@ -289,7 +290,7 @@ def test_ranks_that_see_different_checkpoints_raise_the_same_error(
 def hold(folder: Path) -> str:
     """What a run reports of the folder that it is to hold; its content if it holds it."""
     try:
-        with _locked(folder):
+        with mock.patch.object(run_lock, "LOCAL_WAIT", 0.2), _locked(folder):
             names = sorted(path.name for path in folder.iterdir())
             torch.distributed.barrier()
             return str(names)

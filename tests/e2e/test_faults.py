@@ -259,6 +259,7 @@ def test_ranks_whose_launcher_has_gone_stop_with_a_checkpoint(
     if launcher == "torchrun":
         second = Job(tmp_path, config, *FOR_LONG)
         jobs.append(second)
+        second.until("waiting up to 2 s for its end")
         second.until("expected one run for each folder")
         second.until_gone(30)
         assert second.process.returncode == 1

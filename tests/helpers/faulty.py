@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import FileSystem
+from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.heartbeats import HeartbeatStore
 from opensora_sp.runtime.rendezvous import Rendezvous
 from opensora_sp.training.checkpointing import TrainingState
@@ -28,6 +29,8 @@ KIND, AT_RANK, AT_STEP = json.loads(Path(os.environ["FAULTS"]).read_text()).get(
     ATTEMPT, ["none", -1, -1]
 )
 MINE = RANK == AT_RANK
+
+run_lock.LOCAL_WAIT = 2.0  # a second run is refused soon
 
 
 def kill() -> None:
