@@ -112,7 +112,7 @@ def _torchrun(ancestors: list[psutil.Process]) -> list[psutil.Process | None]:
 
     Ranks and their wrappers have ``RUN_ID`` in their environments, and ``torchrun`` has not. Once
     it has exited, a process that adopts orphans is in its place. A script that a shell has started
-    with a copy of these variables cannot be told from a rank if that shell has exited already.
+    with a copy of these variables counts as a rank if that shell has exited already.
     """
     for process in ancestors:
         if _runs_python(process):

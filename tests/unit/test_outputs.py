@@ -210,6 +210,7 @@ def test_guidance_of_scale_one_costs_no_second_half(trained: Path) -> None:
     torch.testing.assert_close(*found.values(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sampling_reports_what_its_first_step_compiles(
     trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
