@@ -242,7 +242,10 @@ class T5TextEncoder(FrozenEncoder):
             if not any((files.folder / name).is_file() for name in TOKENIZER_FILES):
                 raise ValueError(f"it has none of {', '.join(TOKENIZER_FILES)}")
             self.tokenizer = T5TokenizerFast.from_pretrained(
-                str(files.folder), local_files_only=True, trust_remote_code=False
+                str(files.folder),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
             )
 
         config, tensors = files.config(), files.tensors()

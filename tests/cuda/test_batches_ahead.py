@@ -84,6 +84,7 @@ def on_steps(num_workers: int) -> tuple[bool, ...]:
     return tuple(on_device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_are_copied_one_ahead_from_pinned_memory(num_workers: int) -> None:
     recording = run_on_stub(on_steps, num_workers)

@@ -85,7 +85,10 @@ def attention_blocks(recording: Recording, kernel: str) -> list[int]:
     return [math.prod(launch.grid) for launch in recording.launches if kernel in launch.name]
 
 
-@pytest.mark.parametrize(("frames", "patches"), [(16, 256), (64, 1024), (15, 1590), (30, 3600)])
+@pytest.mark.parametrize(
+    ("frames", "patches"),
+    [(16, 256), pytest.param(64, 1024, marks=pytest.mark.slow), (15, 1590), (30, 3600)],
+)
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_one_caption_fills_the_device_in_backward(frames: int, patches: int, ranks: int) -> None:
     """The shard of rank 0 of one clip; the kernel of 128 keys, 16 heads and 132 multiprocessors."""

@@ -118,6 +118,7 @@ def test_zero_strategies_and_links_on_two_ranks() -> None:
         assert links == {"all-to-all, gloo": "ok"}
 
 
+@pytest.mark.slow
 def test_a_step_that_zero_does_not_take_is_found() -> None:
     for (zero,) in run_ranks(2, rank_findings, True):
         assert zero == {"ZeRO 1, 2 ranks": "FAIL", "ZeRO 2, 2 ranks": "FAIL"}

@@ -300,6 +300,7 @@ def test_taking_distinct_entries() -> None:
             assert torch.autograd.gradcheck(*inputs) and torch.autograd.gradgradcheck(*inputs)
 
 
+@pytest.mark.slow
 def test_no_compiled_backward_adds_by_index() -> None:
     """In what inductor would be given: it turns each of these operators into atomics."""
     torch._dynamo.reset()
@@ -461,7 +462,9 @@ def norm_of_bf16_gradients(kind: type[torch.optim.Optimizer]) -> None:
     assert optimizer.get_grad_norm() == pytest.approx(squares.sqrt().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(torch.optim.AdamW, marks=pytest.mark.slow), torch.optim.SGD]
+)
 def test_the_gradient_norm_of_bf16_gradients_is_not_rounded_to_bf16(kind: type) -> None:
     run_ranks(2, norm_of_bf16_gradients, kind)
 

@@ -384,7 +384,7 @@ def in_turn(*functions) -> None:
 PLANNED = (planned_models, recomputed, worked_in_place, kept_no_longer, refused_plans)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_model_without_points_gives_the_one_process_result(num_ranks: int) -> None:
     run_ranks(num_ranks, in_turn, *PLANNED)
 

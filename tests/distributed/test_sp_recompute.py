@@ -86,6 +86,7 @@ def train_all(config: Path) -> dict[str, tuple[list[float], Any]]:
     return dict(zip(RUNS, found, strict=True))
 
 
+@pytest.mark.slow
 def test_training_keeps_what_fits(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     manifest = write_toy_set(tmp_path / "set", 4)

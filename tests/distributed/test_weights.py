@@ -290,6 +290,7 @@ def booster_folders(folder: Path) -> None:
         assert torch.equal(master, shards.cut(name, wanted[name])), name
 
 
+@pytest.mark.slow
 def test_folders_of_a_real_booster(model: STDiT3, tmp_path: Path) -> None:
     run_ranks(2, booster_folders, tmp_path)
     for folder in sorted(p for p in tmp_path.iterdir() if p.is_dir()):
