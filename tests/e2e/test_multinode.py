@@ -191,7 +191,7 @@ def test_what_one_host_lacks_is_reported_by_the_ranks_of_all(
     beta.mount("-o", "remount,size=256m", "/dev/shm")
     assert done.returncode == 1
     lacking = "got 0.1 MB free of 0.1 MB in /dev/shm on beta; "
-    lacking += "expected at least 0.1 MB for 1 ranks x 2 workers "
+    lacking += "expected at least 0.2 MB for 1 ranks x 2 workers "
     assert f"error (rank 1): {lacking}" in done.stderr, done.stderr
     assert f"error (rank 0): rank 1 (beta) cannot start: {lacking}" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()
