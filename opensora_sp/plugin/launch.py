@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.runtime import StartLimit, join_rendezvous
+from opensora_sp.runtime import StartLimit, connect_ranks, join_rendezvous
 
 from ._colossalai import get_accelerator, get_dist_logger, set_seed
 from .accelerator import use_cpu_if_nothing_else
@@ -66,8 +66,7 @@ def _launch(seed: int, timeout: timedelta | None) -> None:
 
     if accelerator.support_set_device:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    # NCCL connects ranks at the first collective.
-    dist.barrier()
+    connect_ranks(current_device())
     set_seed(seed)
 
 

@@ -3,7 +3,7 @@
 from .environment import Launch
 from .host_checks import check_machine, check_shared_memory
 from .processes import init_worker, leave_process_group
-from .rendezvous import join_rendezvous, raise_on_all_ranks
+from .rendezvous import connect_ranks, join_rendezvous, raise_on_all_ranks
 from .run_lock import RunLock
 from .start_limit import StartLimit
 from .watchdog import Watchdog, backend_timeout
@@ -22,6 +22,7 @@ __all__ = [
     "backend_timeout",
     "check_machine",
     "check_shared_memory",
+    "connect_ranks",
     "init_worker",
     "join_rendezvous",
     "leave_process_group",

@@ -28,7 +28,7 @@ from opensora_sp.launchers import is_alive
 from opensora_sp.polling import wait_until
 from opensora_sp.regular_file import open_regular
 
-from .processes import machine_id
+from .processes import exiting_after, machine_id
 
 logger = logging.getLogger(__name__)
 LOCK = "run.lock"
@@ -272,16 +272,12 @@ class RunLock:
 
     def _end_process(self) -> NoReturn:
         """Two runs that write to a folder would remove each other's checkpoints."""
-        # A log on a dead disk, or a pipe that nobody reads, blocks for ever.
-        end = threading.Timer(END_TIMEOUT, os._exit, (1,))
-        end.daemon = True
-        end.start()
-
         reason = (
             f"got {str(self.path)!r} replaced while the run held it; expected nobody "
             "else to change it; see whether another run writes to the folder"
         )
-        logger.error("%s", reason)
-        write_error_file(reason)
-        logging.shutdown()  # flushes
+        with exiting_after(END_TIMEOUT, status=1):
+            logger.error("%s", reason)
+            write_error_file(reason)
+            logging.shutdown()  # flushes
         os._exit(1)

@@ -335,11 +335,11 @@ class Watchdog:
 
     def _end_run(self, reason: str) -> None:
         """Report a failure, propagate it, and end the process unless the run ends by itself."""
+        self._failure = reason = self._store.claim_failure(reason)
         with exiting_after(PROPAGATION_TIMEOUT + 2 * EXIT_TIMEOUT, _exit_code(reason)):
             self._report_and_exit(reason)
 
     def _report_and_exit(self, reason: str) -> None:
-        self._failure = reason = self._store.claim_failure(reason)
         is_hang = any(words in reason for words in OF_HANGS)
         if not self._ended.is_set():
             self._report(reason)

@@ -38,6 +38,7 @@ from opensora_sp.runtime import (
     StartLimit,
     Watchdog,
     backend_timeout,
+    connect_ranks,
     join_rendezvous,
     raise_on_all_ranks,
 )
@@ -113,8 +114,7 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         with StartLimit.after(store):
             dist.init_process_group(backend, timeout=backend_timeout())
-            # NCCL connects ranks at the first collective.
-            dist.barrier()
+            connect_ranks(device)
     del store  # the process group keeps it
     return device
 

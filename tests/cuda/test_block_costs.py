@@ -29,6 +29,7 @@ def test_a_pair_of_blocks_on_one_clip(kernels: str, bounds: dict[str, tuple[int,
         assert "switch" not in costs.activations  # no table is gathered, no token sent
 
 
+@pytest.mark.slow
 def test_images_take_neither_queries_nor_keys_over_frames() -> None:
     """Of the matrix products 4 of 56 parts, and in the temporal block no attention to itself."""
     clip, image = pair_costs(frames=2, patches=512), pair_costs(frames=1, patches=1024)

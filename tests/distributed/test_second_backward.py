@@ -58,6 +58,6 @@ def twice() -> int:
     return refused
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_second_backward_adds_the_same_gradient_or_is_refused(world: int) -> None:
     assert run_ranks(world, twice) == [2] * world

@@ -41,7 +41,7 @@ def compare() -> None:
         assert_one_process_result(masked, mesh)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parity(world: int) -> None:
     run_ranks(world, compare)
 

@@ -138,6 +138,7 @@ def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
     return not run.train(Path(cfg.outputs), None, watch), len(validations)
 
 
+@pytest.mark.slow
 def test_no_validation_is_begun_where_a_rank_is_asked_to_stop(tmp_path: Path) -> None:
     manifest = str(write_toy_set(tmp_path / "set", 7))
     options = f"load = None\nmax_steps = 4\nckpt_every = 4\noutputs = {str(tmp_path / 'run')!r}\n"

@@ -105,6 +105,7 @@ def choose_while_compiled():
     return results, len(graphs)
 
 
+@pytest.mark.slow
 def test_the_choice_is_a_constant_of_compiled_code():
     assert run_interpreted(choose_while_compiled) == ([1, 2, 1, 2], 2)
 
