@@ -2,6 +2,7 @@
 # make test   the tests of the fast tier, in five minutes on two cores
 # make test-all   those, then all other tests that CI runs; test-docs, test-faults, test-reshard, test-resume and
 #                 test-shutdown do in full what it samples
+# make campaigns   thousands of planted faults, in hours; it resumes where it was interrupted; build/campaigns/index.html
 # make test-mutations   ten planted faults, each of which make test has to catch
 # make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
 # make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
@@ -16,7 +17,7 @@ export PATH := $(BIN):$(PATH)
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo test test-all test-mutations test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
+.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +69,13 @@ test-mutations: $(VENV)/.installed
 
 # Hours, so the limit of a hang that holds the GIL is another one.
 GRID := $(PYTEST) -m grid --override-ini faulthandler_timeout=7300
+
+# CAMPAIGN=name restricts it to one; see tests/README.md.
+CAMPAIGN ?=
+
+campaigns: $(VENV)/.installed
+	$(PYTEST) tests/campaigns --numprocesses 2 --dist loadfile --override-ini faulthandler_timeout=7300 \
+		-m campaign -k "$(CAMPAIGN)" --campaign-results build/campaigns
 
 test-docs: $(VENV)/.installed
 	$(GRID) tests/docs/test_docs.py
