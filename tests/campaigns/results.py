@@ -138,6 +138,8 @@ def write_page(folder: Path) -> None:
 
 def text_of(value: Any) -> str:
     if isinstance(value, dict):
-        ranges = (f"{k}: {v['least']:g} / {v['median']:g} / {v['most']:g}" for k, v in value.items())
+        ranges = (
+            f"{k}: {v['least']:g} / {v['median']:g} / {v['most']:g}" for k, v in value.items()
+        )
         return "; ".join(ranges)
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
