@@ -11,8 +11,8 @@ from typing import Any
 class Case:
     """A fault and where it strikes.
 
-    ``name`` is unique in its campaign and the same for the same seed. ``trials`` counts what the case
-    tries, where it tries more than one fault. Cases ``in_sample`` run in CI as well.
+    ``name`` is unique in its campaign and the same for the same seed. ``trials`` counts what the
+    case tries, where it tries more than one fault. Cases ``in_sample`` run in CI as well.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """The driver of the campaigns: draws their cases, resumes them, and writes a page of results.
 
 A campaign is a file here. Its ``pytestmark`` has ``campaign(bar=..., size=...)``, its function
-``cases(random)`` draws the cases, and its test takes a ``case``. Its controls, ``test_control_...``,
-plant what the campaign has to notice. Figures of a case are recorded with ``record_property``.
+``cases(random)`` draws the cases, and its test takes a ``case``. Its controls, named
+``test_control_...``, plant what the campaign has to notice. Figures of a case are recorded with ``record_property``.
 
 CI runs the controls and a sample of the cases; ``make campaigns`` runs all, and resumes if it is
 interrupted: what has passed at the same commit and seed is not run again.
@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
+
 from campaigns import results
 from campaigns.case import Case
 
@@ -48,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases outside of the sample are of the grid, all others slow; those that passed are left out."""
+    """Cases outside of the sample are of the grid, all others slow; those that passed are out."""
     folder = config.getoption("--campaign-results", None)
     passed = results.passed(folder, seed_of(config)) if folder else set()
     remaining, left_out = [], []

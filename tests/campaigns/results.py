@@ -16,7 +16,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 INTERNAL = ("campaign", "trials")  # properties that the driver adds
-STYLE = "body{font:15px sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:left}pre{white-space:pre-wrap}"
+STYLE = """
+body { font: 15px sans-serif; margin: 2em }
+td, th { padding: .3em .8em; text-align: left }
+pre { white-space: pre-wrap }
+"""
 
 
 @cache
