@@ -118,6 +118,10 @@ OPERATIONS = {
     "unlink {old}/manifest.json": 1,
     "unlink {old}": 1,
 }
+MOMENTS_OF_SAVES = []
+for what in OPERATIONS:
+    inside = ["within"] if what.startswith("write") else []
+    MOMENTS_OF_SAVES += [(what, when) for when in ["before", *inside, "after"]]
 LAYOUTS: list[Layout] = [(1, 2), (2, 1), (1, 2), (2, 1), (1, 1), (2, 2)]
 PER_PHASE = {"save": 80, "start": 42, "data": 42, "step": 42, "validation": 42}
 
@@ -162,20 +166,21 @@ def draw(random: Random, phase: str, number: int) -> Kill:
     victim = victims[number // len(LAYOUTS) % len(victims)]
     by = int(victim.removeprefix("rank ")) if victim.startswith("rank") else 0
     when = random.choice(["before", "after"])
-    num_workers = random.choice([0, 0, 1])
+    num_workers = random.choice([0, 1] if phase == "data" else [0, 0, 0, 1])
 
     if phase == "save":
-        by, what = 0, random.choice(list(OPERATIONS))
-        calls = OPERATIONS[what]
-        if what.startswith("write"):
-            when = random.choice(["before", "within", "after"])
+        # Each of them in turn, so that none is left out.
+        what, when = MOMENTS_OF_SAVES[number % len(MOMENTS_OF_SAVES)]
+        by, calls = 0, OPERATIONS[what]
     elif by == 0 and random.random() < 0.3 and phase in OF_RANK_0:
         what, calls = random.choice(OF_RANK_0[phase]), 1
     else:
         what = random.choice(list(CALLS[phase]))
         calls = CALLS[phase][what]
-    if what.endswith("_read") and num_workers and random.random() < 0.5:
-        victim = "worker"
+    if phase == "data" and num_workers:
+        # A call of the worker.
+        what = "opensora_sp.data.dataset:VideoTextDataset._read"
+        victim = random.choice([victim, "worker"])
 
     return Kill(
         phase,

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import FOR_LONG, Job, assert_stopped_well, command_of
+from jobs import FOR_LONG, Job, assert_stopped_well
 from polling import wait_until
 from ranks import free_port, run_ranks
 from safetensors.torch import load_file
@@ -217,34 +216,6 @@ def test_sigterm_to_the_job_leaves_a_checkpoint(
         and "exitcode  : 143" in again.text
         and "at step" in again.text
     )
-
-
-@pytest.mark.parametrize(
-    ("launcher", "seconds"),
-    [
-        ("torchrun", 0.0),  # the ranks import
-        ("colossalai", 0.0),
-        ("torchrun", 8.0),  # a rank waits for the other one
-        pytest.param("torchrun", 1.0, marks=grid),
-        pytest.param("torchrun", 2.0, marks=grid),
-        pytest.param("torchrun", 4.0, marks=grid),
-        pytest.param("colossalai", 1.0, marks=grid),
-        pytest.param("colossalai", 8.0, marks=grid),
-    ],
-)
-def test_no_rank_outlives_a_launcher_that_is_killed_before_the_ranks_have_joined(
-    config: Path, tmp_path: Path, jobs: list[Job], launcher: str, seconds: float
-) -> None:
-    job = Job(tmp_path, config, launcher=launcher, script="scripts/train.py")
-    jobs.append(job)
-    rank = wait_until(lambda: [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]], 60)[0]
-    if launcher == "torchrun" and seconds:
-        time.sleep(0.5)  # until its first line has run
-        os.kill(rank, signal.SIGSTOP)
-    time.sleep(seconds)
-    job.process.kill()
-    # Copies of colossalai run wait for a signal that nobody sends.
-    job.until_gone(15, but="colossalai")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def assert_starts_continue(
         work = (train_once, config, outputs, layout, stop, f"ckpt_every={EVERY}", *options)
         job = WarmJob(folder / f"start {number}", layout[0] * layout[1], *work, context=context)
         try:
-            assert job.results(60) == [""] * job.num_ranks, job.text
+            assert job.results(60) == [""] * len(job.ranks), job.text
         finally:
             job.kill()
 

@@ -43,7 +43,7 @@ class WarmJob:
         context: Any = None,
     ) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.num_ranks = folder, num_ranks
+        self.folder, self.ranks = folder, range(num_ranks)
         work = pickle.dumps((function, args))
         context = context or warm_context()
         self.process = context.Process(target=_launch, args=(folder, num_ranks, work))
@@ -86,7 +86,7 @@ class WarmJob:
     def results(self, seconds: float) -> list[Any]:
         """What the ranks return, all of which must."""
         self.wait(seconds)
-        outcomes = [self.outcome(rank) for rank in range(self.num_ranks)]
+        outcomes = [self.outcome(rank) for rank in self.ranks]
         for rank, outcome in enumerate(outcomes):
             assert outcome is not None, f"rank {rank} died:\n{self.text}"
             assert outcome[0] is None, f"rank {rank} failed:\n{outcome[0]}\n{self.text}"
