@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -392,7 +393,9 @@ def check_load(
         wrong = [name for name in found if not torch.equal(found[name], expected[name])]
         assert not wrong, f"{trial}: weights have changed, {wrong[:3]} ({error or 'no error'})"
         assert not error or changed, f"{trial}: nothing is damaged, and yet {error}"
-        assert not error or names_one(error, [*changed, f"{place}'"]), error
+        # Without an index, nothing but the folder can be named.
+        has_index = any(".index" in name for name in damaged)
+        assert not error or names_one(error, changed if has_index else [str(place)]), error
         assert content(place) == damaged, "loading has changed files"
 
 
@@ -452,18 +455,15 @@ def check_cache(whole: Path, place: Path, trial: Trial) -> bool:
     return bool(errors)
 
 
-def train_from_cache(folder: Path, cache: Path, outputs: Path) -> list[str]:
-    """The errors of two runs from a damaged cache. Called by one rank."""
+def train_from_cache(folder: Path, cache: Path, outputs: Path) -> str:
+    """The error of a run from a damaged cache. Called by one rank."""
     from opensora_sp.training import train
 
     options = [f"outputs={outputs}", "max_steps=4", "sp_size=1", *TINY]
     options += ["dataset={'type': 'CachedFeatures', 'path': " + repr(str(cache)) + "}"]
-    errors = []
-    for _ in range(2):
-        with pytest.raises(ValueError) as error:
-            train(load_train_config(folder / "config.py", options), resume="auto")
-        errors.append(str(error.value))
-    return errors
+    with pytest.raises(ValueError) as error:
+        train(load_train_config(folder / "config.py", options), resume="auto")
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -593,10 +593,12 @@ def check_caches(whole: Path, place: Path, trials: list[Trial]) -> None:
     # The last of them, in training.
     damaged = place / str(refused[-1])
     before = content(damaged)
-    (errors,) = run_ranks(1, train_from_cache, whole.parent, damaged, place / "outputs")
-    assert len(set(errors)) == 1 and trials[0].file in errors[0], errors
+    outputs = place / "outputs"
+    for _ in range(2):
+        (error,) = run_ranks(1, train_from_cache, whole.parent, damaged, outputs)
+        assert trials[0].file in error, error
     assert content(damaged) == before
-    assert not list((place / "outputs").glob("step_*"))
+    assert not list(outputs.glob("step_*"))
 
 
 def test_damage_is_refused(case: Case, request: pytest.FixtureRequest, tmp_path: Path) -> None:
