@@ -270,7 +270,7 @@ class Watchdog:
                 or_hangs = "" if reason == PROCESS_ENDED else ", is stopped or is cut off"
                 return self._end_run(
                     f"rank 0, which hosts the store of the heartbeats, has exited{or_hangs} "
-                    f"({reason})"
+                    f"({reason}); it was at {self._store.last_location(0)}"
                 )
             except Exception:
                 return logger.exception("the watchdog failed; the run continues without it")
