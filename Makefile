@@ -81,7 +81,7 @@ test-docs: $(VENV)/.installed
 	$(GRID) tests/docs/test_docs.py
 
 test-faults: $(VENV)/.installed
-	$(GRID) tests/distributed/test_storage.py tests/e2e/test_faults.py
+	$(GRID) tests/e2e/test_faults.py
 
 test-reshard: $(VENV)/.installed
 	$(GRID) tests/distributed/test_reshard.py
