@@ -37,10 +37,11 @@ from safetensors.torch import save_file
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import from_pretrained, open_weights, pickle_file, write_model_config
 from opensora_sp.checkpoint.folder import _commit_text, to_json
-from opensora_sp.config import load_inference_config, load_train_config
+from opensora_sp.config import InferenceConfig, load_inference_config, load_train_config
 from opensora_sp.data import (
     CachedFeatures,
     ClipShape,
+    Limits,
     Manifest,
     Sample,
     VideoTextDataset,
@@ -457,9 +458,9 @@ def folder_of_clips(attack: Attack) -> Reader:
     write_captions(attack.folder / "clips.csv", files)
 
     def read() -> None:
-        index_files(files, workers=1)
+        index_files(files, workers=1, limits=Limits(seconds=2))
         dataset = VideoTextDataset(
-            str(attack.folder / "clips.csv"), num_frames=1, image_size=(8, 8), time_limit=10
+            str(attack.folder / "clips.csv"), num_frames=1, image_size=(8, 8), time_limit=2
         )
         for number in range(len(files)):
             dataset[number]
@@ -498,11 +499,10 @@ def prompts(attack: Attack) -> Reader:
         path = place(attack, "prompts.csv", text.encode(errors="replace"))
     else:
         path = place(attack, "prompts.txt", random.choice(lines).encode(errors="replace"))
-    return partial(read_requests, path)
+    return partial(read_requests, path, load_inference_config(SAMPLE_CONFIG))
 
 
-def read_requests(path: Path) -> None:
-    cfg = load_inference_config(SAMPLE_CONFIG)
+def read_requests(path: Path, cfg: InferenceConfig) -> None:
     found = read_prompts(path)
     for prompt in found[:3]:
         parse_prompt(prompt.prompt)
@@ -708,48 +708,53 @@ def test_hostile_input_does_nothing(
 # Readers without precautions, which the guard must notice.
 
 
+FOLLOW = {"format": "concat", "container_options": {"safe": "0"}}
+
+
 def unpickle(path: Path) -> None:
     pickle.loads(path.read_bytes())
 
 
 @pytest.mark.parametrize(
-    ("write", "read", "message"),
+    ("written", "read", "message"),
     [
         ("pickle", unpickle, "pickle.find_class"),
         ("torchscript", lambda path: torch.load(path, weights_only=True), "touched"),
-        ("json", lambda path: json.loads(path.read_bytes()), "MiB"),
-        ("playlist", lambda path: av.open(str(path)), "touched"),
+        ("large", lambda path: path.read_bytes(), "400 MiB"),
+        ("playlist", lambda path: av.open(str(path), **FOLLOW), "touched"),
         ("fifo", lambda path: path.read_bytes(), "did not end within"),
         ("path", lambda path: Path(path.read_text()).read_text(), "opened .*secret"),
         ("url", lambda path: av.open(path.read_text()), "connected"),
         ("code", lambda path: exec(compile(path.read_text(), path, "exec")), "executed"),
-        ("json", lambda path: path.with_name("copy").write_text("x"), "to write"),
-        ("json", lambda path: {}["a"], "KeyError"),
+        ("code", lambda path: path.with_name("copy").write_text("x"), "to write"),
+        ("code", lambda path: {}["a"], "KeyError"),
     ],
     ids=range(10),
 )
 def test_control(
-    tmp_path: Path, outside: Outside, write: str, read: Callable[[Path], Any], message: str
+    tmp_path: Path, outside: Outside, written: str, read: Callable[[Path], Any], message: str
 ) -> None:
     folder = tmp_path / "inside"
     folder.mkdir()
     path = folder / "file.mp4"
-    if write == "pickle":
+    if written == "pickle":
         path.write_bytes(pickle.dumps(RunsWhenUnpickled(outside.folder / "ran")))
-    elif write == "torchscript":
+    elif written == "torchscript":
         write_torchscript(path, outside.folder / "written")
-    elif write == "fifo":
+    elif written == "fifo":
         os.mkfifo(path)
     else:
         texts = {
-            "json": "[" + "[]," * 6_000_000 + "[]]",
-            "playlist": f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{outside.secret}\n",
+            "large": "",
+            "playlist": f"ffconcat version 1.0\nfile {outside.secret}\n",
             "path": str(outside.secret),
             "url": outside.url,
             "code": "x = 1",
         }
-        path.write_text(texts[write])
+        path.write_text(texts[written])
+    if written == "large":
+        os.truncate(path, 400 << 20)
 
-    report = run_guarded(lambda: read(path), folder, outside, seconds=3)
+    report = run_guarded(lambda: read(path), folder, outside, seconds=5)
     with pytest.raises(AssertionError, match=message):
         check_report("control", report, "control")
