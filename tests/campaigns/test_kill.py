@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -152,6 +153,13 @@ class Kill:
         options = " new" * self.is_new + " async" * self.async_save + " worker" * self.num_workers
         where = f"{self.phase}: {moment.when} {what} {moment.number} of rank {self.by}"
         return f"{self.victim} in {where} dp{dp} sp{sp}{options}".replace("/", "-")
+
+    def is_named_in(self, log: str) -> bool:
+        """Whether another rank logs which one was killed, once there is a watchdog."""
+        if not self.victim.startswith("rank") or self.phase == "start" or self.layout == (1, 1):
+            return True
+        number = self.victim.removeprefix("rank ")
+        return re.search(rf"stops: (rank {number}\b|ranks \[{number}\])", log) is not None
 
 
 def victims_of(layout: Layout) -> list[str]:
@@ -311,9 +319,11 @@ class Scene:
         try:
             job.until(self.folder / "struck", 60)
             struck, _ = json.loads((self.folder / "struck").read_text())
-            return job.wait(struck + seconds - time.time()) - struck
+            took = job.wait(struck + seconds - time.time()) - struck
         finally:
             job.kill()
+        assert kill.is_named_in(job.text), f"nobody names {kill.victim}:\n{job.text}"
+        return took
 
     def options(self, kill: Kill) -> list[str]:
         options = [f"ckpt_every={EVERY}", "keep_last=1", f"num_workers={kill.num_workers}"]
