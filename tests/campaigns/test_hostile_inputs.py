@@ -201,11 +201,10 @@ def model_config(attack: Attack) -> Reader:
     write_model_config(attack.folder, "STDiT3", model.config)
     save_file(model.state_dict(), attack.folder / "model.safetensors")
     config = json.loads((attack.folder / "config.json").read_text())
-    absurd = {key: 1 << 40 for key, value in config.items() if type(value) is int}
-    key = attack.random.choice([*absurd])
-    options = [{**config, key: absurd[key]}, {**config, "auto_map": {"AutoModel": "evil.Model"}}]
-    text = json.dumps(attack.random.choice(options)).encode()
-    if attack.random.random() < 0.5:
+    key = attack.random.choice([key for key, value in config.items() if type(value) is int])
+    absurd = {key: attack.random.choice([1 << 40, 1 << 31]), "auto_map": {"AutoModel": "evil.A"}}
+    text = json.dumps({**config, **absurd}).encode()
+    if attack.random.random() < 0.4:
         text = hostile_json(attack, config)
     place(attack, "config.json", text)
     return partial(from_pretrained, attack.folder)
