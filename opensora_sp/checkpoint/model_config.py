@@ -28,8 +28,8 @@ WITHOUT_EFFECT = frozenset(
         "from_pretrained", "input_size", "only_train_temporal",
     }
 )  # fmt: skip
-# Largest numbers of a config.json: modules and tables are made before weights are compared. A file of
-# few tensors may still have so many blocks.
+# Largest numbers of a config.json: modules and tables are made before weights are compared.
+# MAX_DEPTH is for files of fewer tensors.
 MAX_SETTING, MAX_TABLE, MAX_DEPTH = 1 << 16, 1 << 26, 64
 # Other values would change the model in ways that are not implemented here.
 MUST_BE = {"no_temporal_pos_emb": False, "skip_temporal": False}
