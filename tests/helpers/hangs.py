@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import Saver
@@ -22,7 +21,6 @@ from opensora_sp.data import VideoTextDataset
 from opensora_sp.runtime.heartbeats import HeartbeatStore
 from opensora_sp.runtime.rendezvous import Rendezvous
 from opensora_sp.training import metrics, run, train, trainer
-from opensora_sp.training.outcomes import PendingOutcome
 from opensora_sp.training.trainer import Trainer
 from opensora_sp.training.validation import Validator
 
@@ -87,7 +85,7 @@ class Hang:
                 FREEZES.get(self.kind, int)()
                 time.sleep(AFTERWARDS.get(self.kind, FOREVER))
                 if self.kind == "skip":
-                    return without_the_call(self.place, *args)
+                    return None
             return plain(*args, **kwargs)
 
         # Stacks and reports show the name of the code.
@@ -119,7 +117,8 @@ class Hang:
                 rf"{stops}rank \d has waited \S+ s \(collective_timeout\) for .* missing: "
                 rf"(.*; )?rank {self.rank}, which has called \d+ and is at {at}"
             )
-        if self.rank == 0:
+        if self.rank == 0 and self.kind == "stop":
+            # A thread of torch's, which needs no GIL, serves the store.
             return re.compile(
                 rf"{stops}rank 0, which hosts the store of the heartbeats, has exited, is stopped "
                 rf"or is cut off \(.*\); it was at {at}"
@@ -146,16 +145,6 @@ class Hang:
             rf".*, or ranks have called another collective: rank {self.rank} is at ",
         )
         return re.compile(f"rank {other} stops: ({'|'.join(of_rank)})")
-
-
-def without_the_call(place: str, *args: Any) -> Any:
-    """What a rank goes on with that has skipped a call."""
-    zero = torch.zeros(())
-    if place == "the update":
-        trainer, step, *_ = args
-        trainer.optimizer.zero_grad()
-        return PendingOutcome(step + 1, loss=zero, taken=zero, stop=zero)
-    return zero if place == "forward" else None
 
 
 def trained(config: Path, options: list[str], hang: Hang | None = None, struck: Any = None) -> None:
