@@ -107,12 +107,22 @@ def cases(random: Random) -> list[Case]:
         add("skip", place, timeout="collective", options=("sp_size=1", "async_save=True"))
     for place in random.sample(list(PLACES), 6):
         add("lag", place)
+    for place in random.sample(AFTER_THE_WATCHDOG, 3):
+        add("raise", place)
+    add("raise", "the update", separate=True)
     add("sleep", "reading", in_worker=True)
     for place in random.sample(["the start", "forward", "saving", "the end"], 2):
         add("signal", place, timeout="peer", separate=True, cut=True)
     add("stop", random.choice(["forward", "the update"]), timeout="peer", separate=True)
 
-    return with_sample(drawn, ["150 steps with stragglers", "stop at heartbeats"])
+    several = [
+        Hang("stop", "the update", 0, call=2),
+        Hang("stop", "heartbeats", 1),
+        Hang("sleep", "the process group", 2),
+    ]
+    setup = Setup(tuple(several), timeout="peer", options=("sp_size=3", "precision=fp32"))
+    drawn.append(Case("several, one on each rank", setup, trials=RANKS))
+    return with_sample(drawn, ["150 steps with stragglers", "several, one on each rank"])
 
 
 def layout(random: Random, place: str) -> list[str]:

@@ -138,13 +138,13 @@ class Seen:
     Attributes:
         decisions: whether each step was taken, by its number.
         changed: whether the step changed a byte of this rank's shards.
-        good: the newest checkpoint at the end, when all have been read.
+        kept: the checkpoints at the end of a run that failed, all of which are good.
     """
 
     outcome: str = ""
     decisions: dict[int, bool] = field(default_factory=dict)
     changed: dict[int, bool] = field(default_factory=dict)
-    good: Path | None = None
+    kept: list[Path] = field(default_factory=list)
 
 
 def starts(config: Path, outputs: Path, fault: Fault | None, options: list[str]) -> list[Seen]:
@@ -178,7 +178,7 @@ def start(config: Path, options: list[str], fault: Fault | None) -> Seen:
             seen.outcome = "finished"
         except ValueError as error:
             seen.outcome = str(error)
-            seen.good = newest_good(Path(options[0].removeprefix("outputs=")))
+            seen.kept = good_checkpoints(Path(options[0].removeprefix("outputs=")))
     return seen
 
 
@@ -409,21 +409,24 @@ def assert_ended_as_it_should(fault: Fault, seen: Seen) -> None:
     assert in_a_row in seen.outcome or (
         "got NaN or infinity in " in seen.outcome and f" (rank {fault.rank})" in seen.outcome
     ), seen.outcome
-    assert f"resume from the last good checkpoint, {seen.good}, with --resume auto" in seen.outcome
+    advice = f"resume from the last good checkpoint, {seen.kept[-1]}, with --resume auto"
+    assert advice in seen.outcome, seen
+    # What was saved before the fault is not rotated away.
+    assert any(int(path.name.removeprefix("step_")) < FIRST for path in seen.kept), seen
 
 
-def newest_good(run_dir: Path) -> Path:
-    """The newest checkpoint; each one is whole and finite."""
+def good_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, the newest last; raises unless each is whole and finite."""
     found = committed_checkpoints(run_dir)
     for checkpoint in found:
         verify(checkpoint)
         check_finite(checkpoint)
-    return found[-1]
+    return found
 
 
 def assert_good_to_the_end(ground: Ground, fault: Fault, run_dir: Path) -> None:
     """All checkpoints are finite; the bits are those of a run without a fault if none was lost."""
-    last = newest_good(run_dir)
+    last = good_checkpoints(run_dir)[-1]
     assert last.name == f"step_{STEPS + 1:08d}"
     state = json.loads((last / "state.json").read_text())
 
@@ -496,7 +499,7 @@ def test_control_a_checkpoint_that_is_not_finite_is_noticed(ground: Ground, tmp_
     fault = Fault("EMA weight", math.nan, 0, (STEPS,), "sp 2", "fp32", ("ckpt_every=1",))
     run_ranks(2, unchecked, ground.config, tmp_path / "run", fault, fault.config_options())
     with pytest.raises(ValueError, match="got NaN or infinity in"):
-        newest_good(tmp_path / "run")
+        good_checkpoints(tmp_path / "run")
 
 
 def run_unchecked(saver: Any, config: Path, outputs: Path, fault: Fault, options: list) -> Seen:

@@ -54,9 +54,9 @@ class Hang:
     """What one rank does at a place.
 
     Attributes:
-        kind: "stop" by SIGSTOP, "hold the GIL", so that no thread runs, "sleep" in Python, "skip"
-            the call and go on, "lag" behind the others in each call, or "signal" the place to this
-            process and go on.
+        kind: "stop" by SIGSTOP, "hold the GIL", so that no thread runs, "sleep" in Python, "raise"
+            an error, "skip" the call and go on, "lag" behind the others in each call, or "signal"
+            that the rank is there and go on.
         call: which of the rank's calls at the place, counted from 1.
         in_worker: whether a worker of the rank's loader does so; its rank then waits for it.
     """
@@ -83,6 +83,8 @@ class Hang:
                 time.sleep(SETTLED if self.is_silent else 0)
                 os.symlink(str(time.monotonic()), struck)
                 FREEZES.get(self.kind, int)()
+                if self.kind == "raise":
+                    raise ValueError("got a planted error; expected none; remove it")
                 time.sleep(AFTERWARDS.get(self.kind, FOREVER))
                 if self.kind == "skip":
                     return None
@@ -112,6 +114,8 @@ class Hang:
             if self.is_silent:
                 names = f"rank {self.rank} did not respond"
             return re.compile(rf"{stops}got no process group of \d ranks within \S+ s: {names}")
+        if self.kind == "raise":
+            return re.compile(f"{stops}rank {self.rank} failed: ValueError: got a planted error")
         if not self.is_silent:
             return re.compile(
                 rf"{stops}rank \d has waited \S+ s \(collective_timeout\) for .* missing: "
