@@ -55,8 +55,8 @@ class Hang:
 
     Attributes:
         kind: "stop" by SIGSTOP, "hold the GIL", so that no thread runs, "sleep" in Python, "raise"
-            an error, "skip" the call and go on, "lag" behind the others in each call, or "signal"
-            that the rank is there and go on.
+            an error, "skip" the call, "lag" behind the others in each call, or "signal" that the
+            rank is there and call it.
         call: which of the rank's calls at the place, counted from 1.
         in_worker: whether a worker of the rank's loader does so; its rank then waits for it.
     """
@@ -142,7 +142,7 @@ class Hang:
         )
 
     def skip_named_by(self, other: int) -> re.Pattern[str]:
-        """What another rank logs where the rank has skipped a collective, and called the next."""
+        """What another rank logs where the rank has skipped a collective."""
         of_rank = (
             rf"rank {self.rank} has waited .* missing: ",
             rf".*missing: (.*; )?rank {self.rank}, which has called \d+ and is at ",
