@@ -14,6 +14,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
+# The hundreds of processes that tests start compile the package once, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
