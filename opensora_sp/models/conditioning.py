@@ -140,13 +140,13 @@ class Condition:
         else:
             # For each frame: [B, 1 or T, 1 or T, k, C].
             chosen = torch.where(self.frames[..., None], states[1], states[0])
-        chosen = chosen.to(self.dtype)
         if self.part is not None:
+            # Kernels read entries in any dtype.
             samples = self.rows.local_samples
             if samples.stop - samples.start < len(chosen):
                 chosen = chosen[samples]
             return chosen.unbind(-2)
-        return self.rows.expand_to_rows(chosen).unbind(-2)
+        return self.rows.expand_to_rows(chosen.to(self.dtype)).unbind(-2)
 
     def entries(
         self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False
@@ -161,7 +161,8 @@ class Condition:
         modulation = self.modulation[part]
         if len(table) < modulation.shape[2]:
             modulation = modulation[:, :, skipped : skipped + len(table)]
-        table = table + modulation  # [B, m, n, C]
+        # Of as many dims: the gradient of one state of one sample is no sum.
+        table = table[None, None] + modulation  # [B, m, n, C]
         if scale is not None:
             factors = table.new_ones(len(table), 1, table.shape[2], 1)
             first_gate = ENTRIES - 1 - first % ENTRIES
