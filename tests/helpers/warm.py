@@ -9,6 +9,7 @@ import importlib
 
 PRELOADED = (
     "pytest",
+    "mmengine.config",
     "torch.utils.tensorboard",
     "opensora_sp.models",
     "opensora_sp.parallel",
