@@ -17,7 +17,7 @@ export PATH := $(BIN):$(PATH)
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint docs install clean
+.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-faults test-reshard test-resume test-shutdown test-cuda-newest lint scan docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -81,7 +81,7 @@ test-docs: $(VENV)/.installed
 	$(GRID) tests/docs/test_docs.py
 
 test-faults: $(VENV)/.installed
-	$(GRID) tests/distributed/test_storage.py tests/e2e/test_faults.py
+	$(GRID) tests/e2e/test_faults.py
 
 test-reshard: $(VENV)/.installed
 	$(GRID) tests/distributed/test_reshard.py
@@ -113,6 +113,10 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python scripts/check_words.py
+
+# Known vulnerabilities of what is installed, but for .ci/accepted_advisories.txt; asks pypi.org.
+scan: $(VENV)/.installed
+	$(BIN)/python scripts/scan_dependencies.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

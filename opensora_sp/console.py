@@ -21,6 +21,8 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as of shells: 128 and the number of SIGINT."""
 RANK_LOCAL = {"is_rank_local": True}
 """``extra=`` of a warning that only this rank logs, so that ranks other than 0 show it as well."""
+# Set once this process exits: code that runs at its end cannot ask Python for it.
+exit_status: int | None = None
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -32,6 +34,17 @@ def report_errors() -> Iterator[None]:
     has exited, so no rank can wait for another to print. An error that the log has already is not
     printed again. Ctrl-C ends the process with status 130.
     """
+    global exit_status
+    try:
+        with _reported_once():
+            yield
+    except SystemExit as end:
+        exit_status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+
+
+@contextmanager
+def _reported_once() -> Iterator[None]:
     try:
         yield
     except ValueError as error:

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
+from served import RUN
 
 # No pool of compilers in every process of every test.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -20,12 +21,14 @@ _skipped: list[tuple[str, str]] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import mmengine once before the workers of pytest-xdist do so at the same time.
+    """Before there are workers of pytest-xdist: name the run, and import mmengine once.
 
-    yapf, which it imports, writes a cache at its first import on a machine, not atomically: another
-    process then reads half a file.
+    Servers (``served.py``) are shared by the workers of a run, and end with its main process.
+    yapf, which mmengine imports, writes a cache at its first import on a machine, not atomically:
+    another process then reads half a file.
     """
     if not hasattr(config, "workerinput"):
+        os.environ[RUN] = str(os.getpid())
         importlib.import_module("mmengine.config")
 
 

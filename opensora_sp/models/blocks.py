@@ -17,6 +17,7 @@ V patch volume, m modulation states of a sample, b samples of n rows (``Rows.exp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,14 @@ from .conditioning import Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
 from .hook_points import Tokenwise
 from .kernels import Part
-from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention
+from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention, deferred_bias
 from .recompute import EVERYTHING
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
 ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
 GATE = 2  # of the attention
+
+Entries = Sequence[Tensor]  # shift, scale and gate of a branch
 
 
 class ModulatedBlock(nn.Module):
@@ -56,17 +59,22 @@ class ModulatedBlock(nn.Module):
         width, heads = config.hidden_size, config.num_heads
         self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame)
         self.cross_attn = CrossAttention(width, heads)
-        self.mlp = Mlp(width, int(width * config.mlp_ratio), width)
+        self.mlp = Mlp(width, int(width * config.mlp_ratio), width, defers_bias=True)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.tokenwise = Tokenwise()
 
-    def attend_row(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
-        """Self-attention within a row: modulate, attend, gate."""
-        table = self.scale_shift_table[:MLP]
-        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
+    def attend_row(
+        self, x: Tensor, condition: Condition, entries: Entries
+    ) -> tuple[Tensor, Tensor]:
+        """Self-attention within a row: modulate, attend, gate.
+
+        Returns the tokens twice, for two callers.
+        """
+        shift, scale, gate = entries
         x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
         branch = self.attn(modulated, condition.rows, *condition.of_rows)
-        return kernels.add_gated(x, gate, branch, condition.part)
+        bias = deferred_bias(self.attn.proj)
+        return kernels.add_gated_twice(x, gate, branch, condition.part, bias)
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
@@ -80,10 +88,9 @@ class ModulatedBlock(nn.Module):
         )
 
     def feed_forward(
-        self, x: Tensor, attended: Tensor, condition: Condition, branch_scale: Tensor | None
+        self, x: Tensor, attended: Tensor, condition: Condition, entries: Entries
     ) -> Tensor:
         """Add what the text contributes, then the MLP. ``tokenwise`` may run it in chunks."""
-        entries = condition.entries(self.scale_shift_table[MLP:], MLP, branch_scale)
         return self.tokenwise(self.add_mlp, condition.rows, (x, attended), entries, condition.part)
 
     def add_mlp(
@@ -96,8 +103,9 @@ class ModulatedBlock(nn.Module):
         part: Part | None = None,
     ) -> Tensor:
         """Add the branch before it, then the MLP branch: modulate, project, gate."""
-        x, modulated = kernels.add_norm_modulate(x, branch, shift, scale, part)
-        return kernels.add_gated(x, gate, self.mlp(modulated), part)
+        biases = deferred_bias(self.cross_attn.proj), deferred_bias(self.mlp.fc2)
+        x, modulated = kernels.add_norm_modulate(x, branch, shift, scale, part, biases[0])
+        return kernels.add_gated(x, gate, self.mlp(modulated), part, biases[1])
 
 
 class STDiT3Block(ModulatedBlock):
@@ -110,19 +118,40 @@ class STDiT3Block(ModulatedBlock):
 
     def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
-        x = self.attend_row(x, condition, branch_scale)
-        attended = self.attend_text(x, condition)
-        return self.feed_forward(x, attended, condition, branch_scale)
+        entries = condition.entries(self.scale_shift_table, ATTENTION, branch_scale)
+        x, same = self.attend_row(x, condition, entries[:MLP])
+        attended = self.attend_text(same, condition)
+        return self.feed_forward(x, attended, condition, entries[MLP:])
 
 
-class STDiTBlock(ModulatedBlock):
+class TwoPartBlock(ModulatedBlock):
+    """A block of a spatial and a temporal part, between which tokens change their layout."""
+
+    attn_temp: SelfAttention
+
+    def spatial(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
+        """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
+        table = self.scale_shift_table[:MLP]
+        entries = condition.entries(table, ATTENTION, branch_scale)
+        return self.attend_row(x, condition, entries)[0]
+
+    def finish(
+        self, x: Tensor, gate: Tensor, branch: Tensor, condition: Condition, scale: Tensor | None
+    ) -> Tensor:
+        """Add the temporal attention, attend to the text, and run the MLP."""
+        bias = deferred_bias(self.attn_temp.proj)
+        x, same = kernels.add_gated_twice(x, gate, branch, condition.part, bias)
+        attended = self.attend_text(same, condition)
+        entries = condition.entries(self.scale_shift_table[MLP:], MLP, scale)
+        return self.feed_forward(x, attended, condition, entries)
+
+
+class STDiTBlock(TwoPartBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
     The temporal attention has no norm. Its gate is that of the spatial one, on all frames as the
     timestep of the sample sets it.
     """
-
-    spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__(config, in_frame=True)
@@ -143,19 +172,14 @@ class STDiTBlock(ModulatedBlock):
         (gate,) = condition.entries(table, GATE, branch_scale, ignore_frames=True)
         with_positions = x if positions is None else x + positions
         branch = self.attn_temp(with_positions, condition.rows, *condition.of_rows)
-        x = kernels.add_gated(x, gate, branch, condition.part)
-
-        attended = self.attend_text(x, condition)
-        return self.feed_forward(x, attended, condition, branch_scale)
+        return self.finish(x, gate, branch, condition, branch_scale)
 
 
-class STDiT2Block(ModulatedBlock):
+class STDiT2Block(TwoPartBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
     The temporal attention has a norm and entries of its own.
     """
-
-    spatial = ModulatedBlock.attend_row  # [R, S, C] -> [R, S, C]
 
     def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
         super().__init__(config, qk_norm=config.qk_norm, in_frame=True)
@@ -171,10 +195,7 @@ class STDiT2Block(ModulatedBlock):
         shift, scale, gate = condition.entries(table, TEMPORAL_ATTENTION, branch_scale)
         x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
         branch = self.attn_temp(modulated, condition.rows, *condition.of_rows)
-        x = kernels.add_gated(x, gate, branch, condition.part)
-
-        attended = self.attend_text(x, condition)
-        return self.feed_forward(x, attended, condition, branch_scale)
+        return self.finish(x, gate, branch, condition, branch_scale)
 
 
 class FinalLayer(nn.Module):

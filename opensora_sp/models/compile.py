@@ -119,6 +119,8 @@ def run_compiled(
     *arguments: Tensor | None,
 ) -> Tensor:
     """``part(x, condition, *arguments)``, compiled."""
+    # Strides are part of a graph: the first block would have one of its own.
+    x = x.contiguous()
     if condition.keys_values:
         condition = _of_block(condition, getattr(part, "__self__", part))
     _mark_what_differs(condition)

@@ -86,8 +86,9 @@ class Condition:
 
     Attributes:
         rows: the local rows.
-        modulation: of each branch its shift, scale and gate, ``[B, m, 3, C]`` in at least fp32,
-            since the gradients of all blocks are summed in it.
+        modulation: in parts of as many entries as a block reads at once, ``[B, m, 3 or 6, C]``: of
+            each branch its shift, scale and gate. In at least fp32, since the gradients of all
+            blocks are summed in it.
         frames: bool ``[B, 1 or T, 1 or T, 1]``, True for conditioning frames (timestep 0).
         dtype: the dtype that tokens are computed in.
         text: ``[N, C]``, packed captions of the samples with local tokens.
@@ -154,16 +155,18 @@ class Condition:
 
         Args:
             first: the first of these entries.
-            scale: ``[B]``, multiplied into the last of them, which is a gate (drop-path).
+            scale: ``[B]``, multiplied into those of them that are gates (drop-path).
         """
-        branch, skipped = divmod(first, ENTRIES)
-        modulation = self.modulation[branch]
-        if len(table) < ENTRIES:
+        part, skipped = divmod(first, self.modulation[0].shape[2])
+        modulation = self.modulation[part]
+        if len(table) < modulation.shape[2]:
             modulation = modulation[:, :, skipped : skipped + len(table)]
         table = table + modulation  # [B, m, n, C]
         if scale is not None:
-            gate = table[:, :, -1:] * scale[:, None, None, None].to(table)
-            table = torch.cat([table[:, :, :-1], gate], dim=2)
+            factors = table.new_ones(len(table), 1, table.shape[2], 1)
+            first_gate = ENTRIES - 1 - first % ENTRIES
+            factors[:, :, first_gate::ENTRIES] = scale[:, None, None, None].to(table)
+            table = table * factors
         return self.per_token(table, ignore_frames=ignore_frames)
 
 
@@ -188,6 +191,7 @@ class Conditioning:
         frames: bool ``[B, T]``, True for conditioning frames.
         text: one caption for each sample. With ``null_frames`` a second one for each sample follows
             these; the frames of these numbers attend to it instead.
+        at_once: entries of the modulation that a block reads at once, in one or two branches.
         spatial_rope, temporal_rope: rotate queries and keys, within a frame or over frames.
     """
 
@@ -197,6 +201,7 @@ class Conditioning:
     null_frames: Sequence[int] = ()
     spatial_rope: RotaryEmbedding | None = None
     temporal_rope: RotaryEmbedding | None = None
+    at_once: int = ENTRIES
     _conditions: dict[bool, Condition] = field(default_factory=dict, init=False)
 
     def spatial(self, rows: Rows) -> Condition:
@@ -234,7 +239,7 @@ class Conditioning:
         return Condition(
             rows=rows,
             # Cut once for all blocks: the backward of each cut fills a tensor with zeros.
-            modulation=modulation.to(wide).split(ENTRIES, dim=2),
+            modulation=modulation.to(wide).split(self.at_once, dim=2),
             frames=frames,
             dtype=modulation.dtype,
             text=text.tokens,

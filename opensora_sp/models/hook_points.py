@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Backend, attention
-from .kernels import Part
+from .kernels import Part, chosen
 from .recompute import Recompute
 from .take import take
 from .token_groups import Groups
@@ -59,7 +59,8 @@ class Switch(Point):
     """Where tokens change layout: spatial rows to temporal rows, or back."""
 
     def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        return rows.transpose(x)
+        # Kernels read tokens where they lie, and write them in their own layout.
+        return rows.transpose(x, copy=not chosen("modulation", x))
 
 
 class Attend(Point):

@@ -24,7 +24,7 @@ from opensora_sp.transfer import to_device
 from .attention import Backend, attention
 from .functions import normalize, rotate, with_zero_gradients
 from .hook_points import Attend, Point
-from .kernels import linear_gelu, qk_norm
+from .kernels import chosen, linear_gelu, linear_qk_norm, qk_norm
 from .packing import Lengths, Packing
 from .take import take
 from .token_groups import Groups
@@ -73,18 +73,37 @@ def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     return type(layer) is kind and not any(hooks)
 
 
-class Mlp(nn.Module):
-    """Linear, tanh-GELU, Linear on the last dim."""
+def deferred_bias(layer: nn.Module) -> Tensor | None:
+    """The bias of a branch's last layer, if the kernel that adds the branch to the tokens adds it.
 
-    def __init__(self, width: int, hidden: int, out: int) -> None:
+    That kernel reads the branch's gradient in any case, and sums the gradient of the bias on the
+    way.
+    """
+    if is_plain(layer, nn.Linear) and chosen("modulation", layer.weight):
+        return layer.bias  # type: ignore[return-value]
+    return None
+
+
+def without_deferred_bias(layer: nn.Module, x: Tensor) -> Tensor:
+    """A branch's last layer, but for its ``deferred_bias``."""
+    return layer(x) if deferred_bias(layer) is None else F.linear(x, layer.weight)
+
+
+class Mlp(nn.Module):
+    """Linear, tanh-GELU, Linear on the last dim. ``defers_bias``: that of the last one."""
+
+    def __init__(self, width: int, hidden: int, out: int, *, defers_bias: bool = False) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, out)
+        self.defers_bias = defers_bias
 
     def forward(self, x: Tensor) -> Tensor:
         if is_plain(self.fc1, nn.Linear) and self.fc1.bias is not None:
-            return self.fc2(linear_gelu(x, self.fc1.weight, self.fc1.bias))
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+            hidden = linear_gelu(x, self.fc1.weight, self.fc1.bias)
+        else:
+            hidden = F.gelu(self.fc1(x), approximate="tanh")
+        return without_deferred_bias(self.fc2, hidden) if self.defers_bias else self.fc2(hidden)
 
 
 class RMSNorm(nn.Module):
@@ -250,7 +269,7 @@ class SelfAttention(Point):
         rotation: Tensor | None = None,
         groups: Groups | None = None,
     ) -> Tensor:
-        """``[R, L, C]`` -> ``[R, L, C]``.
+        """``[R, L, C]`` -> ``[R, L, C]``, without the ``deferred_bias`` of ``proj``.
 
         ``rotation`` and ``groups`` are those of the rows, if precomputed.
         """
@@ -258,22 +277,29 @@ class SelfAttention(Point):
         own_layout = SPATIAL if self.in_frame else TEMPORAL
         if rows.length == 1 and rows.layout == own_layout and rows.are_sequences:
             v = self._values(x)
-            return self.proj(self.attend(v, v, v, rows, groups).flatten(-2))
+            out = self.attend(v, v, v, rows, groups).flatten(-2)
+            return without_deferred_bias(self.proj, out)
 
         if not self.ropes:
             rotation = None
         elif rotation is None:
             rotation = self.ropes[0].rotation(rows, self.in_frame, x.device)
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [R, L, 3, H, D]
-        q, k, v = self._normed(qkv, rotation)
-        return self.proj(self.attend(q, k, v, rows, groups).flatten(-2))
+        q, k, v = self._normed(x, rotation)
+        out = self.attend(q, k, v, rows, groups).flatten(-2)
+        return without_deferred_bias(self.proj, out)
 
-    def _normed(self, qkv: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _normed(self, x: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[R, L, H, D]`` each."""
         norms = self.q_norm, self.k_norm
-        if not self.norm_last and all(is_plain(norm, RMSNorm) for norm in norms):
-            q_weight, k_weight = (norm.weight for norm in norms)
-            return qk_norm(qkv, q_weight, k_weight, rotation, self.q_norm.eps)
+        fused = not self.norm_last and all(is_plain(norm, RMSNorm) for norm in norms)
+        if fused:
+            of_norms = (*(norm.weight for norm in norms), rotation, self.q_norm.eps)
+            if is_plain(self.qkv, nn.Linear):
+                return linear_qk_norm(x, self.qkv.weight, self.qkv.bias, *of_norms)
+
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [R, L, 3, H, D]
+        if fused:
+            return qk_norm(qkv, *of_norms)
 
         q, k, v = qkv.unbind(2)
         if not self.norm_last:
@@ -321,6 +347,8 @@ class CrossAttention(nn.Module):
     ) -> Tensor:
         """Tokens ``[R, L, C]`` attend to packed text ``[N, C]``.
 
+        The result lacks the ``deferred_bias`` of ``proj``.
+
         Args:
             lengths: numbers of tokens and of text tokens that belong together.
             order: int64 ``[R * L]``, the tokens in the order of the texts, where they do not lie
@@ -330,14 +358,15 @@ class CrossAttention(nn.Module):
         """
         q = rearrange(self.q_linear(x), "r l (h d) -> (r l) h d", h=self.num_heads)
         kv = self.kv_linear(text) if keys_values is None else keys_values
-        k, v = rearrange(kv, "n (two h d) -> two n h d", two=2, h=self.num_heads)
+        # The backward of this cut is one stack, in the layout of the product.
+        k, v = kv.unflatten(-1, (2, self.num_heads, -1)).unbind(1)
         if order is not None:
             q = take(q, order)
 
         out = attention(q, k, v, lengths=lengths, backend=backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)
-        return self.proj(out.reshape(x.shape))
+        return without_deferred_bias(self.proj, out.reshape(x.shape))
 
 
 def timestep_sinusoid(t: Tensor, width: int, max_period: float = 10000.0) -> Tensor:

@@ -258,8 +258,11 @@ class Rows:
             return torch.ones((), device=device)
         return scale if self.grid.mask is None else scale[self.samples(device)][:, None]
 
-    def transpose(self, x: Tensor) -> tuple[Tensor, Rows]:
-        """Tokens ``[R, L, C]`` of whole samples in the other layout, and the rows of these."""
+    def transpose(self, x: Tensor, *, copy: bool = True) -> tuple[Tensor, Rows]:
+        """Tokens ``[R, L, C]`` of whole samples in the other layout, and the rows of these.
+
+        Without ``copy`` those of a single sample may be a view.
+        """
         grid, x = self.grid, x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
         if grid.windows is not None and self.layout == TEMPORAL:
             x = take(x, grid.window_order(x.device, inverse=True), dim=1)  # line by line
@@ -268,7 +271,8 @@ class Rows:
             x = take(x, grid.window_order(x.device), dim=1)
 
         start, stop = (edge // self.per_sample * self.length for edge in (self.start, self.stop))
-        return x.flatten(0, 1).contiguous(), self.transposed().take(start, stop)
+        x = x.flatten(0, 1)
+        return x.contiguous() if copy else x, self.transposed().take(start, stop)
 
     @property
     def are_sequences(self) -> bool:

@@ -21,6 +21,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from opensora_sp import console
+
 SLICE = 1.0  # seconds
 CONNECT_MARGIN = 2.0  # seconds beyond the timeout of torch, which then reports the reason itself
 
@@ -82,12 +84,13 @@ class BoundedStore:
 def _exit_beside_a_call() -> None:
     """End a process in which a thread may still wait for an answer.
 
-    If that came while the interpreter is finalized, the thread would abort the process.
+    If that came while the interpreter is finalized, the thread would abort the process. The status
+    is that of the script, or 1 where it has none: its store is lost.
     """
     logging.shutdown()  # flushes
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(console.exit_status or 1)
 
 
 def _serve(calls: Calls) -> None:

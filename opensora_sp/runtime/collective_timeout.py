@@ -123,13 +123,28 @@ class CollectiveTimeout:
         if returned:
             self._joined_by_all.add(call)
             return None
-        return self._report(call, {})
+        return self._report(call, {}, elsewhere=heartbeats)
 
     def _report(
-        self, call: Collective, absent: dict[int, Heartbeat], *, are_silent: bool = False
+        self,
+        call: Collective,
+        absent: dict[int, Heartbeat],
+        *,
+        are_silent: bool = False,
+        elsewhere: dict[int, Heartbeat] | None = None,
     ) -> str:
+        """A message with the ranks that are absent.
+
+        Where none is, ranks may have called different collectives: it has those of ``elsewhere``
+        that are at another line than this one's call.
+        """
         joined = sorted(set(call.ranks) - set(absent))
         sends, is_at = ("sends no heartbeats, ", "was at") if are_silent else ("", "is at")
+        others = [
+            f", or ranks have called another collective: rank {rank} is at {heartbeat.location}"
+            for rank, heartbeat in (elsewhere or {}).items()
+            if heartbeat.location != call.location
+        ]
         missing = "; ".join(
             f"rank {rank}, which {sends}has called {heartbeat.called.get(call.group, 0)} and "
             f"{is_at} {heartbeat.location}"
@@ -138,5 +153,5 @@ class CollectiveTimeout:
         return (
             f"rank {self._rank} has waited {self._timeout:g} s (collective_timeout) for {call}: "
             f"ranks {joined} joined, missing: "
-            f"{missing or 'none, so the network is slow or has lost data'}"
+            f"{missing or 'none, so the network is slow or has lost data'}{''.join(others[:1])}"
         )

@@ -176,6 +176,10 @@ class HeartbeatStore:
                 self._newest[rank] = heartbeat
         return {rank: self._newest[rank] for rank in ranks}
 
+    def last_location(self, rank: int) -> str:
+        """Where a rank was by the newest heartbeat that was read; asks nobody."""
+        return self._newest.get(rank, NO_HEARTBEAT).location
+
     def failure(self) -> str:
         """The run's first failure; empty if there is none."""
         return self._connected().get(["failure"])[0] or ""
@@ -237,7 +241,10 @@ class PeerTimeout:
 
             silent = (number - self._seen_at[rank]) * INTERVAL
             if silent >= self._timeout and not heartbeat.has_left:
-                return f"rank {rank} has sent no heartbeat for {silent:g} s (peer_timeout)"
+                return (
+                    f"rank {rank} has sent no heartbeat for {silent:g} s (peer_timeout); "
+                    f"it was at {heartbeat.location}"
+                )
         return None
 
 

@@ -21,8 +21,8 @@ def init_worker(worker: int = 0) -> None:
 
     Schedulers send SIGTERM to all processes of a job, and ``torchrun`` to the process group of a
     rank. The rank still needs its workers then, for the steps up to its checkpoint. So they have a
-    process group of their own, ignore Ctrl-C, and end at SIGTERM only if the rank has sent it, as
-    multiprocessing does to those that do not end by themselves.
+    process group of their own, ignore Ctrl-C and SIGUSR1, and end at SIGTERM only if the rank has
+    sent it, as multiprocessing does to those that do not end by themselves.
     """
     os.setpgrp()
     rank = multiprocessing.parent_process()
@@ -33,7 +33,8 @@ def init_worker(worker: int = 0) -> None:
         # The rank exited before the kernel was asked to report that.
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     # Python would not run a handler while the main thread waits for a file to open.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     threading.Thread(target=_exit_at_sigterm, args=(rank.pid,), name="SIGTERM", daemon=True).start()

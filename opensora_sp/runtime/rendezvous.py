@@ -40,7 +40,7 @@ COUNTER, REPORT, VERDICT = "arrived", "arrival {}", "verdict"
 
 REMINDER_INTERVAL = 30.0  # seconds between two log lines about missing ranks
 ERROR_TIMEOUT = 20.0  # seconds that a rank which cannot start takes at most to report that
-EXIT_TIMEOUT = 5.0  # seconds that a rank waits for all others to read a verdict not to start
+EXIT_TIMEOUT = 3.0  # seconds that a rank waits for all others to read a verdict not to start
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""SIGTERM and SIGINT (Ctrl-C) as requests to stop; a second Ctrl-C ends the process.
+"""SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) as requests to stop; a second Ctrl-C ends the process.
 
-While they are handled, the exit of a launcher is a request to stop as well, which the watchdog
-makes. The kernel does not kill the process then (see ``opensora_sp.launchers``), but lets it
-continue if it was stopped.
+SIGUSR1 is what SLURM is often asked to send before the end of a job's time. While these signals are
+handled, the exit of a launcher is a request to stop as well, which the watchdog makes. The kernel
+does not kill the process then (see ``opensora_sp.launchers``), but lets it continue if it was
+stopped.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 from opensora_sp.console import INTERRUPTED
 from opensora_sp.launchers import is_request_to_stop, set_parent_death_signal
 
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A terminal and a launcher that forwards SIGINT send it twice, within so many seconds.
 SAME_INTERRUPT = 1.0
 
 
 class SignalHandler:
-    """Handles both signals from ``install`` to ``uninstall``, in the main thread only.
+    """Handles these signals from ``install`` to ``uninstall``, in the main thread only.
 
     Attributes:
         received: name of the signal received, empty before; SIGINT prevails.
@@ -35,11 +37,11 @@ class SignalHandler:
         self._parent_death_signal = 0
 
     def install(self) -> None:
-        """Replace the handlers, except of a signal that is ignored."""
+        """Replace the handlers, except of a signal that is ignored, and a script's of SIGUSR1."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+        for number in REQUESTS:
+            if not _is_kept(number):
                 self._former[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         self._parent_death_signal = set_parent_death_signal(signal.SIGCONT)
         is_request_to_stop.set()
@@ -61,3 +63,9 @@ class SignalHandler:
         # The watchdog's thread logs it: this thread may hold the lock of a log handler.
         if self.received != "SIGINT":
             self.received = signal.Signals(number).name
+
+
+def _is_kept(number: int) -> bool:
+    handler = signal.getsignal(number)
+    has_own_meaning = number == signal.SIGUSR1 and handler is not signal.SIG_DFL
+    return has_own_meaning or handler is signal.SIG_IGN

@@ -16,8 +16,8 @@ a rank does not join a         ``collective_timeout``, and     the others report
 collective                     2 s if it is stopped            the rank, and exit
 a rank is stopped before its   ``StartLimit``                  the others report it and exit
 first heartbeat
-SIGTERM, Ctrl-C, the launcher  a signal handler; the           ``stop_reason`` is set on all ranks;
-has exited                     launcher's process has exited   a run that has not ended after
+SIGTERM, SIGUSR1, Ctrl-C, the  a signal handler; the           ``stop_reason`` is set on all ranks;
+launcher has exited            launcher's process has exited   a run that has not ended after
                                                                ``grace_time`` is ended
 a second Ctrl-C                the signal handler              the process exits at once
 =============================  ==============================  =====================================
@@ -270,7 +270,7 @@ class Watchdog:
                 or_hangs = "" if reason == PROCESS_ENDED else ", is stopped or is cut off"
                 return self._end_run(
                     f"rank 0, which hosts the store of the heartbeats, has exited{or_hangs} "
-                    f"({reason})"
+                    f"({reason}); it was at {self._store.last_location(0)}"
                 )
             except Exception:
                 return logger.exception("the watchdog failed; the run continues without it")

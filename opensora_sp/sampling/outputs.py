@@ -132,11 +132,13 @@ class Output:
         return self.path
 
     def abort(self) -> None:
-        """Remove the incomplete file."""
+        """Remove incomplete files, where the disk allows it."""
         # Failing to close it may be the reason for the abort.
         with suppress(Exception):
             self._close()
-        self.partial.unlink(missing_ok=True)
+        for path in (self.path, self.path.with_suffix(".png"), self.path.with_suffix(".json")):
+            with suppress(OSError):
+                _partial(path).unlink(missing_ok=True)
 
     def _close(self) -> None:
         if not self.closed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -230,23 +232,34 @@ def write_batch(
     mesh: SequenceMesh,
     folder: Path,
     digest: str | None,
+    errors: list[str] | None = None,
 ) -> list[Path]:
     """Decode and write the latents of a batch; returns the files of this rank. Collective.
 
     Args:
         parts: the result of ``Pipeline.looped``.
         digest: SHA-256 of the weights; None while they are being trained.
+        errors: takes what is wrong with videos that cannot be written, which end nothing else; None
+            raises the first error.
     """
-    outputs: dict[int, Output] = {}
+    outputs = _BatchOutputs(errors)
     try:
         for index, request in enumerate(batch):
             if writer_of(index, mesh) == mesh.sp_rank:
                 facts = facts_of(pipeline.cfg, request, digest)
-                outputs[index] = Output(folder, request, facts, pipeline.num_frames(request))
+                with outputs.writing(index):
+                    outputs[index] = Output(folder, request, facts, pipeline.num_frames(request))
 
         for index, frames in pipeline.frames(batch, parts, mesh):
-            outputs[index].add(frames)
-        written = [output.finish() for output in outputs.values()]
+            # The frames of others are decoded too: ranks do that together.
+            if index in outputs:
+                with outputs.writing(index):
+                    outputs[index].add(frames)
+
+        written = []
+        for index in list(outputs):
+            with outputs.writing(index):
+                written.append(outputs[index].finish())
     except BaseException:
         for output in outputs.values():
             output.abort()
@@ -255,3 +268,22 @@ def write_batch(
     for path in written:
         logger.info("wrote %s", path)
     return written
+
+
+class _BatchOutputs(dict[int, Output]):
+    """This rank's files of a batch, by the video's index. See ``write_batch`` for ``errors``."""
+
+    def __init__(self, errors: list[str] | None) -> None:
+        self.errors = errors
+
+    @contextmanager
+    def writing(self, index: int) -> Iterator[None]:
+        """Inside, one video is written; where errors are collected, one drops only this video."""
+        try:
+            yield
+        except Exception as error:
+            if self.errors is None:
+                raise
+            self.errors.append(f"{type(error).__name__}: {error}")
+            if index in self:
+                self.pop(index).abort()

@@ -47,18 +47,13 @@ class OptionalOutputs:
         try:
             yield
         except Exception as error:
-            self.report(output, error)
+            self.report(output, f"{type(error).__name__}: {error}")
 
-    def report(self, output: str, error: BaseException) -> None:
+    def report(self, output: str, error: str) -> None:
         """Log the error, unless there has been one of this output."""
         if output not in self._failed:
             self._failed.add(output)
-            logger.warning(
-                "%s is incomplete from here on (%s: %s); the run continues",
-                output,
-                type(error).__name__,
-                error,
-            )
+            logger.warning("%s is incomplete from here on (%s); the run continues", output, error)
 
 
 class Reporter:
@@ -331,7 +326,7 @@ class LogFile(logging.FileHandler):
         """Called by ``logging`` while it handles an exception."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
-            self.outputs.report(self.baseFilename, error)
+            self.outputs.report(self.baseFilename, f"{type(error).__name__}: {error}")
         else:
             super().handleError(record)
 

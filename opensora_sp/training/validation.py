@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
+# In a run's folder: the videos of each validation.
+VIDEOS = "validation"
 
 
 def preflight_validation(cfg: TrainConfig) -> None:
@@ -131,26 +134,46 @@ class Validator:
             return 0.0
 
         since = time.perf_counter()
-        folder = run_dir / "validation" / checkpoint_name(step)
+        folder = run_dir / VIDEOS / checkpoint_name(step)
+        errors: list[str] = []
         if self.validation.use_ema:
             with ema_weights(self.trainer.tensors.shards, self.trainer.ema):
-                losses = self._validate(folder)
+                losses = self._validate(folder, errors)
         else:
-            losses = self._validate(folder)
+            losses = self._validate(folder, errors)
 
-        # All videos are written before rank 0 reports them.
-        dist.barrier()
+        self._report_errors(errors, reporter)
         reporter.validated(step, losses, folder)
         return time.perf_counter() - since
 
+    def _report_errors(self, errors: list[str], reporter: Reporter) -> None:
+        """Let rank 0 report what kept any rank from writing its videos. Collective.
+
+        All videos are written when this returns.
+        """
+        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, errors)
+        if reporter.enabled:
+            for error in chain.from_iterable(of_ranks):
+                reporter.outputs.report(f"{VIDEOS}/", error)
+
     @torch.no_grad()
-    def _validate(self, folder: Path) -> list[float] | None:
+    def _validate(self, folder: Path, errors: list[str]) -> list[float] | None:
+        """Write the videos, and compute the losses of held-out clips.
+
+        Args:
+            errors: takes what is wrong with videos that this rank cannot write.
+        """
         mesh, cfg = self.trainer.mesh, self.pipeline.cfg
         batches = batches_of(requests_of(cfg), cfg.batch_size, mesh.dp_size)
         if batches:
-            folder.mkdir(parents=True, exist_ok=True)
+            # Without a folder, each of its videos is an error.
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+
         for batch in batches[mesh.dp_rank :: mesh.dp_size]:
-            write_batch(self.pipeline, batch, self.pipeline.looped(batch), mesh, folder, None)
+            parts = self.pipeline.looped(batch)
+            write_batch(self.pipeline, batch, parts, mesh, folder, digest=None, errors=errors)
         return None if self.heldout is None else self._heldout_losses(self.heldout).tolist()
 
     def _heldout_losses(self, dataset: VideoTextDataset) -> Tensor:

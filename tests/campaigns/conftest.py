@@ -2,8 +2,7 @@
 
 A campaign is a file here. Its ``pytestmark`` has ``campaign(bar=..., size=...)``, its function
 ``cases(random)`` draws the cases, and its test takes a ``case``. Its controls, named
-``test_control_...``, plant what the campaign has to notice. Figures of a case are recorded with
-``record_property``.
+plant what the campaign has to notice. A case notes its figures by ``record_property``.
 
 CI runs the controls and a sample of the cases; ``make campaigns`` runs all, and resumes if it is
 interrupted: what has passed at the same commit and seed is not run again.

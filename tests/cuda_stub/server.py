@@ -1,8 +1,6 @@
-"""The process under the stub: imports the project once, then forks for each call.
+"""The process under the stub: imports the project once, then forks for each call (`served.py`).
 
-It reads the folder of a request from a line of stdin (`request.pickle` in it), and answers with a
-line when `answer.pickle` is there or the child is gone. Each call has a fresh process in which CUDA
-was never used, without the seconds that imports take.
+Each call has a fresh process in which CUDA was never used.
 """
 
 from __future__ import annotations
@@ -11,30 +9,15 @@ import faulthandler
 import gc
 import importlib
 import os
-import pickle
-import sys
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from served import requested, serve
+
 PRELOADED = ("opensora_sp.training.run", "opensora_sp.sampling.run", "opensora_sp.plugin")
-
-
-def main() -> None:
-    # For this process and its forks the stub is loaded; compilers that they start go without.
-    os.environ.pop("LD_PRELOAD", None)
-    _preload()
-
-    print("ready", flush=True)
-    for line in sys.stdin:
-        folder = Path(line.strip())
-        child = os.fork()
-        if child == 0:
-            _serve(folder)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 def _preload() -> None:
@@ -52,42 +35,21 @@ def _preload() -> None:
     gc.freeze()
 
 
-def _serve(folder: Path) -> None:
-    """In the child: make the call, leave the answer, and exit without tearing torch down."""
+def _respond(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """In the fork: make the call, and record what reaches CUDA."""
+    from cuda_stub.inside import Session
+
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.setsid()
-
-    answer = {}
-    try:
-        request = pickle.loads((folder / "request.pickle").read_bytes())
-        faulthandler.enable()
-        faulthandler.dump_traceback_later(request["timeout"], exit=True)
-        answer = _answer(request, folder)
-    except BaseException:
-        answer["error"] = traceback.format_exc()
-
-    try:
-        (folder / "answer.pickle").write_bytes(pickle.dumps(answer))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    from cuda_stub.inside import Session
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(request["timeout"], exit=True)
 
     os.environ.update(request["env"])
-    os.chdir(request["cwd"])
-    sys.path[:] = request["path"]
-    # pytest calls a test's file by its bare name, and so do we.
-    function = importlib.import_module(request["module"])
-    for name in request["name"].split("."):
-        function = getattr(function, name)
-
-    session = Session(folder / "record", request["library"], function.__code__.co_filename)
+    function = requested(request)
+    library = Path(os.environ["TRITON_LIBCUDA_PATH"]) / "libcuda.so.1"
+    session = Session(folder / "record", library, function.__code__.co_filename)
     answer: dict[str, Any] = {}
     try:
         answer["result"] = function(*request["args"])
@@ -99,4 +61,7 @@ def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    # For this process and its forks the stub is loaded; compilers that they start go without.
+    os.environ.pop("LD_PRELOAD", None)
+    _preload()
+    serve(_respond)

@@ -1,6 +1,7 @@
 """What a training continues after: steps without finite numbers, full disks, requests to stop.
 
-Also ranks that no longer hold the same numbers. tests/e2e/test_faults.py has ranks that are killed.
+Also ranks that no longer hold the same numbers. tests/campaigns/test_kill.py has ranks that are
+killed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from ranks import run_ranks
-from runs import run
+from runs import run_forked
 
 from opensora_sp.config import PromptOptions, load_inference_config
 from opensora_sp.data import read_video, toy_clip, write_video
@@ -105,7 +105,7 @@ def test_the_script_takes_references_and_a_negative_prompt(
             "--outputs",
             tmp_path / name,
         )
-        done = run(*command, "--prompt", prompt, *options, *more, launcher="torchrun", ranks=2)
+        done = run_forked(*command, "--prompt", prompt, *options, *more, ranks=2)
         assert done.returncode == 0, done.stderr
 
     facts = json.loads((tmp_path / "away/000-a-red-circle.json").read_text())

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from plugin_cases import GLOBAL_BATCH, STEPS, make_batch, make_model, one_process
 from ranks import run_ranks
-from runs import run
+from runs import run_forked
 from torch.nn.parallel import DistributedDataParallel
 from worlds import in_worlds
 
@@ -114,7 +114,7 @@ def write_booster_loop(folder: Path, steps: int) -> Path:
 
 
 def losses_of(program: Path, ranks: int) -> dict[int, float]:
-    done = run(program, launcher="torchrun", ranks=ranks)
+    done = run_forked(program, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return {
         int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", done.stdout)

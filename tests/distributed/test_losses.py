@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from parity_cases import Case, make_inputs, make_model
 from ranks import run_ranks
-from runs import TRAIN, run, write_random_model, write_toy_set
+from runs import TRAIN, run_forked, write_random_model, write_toy_set
 from safetensors.torch import load_file
 from window_cases import MIXED, WindowCase
 
@@ -260,9 +260,7 @@ def test_training_with_iddpm_and_frame_masks_resumes_bit_by_bit(tmp_path: Path) 
 
     def train(name: str, *more: str) -> list[float]:
         options = ("--cfg-options", f"outputs={tmp_path / name}", *more)
-        done = run(
-            "scripts/train.py", tmp_path / "config.py", *options, launcher="torchrun", ranks=2
-        )
+        done = run_forked("scripts/train.py", tmp_path / "config.py", *options, ranks=2)
         assert done.returncode == 0, done.stdout + done.stderr
         return [line["loss"] for line in read_metrics(tmp_path / name)]
 

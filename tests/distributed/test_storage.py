@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, warm_context
 from safetensors.torch import load_file, save_file
-from tiers import sample_or_grid
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
@@ -113,26 +112,23 @@ def recorded(run_dir: Path) -> list[tuple[str, Path]]:
     return recorder.done
 
 
-def points(operations: list[tuple[str, Path]], grid: bool) -> list[tuple[int, str]]:
-    """Before and after each operation, and within each write.
+def points(operations: list[tuple[str, Path]]) -> list[tuple[int, str]]:
+    """Before and after operations, and within writes: a tenth of them, and all around the commit.
 
-    Without ``grid`` a tenth of them, and all around the commit.
+    ``campaigns/test_kill.py`` kills whole runs at these moments.
     """
     found = []
     for number, (kind, path) in enumerate(operations):
         times = ("before", "within", "after") if kind == "write" else ("before", "after")
         near = kind == "rename" or path.name in ("COMMIT", "step_00000001")
         found += [
-            (number, when)
-            for i, when in enumerate(times)
-            if grid or near or (number + 7 * i) % 10 == 0
+            (number, when) for i, when in enumerate(times) if near or (number + 7 * i) % 10 == 0
         ]
     return found
 
 
-@sample_or_grid
 def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
-    before: Path, tmp_path: Path, grid: bool
+    before: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(before, tmp_path / "whole")
     operations = recorded(tmp_path / "whole")
@@ -144,7 +140,7 @@ def test_whenever_a_save_is_killed_the_newest_committed_checkpoint_is_whole(
         for i, (kind, path) in enumerate(operations)
         if path.name == ".partial-COMMIT" and kind == "rename"
     )
-    chosen = points(operations, grid)
+    chosen = points(operations)
 
     assert len(chosen) >= 20
     for number, when in chosen:

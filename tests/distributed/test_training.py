@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import run_ranks
-from runs import losses, run, write_training
+from runs import losses, run, run_forked, write_training
 from safetensors.torch import load_file
 
 from opensora_sp.checkpoint import Part, check_model_config, committed_checkpoints, verify
@@ -29,10 +29,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    config: Path, outputs: Path, *more: str, launcher: str = "torchrun", ranks: int = 2
+    config: Path, outputs: Path, *more: str, launcher: str | None = None, ranks: int = 2
 ) -> str:
     command = ("scripts/train.py", config, "--cfg-options", f"outputs={outputs}", *more)
-    done = run(*command, launcher=launcher, ranks=ranks)
+    if launcher is None:
+        done = run_forked(*command, ranks=ranks)
+    else:
+        done = run(*command, launcher=launcher, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -48,23 +51,18 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps in one go, two processes, through ``colossalai run``."""
+    """Six steps in one go, two processes."""
     outputs = tmp_path_factory.mktemp("whole") / "run"
-    train(config, outputs, launcher="colossalai")
+    train(config, outputs)
     return outputs
+
+
+FILES = {"config.py", "train.log", "tensorboard", "loss.png", "metrics.jsonl", "summary.json"}
 
 
 @pytest.mark.core
 def test_a_run_leaves_everything_behind(whole: Path) -> None:
-    names = {p.name for p in whole.iterdir()}
-    assert {
-        "config.py",
-        "train.log",
-        "tensorboard",
-        "loss.png",
-        "metrics.jsonl",
-        "summary.json",
-    } <= names
+    assert {p.name for p in whole.iterdir()} >= FILES
     assert [p.name for p in committed_checkpoints(whole)] == ["step_00000003", "step_00000006"]
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG") and any(
         (whole / "tensorboard").iterdir()
@@ -110,6 +108,7 @@ def leave_three_steps(whole: Path, outputs: Path) -> None:
 
 @pytest.mark.core
 def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) -> None:
+    """Through ``colossalai run``, as users start it."""
     outputs = tmp_path / "run"
     leave_three_steps(whole, outputs)
     # A checkpoint of step 3 under another name is none.
@@ -122,6 +121,7 @@ def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) 
     assert "step_00000005/manifest.json is of step 3" in log and "; passed over" in log
     verify(outputs / "step_00000003")
     assert (outputs / "latest").read_text() == "step_00000006\n"
+    assert {p.name for p in outputs.iterdir()} >= FILES
     assert losses(outputs) == losses(whole)
     assert_same_weights(outputs, whole)
 

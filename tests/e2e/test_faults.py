@@ -9,18 +9,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from jobs import FOR_LONG, Job, assert_stopped_well, command_of
+from jobs import FOR_LONG, Job, assert_stopped_well
 from polling import wait_until
-from ranks import free_port, run_ranks
-from safetensors.torch import load_file
+from ranks import free_port
 
-from opensora_sp.checkpoint import committed_checkpoints, verify
-from opensora_sp.config import load_train_config
 from opensora_sp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -76,72 +71,6 @@ def test_the_ranks_of_another_node_end_too(
             assert f"rank {node} stops: rank {rank} failed" in job.text
 
 
-def undisturbed(config: Path, outputs: Path) -> None:
-    from opensora_sp.training import train
-
-    train(load_train_config(config, [f"outputs={outputs}"]))
-
-
-@pytest.mark.parametrize(
-    "hang",
-    [pytest.param(False, id="deaths"), pytest.param(True, id="deaths and a hang", marks=grid)],
-)
-def test_a_run_resumes_whatever_its_ranks_die_of(
-    config: Path, tmp_path: Path, jobs: list[Job], hang: bool
-) -> None:
-    """One job with several faults, after each of which torchrun starts the ranks again."""
-    faults = {
-        0: ("kill", 1, 4),  # after the checkpoint of step 3
-        1: ("kill in resume", 0, 0),
-        2: ("kill in save", 0, 6),
-        3: ("stop", 0, 5),
-    }
-    if hang:
-        faults[4] = ("sleep", 1, 4)
-    limits = ["collective_timeout=8", "peer_timeout=5"]
-    job = Job(tmp_path, config, *limits, restarts=len(faults), faults=faults)
-    jobs.append(job)
-    job.until("is stopped or is cut off", 240)
-    job.until(f"Sending process {job.rank(0, attempt=3)} closing signal SIGTERM")
-    # Else torchrun would wait 30 s for it to handle SIGTERM.
-    os.kill(job.rank(0, attempt=3), signal.SIGCONT)
-
-    assert job.process.wait(120) == 0, job.text
-    job.until_gone(10)
-    text = job.text
-    assert (
-        f"rank 0 stops: rank 1 (process {job.rank(1)}) has exited without reporting an error"
-        in text
-    )
-    assert "rank 1 stops: rank 0" in text  # in a resume and in a save
-
-    if hang:
-        stuck = next(
-            line
-            for line in text.splitlines()
-            if "rank 0 has waited 8 s (collective_timeout)" in line
-        )
-        assert "all_reduce(tensor [3] int32), number" in stuck and "features/batch.py" in stuck
-        assert "ranks [0] joined, missing: rank 1, which has called" in stuck
-        assert "tests/helpers/faulty.py" in stuck  # where rank 1 stands
-
-    stopped = (
-        "rank 1 stops: rank 0, which hosts the store of the heartbeats, has exited, is stopped"
-    )
-    assert stopped in text
-    assert text.count("resumed from") >= 3 and "at step 3" in text
-    assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
-    for checkpoint in committed_checkpoints(job.outputs):
-        verify(checkpoint)
-
-    run_ranks(2, undisturbed, config, tmp_path / "whole")
-    found, wanted = (
-        load_file(tmp_path / run / "step_00000006" / "optimizer.safetensors")
-        for run in ("run", "whole")
-    )
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 # When a rank is stopped: what the other one logs, within these seconds.
 STOPS = {
     "stop before joining": (r"error \(rank {other}\): got .*rank {rank}", 40),
@@ -194,77 +123,14 @@ def test_ranks_end_where_one_is_stopped_and_the_next_start_works(
     assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_sigterm_to_the_job_leaves_a_checkpoint(
+def test_ranks_whose_colossalai_run_has_gone_stop_with_a_checkpoint(
     config: Path, tmp_path: Path, jobs: list[Job]
 ) -> None:
-    """Also of a loader's workers, which get the signal too."""
-    job = Job(tmp_path, config, *FOR_LONG, "num_workers=1", pause=0.3)
+    """It does not forward SIGTERM; ``test_preemption.py`` has the other launcher."""
+    job = Job(tmp_path, config, *FOR_LONG, launcher="colossalai", pause=0.3)
     jobs.append(job)
     job.until("2/1000")
     job.process.terminate()
-    job.until_gone(30)
-    step = assert_stopped_well(job, "SIGTERM")
-    # The run continues, and one rank is reported.
-    again = Job(tmp_path, config, *FOR_LONG, "stopped_exit_code=143", pause=0.3)
-    jobs.append(again)
-    again.until(f"{step + 2}/1000")
-    os.kill(again.rank(1), signal.SIGTERM)
-    again.until_gone(30)
-
-    assert assert_stopped_well(again, "rank 1: SIGTERM") > step
-    assert (
-        again.process.returncode == 1
-        and "exitcode  : 143" in again.text
-        and "at step" in again.text
-    )
-
-
-@pytest.mark.parametrize(
-    ("launcher", "seconds"),
-    [
-        ("torchrun", 0.0),  # the ranks import
-        ("colossalai", 0.0),
-        ("torchrun", 8.0),  # a rank waits for the other one
-        pytest.param("torchrun", 1.0, marks=grid),
-        pytest.param("torchrun", 2.0, marks=grid),
-        pytest.param("torchrun", 4.0, marks=grid),
-        pytest.param("colossalai", 1.0, marks=grid),
-        pytest.param("colossalai", 8.0, marks=grid),
-    ],
-)
-def test_no_rank_outlives_a_launcher_that_is_killed_before_the_ranks_have_joined(
-    config: Path, tmp_path: Path, jobs: list[Job], launcher: str, seconds: float
-) -> None:
-    job = Job(tmp_path, config, launcher=launcher, script="scripts/train.py")
-    jobs.append(job)
-    rank = wait_until(lambda: [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]], 60)[0]
-    if launcher == "torchrun" and seconds:
-        time.sleep(0.5)  # until its first line has run
-        os.kill(rank, signal.SIGSTOP)
-    time.sleep(seconds)
-    job.process.kill()
-    # Copies of colossalai run wait for a signal that nobody sends.
-    job.until_gone(15, but="colossalai")
-
-
-@pytest.mark.parametrize(
-    ("launcher", "number"), [("colossalai", signal.SIGTERM), ("torchrun", signal.SIGKILL)]
-)
-def test_ranks_whose_launcher_has_gone_stop_with_a_checkpoint(
-    config: Path, tmp_path: Path, jobs: list[Job], launcher: str, number: int
-) -> None:
-    job = Job(tmp_path, config, *FOR_LONG, launcher=launcher, pause=0.3)
-    jobs.append(job)
-    job.until("2/1000")
-    if launcher == "torchrun":
-        second = Job(tmp_path, config, *FOR_LONG)
-        jobs.append(second)
-        second.until("waiting up to 2 s for its end")
-        second.until("expected one run for each folder")
-        second.until_gone(30)
-        assert second.process.returncode == 1
-        assert f"process {job.rank(0)} of {os.uname().nodename} holds since 2" in second.text
-    job.process.send_signal(number)
     # One of its copies waits for a signal that nobody sends.
     job.until_gone(30, but="colossalai")
     assert_stopped_well(job, f"the launcher (process {job.process.pid}) has exited")

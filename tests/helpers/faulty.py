@@ -17,11 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opensora_sp.checkpoint import FileSystem
 from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.heartbeats import HeartbeatStore
 from opensora_sp.runtime.rendezvous import Rendezvous
-from opensora_sp.training.checkpointing import TrainingState
 from opensora_sp.training.trainer import Trainer
 
 RANK, ATTEMPT = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -31,10 +29,6 @@ KIND, AT_RANK, AT_STEP = json.loads(Path(os.environ["FAULTS"]).read_text()).get(
 MINE = RANK == AT_RANK
 
 run_lock.LOCAL_WAIT = 2.0  # a second run is refused soon
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop() -> None:
@@ -57,45 +51,14 @@ def step_of(plain: Any) -> Any:
         if MINE and number == AT_STEP:
             if KIND == "raise":
                 raise ValueError("got a planted error; expected none; remove it")
-            if KIND == "kill":
-                self.model.register_forward_hook(lambda *_: kill())  # in the midst of the step
             if KIND == "stop":
                 stop()
-            if KIND == "sleep":
-                time.sleep(600)
         return plain(self, number, *args, **kwargs)
 
     return step
 
 
-def perform_of(plain: Any) -> Any:
-    def perform(self: FileSystem, kind: str, path: Path, action: Any) -> Any:
-        if (
-            KIND == "kill in save"
-            and MINE
-            and path.name == "optimizer.safetensors"
-            and f"{AT_STEP:08d}" in str(path)
-        ):
-            kill()
-        return plain(self, kind, path, action)
-
-    return perform
-
-
-def load_of(plain: Any) -> Any:
-    def load(self: TrainingState, folder: Path) -> Any:
-        if KIND == "kill in resume" and MINE:
-            kill()
-        return plain(self, folder)
-
-    return load
-
-
-Trainer._step, FileSystem.perform, TrainingState.load = (
-    step_of(Trainer._step),
-    perform_of(FileSystem.perform),
-    load_of(TrainingState.load),
-)
+Trainer._step = step_of(Trainer._step)
 Rendezvous.join = stopped_before(Rendezvous.join, "stop before joining")
 dist.init_process_group = stopped_before(dist.init_process_group, "stop before the group")
 HeartbeatStore.open = stopped_before(HeartbeatStore.open, "stop before heartbeats")

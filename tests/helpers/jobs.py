@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from polling import wait_until
 from ranks import free_port
@@ -57,15 +58,19 @@ class Job:
         self.plan = folder / "faults.json"
         self.plan.write_text(json.dumps(faults or {}))
 
-        command = [
-            *launch_command(launcher, port or free_port(), restarts),
-            *(script, config, "--resume", "auto", "--cfg-options", f"outputs={self.outputs}"),
-            *options,
-        ]
-        self.process = subprocess.Popen(
+        script_options = ["--resume", "auto", "--cfg-options", f"outputs={self.outputs}", *options]
+        self.environment = self._environment(pause)
+        self.process = self._start(
+            launcher, port or free_port(), restarts, [script, str(config), *script_options]
+        )
+
+    def _start(self, launcher: str, port: int, restarts: int, script: list[str]) -> Any:
+        """Start the launcher with a script and its arguments; returns it, as ``Popen`` would."""
+        command = [*launch_command(launcher, port, restarts), *script]
+        return subprocess.Popen(
             [str(part) for part in command],
             cwd=ROOT,
-            env=self._environment(pause),
+            env=self.environment,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -143,6 +148,12 @@ def command_of(pid: int) -> list[str]:
         ]
     except OSError:
         return []
+
+
+def started_ranks(job: Job) -> list[int]:
+    """The two ranks that torchrun has started, or [] before it has."""
+    ranks = [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]]
+    return sorted(ranks) if len(ranks) == 2 else []
 
 
 def assert_stopped_well(job: Job, message: str) -> int:

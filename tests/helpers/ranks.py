@@ -132,7 +132,7 @@ def _stand(processes: list[Any], stacks: Path) -> str:
     """Where each thread of each living process stands."""
     for process in processes:
         if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
+            os.kill(process.pid, signal.SIGUSR2)
     time.sleep(2)
     for process in processes:
         process.kill()
@@ -143,7 +143,7 @@ def _worker(
     rank: int, num_ranks: int, port: int, pipe: Connection, stacks: Path, work: bytes
 ) -> None:
     stack = (stacks / f"rank {rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.register(signal.SIGUSR2, file=stack)
     # Ignored in what a shell starts in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)

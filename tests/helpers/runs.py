@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from ranks import free_port
+import torch
+import torch.distributed as dist
+from ranks import HOST, free_port, warm_context
 
 from opensora_sp.data import toy_clip, write_video
 
@@ -98,8 +102,6 @@ def write_random_model(folder: Path, *options: str) -> Path:
 
 def features_of(source: Any, clips: list[Any]) -> Any:
     """Features of whole clips, made by one process."""
-    import torch
-
     from opensora_sp.data import ClipShape
     from opensora_sp.features.sharded import Features
 
@@ -129,7 +131,10 @@ def batch_of(cfg: Any, model_config: Any, features: Any, number: int, ids: Any) 
 def run(
     *command: str | Path, launcher: str = "python", ranks: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess:
-    """Run a script of the project under ``python``, ``torchrun`` or ``colossalai run``."""
+    """Run a script of the project under ``python``, ``torchrun`` or ``colossalai run``.
+
+    A launcher and its ranks import everything: where neither is the subject, take ``run_forked``.
+    """
     port = str(free_port())
     start: list[str | Path] = {
         "python": [sys.executable],
@@ -159,3 +164,49 @@ def run(
         text=True,
         timeout=timeout,
     )
+
+
+def run_forked(
+    *command: str | Path, ranks: int = 1, timeout: float = 300
+) -> subprocess.CompletedProcess:
+    """Run a script on ranks that see what ``torchrun`` gives them, forked from the warm process.
+
+    Returns the largest exit status, and what all ranks have printed.
+    """
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    context, arguments = warm_context(), [str(part) for part in command]
+    with tempfile.TemporaryDirectory(prefix="run_forked-") as name:
+        outputs = [Path(name) / stream for stream in ("stdout", "stderr")]
+        processes = [
+            context.Process(target=_rank, args=(rank, ranks, store.port, outputs, arguments))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            for process in processes:
+                process.join(timeout)
+            statuses = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        stdout, stderr = (path.read_text() for path in outputs)
+
+    assert None not in statuses, f"ranks ended with {statuses} after {timeout} s:\n{stdout}{stderr}"
+    status = max(map(abs, statuses))
+    return subprocess.CompletedProcess(arguments, status, stdout, stderr)
+
+
+def _rank(rank: int, ranks: int, port: int, outputs: list[Path], command: list[str]) -> None:
+    for descriptor, path in enumerate(outputs, start=1):
+        # Ranks append to one file, as they do to one terminal.
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ.update(torchrun | of_rank | rendezvous)
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")

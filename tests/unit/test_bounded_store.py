@@ -82,10 +82,20 @@ def test_its_thread_ends_with_it_and_keeps_no_store_alive() -> None:
     wait_until(lambda: threads() == before, 5)
 
 
-def test_a_process_ends_although_an_answer_comes_while_it_does() -> None:
-    """Such a thread would abort it: the exit status is 1, and what was logged is there."""
-    code = """
-import time
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("pass", 1),
+        ("raise ValueError('got a; expected b; do c')", 2),
+        ("sys.exit(130)", 130),
+        ("sys.exit(143)", 143),
+    ],
+)
+def test_a_process_ends_although_an_answer_comes_while_it_does(end: str, status: int) -> None:
+    """Such a thread would abort it. The script's exit status stays, and what was logged."""
+    code = f"""
+import sys, time
+from opensora_sp.console import report_errors
 from opensora_sp.runtime import bounded_store
 bounded_store.SLICE = 0.05
 class Server:
@@ -95,6 +105,8 @@ try:
     bounded_store.BoundedStore(Server(), 0.1).get()
 except RuntimeError as error:
     print(error)
+with report_errors():
+    {end}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stdout == "no answer for 0.1 s\n", done.stderr
+    assert done.returncode == status and done.stdout == "no answer for 0.1 s\n", done.stderr

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +82,10 @@ def test_a_rank_without_heartbeats_does_not_end_a_run_that_does_not_wait_for_it(
 def test_a_rank_that_others_wait_for_but_that_writes_heartbeats_is_judged_by_these() -> None:
     peers = Peers(RANKS, 0, waiting_call())  # nobody is frozen
     _, report = peers.first_report()
-    assert report is not None and "missing: none, so the network" in report
+    assert report is not None and report.endswith(
+        "missing: none, so the network is slow or has lost data, or ranks have called another "
+        "collective: rank 1 is at the collective"
+    )
 
 
 @pytest.fixture
@@ -118,6 +123,45 @@ def test_a_rank_that_freezes_before_the_first_heartbeats_is_named_by_all_others(
         ) in caplog.text
         assert f"rank {rank} was at" in caplog.text
     assert "in rank_waits" in caplog.text
+
+
+def test_a_rank_that_is_missing_is_named_while_the_main_thread_waits_in_the_store(
+    short_start: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As NCCL does for the first rank's identifier, in the only connection that torch has."""
+    limit = timedelta(seconds=30)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, timeout=limit, wait_for_workers=False)
+    own = dist.PrefixStore("default_pg", client)
+
+    waiting = threading.Thread(target=own.get, args=("an identifier",))
+    with recorded_exits() as codes, StartLimit(own, 0, 2):
+        waiting.start()
+        wait_until(lambda: codes, 10)
+    server.set("default_pg/an identifier", "")
+    waiting.join()
+    assert "within 0.1 s: rank 1 did not respond; expected" in caplog.text
+
+
+def test_a_rank_that_runs_and_does_not_start_is_found_by_its_line(
+    short_start: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one that waits for a dead mount."""
+    store, gone = dist.HashStore(), threading.Event()
+
+    def rank_reads_a_dead_mount() -> None:
+        with StartLimit(store, 1, 2):
+            gone.wait(30)
+
+    with recorded_exits() as codes:
+        rank = threading.Thread(target=rank_reads_a_dead_mount)
+        rank.start()
+        with StartLimit(store, 0, 2):
+            wait_until(lambda: len(codes) == 2, 10)
+        gone.set()
+        rank.join()
+    assert "all respond, rank 0 at " in caplog.text
+    assert re.search(r"rank 1 at \S*threading.py:\d+ \(wait\); expected", caplog.text)
 
 
 def test_a_start_in_time_is_not_ended(short_start: None) -> None:

@@ -52,7 +52,7 @@ def start(pipe: Path) -> Any:
 def test_a_worker_ends_at_sigterm_of_its_rank_alone(pipe: Path) -> None:
     worker = start(pipe)
     ready(pipe)
-    for name in ("TERM", "INT"):
+    for name in ("TERM", "INT", "USR1"):
         subprocess.run(["/bin/kill", f"-{name}", str(worker.pid)], check=True)
     time.sleep(0.3)
     assert worker.is_alive() and os.getpgid(worker.pid) == worker.pid

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from itertools import chain, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from opensora_sp.sampling import outputs, parse, read_prompts, sample
 from opensora_sp.sampling.outputs import Output, fingerprint
 from opensora_sp.sampling.process_groups import choose_groups
 from opensora_sp.sampling.requests import batches_of, requests_of
-from opensora_sp.sampling.run import build_pipeline, preflight
+from opensora_sp.sampling.run import build_pipeline, preflight, write_batch
 
 TABLE = """prompt,num_frames,resolution,seed,fps,negative_prompt
 a red circle,,,,,
@@ -427,6 +429,33 @@ def test_where_nothing_can_be_written_is_reported_first(
             preflight(asked.model_copy(update={"outputs": str(tmp_path / name)}))
     preflight(asked.model_copy(update={"outputs": str(tmp_path / "new" / "out")}))
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("format", ["mp4", "gif"])
+def test_a_video_that_cannot_be_written_ends_a_batch_only_where_errors_are_raised(
+    asked: InferenceConfig, tmp_path: Path, format: str
+) -> None:
+    """The partial file of the first video has no room; its contact sheet, that of the second."""
+    cfg = asked.model_copy(update={"num_samples": 1, "format": format})
+    requests = requests_of(cfg, ["a", "b", "c"])
+    for name in (f"000-a.{os.getpid()}.{format}", f"001-b.{os.getpid()}.png"):
+        (tmp_path / f".{name}").symlink_to("/dev/full")
+
+    decoded = [(video, np.full((2, 8, 8, 3), video, np.uint8)) for video in (0, 1, 2, 0, 1, 2)]
+    pipeline = SimpleNamespace(
+        cfg=cfg, num_frames=lambda request: 4, frames=lambda *arguments: iter(decoded)
+    )
+    mesh = SimpleNamespace(sp_rank=0, sp_size=1)
+
+    errors: list[str] = []
+    written = write_batch(pipeline, requests, [], mesh, tmp_path, None, errors)
+    assert [path.name for path in written] == [f"002-c.{format}"]
+    assert len(errors) == 2 and all("No space left on device" in error for error in errors)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+    (tmp_path / f".000-a.{os.getpid()}.{format}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_batch(pipeline, requests, [], mesh, tmp_path, None)
 
 
 def test_what_changes_a_video_makes_it_another_request(

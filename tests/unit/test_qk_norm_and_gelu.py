@@ -18,7 +18,7 @@ from opensora_sp.models import build_model
 from opensora_sp.models.kernels import using_kernels
 from opensora_sp.models.kernels.reference import gelu as reference_gelu
 from opensora_sp.models.kernels.reference import qk_norm as reference_qk_norm
-from opensora_sp.models.layers import Mlp, RotaryEmbedding, SelfAttention
+from opensora_sp.models.layers import Mlp, RotaryEmbedding, SelfAttention, deferred_bias
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
 
 # Half the distance of two neighbouring numbers; all of it in bfloat16, which the interpreter
@@ -107,6 +107,31 @@ def check_qk_norm(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FAST_AND_SLOW)
 def test_qk_norm(dtype):
     run_interpreted(check_qk_norm, dtype)
+
+
+def check_qk_norm_of_a_layer() -> None:
+    """Sums over tokens: several tokens to a tile, one, heads with padding, and no tokens."""
+    from opensora_sp.models.kernels.triton import qk_norm as kernel
+
+    for rows, length, heads, width in ((3, 5, 2, 72), (2, 9, 16, 24), (7, 3, 3, 10), (0, 3, 1, 8)):
+        inputs = [normal(rows, length, 8, seed=0)]
+        inputs += [normal(3 * heads * width, 8, seed=1), normal(3 * heads * width, seed=2)]
+        inputs += [normal(width, seed=3), normal(width, seed=4)]
+        grads = [normal(rows, length, heads, width, seed=seed) for seed in (5, 6, 7)]
+        rotation = rotation_of(1, length, width)
+
+        def exact(*args, rotation=rotation):
+            return reference_qk_norm.linear_qk_norm(*args, rotation.double(), EPS)
+
+        def found(*args, rotation=rotation):
+            return kernel.linear_qk_norm(*args, rotation, EPS)
+
+        with mock.patch.object(kernel, "MAX_PARTS", 3):
+            check(found, exact, inputs, grads)
+
+
+def test_qk_norm_of_a_layer():
+    run_interpreted(check_qk_norm_of_a_layer)
 
 
 def check_gelu(dtype: torch.dtype) -> None:
@@ -203,7 +228,10 @@ def step(attention: torch.nn.Module, mlp: torch.nn.Module) -> dict[str, Tensor]:
     for parameter in names:
         parameter.register_post_accumulate_grad_hook(arrive)
     x = normal(6, 3, 16, seed=9).double().requires_grad_()
-    out = mlp(attention(x, ROWS))
+    attended = attention(x, ROWS)
+    if (bias := deferred_bias(attention.proj)) is not None:
+        attended = attended + bias  # as the kernel does that adds the branch
+    out = mlp(attended)
     out.square().sum().backward()
     return {"output": out.detach(), **found, "x": x.grad}
 
@@ -364,7 +392,8 @@ def launches(dtype: torch.dtype):
     for table in (None, rotation):
         arguments = qkv, weight, weight, table, EPS
         yield qk_norm._forward, arguments
-        yield qk_norm._backward, (grad, grad, grad, *arguments)
+        for has_bias in (False, True):
+            yield qk_norm._backward, (grad, grad, grad, *arguments, has_bias)
 
     x, bias = torch.zeros(300, 4608, dtype=dtype), torch.zeros(4608, dtype=dtype)
     yield gelu._forward, (x, bias)
@@ -384,4 +413,4 @@ def test_machine_code(dtype, capability):
             in_tiles = "backward" not in build.name and "sum" not in build.name
             build.check(wide_loads=True, wide_stores=in_tiles)
             names.append(build.name)
-    assert len(names) == 9
+    assert len(names) == 13

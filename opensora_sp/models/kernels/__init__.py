@@ -36,12 +36,14 @@ __all__ = [
     "Kernels",
     "Part",
     "add_gated",
+    "add_gated_twice",
     "add_norm_modulate",
     "attend_short_rows",
     "check_kernels",
     "chosen",
     "current_kernels",
     "linear_gelu",
+    "linear_qk_norm",
     "norm_modulate",
     "qk_norm",
     "set_kernels",
@@ -57,15 +59,37 @@ def norm_modulate(
 
 
 def add_norm_modulate(
-    x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
+    x: Tensor,
+    branch: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``reference/modulation.py``."""
-    return _modulation(x).add_norm_modulate(x, branch, shift, scale, part)
+    return _modulation(x).add_norm_modulate(x, branch, shift, scale, part, bias)
 
 
-def add_gated(x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None) -> Tensor:
+def add_gated(
+    x: Tensor,
+    gate: Tensor,
+    branch: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See ``reference/modulation.py``."""
-    return _modulation(x).add_gated(x, gate, branch, part)
+    return _modulation(x).add_gated(x, gate, branch, part, bias)
+
+
+def add_gated_twice(
+    x: Tensor,
+    gate: Tensor,
+    branch: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``reference/modulation.py``."""
+    return _modulation(x).add_gated_twice(x, gate, branch, part, bias)
 
 
 def _modulation(like: Tensor) -> Any:
@@ -94,6 +118,24 @@ def qk_norm(
 
         return triton_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
     return reference_qk_norm.qk_norm(qkv, q_weight, k_weight, rotation, eps)
+
+
+def linear_qk_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rotation: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``reference.qk_norm.linear_qk_norm``."""
+    arguments = x, weight, bias, q_weight, k_weight, rotation, eps
+    if chosen("qk_norm", x):
+        from .triton import qk_norm as triton_qk_norm
+
+        return triton_qk_norm.linear_qk_norm(*arguments)
+    return reference_qk_norm.linear_qk_norm(*arguments)
 
 
 def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -53,16 +53,44 @@ def norm_modulate(
 
 
 def add_norm_modulate(
-    x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
+    x: Tensor,
+    branch: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``x + branch``, and that sum normalized and modulated."""
+    """``x + branch``, and that sum normalized and modulated.
+
+    ``bias`` ``[C]`` is that of the branch's last layer, if it was left out there.
+    """
+    branch = branch if bias is None else branch + bias
     return norm_modulate(x + branch, shift, scale, part)
 
 
-def add_gated(x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None) -> Tensor:
-    """``x + gate * branch``."""
+def add_gated(
+    x: Tensor,
+    gate: Tensor,
+    branch: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``x + gate * branch``; ``bias`` as in ``add_norm_modulate``."""
+    branch = branch if bias is None else branch + bias
     gate = _of_rows(gate, x, part)
     return torch.addcmul(_by_sample(x, gate), gate, _by_sample(branch, gate)).flatten(0, 1)
+
+
+def add_gated_twice(
+    x: Tensor,
+    gate: Tensor,
+    branch: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``add_gated`` for two callers: backward gets both gradients, and adds them on the way."""
+    total = add_gated(x, gate, branch, part, bias)
+    return total, total
 
 
 def _of_rows(entry: Tensor, x: Tensor, part: Part | None) -> Tensor:
@@ -81,6 +109,7 @@ def _by_sample(x: Tensor, entry: Tensor) -> Tensor:
 def examples(sizes: Sizes) -> Iterator[Example]:
     """Entries of samples, of the frames of spatial rows and of those of temporal ones."""
     tokens = {name: normal(6, 5, sizes.width, seed=i) for i, name in enumerate(("x", "branch"))}
+    bias = normal(sizes.width, seed=3)
     for shape in ((2, 1, 1), (2, 3, 1), (2, 1, 5)):
         entries = normal(*shape, 3, sizes.width, seed=2).unbind(-2)
         shift, scale, gate = (entry.contiguous() for entry in entries)
@@ -91,7 +120,21 @@ def examples(sizes: Sizes) -> Iterator[Example]:
         yield Example("add_norm_modulate", of_both, gradients=tuple(of_both))
         yield Example("add_gated", tokens | dict(gate=gate), gradients=("x", "gate", "branch"))
 
+        # Without the bias of the branch's last layer; tokens that lie in the other layout.
+        across = dict(x=_transposed(tokens["x"]), branch=tokens["branch"], bias=bias)
+        for function, own in (
+            ("add_norm_modulate", modulation),
+            ("add_gated_twice", {"gate": gate}),
+        ):
+            arguments = across | own
+            yield Example(function, arguments, gradients=tuple(arguments))
+
     # One row of each of two samples of three rows.
     x, branch = normal(2, 5, sizes.width), normal(2, 5, sizes.width, seed=1)
     of_part = dict(x=x, gate=gate, branch=branch, part=Part(first=2, rows=3))
     yield Example("add_gated", of_part, gradients=("x", "gate", "branch"))
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The same numbers, with those of a row's first token next to each other."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...functions import normalize, rotate
@@ -37,6 +38,20 @@ def qk_norm(
     return q, k, v
 
 
+def linear_qk_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rotation: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``qk_norm`` of a linear layer's result: x ``[R, L, C]``, ``weight`` ``[3 * H * D, C]``."""
+    qkv = F.linear(x, weight, bias).unflatten(-1, (3, -1, len(q_weight)))
+    return qk_norm(qkv, q_weight, k_weight, rotation, eps)
+
+
 def examples(sizes: Sizes) -> Iterator[Example]:
     """Without rotation, with one for all rows, and with one for each of two long rows."""
     # More than the kernel's sums of weights' gradients add up at a time.
@@ -44,6 +59,7 @@ def examples(sizes: Sizes) -> Iterator[Example]:
     yield _example(sizes, (3, 13), None)
     yield _example(sizes, (3, 13), _rotation(1, 13, sizes.head_width))
     yield _example(sizes, (2, long), _rotation(2, long, sizes.head_width))
+    yield _example_of_layer(sizes, (3, 13))
 
 
 def _example(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Example:
@@ -60,6 +76,18 @@ def _example(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> E
         gradients=("qkv", "q_weight", "k_weight"),
         kept=("rotation",),
     )
+
+
+def _example_of_layer(sizes: Sizes, shape: tuple[int, int]) -> Example:
+    example = _example(sizes, shape, None)
+    (*_, heads, width), inputs = example.arguments.pop("qkv").shape, 64
+    layer = dict(
+        x=activations(*shape, inputs),
+        weight=normal(3 * heads * width, inputs, seed=3) / inputs**0.5,
+        bias=normal(3 * heads * width, seed=4),
+    )
+    gradients = (*layer, "q_weight", "k_weight")
+    return Example("linear_qk_norm", layer | example.arguments, gradients=gradients)
 
 
 def _rotation(rows: int, length: int, width: int) -> Tensor:

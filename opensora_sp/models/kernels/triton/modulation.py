@@ -10,11 +10,15 @@ Traffic in E, activations of C numbers for each token:
                        sum and modulated               one gradient for x and branch
     add_gated          3: reads x and branch, writes   3: reads branch and the gradient, which is
                        sum                             also x's; writes branch's
+    add_gated_twice    3                               5: reads branch and two gradients; writes
+                                                       their sum, x's, and branch's
     =================  ==============================  ==========================================
 
 A program works on tokens that share an entry of the modulation, and reads the entry once. In
-backward it sums the entry's gradient over its tokens in registers, and a second kernel adds up the
-programs. Both add in a fixed order, without atomics.
+backward it sums the gradients of the entry and of the branch's bias over its tokens in registers,
+and a second kernel adds up the programs. Both add in a fixed order, without atomics.
+
+Tokens that come from the other layout, and their gradients, are read where they lie: transposed.
 
 Legend: as in ``reference/modulation.py``; N entries of a table ``[N, C]``.
 """
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from ..reference.modulation import EPSILON, Part
 from .operator import opaque_operator
-from .sums import sum_parts
+from .sums import sum_parts_and_bias
 
 TOKENS = 4  # of a program in forward
 FEWEST_TOKENS = 16  # of a program in backward, since each writes sums
@@ -37,11 +41,14 @@ PROGRAMS = 528  # at least, in backward: four for each multiprocessor of an H100
 
 # Integers whose values compile no kernel of their own.
 COUNTS = ("rows", "length", "shared_rows", "shared_length", "first", "local_rows", "programs")
+# Distances in memory of a tensor's rows, and of the tokens of a row, in tokens.
+X_STEPS, TOTAL_STEPS = ("x_row", "x_token"), ("total_row", "total_token")
+GRAD_STEPS = ("grad_row", "grad_token")
 
 
 @triton.jit
 def _share(rows, length, shared_rows, shared_length, first, local_rows, programs):
-    """The entry of this program, the entry's first local token, and which of them to work on."""
+    """The entry of this program, its first local row and first token, and which to work on."""
     entry = tl.program_id(0) // programs
     entries_of_row = length // shared_length
     entries_of_sample = rows // shared_rows * entries_of_row
@@ -49,12 +56,11 @@ def _share(rows, length, shared_rows, shared_length, first, local_rows, programs
     # Of the rows that share the entry, some may come before the local ones or after them.
     row = entry // entries_of_sample * rows + entry % entries_of_sample // entries_of_row - first
     begin_row, end_row = tl.maximum(row, 0), tl.minimum(row + shared_rows, local_rows)
-    start = begin_row.to(tl.int64) * length + entry % entries_of_row
-
     count = tl.maximum(end_row - begin_row, 0) * shared_length
     size = tl.cdiv(count, programs)
     begin = tl.program_id(0) % programs * size
-    return entry.to(tl.int64), start, begin, tl.minimum(begin + size, count)
+    end = tl.minimum(begin + size, count)
+    return entry.to(tl.int64), begin_row.to(tl.int64), entry % entries_of_row, begin, end
 
 
 @triton.jit
@@ -65,10 +71,22 @@ def _normalize(row, inside, WIDTH: tl.constexpr, EPS: tl.constexpr):
     return centered * inverse, inverse
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit
+def _bias(bias, columns, inside, WIDE: tl.constexpr):
+    """What is added to each token of a branch: zeros without a bias."""
+    if bias is None:
+        return tl.zeros([columns.shape[0]], WIDE)
+    else:  # noqa: RET505 (compiled: a condition of types)
+        return tl.load(bias + columns, inside, 0).to(WIDE)
+
+
+@triton.jit(do_not_specialize=(*X_STEPS, *COUNTS))
 def _norm_modulate_kernel(
     x,
+    x_row,
+    x_token,
     branch,
+    bias,
     shift,
     scale,
     total,
@@ -88,29 +106,35 @@ def _norm_modulate_kernel(
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, start, begin, end = _share(
+    entry, first_row, first_token, begin, end = _share(
         rows, length, shared_rows, shared_length, first, local_rows, programs
     )
     place = entry * stride + columns
     offset = tl.load(shift + place, inside, 0).to(WIDE)
     factor = 1 + tl.load(scale + place, inside, 0).to(WIDE)
+    added = _bias(bias, columns, inside, WIDE)
 
     for number in range(begin, end):
-        token = start + number // shared_length * length + number % shared_length
-        place = token * WIDTH + columns
-        row = tl.load(x + place, inside, 0)
+        row, token = first_row + number // shared_length, first_token + number % shared_length
+        place = (row * length + token) * WIDTH + columns
+        own = tl.load(x + (row * x_row + token * x_token) * WIDTH + columns, inside, 0)
         if branch is not None:
-            row = (row.to(WIDE) + tl.load(branch + place, inside, 0).to(WIDE)).to(row.dtype)
-            tl.store(total + place, row, inside)
-        normalized, _ = _normalize(row.to(WIDE), inside, WIDTH, EPS)
+            sum_ = own.to(WIDE) + tl.load(branch + place, inside, 0).to(WIDE) + added
+            own = sum_.to(own.dtype)
+            tl.store(total + place, own, inside)
+        normalized, _ = _normalize(own.to(WIDE), inside, WIDTH, EPS)
         tl.store(modulated + place, normalized * factor + offset, inside)
 
 
-@triton.jit(do_not_specialize=("entries", *COUNTS))
+@triton.jit(do_not_specialize=("entries", *TOTAL_STEPS, *GRAD_STEPS, *COUNTS))
 def _norm_modulate_backward_kernel(
     total,
+    total_row,
+    total_token,
     scale,
     grad_total,
+    grad_row,
+    grad_token,
     grad_modulated,
     grad,
     sums,
@@ -123,6 +147,7 @@ def _norm_modulate_backward_kernel(
     first,
     local_rows,
     programs,
+    HAS_BIAS: tl.constexpr,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -130,19 +155,22 @@ def _norm_modulate_backward_kernel(
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, start, begin, end = _share(
+    entry, first_row, first_token, begin, end = _share(
         rows, length, shared_rows, shared_length, first, local_rows, programs
     )
     factor = 1 + tl.load(scale + entry * stride + columns, inside, 0).to(WIDE)
     grad_shift = tl.zeros([BLOCK], WIDE)
     grad_scale = tl.zeros([BLOCK], WIDE)
+    grad_bias = tl.zeros([BLOCK], WIDE)
 
     for number in range(begin, end):
-        token = start + number // shared_length * length + number % shared_length
-        place = token * WIDTH + columns
-        row = tl.load(total + place, inside, 0).to(WIDE)
+        row, token = first_row + number // shared_length, first_token + number % shared_length
+        place = (row * length + token) * WIDTH + columns
+        at_total = (row * total_row + token * total_token) * WIDTH + columns
+        at_grad = (row * grad_row + token * grad_token) * WIDTH + columns
+        x = tl.load(total + at_total, inside, 0).to(WIDE)
         own = tl.load(grad_modulated + place, inside, 0).to(WIDE)
-        normalized, inverse = _normalize(row, inside, WIDTH, EPS)
+        normalized, inverse = _normalize(x, inside, WIDTH, EPS)
         grad_shift += own
         grad_scale += own * normalized
 
@@ -150,19 +178,25 @@ def _norm_modulate_backward_kernel(
         mean = tl.sum(own, 0) / WIDTH
         slope = tl.sum(own * normalized, 0) / WIDTH
         own = (own - mean - normalized * slope) * inverse
-        own += tl.load(grad_total + place, inside, 0).to(WIDE)
+        own += tl.load(grad_total + at_grad, inside, 0).to(WIDE)
+        grad_bias += own
         tl.store(grad + place, own, inside)
 
-    place = (tl.program_id(0) % programs * 2 * entries + entry) * WIDTH + columns
+    place = (tl.program_id(0) % programs * (2 + HAS_BIAS) * entries + entry) * WIDTH + columns
     tl.store(sums + place, grad_shift, inside)
     tl.store(sums + place + entries * WIDTH, grad_scale, inside)
+    if HAS_BIAS:
+        tl.store(sums + place + 2 * entries * WIDTH, grad_bias, inside)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=(*X_STEPS, *COUNTS))
 def _add_gated_kernel(
     x,
+    x_row,
+    x_token,
     gate,
     branch,
+    bias,
     total,
     stride,
     rows,
@@ -178,24 +212,30 @@ def _add_gated_kernel(
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, start, begin, end = _share(
+    entry, first_row, first_token, begin, end = _share(
         rows, length, shared_rows, shared_length, first, local_rows, programs
     )
     factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
+    added = _bias(bias, columns, inside, WIDE)
 
     for number in range(begin, end):
-        token = start + number // shared_length * length + number % shared_length
-        place = token * WIDTH + columns
-        row = tl.load(x + place, inside, 0).to(WIDE)
-        row += factor * tl.load(branch + place, inside, 0).to(WIDE)
-        tl.store(total + place, row, inside)
+        row, token = first_row + number // shared_length, first_token + number % shared_length
+        place = (row * length + token) * WIDTH + columns
+        own = tl.load(x + (row * x_row + token * x_token) * WIDTH + columns, inside, 0).to(WIDE)
+        own += factor * (tl.load(branch + place, inside, 0).to(WIDE) + added)
+        tl.store(total + place, own, inside)
 
 
-@triton.jit(do_not_specialize=("entries", *COUNTS))
+@triton.jit(do_not_specialize=("entries", *GRAD_STEPS, *COUNTS))
 def _add_gated_backward_kernel(
     gate,
     branch,
+    bias,
     grad_total,
+    grad_row,
+    grad_token,
+    other,
+    grad,
     grad_branch,
     sums,
     stride,
@@ -213,21 +253,33 @@ def _add_gated_backward_kernel(
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, start, begin, end = _share(
+    entry, first_row, first_token, begin, end = _share(
         rows, length, shared_rows, shared_length, first, local_rows, programs
     )
     factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
+    added = _bias(bias, columns, inside, WIDE)
     grad_gate = tl.zeros([BLOCK], WIDE)
+    grad_total_sum = tl.zeros([BLOCK], WIDE)
 
     for number in range(begin, end):
-        token = start + number // shared_length * length + number % shared_length
-        place = token * WIDTH + columns
-        own = tl.load(grad_total + place, inside, 0).to(WIDE)
-        grad_gate += own * tl.load(branch + place, inside, 0).to(WIDE)
+        row, token = first_row + number // shared_length, first_token + number % shared_length
+        place = (row * length + token) * WIDTH + columns
+        at_grad = (row * grad_row + token * grad_token) * WIDTH + columns
+        own = tl.load(grad_total + at_grad, inside, 0).to(WIDE)
+        if other is not None:
+            own += tl.load(other + place, inside, 0).to(WIDE)
+            tl.store(grad + place, own, inside)
+        grad_gate += own * (tl.load(branch + place, inside, 0).to(WIDE) + added)
+        grad_total_sum += own
         tl.store(grad_branch + place, own * factor, inside)
 
-    place = (tl.program_id(0) % programs * entries + entry) * WIDTH + columns
-    tl.store(sums + place, grad_gate, inside)
+    part = tl.program_id(0) % programs
+    if bias is None:
+        tl.store(sums + (part * entries + entry) * WIDTH + columns, grad_gate, inside)
+    else:
+        place = (part * 2 * entries + entry) * WIDTH + columns
+        tl.store(sums + place, grad_gate, inside)
+        tl.store(sums + place + entries * WIDTH, grad_total_sum * factor, inside)
 
 
 @dataclass(frozen=True)
@@ -282,6 +334,15 @@ def _tables(*entries: Tensor) -> list[Tensor]:
     return tables
 
 
+def _with_steps(x: Tensor) -> tuple[Tensor, int, int]:
+    """Tokens ``[R, L, C]`` and the distances of rows and of a row's tokens, in tokens."""
+    width = x.shape[-1]
+    row, token, channel = x.stride()
+    if channel != 1 or row % width or token % width:
+        x = x.contiguous()
+    return x, x.stride(0) // width, x.stride(1) // width
+
+
 def _like(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape or x.shape, dtype=x.dtype, device=x.device)
 
@@ -292,19 +353,25 @@ def _wide(x: Tensor, *shape: int) -> Tensor:
 
 
 def _norm_modulate(
-    x: Tensor, branch: Tensor | None, shift: Tensor, scale: Tensor, first: int, rows: int
+    x: Tensor,
+    branch: Tensor | None,
+    bias: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    first: int,
+    rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of x and branch, empty without a branch, and the modulated tokens."""
-    x = x.contiguous()
-    total, modulated = _fake_norm_modulate(x, branch, shift, scale, first, rows)
+    """The sum of x, branch and bias, empty without a branch, and the modulated tokens."""
+    total, modulated = _fake_norm_modulate(x, branch, bias, shift, scale, first, rows)
     if not x.numel():
         return total, modulated
 
     shifts, scales = _tables(shift, scale)
     shares = _shares(x, shift, first, rows, backward=False)
     _norm_modulate_kernel[len(shifts) * shares.programs,](
-        x,
+        *_with_steps(x),
         branch.contiguous() if branch is not None else None,
+        bias,
         shifts,
         scales,
         total if branch is not None else None,
@@ -320,46 +387,52 @@ def _norm_modulate(
 def _norm_modulate_backward(
     total: Tensor,
     scale: Tensor,
+    bias: Tensor | None,
     grad_total: Tensor,
     grad_modulated: Tensor,
     first: int,
     rows: int,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the sum, and of shift and scale, ``[2, b, 1 or n, 1 or L, C]``."""
-    total = total.contiguous()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the sum, of shift and scale, ``[2, b, 1 or n, 1 or L, C]``, and of the
+    bias, empty without one."""
     grad = _like(total)
     if not total.numel():
-        return grad, scale.new_zeros(2, *scale.shape)
+        no_bias = bias.new_zeros(bias.shape) if bias is not None else _like(total, 0)
+        return grad, scale.new_zeros(2, *scale.shape), no_bias
 
     (scales,) = _tables(scale)
     shares = _shares(total, scale, first, rows, backward=True)
-    sums = _wide(scale, shares.programs, 2, *scales.shape)
+    sums = _wide(scale, shares.programs, 2 + (bias is not None), *scales.shape)
     _norm_modulate_backward_kernel[len(scales) * shares.programs,](
-        total,
+        *_with_steps(total),
         scales,
-        grad_total.contiguous(),
+        *_with_steps(grad_total),
         grad_modulated.contiguous(),
         grad,
         sums,
         scales.stride(0),
         len(scales),
         *astuple(shares),
+        HAS_BIAS=bias is not None,
         EPS=EPSILON,
         **_constants(total),
     )
-    return grad, sum_parts(sums.flatten(1), scale.dtype).view(2, *scale.shape)
+    entries, grad_bias = sum_parts_and_bias(sums, scale.dtype, bias)
+    return grad, entries.view(2, *scale.shape), grad_bias
 
 
-def _add_gated(x: Tensor, gate: Tensor, branch: Tensor, first: int, rows: int) -> Tensor:
-    x = x.contiguous()
+def _add_gated(
+    x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, first: int, rows: int
+) -> Tensor:
     total = _like(x)
     if x.numel():
         (gates,) = _tables(gate)
         shares = _shares(x, gate, first, rows, backward=False)
         _add_gated_kernel[len(gates) * shares.programs,](
-            x,
+            *_with_steps(x),
             gates,
             branch.contiguous(),
+            bias,
             total,
             gates.stride(0),
             *astuple(shares),
@@ -369,21 +442,32 @@ def _add_gated(x: Tensor, gate: Tensor, branch: Tensor, first: int, rows: int) -
 
 
 def _add_gated_backward(
-    gate: Tensor, branch: Tensor, grad_total: Tensor, first: int, rows: int
-) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and branch."""
-    branch = branch.contiguous()
-    grad_branch = _like(branch)
+    gate: Tensor,
+    branch: Tensor,
+    bias: Tensor | None,
+    grad_total: Tensor,
+    other: Tensor | None,
+    first: int,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of gate, branch and bias, and the sum of both of the total's, if there are two;
+    empty tensors stand for what there is not."""
+    grad_gate, grad_branch, grad_bias, grad = _fake_add_gated_backward(
+        gate, branch, bias, grad_total, other, first, rows
+    )
     if not branch.numel():
-        return gate.new_zeros(gate.shape), grad_branch
+        return grad_gate.zero_(), grad_branch, grad_bias.zero_(), grad
 
     (gates,) = _tables(gate)
     shares = _shares(branch, gate, first, rows, backward=True)
-    sums = _wide(gate, shares.programs, *gates.shape)
+    sums = _wide(gate, shares.programs, 1 + (bias is not None), *gates.shape)
     _add_gated_backward_kernel[len(gates) * shares.programs,](
         gates,
-        branch,
-        grad_total.contiguous(),
+        branch.contiguous(),
+        bias,
+        *_with_steps(grad_total),
+        other.contiguous() if other is not None else None,
+        grad if other is not None else None,
         grad_branch,
         sums,
         gates.stride(0),
@@ -391,11 +475,18 @@ def _add_gated_backward(
         *astuple(shares),
         **_constants(branch),
     )
-    return sum_parts(sums.flatten(1), gate.dtype).view(gate.shape), grad_branch
+    entries, grad_bias = sum_parts_and_bias(sums, gate.dtype, bias)
+    return entries.view(gate.shape), grad_branch, grad_bias, grad
 
 
 def _fake_norm_modulate(
-    x: Tensor, branch: Tensor | None, shift: Tensor, scale: Tensor, first: int, rows: int
+    x: Tensor,
+    branch: Tensor | None,
+    bias: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    first: int,
+    rows: int,
 ) -> tuple[Tensor, Tensor]:
     return _like(x, 0) if branch is None else _like(x), _like(x)
 
@@ -403,22 +494,34 @@ def _fake_norm_modulate(
 def _fake_norm_modulate_backward(
     total: Tensor,
     scale: Tensor,
+    bias: Tensor | None,
     grad_total: Tensor,
     grad_modulated: Tensor,
     first: int,
     rows: int,
-) -> tuple[Tensor, Tensor]:
-    return _like(total), _like(scale, 2, *scale.shape)
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias = _like(total, 0) if bias is None else _like(bias)
+    return _like(total), _like(scale, 2, *scale.shape), grad_bias
 
 
-def _fake_add_gated(x: Tensor, gate: Tensor, branch: Tensor, first: int, rows: int) -> Tensor:
+def _fake_add_gated(
+    x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, first: int, rows: int
+) -> Tensor:
     return _like(x)
 
 
 def _fake_add_gated_backward(
-    gate: Tensor, branch: Tensor, grad_total: Tensor, first: int, rows: int
-) -> tuple[Tensor, Tensor]:
-    return _like(gate), _like(branch)
+    gate: Tensor,
+    branch: Tensor,
+    bias: Tensor | None,
+    grad_total: Tensor,
+    other: Tensor | None,
+    first: int,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_bias = _like(branch, 0) if bias is None else _like(bias)
+    grad = _like(branch, 0) if other is None else _like(branch)
+    return _like(gate), _like(branch), grad_bias, grad
 
 
 norm_modulate_forward = opaque_operator("norm_modulate", _norm_modulate, _fake_norm_modulate)
@@ -439,57 +542,100 @@ class _NormModulate(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         branch: Tensor | None,
+        bias: Tensor | None,
         shift: Tensor,
         scale: Tensor,
         first: int,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        total, modulated = norm_modulate_forward(x, branch, shift, scale, first, rows)
+        total, modulated = norm_modulate_forward(x, branch, bias, shift, scale, first, rows)
         if branch is None:
             total = x.view_as(x)
-        ctx.save_for_backward(total, scale)
+        ctx.save_for_backward(total, scale, bias)
         ctx.adds, ctx.rows = branch is not None, (first, rows)
         return total, modulated
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad_modulated: Tensor) -> tuple[Tensor | None, ...]:
-        total, scale = ctx.saved_tensors
-        grad, entries = norm_modulate_backward(total, scale, grad_total, grad_modulated, *ctx.rows)
-        shift, scale = entries.unbind()
-        return grad, grad if ctx.adds else None, shift, scale, None, None
+        total, scale, bias = ctx.saved_tensors
+        grad, entries, grad_bias = norm_modulate_backward(
+            total, scale, bias, grad_total, grad_modulated, *ctx.rows
+        )
+        of_bias = None if bias is None else grad_bias
+        return grad, grad if ctx.adds else None, of_bias, *entries.unbind(), None, None
 
 
 class _AddGated(torch.autograd.Function):
-    """The gradient of x is that of the sum."""
+    """The gradient of x is that of the sum. With ``twice`` there are two, which backward adds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, branch: Tensor, first: int, rows: int) -> Tensor:
-        ctx.save_for_backward(gate, branch)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        branch: Tensor,
+        bias: Tensor | None,
+        first: int,
+        rows: int,
+        twice: bool,
+    ) -> Any:
+        ctx.save_for_backward(gate, branch, bias)
         ctx.rows = (first, rows)
-        return add_gated_forward(x, gate, branch, first, rows)
+        total = add_gated_forward(x, gate, branch, bias, first, rows)
+        return (total, total.view_as(total)) if twice else total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, *add_gated_backward(*ctx.saved_tensors, grad, *ctx.rows), None, None
+    def backward(
+        ctx: Any, grad_total: Tensor, other: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        gate, branch, bias = ctx.saved_tensors
+        grad_gate, grad_branch, grad_bias, grad = add_gated_backward(
+            gate, branch, bias, grad_total, other, *ctx.rows
+        )
+        of_x = grad_total if other is None else grad
+        of_bias = None if bias is None else grad_bias
+        return of_x, grad_gate, grad_branch, of_bias, None, None, None
 
 
 def norm_modulate(
     x: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``reference/modulation.py``."""
-    return _NormModulate.apply(x, None, shift, scale, *_numbers(part))
+    return _NormModulate.apply(x, None, None, shift, scale, *_numbers(part))
 
 
 def add_norm_modulate(
-    x: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
+    x: Tensor,
+    branch: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``reference/modulation.py``."""
-    return _NormModulate.apply(x, branch, shift, scale, *_numbers(part))
+    return _NormModulate.apply(x, branch, bias, shift, scale, *_numbers(part))
 
 
-def add_gated(x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None) -> Tensor:
+def add_gated(
+    x: Tensor,
+    gate: Tensor,
+    branch: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See ``reference/modulation.py``."""
-    return _AddGated.apply(x, gate, branch, *_numbers(part))
+    return _AddGated.apply(x, gate, branch, bias, *_numbers(part), False)
+
+
+def add_gated_twice(
+    x: Tensor,
+    gate: Tensor,
+    branch: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``reference/modulation.py``."""
+    return _AddGated.apply(x, gate, branch, bias, *_numbers(part), True)
 
 
 def _numbers(part: Part | None) -> tuple[int, int]:

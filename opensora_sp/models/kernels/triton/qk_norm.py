@@ -3,7 +3,8 @@
 Both read queries and keys where the product of queries, keys and values left them, and values stay
 there. In activations of a token (C numbers): forward reads 2 and writes 2. Backward reads 5, the
 three gradients and the queries and keys, and writes 3, the gradient of the product. The product is
-kept for backward (3), beside the queries and keys that the attention keeps (2).
+kept for backward (3), beside the queries and keys that the attention keeps (2). Backward also sums
+the gradient of the bias of the linear layer that made the product.
 
 They are not written over the product. Backward needs them as they were: dividing the weight out
 again fails where it is zero, and after the rotation a channel carries the rounding errors of its
@@ -15,6 +16,7 @@ Legend: R rows, L tokens of a row, H heads, D head width, N = R * L * H vectors 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,14 +25,29 @@ from .operator import opaque_operator
 from .sums import sum_parts
 
 TILE_BYTES = 4096  # of each tensor, that a program holds at a time
-MAX_PARTS = 2048  # programs of backward
+MAX_PARTS = 528  # programs of backward: four for each multiprocessor of an H100
 
 
 def qk_norm(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.qk_norm.qk_norm``."""
-    return _QKNorm.apply(qkv, k_weight, q_weight, rotation, eps)
+    return _QKNorm.apply(qkv, k_weight, q_weight, None, rotation, eps)
+
+
+def linear_qk_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rotation: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``reference.qk_norm.linear_qk_norm``."""
+    # The product adds the bias, which costs nothing. Its gradient comes from the norms' backward.
+    qkv = F.linear(x, weight, bias.detach()).unflatten(-1, (3, -1, len(q_weight)))
+    return _QKNorm.apply(qkv, k_weight, q_weight, bias, rotation, eps)
 
 
 class _QKNorm(torch.autograd.Function):
@@ -46,19 +63,23 @@ class _QKNorm(torch.autograd.Function):
         qkv: Tensor,
         k_weight: Tensor,
         q_weight: Tensor,
+        bias: Tensor | None,
         rotation: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.eps = eps
+        ctx.eps, ctx.has_bias = eps, bias is not None
         ctx.save_for_backward(qkv, q_weight, k_weight, rotation)
         q, k = _qk_norm(qkv, q_weight, k_weight, rotation, eps)
         return q, k, qkv.select(2, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_qkv, grad_weights = _qk_norm_backward(*grads, *ctx.saved_tensors, ctx.eps)
-        grad_q_weight, grad_k_weight = grad_weights.unbind()
-        return grad_qkv, grad_k_weight, grad_q_weight, None, None
+        grad_qkv, sums = _qk_norm_backward(*grads, *ctx.saved_tensors, ctx.eps, ctx.has_bias)
+        width = grad_qkv.shape[-1]
+        grad_q_weight, grad_k_weight, grad_bias = sums[:width], sums[width : 2 * width], None
+        if ctx.has_bias:
+            grad_bias = sums[2 * width :]
+        return grad_qkv, grad_k_weight, grad_q_weight, grad_bias, None, None
 
 
 def _forward(
@@ -90,22 +111,31 @@ def _backward(
     k_weight: Tensor,
     rotation: Tensor | None,
     eps: float,
+    has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``qkv`` and, ``[2, D]``, of the weights of queries and keys."""
+    """The gradient of ``qkv``, and those of the weights of queries and keys and, if ``has_bias``,
+    of the bias of ``qkv``, one after the other: ``[D + D + 3 * H * D]``."""
     call = _arguments(qkv, rotation)
     qkv = qkv.contiguous()
     grad_qkv = torch.empty_like(qkv)
 
-    parts = min(MAX_PARTS, _num_tiles(call))
+    # All heads of a token, or of several, so that sums over tokens stay where they are.
+    heads = triton.next_power_of_2(call["HEADS"])
+    call["VECTORS"] = vectors = max(call["VECTORS"], heads)
+    call |= dict(
+        TOKENS=vectors // heads, HAS_BIAS=has_bias, num_warps=min(16, max(4, vectors // 4))
+    )
+    parts = min(MAX_PARTS, triton.cdiv(call["num_vectors"], call["HEADS"] * call["TOKENS"]))
+
     wide = torch.promote_types(qkv.dtype, torch.float32)
-    sums = qkv.new_empty(parts, 2 * len(q_weight), dtype=wide)
+    sums = qkv.new_empty(parts, _num_sums(qkv, has_bias), dtype=wide)
     if parts:
         grads = [_by_token(grad) for grad in (grad_q, grad_k, grad_v)]
         steps = [grad.stride(0) for grad in grads]
         _backward_kernel[(parts,)](
             *grads, *steps, qkv, q_weight, k_weight, grad_qkv, sums, eps, **call
         )
-    return grad_qkv, sum_parts(sums, q_weight.dtype).view(2, -1)
+    return grad_qkv, sum_parts(sums, q_weight.dtype)
 
 
 def _fake_backward(
@@ -117,8 +147,14 @@ def _fake_backward(
     k_weight: Tensor,
     rotation: Tensor | None,
     eps: float,
+    has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    return qkv.new_empty(qkv.shape), q_weight.new_empty(2, len(q_weight))
+    return qkv.new_empty(qkv.shape), q_weight.new_empty(_num_sums(qkv, has_bias))
+
+
+def _num_sums(qkv: Tensor, has_bias: bool) -> int:
+    heads, width = qkv.shape[-2:]
+    return 2 * width + (3 * heads * width if has_bias else 0)
 
 
 _qk_norm = opaque_operator("qk_norm", _forward, _fake_forward)
@@ -227,6 +263,8 @@ def _backward_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTORS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Each program takes every n-th tile, and adds up its gradients of the weights."""
@@ -236,10 +274,19 @@ def _backward_kernel(
     q_total = tl.zeros([VECTORS, BLOCK], WIDE)
     k_total = tl.zeros([VECTORS, BLOCK], WIDE)
 
-    for start in range(tl.program_id(0) * VECTORS, num_vectors, tl.num_programs(0) * VECTORS):
-        vector = start + tl.arange(0, VECTORS)
-        mask = (vector < num_vectors)[:, None] & (column < WIDTH)[None, :]
-        token, head = vector // HEADS, vector % HEADS * WIDTH
+    dq_total = tl.zeros([VECTORS, BLOCK], WIDE)
+    dk_total = tl.zeros([VECTORS, BLOCK], WIDE)
+    dv_total = tl.zeros([VECTORS, BLOCK], WIDE)
+
+    PADDED: tl.constexpr = VECTORS // TOKENS  # heads
+    number = tl.arange(0, VECTORS)
+    head = number % PADDED * WIDTH
+    inside = (head < HEADS * WIDTH)[:, None] & (column < WIDTH)[None, :]
+    num_tokens = num_vectors // HEADS
+
+    for start in range(tl.program_id(0) * TOKENS, num_tokens, tl.num_programs(0) * TOKENS):
+        token = start + number // PADDED
+        mask = (token < num_tokens)[:, None] & inside
         dx = tl.load(grad_q + _offsets(token, q_step, head, column), mask, other=0).to(WIDE)
         dy = tl.load(grad_k + _offsets(token, k_step, head, column), mask, other=0).to(WIDE)
         dv = tl.load(grad_v + _offsets(token, v_step, head, column), mask, other=0)
@@ -262,13 +309,30 @@ def _backward_kernel(
         dx = _norm_gradient(dx * q_weights, x, eps, WIDTH)
         dy = _norm_gradient(dy * k_weights, y, eps, WIDTH)
 
+        if HAS_BIAS:
+            dq_total += dx
+            dk_total += dy
+            dv_total += dv.to(WIDE)
         tl.store(grad_qkv + at_q, dx.to(grad_qkv.dtype.element_ty), mask)
         tl.store(grad_qkv + at_k, dy.to(grad_qkv.dtype.element_ty), mask)
         tl.store(grad_qkv + at_v, dv.to(grad_qkv.dtype.element_ty), mask)
 
-    part = sums + tl.program_id(0) * 2 * WIDTH + column
-    tl.store(part, tl.sum(q_total, 0), column < WIDTH)
-    tl.store(part + WIDTH, tl.sum(k_total, 0), column < WIDTH)
+    part = sums + tl.program_id(0) * (2 + 3 * HEADS * HAS_BIAS) * WIDTH
+    tl.store(part + column, tl.sum(q_total, 0), column < WIDTH)
+    tl.store(part + WIDTH + column, tl.sum(k_total, 0), column < WIDTH)
+    if HAS_BIAS:
+        head = tl.arange(0, PADDED) * WIDTH
+        inside = (head < HEADS * WIDTH)[:, None] & (column < WIDTH)[None, :]
+        place = part + 2 * WIDTH + head[:, None] + column[None, :]
+        tl.store(place, _over_tokens(dq_total, TOKENS), inside)
+        tl.store(place + HEADS * WIDTH, _over_tokens(dk_total, TOKENS), inside)
+        tl.store(place + 2 * HEADS * WIDTH, _over_tokens(dv_total, TOKENS), inside)
+
+
+@triton.jit
+def _over_tokens(total, TOKENS: tl.constexpr):
+    """Sums of a tile ``[TOKENS * heads, BLOCK]`` over its tokens."""
+    return tl.sum(total.reshape([TOKENS, total.shape[0] // TOKENS, total.shape[1]]), 0)
 
 
 @triton.jit

@@ -1,0 +1,357 @@
+"""A rank hangs, freezes, is cut off or lags: the others name it and its place, and end in time.
+
+Each rank in turn, at each place of a run. Then the next two starts resume, and end with the bits of
+a run without a fault. A rank that is slow and alive alarms nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import hosts
+import pytest
+import torch.distributed as dist
+from hangs import BEFORE_HEARTBEATS, PLACES, Hang, trained
+from hosts import Host
+from launched import LaunchedRanks
+from logs import captured_lines
+from ranks import run_ranks
+from runs import write_training
+
+from campaigns.case import Case, with_sample
+from opensora_sp.runtime import Watchdog
+
+pytestmark = [
+    pytest.mark.campaign(bar="right rank and place named within the timeout + 5 s", size=120),
+    pytest.mark.serial,  # it measures seconds
+]
+
+RANKS = 3
+MARGIN = 5.0  # seconds after the timeout in which the others name the rank
+EXIT = 6.0  # seconds after that in which they end
+JOIN_TIMEOUT = 5.0
+PEER_TIMEOUT, COLLECTIVE_TIMEOUT = 5.0, 4.0
+LATER = 60.0  # the timeout that is not tested
+STEPS = 4
+SMALL = [
+    "warmup_steps=3",
+    "batch_size=3",
+    "num_frames=3",
+    "image_size=(16, 16)",
+    "model.depth=1",
+    "ckpt_every=2",
+    "micro_batches_per_step=1",
+]
+TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
+AFTER_THE_WATCHDOG = [place for place in PLACES if place not in ("joining", *BEFORE_HEARTBEATS)]
+SKIPPED = ["forward", "the update", "saving", "validation"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the ranks train while one of them hangs.
+
+    Attributes:
+        timeout: which timeout comes first, "peer" or "collective".
+        separate: whether each rank has a host, in a network namespace of its own.
+        cut: whether the network of a rank's host is cut, instead of a hang.
+    """
+
+    hangs: tuple[Hang, ...]
+    timeout: str = "collective"
+    options: tuple[str, ...] = ()
+    separate: bool = False
+    cut: bool = False
+
+    def seconds(self, hang: Hang) -> float:
+        """The timeout that is tested."""
+        if hang.place in ("joining", *BEFORE_HEARTBEATS):
+            return JOIN_TIMEOUT
+        return PEER_TIMEOUT if self.timeout == "peer" else COLLECTIVE_TIMEOUT
+
+    def timeouts(self) -> list[str]:
+        is_peer = self.timeout == "peer"
+        peer, collective = (PEER_TIMEOUT, LATER) if is_peer else (LATER, COLLECTIVE_TIMEOUT)
+        return [f"peer_timeout={peer}", f"collective_timeout={collective}"]
+
+
+def cases(random: Random) -> list[Case]:
+    """Three ranks at a time, at each place; which timeout, layout and step, the seed decides."""
+    drawn = [Case("10000 steps with stragglers", 10_000), Case("150 steps with stragglers", 150)]
+
+    def add(kind: str, place: str, **options: Any) -> None:
+        calls = {"forward": STEPS, "reading": STEPS, "the update": STEPS, "saving": 2}
+        call = random.randint(1, calls.get(place, 1))
+        in_worker = options.pop("in_worker", False)
+        group = [Hang(kind, place, rank, call, in_worker) for rank in range(RANKS)]
+        setup = Setup(tuple(group), options=tuple(layout(random, place)), **options)
+        name = f"{kind} {'in a worker ' * in_worker}at {place}{' apart' * setup.separate}"
+        drawn.append(Case(name, setup, trials=RANKS))
+
+    for place in PLACES:
+        add("stop", place, timeout=random.choice(["peer", "collective"]))
+        add("sleep", place)
+    for place in random.sample(AFTER_THE_WATCHDOG, 6):
+        add("hold the GIL", place, timeout=random.choice(["peer", "collective"]))
+    for place in SKIPPED:
+        add("skip", place)
+    for place in random.sample(list(PLACES), 6):
+        add("lag", place)
+    add("sleep", "reading", in_worker=True)
+    for place in random.sample(["the start", "forward", "saving", "the end"], 2):
+        add("signal", place, timeout="peer", separate=True, cut=True)
+    add("stop", random.choice(["forward", "the update"]), timeout="peer", separate=True)
+
+    return with_sample(drawn, ["150 steps with stragglers", "stop at heartbeats"])
+
+
+def layout(random: Random, place: str) -> list[str]:
+    options = [random.choice(["sp_size=3", "sp_size=1"])]
+    options.append(random.choice(["precision=fp32", "precision=bf16"]))
+    if place == "reading":
+        options.append("dataset.time_limit=600")
+    return options
+
+
+@dataclass
+class Ground:
+    """Where the trainings of this file run, and what they end with without a fault."""
+
+    config: Path
+    root: Path
+    heldout: str
+    _whole: dict[tuple[str, ...], Path] = field(default_factory=dict)
+
+    def options(self, outputs: Path, setup: Setup, hang: Hang) -> list[str]:
+        workers = [f"num_workers={int(hang.in_worker)}"]
+        if hang.place == "validation":
+            workers.append(f"validation={{'every': 2, 'manifest': {self.heldout!r}}}")
+        limits = setup.timeouts()
+        return [f"outputs={outputs}", *SMALL, *setup.options, *limits, *workers]
+
+    def whole(self, setup: Setup) -> Path:
+        """A run of the same layout without a fault."""
+        if setup.options not in self._whole:
+            folder = self.root / "whole" / " ".join(setup.options)
+            options = [f"outputs={folder}", *SMALL, *setup.options, f"max_steps={STEPS + 2}"]
+            run_to_its_end(folder.with_name(f"logs {folder.name}"), self.config, options, {})
+            self._whole[setup.options] = folder
+        return self._whole[setup.options]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    folder = tmp_path_factory.mktemp("hang")
+    config = write_training(folder / "set", 12)
+    return Ground(config, folder, str(folder / "set" / "clips.csv"))
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], list[Host]]]:
+    """Makes three hosts when it is first called."""
+    with pytest.MonkeyPatch.context():
+        made = []
+
+        def three() -> list[Host]:
+            reason = hosts.lacking()
+            if reason:
+                pytest.skip(reason)
+            if not made:
+                context = hosts.hosts(tmp_path_factory.mktemp("hosts"), "alpha", "beta", "gamma")
+                made.extend([context, context.__enter__()])
+            return made[1]
+
+        yield three
+        if made:
+            made[0].__exit__(None, None, None)
+
+
+def test_others_name_the_rank_and_its_place_and_the_next_starts_resume(
+    case: Case,
+    ground: Ground,
+    network: Callable[[], list[Host]],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    setup = case.arguments
+    if isinstance(setup, int):
+        assert run_ranks(2, steps_with_stragglers, setup, timeout=3600) == [[], []]
+        return
+
+    ground.whole(setup)
+    apart = network() if setup.separate else []
+    with ThreadPoolExecutor(1 if setup.separate else RANKS) as pool:
+        tasks = [(setup, hang, tmp_path / f"rank {hang.rank}") for hang in setup.hangs]
+        found = pool.map(lambda task: check(ground, apart, *task), tasks)
+    record_property("seconds after the timeout", max(found))
+
+
+def check(ground: Ground, apart: list[Host], setup: Setup, hang: Hang, folder: Path) -> float:
+    """One hang and the next two starts; returns how long after the timeout all named the rank."""
+    options = ground.options(folder / "run", setup, hang)
+    how: dict[str, Any] = {"environment": {"OPENSORA_SP_JOIN_TIMEOUT": str(JOIN_TIMEOUT)}}
+    if apart:
+        how["enter"] = partial(enter_host, [host.pid for host in apart])
+
+    late = 0.0
+    if hang.kind == "lag":
+        run_to_its_end(folder / "logs", ground.config, [*options, f"max_steps={STEPS}"], how, hang)
+        assert_same(folder / "run", ground.whole(setup), STEPS)
+    else:
+        late = seconds_until_named(ground, apart, setup, hang, folder, options, how)
+
+    for steps in (STEPS, STEPS + 2):
+        run_to_its_end(folder / f"to {steps}", ground.config, [*options, f"max_steps={steps}"], how)
+        assert_same(folder / "run", ground.whole(setup), steps)
+    return late
+
+
+def seconds_until_named(
+    ground: Ground,
+    apart: list[Host],
+    setup: Setup,
+    hang: Hang,
+    folder: Path,
+    options: list[str],
+    how: dict[str, Any],
+) -> float:
+    """Wait until all others have named the rank and ended; returns seconds after the timeout."""
+    struck = folder / "struck"
+    more = [*options, f"max_steps={STEPS}"]
+    ranks = LaunchedRanks(folder / "logs", RANKS, trained, ground.config, more, hang, struck, **how)
+    try:
+        began = float(ranks.await_link(struck))
+        if setup.cut:
+            apart[hang.rank].cut_off()
+        others = [rank for rank in range(RANKS) if rank != hang.rank]
+        timeout = setup.seconds(hang)
+        named = ranks.await_lines(expected(setup, hang, others), timeout + MARGIN)
+        ranks.await_end(others, EXIT)
+        assert all(ranks.processes[rank].exitcode in (1, 2) for rank in others), ranks.texts()
+        return named - began - timeout
+    finally:
+        ranks.kill()
+        if setup.cut:
+            apart[hang.rank].connect()
+
+
+def expected(setup: Setup, hang: Hang, others: list[int]) -> dict[int, Any]:
+    """By rank, what it logs."""
+    if setup.cut:
+        return {rank: hang.cut_named_by(rank) for rank in others}
+    if hang.kind == "skip":
+        return {rank: hang.skip_named_by(rank) for rank in others}
+    return {rank: hang.named_by(rank) for rank in others}
+
+
+def enter_host(pids: list[int], rank: int) -> dict[str, str]:
+    """In a rank: move to its host, from where rank 0 hosts the store."""
+    hosts.enter_network(pids[rank])
+    return {"MASTER_ADDR": f"{hosts.NETWORK}.1", "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def run_to_its_end(
+    logs: Path, config: Path, options: list[str], how: dict[str, Any], hang: Hang | None = None
+) -> None:
+    """Train without an alarm."""
+    ranks = LaunchedRanks(logs, RANKS, trained, config, options, hang, logs / "struck", **how)
+    try:
+        ranks.await_end(range(RANKS), 120)
+        assert [process.exitcode for process in ranks.processes] == [0] * RANKS, ranks.texts()
+        assert " stops: " not in ranks.texts()
+    finally:
+        ranks.kill()
+
+
+def assert_same(run_dir: Path, whole: Path, step: int) -> None:
+    """The checkpoint of a step has the bits of the other run's."""
+    assert digests(run_dir, step) == digests(whole, step), f"step {step} differs"
+
+
+def digests(run_dir: Path, step: int) -> list[str]:
+    manifest = run_dir / f"step_{step:08d}" / "manifest.json"
+    files = json.loads(manifest.read_text())["files"]
+    return [files[name]["sha256"] for name in TENSORS]
+
+
+def steps_with_stragglers(steps: int) -> list[str]:
+    """The collectives of steps, of which each rank delays some; returns what is logged.
+
+    Delays are up to two thirds of ``collective_timeout``.
+    """
+    random, lines = Random(dist.get_rank()), captured_lines()
+    group = dist.new_group()
+    with Watchdog(peer_timeout=PEER_TIMEOUT, collective_timeout=COLLECTIVE_TIMEOUT) as watchdog:
+        for step in range(steps):
+            take_step(step, group)
+            # In total about 3 % of the steps' number, in seconds.
+            if random.random() < 0.01:
+                hang_for(random.choice([0.2, 0.5, COLLECTIVE_TIMEOUT / 1.5]))
+    assert watchdog.stop_reason is None
+    return lines
+
+
+@cache
+def parts() -> tuple[Any, Any]:
+    import torch
+
+    return torch.ones(8, 6), torch.ones(8, 6)
+
+
+def take_step(step: int, group: Any) -> None:
+    """As training: exchanges in a group, and sums over all ranks."""
+    from opensora_sp.parallel.collectives import all_to_all
+
+    given, summed = parts()
+    for _ in range(4):
+        all_to_all(given, [4, 4], [4, 4], group, kind="switch", backward=False)
+    dist.all_reduce(summed.fill_(step))
+
+
+def hang_for(seconds: float) -> None:
+    import time
+
+    time.sleep(seconds)
+
+
+def test_control_a_watchdog_that_does_not_look_names_nobody(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup((Hang("sleep", "the update", 1),), options=("sp_size=3", "precision=fp32"))
+    # Its timeout is never reached.
+    monkeypatch.setattr(Setup, "timeouts", lambda self: [f"collective_timeout={LATER}"])
+    with pytest.raises(AssertionError, match="ranks \\[0, 2\\] have not logged"):
+        check(ground, [], setup, setup.hangs[0], tmp_path)
+
+
+def test_control_another_rank_than_the_one_that_hangs_is_not_accepted() -> None:
+    line = (
+        "rank 0 stops: rank 0 has waited 4 s (collective_timeout) for all_reduce(...): ranks "
+        "[0, 2] joined, missing: rank {}, which has called 15 and is at a/b.py:7 (hangs in {})"
+    )
+    pattern = Hang("sleep", "the update", 1).named_by(0)
+    assert pattern.search(line.format(1, "the update"))
+    assert not pattern.search(line.format(2, "the update"))
+    assert not pattern.search(line.format(1, "saving"))
+
+
+def test_control_a_lag_beyond_the_timeout_alarms() -> None:
+    assert run_ranks(2, lagging_too_long) != [[], []]
+
+
+def lagging_too_long() -> list[str]:
+    from exits import recorded_exits
+
+    lines = captured_lines()
+    with recorded_exits(), Watchdog(collective_timeout=1.0):
+        hang_for(5.0 * dist.get_rank())
+        dist.all_reduce(parts()[1])
+        hang_for(2.0)
+    return lines

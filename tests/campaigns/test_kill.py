@@ -1,0 +1,416 @@
+"""SIGKILL of a rank, of all, of the launcher or of a loader's worker, at any moment of a run.
+
+A run resumes at the checkpoint of step 2, or starts anew, and is killed before the checkpoint of
+step 6. Its launcher does not end the ranks that are left, as those of other nodes do not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from jobs import Job, command_of
+from moments import Moment
+from polling import wait_until
+from restarts import (
+    EVERY,
+    STEPS,
+    TINY,
+    VALIDATION,
+    Layout,
+    Undisturbed,
+    assert_starts_continue,
+    newest_step,
+    train_once,
+)
+from runs import write_toy_set, write_training
+from warm_jobs import WarmJob
+
+from campaigns.case import Case
+
+pytestmark = pytest.mark.campaign(
+    bar="the newest committed checkpoint is resumed, nothing is torn, no process after 15 s, and "
+    "0 bits differ in the next two starts",
+    size=260,
+)
+SECONDS = 15.0  # in which all processes of a run end
+
+TRAINER, RUN = "opensora_sp.training.trainer:", "opensora_sp.training.run:"
+METRICS, SAMPLING = "opensora_sp.training.metrics:", "opensora_sp.sampling."
+VALIDATOR = "opensora_sp.training.validation:"
+# By phase: calls that each rank makes, and how often it makes them from step 3 on.
+CALLS = {
+    "start": {
+        "opensora_sp.runtime.watchdog:Watchdog.__enter__": 1,
+        f"{RUN}_open_run_dir": 1,
+        f"{RUN}agree_on_clips": 1,
+        f"{RUN}choose_checkpoint": 1,
+        f"{TRAINER}Trainer._build_model": 1,
+        f"{TRAINER}Trainer._restore": 1,
+        f"{TRAINER}Trainer._build_data_path": 1,
+        f"{METRICS}Reporter.__init__": 1,
+    },
+    "data": {
+        "opensora_sp.data.dataset:VideoTextDataset._read": 4,
+        "opensora_sp.features.sharded:ShardedEncoder.encode": 4,
+        "opensora_sp.features.batch:BatchMaker.make": 4,
+    },
+    "step": {
+        f"{TRAINER}Trainer._forward_backward": 4,
+        f"{TRAINER}rank_loss": 4,
+        f"{TRAINER}Trainer._update": 4,
+        "opensora_sp.plugin:SequenceZeroOptimizer.step_if_finite": 4,
+        "opensora_sp.training.ema:ShardedEma.update": 4,
+        "opensora_sp.training.outcomes:PendingOutcome.read": 4,
+        f"{METRICS}Reporter.log": 4,
+    },
+    "validation": {
+        f"{VALIDATOR}Validator._validate": 1,
+        f"{VALIDATOR}ema_weights": 1,
+        f"{SAMPLING}pipeline:Pipeline.looped": 1,
+        f"{VALIDATOR}write_batch": 1,
+        f"{VALIDATOR}Validator._heldout_losses": 1,
+        f"{METRICS}Reporter.validated": 1,
+    },
+}
+# Calls that rank 0 alone makes.
+OF_RANK_0 = {
+    "start": ["opensora_sp.runtime.run_lock:RunLock.__enter__", f"{METRICS}drop_after"],
+    "step": [f"{METRICS}append_line"],
+    "validation": [f"{SAMPLING}outputs:Output.finish", f"{METRICS}_show"],
+}
+# What rank 0 does to files while it saves, and how often.
+FILES = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
+OPERATIONS = {
+    "mkdir .partial-{new}": 1,
+    "mkdir .partial-{new}/model": 2,
+    **{f"write .partial-{{new}}/{file}": 20 for file in FILES},
+    **{f"flush .partial-{{new}}/{file}": 1 for file in FILES},
+    "write .partial-{new}/state.json": 1,
+    "flush .partial-{new}/state.json": 1,
+    "write .partial-{new}/manifest.json": 1,
+    "flush .partial-{new}/manifest.json": 1,
+    "flush .partial-{new}/ema": 1,
+    "flush .partial-{new}": 1,
+    "rename .partial-{new}": 1,
+    "flush .": 2,
+    "write {new}/.partial-COMMIT": 1,
+    "flush {new}/.partial-COMMIT": 1,
+    "rename {new}/.partial-COMMIT": 1,
+    "flush {new}": 1,
+    "write .partial-latest": 1,
+    "rename .partial-latest": 1,
+    "unlink {old}/COMMIT": 1,
+    "flush {old}": 1,
+    "unlink {old}/model/model.safetensors": 1,
+    "unlink {old}/manifest.json": 1,
+    "unlink {old}": 1,
+}
+MOMENTS_OF_SAVES = []
+for what in OPERATIONS:
+    inside = ["within"] if what.startswith("write") else []
+    MOMENTS_OF_SAVES += [(what, when) for when in ["before", *inside, "after"]]
+LAYOUTS: list[Layout] = [(1, 2), (2, 1), (1, 2), (2, 1), (1, 1), (2, 2)]
+PER_PHASE = {"save": 80, "start": 42, "data": 42, "step": 42, "validation": 42}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a run is killed.
+
+    Attributes:
+        victim: "rank 1", "all", "launcher", or "worker" of a loader.
+        by: the rank whose call or operation is the moment.
+        is_new: whether the run starts from step 0.
+    """
+
+    phase: str
+    moment: Moment
+    victim: str
+    by: int
+    layout: Layout = (1, 2)
+    is_new: bool = False
+    async_save: bool = False
+    num_workers: int = 0
+
+    @property
+    def name(self) -> str:
+        moment, (dp, sp) = self.moment, self.layout
+        what = moment.what.rpartition(":")[2].replace("{", "").replace("}", "")
+        options = " new" * self.is_new + " async" * self.async_save + " worker" * self.num_workers
+        where = f"{self.phase}: {moment.when} {what} {moment.number} of rank {self.by}"
+        return f"{self.victim} in {where} dp{dp} sp{sp}{options}".replace("/", "-")
+
+
+def victims_of(layout: Layout) -> list[str]:
+    ranks = [f"rank {rank}" for rank in range(layout[0] * layout[1])]
+    return [*ranks, "all", "launcher"]
+
+
+def draw(random: Random, phase: str, number: int) -> Kill:
+    """A kill in this phase; layouts and victims take turns."""
+    layout = LAYOUTS[number % len(LAYOUTS)]
+    victims = victims_of(layout)
+    victim = victims[number // len(LAYOUTS) % len(victims)]
+    by = int(victim.removeprefix("rank ")) if victim.startswith("rank") else 0
+    when = random.choice(["before", "after"])
+    num_workers = random.choice([0, 1] if phase == "data" else [0, 0, 0, 1])
+
+    if phase == "save":
+        # Each of them in turn, so that none is left out.
+        what, when = MOMENTS_OF_SAVES[number % len(MOMENTS_OF_SAVES)]
+        by, calls = 0, OPERATIONS[what]
+    elif by == 0 and random.random() < 0.3 and phase in OF_RANK_0:
+        what, calls = random.choice(OF_RANK_0[phase]), 1
+    else:
+        what = random.choice(list(CALLS[phase]))
+        calls = CALLS[phase][what]
+    if phase == "data" and num_workers:
+        # A call of the worker.
+        what = "opensora_sp.data.dataset:VideoTextDataset._read"
+        victim = random.choice([victim, "worker"])
+
+    return Kill(
+        phase,
+        Moment(what, when, random.randrange(calls)),
+        victim,
+        by,
+        layout,
+        is_new=random.random() < 0.3,
+        async_save=random.random() < 0.4,
+        num_workers=num_workers,
+    )
+
+
+@dataclass(frozen=True)
+class LauncherKill:
+    """A real launcher is killed so many seconds after its first rank has begun, or in step 3.
+
+    A rank of ``torchrun`` is stopped meanwhile.
+    """
+
+    launcher: str
+    seconds: float | None
+
+    @property
+    def name(self) -> str:
+        when = "in a step" if self.seconds is None else f"{self.seconds:g} s after a rank began"
+        return f"{self.launcher} {when}"
+
+
+COMMIT = Moment("rename {new}/.partial-COMMIT")
+SAMPLE = [
+    Kill("save", COMMIT, "rank 0", 0),
+    Kill("save", Moment("unlink {old}/COMMIT", "after"), "all", 0, async_save=True),
+    Kill("start", Moment(f"{TRAINER}Trainer._restore"), "rank 1", 1),
+    Kill("step", Moment(f"{TRAINER}Trainer._update", number=2), "launcher", 0),
+    LauncherKill("torchrun", 0.0),
+]
+LAUNCHED = [LauncherKill("torchrun", seconds) for seconds in (1.0, 2.0, 4.0, 8.0, None)]
+LAUNCHED += [LauncherKill("colossalai", seconds) for seconds in (0.0, 1.0, 8.0, None)]
+
+
+def cases(random: Random) -> list[Case]:
+    kills = dict.fromkeys([*SAMPLE, *LAUNCHED])
+    for phase, size in PER_PHASE.items():
+        drawn: set[Kill] = set()
+        number = 0
+        while len(drawn) < size:
+            kill, number = draw(random, phase, number), number + 1
+            if kill not in kills:
+                kills[kill] = None
+                drawn.add(kill)
+    return [Case(kill.name, kill, in_sample=kill in SAMPLE) for kill in kills]
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Notes the time and the newest checkpoint, and kills."""
+
+    outputs: Path
+    note: Path
+    victims: tuple[int, ...]
+
+    def __call__(self) -> None:
+        text = json.dumps([time.time(), newest_step(self.outputs)])
+        self.note.with_suffix(".partial").write_text(text)
+        self.note.with_suffix(".partial").rename(self.note)
+        for pid in self.victims:
+            os.kill(pid, signal.SIGKILL)
+
+
+def train_and_kill(
+    config: Path, outputs: Path, kill: Kill, options: list[str], also: Callable[[], Any] | None
+) -> str:
+    """Plant the kill in the rank that makes the call, and train."""
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == kill.by:
+        # This process last: nothing is done after that.
+        everyone = sorted(pids, key=lambda pid: pid == os.getpid())
+        victims = {f"rank {rank}": [pid] for rank, pid in enumerate(pids)}
+        victims |= {"all": everyone, "launcher": [os.getppid()], "worker": []}
+        strike = Strike(outputs, outputs.with_name("struck"), tuple(victims[kill.victim]))
+
+        def act() -> None:
+            if also is not None:
+                also()
+            strike()
+            if kill.victim == "worker":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        kill.moment.plant(act)
+    return train_once(config, outputs, kill.layout, STEPS, *options)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    write_toy_set(folder / "held", 2)
+    return write_training(folder, 8)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(config, tmp_path_factory.mktemp("undisturbed"))
+
+
+class Scene:
+    """Where a case takes place: a folder, a config, and the runs to compare with."""
+
+    def __init__(self, config: Path, folder: Path, undisturbed: Undisturbed) -> None:
+        self.config, self.folder, self.undisturbed = config, folder, undisturbed
+        self.outputs = folder / "run"
+
+    def run(
+        self, kill: Kill, also: Callable[[], Any] | None = None, seconds: float = SECONDS
+    ) -> float:
+        """Kill a run; returns the seconds until all of its processes had ended.
+
+        Args:
+            also: is called in the same moment.
+            seconds: that they have.
+        """
+        if not kill.is_new:
+            checkpoint = self.undisturbed[kill.layout] / "step_00000002"
+            shutil.copytree(checkpoint, self.outputs / checkpoint.name)
+        work = (train_and_kill, self.config, self.outputs, kill, self.options(kill), also)
+        job = WarmJob(self.folder / "killed", kill.layout[0] * kill.layout[1], *work)
+        try:
+            job.until(self.folder / "struck", 60)
+            struck, _ = json.loads((self.folder / "struck").read_text())
+            return job.wait(struck + seconds - time.time()) - struck
+        finally:
+            job.kill()
+
+    def options(self, kill: Kill) -> list[str]:
+        options = [f"ckpt_every={EVERY}", "keep_last=1", f"num_workers={kill.num_workers}"]
+        options += [f"async_save={kill.async_save}"]
+        if kill.phase == "validation":
+            held = self.config.with_name("held") / "clips.csv"
+            options += [f"validation.{option}" for option in [*VALIDATION, f"manifest={held}"]]
+        return options
+
+    def run_launched(self, kill: LauncherKill) -> float:
+        """The same of a launcher."""
+        in_step = kill.seconds is None
+        options = [*TINY, f"ckpt_every={EVERY}"]
+        job = Job(
+            self.folder,
+            self.config,
+            *options,
+            launcher=kill.launcher,
+            script="tests/helpers/faulty.py" if in_step else "scripts/train.py",
+            pause=1.0,
+        )
+        try:
+            if in_step:
+                job.until("step 3/")
+            else:
+                self._await_rank(job, kill)
+            job.process.kill()
+            struck = time.time()
+            # Copies of colossalai run wait for a signal that nobody sends.
+            job.until_gone(SECONDS, but="colossalai")
+            return time.time() - struck
+        finally:
+            for pid in job.left():
+                os.kill(pid, signal.SIGKILL)
+            job.process.wait()
+
+    def _await_rank(self, job: Job, kill: LauncherKill) -> None:
+        def ranks() -> list[int]:
+            return [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]]
+
+        rank = wait_until(ranks, 60)[0]
+        if kill.launcher == "torchrun" and kill.seconds:
+            # Until its first line has run.
+            time.sleep(0.5)
+            os.kill(rank, signal.SIGSTOP)
+        time.sleep(kill.seconds)
+
+    def check(self, layout: Layout, *options: str) -> None:
+        """What was committed at the kill is left, and the next starts continue from the newest."""
+        note = self.folder / "struck"
+        newest = json.loads(note.read_text())[1] if note.exists() else 0
+        found = newest_step(self.outputs)
+        assert found >= newest, f"step {newest} was committed, and step {found} is left"
+        whole = self.undisturbed[layout]
+        assert_starts_continue(self.config, self.folder, self.outputs, layout, whole, *options)
+
+
+@pytest.fixture
+def scene(config: Path, undisturbed: Undisturbed, tmp_path: Path) -> Scene:
+    return Scene(config, tmp_path, undisturbed)
+
+
+def test_a_killed_run_loses_nothing(case: Case, scene: Scene, record_property: Any) -> None:
+    kill = case.arguments
+    is_launched = isinstance(kill, LauncherKill)
+    seconds = scene.run_launched(kill) if is_launched else scene.run(kill)
+    record_property("seconds until all processes have ended", round(seconds, 2))
+    scene.check((1, 2) if is_launched else kill.layout)
+
+
+IN_SAVE = Kill("save", Moment("write .partial-{new}/optimizer.safetensors"), "all", 0)
+SAVED = Kill("save", Moment("rename .partial-latest"), "all", 0)
+
+
+def commit_too_early(outputs: Path) -> None:
+    """A save without an order: what is written so far is committed."""
+    (outputs / ".partial-step_00000004").rename(outputs / "step_00000004")
+    (outputs / "step_00000004" / "COMMIT").write_text("2 0\n")
+
+
+def test_control_a_torn_checkpoint(scene: Scene) -> None:
+    scene.run(IN_SAVE, also=partial(commit_too_early, scene.outputs))
+    with pytest.raises(AssertionError, match="step_00000004 is committed and torn"):
+        scene.check(IN_SAVE.layout)
+
+
+def test_control_a_lost_checkpoint_and_another_state(scene: Scene) -> None:
+    scene.run(SAVED)
+    with pytest.raises(AssertionError, match="start 0 differs from the undisturbed run at step 6"):
+        scene.check(SAVED.layout, "optimizer.lr=0.002")
+
+    for checkpoint in scene.outputs.glob("step_*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(AssertionError, match="step 4 was committed, and step 0 is left"):
+        scene.check(SAVED.layout)
+
+
+def test_control_an_orphan(scene: Scene) -> None:
+    with pytest.raises(AssertionError, match=r"processes \[\d+\] outlive their run"):
+        scene.run(IN_SAVE, also=partial(subprocess.Popen, ["sleep", "600"]), seconds=3.0)

@@ -1,0 +1,257 @@
+"""Preemption: whoever is asked to stop, by whichever signal, the run is saved and gone in time.
+
+Each case sends a signal at a moment of a training that begins or resumes, and looks at the next
+two starts. Most jobs are forked from the warm process; where ranks import, they are real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from disturbed import (
+    assert_same_bits,
+    saved_step,
+    start,
+    steps_of,
+    undisturbed,
+    write_disturbed_training,
+)
+from jobs import Job, started_ranks
+from planted_faults import MOMENTS, ONLY_RANK_0, Fault
+from polling import wait_until
+from safetensors.torch import load_file, save_file
+
+from campaigns.case import Case, with_sample
+from opensora_sp.checkpoint import checkpoint_name, newest_checkpoint, verify
+from opensora_sp.training.metrics import read_metrics
+
+SECONDS = 25.0  # torchrun kills ranks after 30
+pytestmark = pytest.mark.campaign(
+    bar=f"saved and gone within {SECONDS:g} s, 0 steps lost, same bits after the next two starts",
+    size=50,
+)
+
+LAST = 8  # step of the run
+FIRST = 2  # step of the checkpoint from which some begin
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+TARGETS = ("rank 0", "rank 1", "ranks", "launcher", "job")
+IN_IMPORTS = 6  # cases with a real launcher
+
+# How often a rank reaches a moment at least, where it does more than once.
+REACHED = {
+    **dict.fromkeys(("data", "encode", "forward", "backward"), 6),
+    **dict.fromkeys(("update", "outcome"), 4),
+    **dict.fromkeys(("save", "validation", "commit"), 3),
+    "write": 12,
+}
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """``fault`` at a moment, or while the ranks import: after so many seconds."""
+
+    fault: Fault
+    resumes: bool = False  # from the checkpoint of step FIRST
+    sp_size: int = 2
+    options: tuple[str, ...] = ()
+    import_seconds: float | None = None
+
+    @property
+    def name(self) -> str:
+        fault, seconds = self.fault, self.import_seconds
+        moment = f"{fault.moment} {fault.number} of rank {fault.rank}"
+        return " ".join(
+            (
+                f"{fault.action} to {fault.to}, at",
+                f"{seconds:.1f} s of imports" if seconds is not None else moment,
+                f"(sp {self.sp_size}{', resumed' if self.resumes else ''}) {self.options}",
+            )
+        )
+
+
+IN_SAMPLE = (
+    Preemption(Fault("validation", 1, 1, "SIGUSR1", "job"), True, options=("num_workers=1",)),
+    Preemption(Fault("save", 0, 1, "SIGTERM", "launcher"), sp_size=1, options=("async_save=True",)),
+)
+
+
+def shuffled(values: Any, count: int, random: Random) -> list[Any]:
+    """``count`` values, each as often as any other, in random order."""
+    values = list(values)
+    many = (values * (count // len(values) + 1))[:count]
+    return random.sample(many, count)
+
+
+def cases(random: Random) -> list[Case]:
+    count = 50 - len(IN_SAMPLE)
+    pairs = shuffled(((s, to) for s in SIGNALS for to in TARGETS), count, random)
+    in_imports = [None] * IN_IMPORTS
+    moments = [*in_imports, *shuffled(MOMENTS, count - IN_IMPORTS, random)]
+
+    drawn = [draw(moment, *pair, random) for moment, pair in zip(moments, pairs)]
+    preemptions = [*IN_SAMPLE, *drawn]
+    named = [Case(f"{n:02} {one.name}", one) for n, one in enumerate(preemptions)]
+    return with_sample(named, [case.name for case in named[: len(IN_SAMPLE)]])
+
+
+def draw(moment: str | None, action: str, to: str, random: Random) -> Preemption:
+    """A preemption at a moment; None is during imports."""
+    resumes = random.random() < 0.5 or moment == "resume"
+    if moment is None:
+        fault = Fault("imports", 0, 0, action, to)
+        return Preemption(fault, resumes, import_seconds=random.uniform(0.0, 4.0))
+
+    rank = 0 if moment in ONLY_RANK_0 else random.randrange(2)
+    number = random.randint(1, REACHED.get(moment, 1))
+    options = ("num_workers=1", "async_save=True", "stopped_exit_code=143")
+    return Preemption(
+        Fault(moment, rank, number, action, to),
+        resumes,
+        sp_size=random.choice((1, 2)),
+        options=tuple(option for option in options if random.random() < 0.4),
+    )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_disturbed_training(tmp_path_factory.mktemp("set"))
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The undisturbed run by ``sp_size``, with a checkpoint of every step."""
+    folder, made = tmp_path_factory.mktemp("whole"), {}
+
+    def of(sp_size: int) -> Path:
+        if sp_size not in made:
+            options = [f"sp_size={sp_size}", f"max_steps={LAST}", "ckpt_every=1", "keep_last=None"]
+            made[sp_size] = undisturbed(config, folder / str(sp_size), *options)
+        return made[sp_size]
+
+    return of
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs of a test, none of which outlives it."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        for pid in job.left():
+            os.kill(pid, signal.SIGKILL)
+        job.process.wait(10)
+
+
+def preempt(one: Preemption, start_job: Callable[..., Job]) -> tuple[Job, float]:
+    """The job, and when it got its signal."""
+    if one.import_seconds is not None:
+        job = start_job(f"max_steps={LAST}", launcher="torchrun", script="scripts/train.py")
+        ranks = wait_until(lambda: started_ranks(job), 60, lambda: job.text)
+        time.sleep(one.import_seconds)
+        for pid in imported_by(one.fault.to, job, ranks):
+            os.kill(pid, signal.Signals[one.fault.action])
+        return job, time.monotonic()
+
+    job = start_job(f"max_steps={LAST}", faults={0: one.fault})
+    struck = job.pids / "struck-0"
+    wait_until(lambda: struck.exists() or not job.left(), 120, lambda: job.text)
+    assert struck.exists(), f"{one.fault} was never reached:\n{job.text}"
+    return job, float(struck.read_text())
+
+
+def imported_by(to: str, job: Job, ranks: list[int]) -> list[int]:
+    """Processes of a job whose ranks import."""
+    chosen = {
+        **{"rank 0": ranks[:1], "rank 1": ranks[1:], "ranks": ranks},
+        **{"launcher": [job.process.pid], "job": job.left()},
+    }
+    return chosen[to]
+
+
+def assert_gone(job: Job, since: float, seconds: float = SECONDS) -> float:
+    """No process is left so many seconds after the signal; returns how many it took."""
+    job.until_gone(max(0.1, since + seconds - time.monotonic()))
+    return time.monotonic() - since
+
+
+def assert_nothing_lost(job: Job, before: int) -> int:
+    """The newest checkpoint is whole, and of the last step; returns that step."""
+    steps = [line["step"] for line in [*read_metrics(job.outputs), *steps_of(job)]]
+    last = max(steps, default=before)
+    saved = saved_step(job.outputs)
+    assert saved == last, f"lost: {last - saved} steps, the newest checkpoint is of {saved}"
+    if newest := newest_checkpoint(job.outputs):
+        verify(newest)
+    return saved
+
+
+def test_the_run_is_saved_and_gone(
+    case: Case,
+    config: Path,
+    whole: Callable[[int], Path],
+    tmp_path: Path,
+    jobs: list[Job],
+    record_property: Callable[[str, object], None],
+) -> None:
+    one: Preemption = case.arguments
+    wanted, options = whole(one.sp_size), [f"sp_size={one.sp_size}", *one.options]
+
+    def start_job(*more: str, faults: dict[int, Fault] | None = None, **how: Any) -> Job:
+        return start(jobs, tmp_path, config, *options, *more, faults=faults or {}, **how)
+
+    if one.resumes:
+        shutil.copytree(wanted / checkpoint_name(FIRST), tmp_path / "run" / checkpoint_name(FIRST))
+    job, since = preempt(one, start_job)
+    record_property("seconds to the end", assert_gone(job, since))
+    saved = assert_nothing_lost(job, FIRST if one.resumes else 0)
+
+    for stop in (min(saved + 1, LAST), LAST):
+        again = start_job(f"max_steps={stop}")
+        assert again.process.wait(120) == 0, again.text
+        again.until_gone(SECONDS)
+        assert_same_bits(again.outputs, wanted, stop)
+    # Of a run that began with a checkpoint, earlier steps are in the folder of another.
+    logged = [line["step"] for line in read_metrics(tmp_path / "run")]
+    assert logged == list(range(logged[0], LAST + 1)) and logged[0] in (1, FIRST + 1)
+
+
+def test_control_steps_that_are_lost_are_noticed(
+    config: Path, tmp_path: Path, jobs: list[Job]
+) -> None:
+    """Without a warning; and a run that does not end."""
+    killed = Fault("update", 0, 2, "SIGKILL", "ranks")
+    job = start(jobs, tmp_path, config, faults={0: killed})
+    job.until_gone(120)
+    with pytest.raises(AssertionError, match="lost: 1 steps"):
+        assert_nothing_lost(job, 0)
+
+    job = start(jobs, tmp_path, config, faults={0: Fault("model", 1, 1, "SIGSTOP", "ranks")})
+    wait_until((job.pids / "struck-0").exists, 120, lambda: job.text)
+    with pytest.raises(AssertionError, match="are left behind"):
+        assert_gone(job, time.monotonic(), seconds=2)
+
+
+def test_control_a_bit_that_differs_is_noticed(
+    whole: Callable[[int], Path], tmp_path: Path
+) -> None:
+    wanted = whole(1)
+    shutil.copytree(wanted / checkpoint_name(LAST), tmp_path / checkpoint_name(LAST))
+    assert_same_bits(tmp_path, wanted, LAST)
+
+    path = tmp_path / checkpoint_name(LAST) / "optimizer.safetensors"
+    tensors = load_file(path)
+    name = max(tensors)
+    tensors[name].view(-1)[-1:].view(dtype=torch.int32).bitwise_xor_(1)
+    save_file(tensors, path)
+    with pytest.raises(AssertionError, match=f"1 differ after step {LAST}.*{name}"):
+        assert_same_bits(tmp_path, wanted, LAST)

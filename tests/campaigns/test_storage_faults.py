@@ -1,0 +1,397 @@
+"""Faults of the disk at any moment of a run, and two runs in one folder.
+
+A run resumes at the checkpoint of step 2, on a small disk of its own, which fails before the
+checkpoint of step 6; either for good, or only while nothing is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import disk_faults
+import pytest
+import torch.distributed as dist
+from moments import Moment
+from own_disk import with_own_disk
+from polling import wait_until
+from restarts import (
+    EVERY,
+    STEPS,
+    VALIDATION,
+    Layout,
+    Undisturbed,
+    assert_nothing_torn,
+    assert_starts_continue,
+    newest_step,
+    train_once,
+)
+from runs import write_training
+from warm_jobs import WarmJob
+
+from campaigns.case import Case
+
+pytestmark = pytest.mark.campaign(
+    bar="the last committed checkpoint is never harmed, an error by the next save at the latest, "
+    "and 0 bits differ in the next two starts",
+    size=60,
+)
+MEGABYTES = 8
+TRAINER, METRICS = "opensora_sp.training.trainer:", "opensora_sp.training.metrics:"
+# By phase: the calls at which a fault begins, and those at which one ends that passes.
+BEGIN: dict[str, list[str]] = {
+    "start": [
+        "opensora_sp.runtime.watchdog:Watchdog.__enter__",
+        "opensora_sp.runtime.run_lock:RunLock.__enter__",
+        "opensora_sp.training.run:_open_run_dir",
+        "opensora_sp.training.run:choose_checkpoint",
+        f"{METRICS}Reporter.__init__",
+    ],
+    "metrics": [f"{METRICS}Reporter.log", f"{METRICS}append_line"],
+    "log": [f"{METRICS}log_line", f"{TRAINER}Trainer._settle"],
+    "videos": [
+        "opensora_sp.training.validation:write_batch",
+        "opensora_sp.sampling.pipeline:Pipeline.looped",
+        "opensora_sp.sampling.outputs:Output.finish",
+    ],
+    "save": [
+        "mkdir .partial-{new}/model",
+        "write .partial-{new}/model/model.safetensors",
+        "write .partial-{new}/optimizer.safetensors",
+        "flush .partial-{new}/optimizer.safetensors",
+        "write .partial-{new}/state.json",
+        "write .partial-{new}/manifest.json",
+        "flush .partial-{new}",
+        "rename .partial-{new}",
+        "write {new}/.partial-COMMIT",
+        "rename {new}/.partial-COMMIT",
+        "write .partial-latest",
+        "unlink {old}/COMMIT",
+        "unlink {old}/model/model.safetensors",
+    ],
+}
+END = {
+    "start": f"{TRAINER}Trainer._step",
+    "metrics": f"{TRAINER}Trainer._step",
+    "log": f"{TRAINER}Trainer._step",
+    "videos": f"{METRICS}Reporter.validated",
+}
+KINDS = ["full", "EIO", "read-only", "slow fsync", "removed", "moved"]
+LAYOUTS: list[Layout] = [(1, 2), (2, 1), (1, 1)]
+WARNING = "validation/ is incomplete from here on"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the disk that begins at a call, or a save's operation, of rank ``by``.
+
+    Attributes:
+        passes: whether it ends before the next save.
+    """
+
+    kind: str
+    phase: str
+    moment: Moment
+    by: int = 0
+    passes: bool = False
+    layout: Layout = (1, 2)
+    async_save: bool = False
+
+    @property
+    def name(self) -> str:
+        moment, (dp, sp) = self.moment, self.layout
+        what = moment.what.rpartition(":")[2].replace("{", "").replace("}", "")
+        options = " passes" * self.passes + " async" * self.async_save
+        where = f"{self.phase}: {moment.when} {what} {moment.number} of rank {self.by}"
+        return f"{self.kind} in {where} dp{dp} sp{sp}{options}".replace("/", "-")
+
+
+@dataclass(frozen=True)
+class TwoRuns:
+    """A second run is started in the folder of one that waits at a moment of rank 0.
+
+    Attributes:
+        kind: "refused"; "after SIGKILL" of the first; or "at once", where neither waits.
+    """
+
+    kind: str
+    moment: Moment
+    layout: Layout = (1, 2)
+
+    @property
+    def name(self) -> str:
+        what, (dp, sp) = self.moment.what.rpartition(":")[2], self.layout
+        what = what.replace("{", "").replace("}", "").replace("/", "-")
+        return f"two runs {self.kind}: {what} dp{dp} sp{sp}"
+
+
+def draw(random: Random, kind: str, phase: str, number: int) -> Fault:
+    """A fault of this kind and phase; layouts take turns."""
+    layout = LAYOUTS[number % len(LAYOUTS)]
+    what = random.choice(BEGIN[phase])
+    passes = phase in END and kind in ("full", "EIO", "read-only") and random.random() < 0.5
+    # Of steps 3 to 6, the saves are at 4 and 6.
+    steps = [0, 2] if passes else [0, 1, 2]
+    at_step = random.choice(steps) if phase in ("metrics", "log") else 0
+    of_rank_0 = what.endswith(("RunLock.__enter__", "log_line", "append_line", "Output.finish"))
+    is_first = phase == "save" or of_rank_0
+    return Fault(
+        kind,
+        phase,
+        # The first line is that of the session.
+        Moment(what, number=at_step + what.endswith("append_line")),
+        by=0 if is_first else random.randrange(layout[0] * layout[1]),
+        passes=passes,
+        layout=layout,
+        async_save=random.random() < 0.4,
+    )
+
+
+VIDEOS = Moment("opensora_sp.training.validation:write_batch")
+STEP = Moment(f"{TRAINER}Trainer._update", number=1)
+SAMPLE = [
+    Fault("full", "videos", VIDEOS, by=1, passes=True),
+    Fault("EIO", "save", Moment("flush .partial-{new}/optimizer.safetensors"), async_save=True),
+    Fault("read-only", "save", Moment("rename .partial-{new}")),
+    TwoRuns("refused", STEP),
+]
+SAVE = Moment("write .partial-{new}/optimizer.safetensors")
+TWO_RUNS = [TwoRuns("at once", STEP), TwoRuns("at once", STEP, (2, 1))]
+for moment in (Moment("opensora_sp.training.run:choose_checkpoint"), STEP, SAVE, VIDEOS):
+    TWO_RUNS += [TwoRuns("refused", moment, (2, 1)), TwoRuns("after SIGKILL", moment)]
+
+
+def cases(random: Random) -> list[Case]:
+    faults = dict.fromkeys([*SAMPLE, *TWO_RUNS])
+    for kind in KINDS:
+        for phase in BEGIN:
+            number, wanted = 0, len(faults) + (3 if phase == "save" else 2)
+            while len(faults) < wanted:
+                fault, number = draw(random, kind, phase, number), number + 1
+                faults[fault] = None
+    return [Case(fault.name, fault, in_sample=fault in SAMPLE) for fault in faults]
+
+
+def train_on(config: Path, outputs: Path, fault: Fault, also: Callable[[], Any] | None) -> list:
+    """Plant the fault, and train; returns the error and the last step that was begun."""
+    from opensora_sp.training.trainer import Trainer
+
+    disk_faults.plant_switches(outputs)
+    begun, plain = [EVERY], Trainer._step
+
+    def step(self: Trainer, number: int, *args: Any) -> Any:
+        begun[0] = number + 1
+        return plain(self, number, *args)
+
+    def act() -> None:
+        note = [begun[0], newest_step(outputs)]
+        outputs.with_name("struck").write_text(json.dumps(note))
+        disk_faults.begin(fault.kind, outputs)
+        if fault.passes:
+            Moment(END[fault.phase]).plant(partial(disk_faults.end, fault.kind, outputs))
+        if also is not None:
+            also()
+
+    Trainer._step = step
+    if dist.get_rank() == fault.by:
+        fault.moment.plant(act)
+    options = [f"ckpt_every={EVERY}", "keep_last=1", f"async_save={fault.async_save}"]
+    if fault.phase == "videos":
+        options += [f"validation.{option}" for option in VALIDATION]
+    try:
+        error = train_once(config, outputs, fault.layout, STEPS, *options)
+    except (Exception, SystemExit) as other:
+        error = f"{type(other).__name__}: {other}"
+    return [error, begun[0]]
+
+
+class Disk:
+    """Where a case takes place, in a process with a disk of its own."""
+
+    def __init__(self, config: Path, folder: Path, whole: Path, layout: Layout) -> None:
+        self.config, self.folder, self.whole, self.layout = config, folder, whole, layout
+        self.outputs = folder / "disk" / "run"
+        self.context = multiprocessing.get_context("fork")
+        checkpoint = whole / "step_00000002"
+        shutil.copytree(checkpoint, self.outputs / checkpoint.name)
+
+    def start(self, name: str, function: Callable[..., Any], *args: Any) -> WarmJob:
+        size = self.layout[0] * self.layout[1]
+        work = (function, self.config, self.outputs, *args)
+        return WarmJob(self.folder / name, size, *work, context=self.context)
+
+    def run(self, fault: Fault, also: Callable[[], Any] | None = None) -> None:
+        """Train on the disk while it fails; check how that ends."""
+        job = self.start("failing", train_on, fault, also)
+        try:
+            job.wait(60)
+        finally:
+            job.kill()
+        note = self.outputs.with_name("struck")
+        assert note.exists(), f"the fault never began:\n{job.text}"
+        step, newest = json.loads(note.read_text())
+
+        # A rank that its watchdog ends returns nothing.
+        outcomes = [job.outcome(rank) or (None, ["ended by the watchdog", 0]) for rank in job.ranks]
+        errors = [traceback or value[0] for traceback, value in outcomes]
+        last = max(value[1] for _, value in outcomes if value is not None)
+        self.check_errors(fault, errors, last, step, job.text)
+
+        if not fault.passes:
+            disk_faults.end(fault.kind, self.outputs)
+        self.check_folders(fault, newest)
+
+    def check_errors(self, fault: Fault, errors: list[str], last: int, step: int, log: str) -> None:
+        """An error on all ranks by the next save, unless none is to be expected."""
+        assert all(errors) or not any(errors), f"not on all ranks: {errors}\n{log}"
+        for line in ("metrics.jsonl", "TensorBoard", "train.log", "validation/"):
+            found = [text for text in log.splitlines() if f"{line} is incomplete" in text]
+            assert len(found) <= 1, f"{len(found)} warnings of {line}:\n{log}"
+
+        if fault.kind == "slow fsync" or (fault.passes and fault.phase != "start"):
+            assert not any(errors), f"{errors}\n{log}"
+            is_seen = fault.phase == "videos" and fault.kind != "slow fsync"
+            assert not is_seen or log.count(WARNING) == 1, f"expected a warning of videos:\n{log}"
+        elif fault.kind in ("full", "EIO", "read-only") and not fault.passes:
+            assert all(errors), f"no error of a disk that fails\n{log}"
+            # In the save of this step or the one after it; one later where it is asynchronous.
+            limit = step + EVERY * (2 if fault.async_save else 1)
+            assert last <= limit, f"trained to step {last} on a disk that fails from step {step}"
+
+    def check_folders(self, fault: Fault, newest: int) -> None:
+        """What was committed is whole, wherever it is now."""
+        moved = self.outputs.with_name("moved")
+        kept = moved if fault.kind == "moved" else self.outputs
+        found = assert_nothing_torn(kept, self.whole)
+        if fault.kind != "removed":
+            assert found >= newest, f"step {newest} was committed, and step {found} is left"
+
+    def start_again(self) -> None:
+        assert_starts_continue(
+            self.config, self.folder, self.outputs, self.layout, self.whole, context=self.context
+        )
+
+
+def hold(fault: Fault, also: Callable[[], Any] | None, *place: Any) -> None:
+    disk = Disk(*place, fault.layout)
+    disk.run(fault, also)
+    disk.start_again()
+
+
+def train_and_wait(config: Path, outputs: Path, two_runs: TwoRuns) -> str:
+    """The first run: it waits for the second one."""
+    disk = outputs.parent
+
+    def wait() -> None:
+        (disk / "waits").touch()
+        wait_until((disk / "go").exists, 60)
+
+    if dist.get_rank() == 0:
+        two_runs.moment.plant(wait)
+    return train_second(config, outputs, two_runs)
+
+
+def train_second(config: Path, outputs: Path, two_runs: TwoRuns) -> str:
+    from opensora_sp.runtime import run_lock
+
+    run_lock.LOCAL_WAIT = 1.0
+    options = [f"validation.{option}" for option in VALIDATION] + [f"ckpt_every={EVERY}"]
+    return train_once(config, outputs, two_runs.layout, STEPS, *options)
+
+
+def hold_two_runs(two_runs: TwoRuns, *place: Any) -> None:
+    disk = Disk(*place, two_runs.layout)
+    first = disk.start("first", train_and_wait, two_runs)
+    is_at_once = two_runs.kind == "at once"
+    if is_at_once:
+        disk.outputs.with_name("go").touch()
+    else:
+        first.until(disk.outputs.with_name("waits"), 60)
+    if two_runs.kind == "after SIGKILL":
+        first.kill()
+        return disk.start_again()
+
+    second = disk.start("second", train_second, two_runs)
+    try:
+        errors = second.results(60)
+        disk.outputs.with_name("go").touch()
+        others = first.results(60)
+    finally:
+        first.kill()
+        second.kill()
+
+    refused, resumed = (errors, others) if not any(others) else (others, errors)
+    assert not any(resumed), f"{resumed}\n{first.text}\n{second.text}"
+    assert len(set(refused)) == 1, f"not the same error on all ranks: {refused}"
+    # Where both start at once, the first may end while the second waits for it.
+    if refused[0] or not is_at_once:
+        holder = f"of {os.uname().nodename} holds since 2"
+        assert "expected one run for each folder" in refused[0] and holder in refused[0], refused
+    assert newest_step(disk.outputs) == STEPS
+    disk.start_again()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_training(tmp_path_factory.mktemp("set"), 8)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(config, tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def on_a_disk(config: Path, undisturbed: Undisturbed, tmp_path: Path) -> Callable[..., None]:
+    """Calls a function with the place of a case, in a process with a disk of its own."""
+
+    def call(function: Callable[..., None], layout: Layout, *args: Any) -> None:
+        place = (config, tmp_path, undisturbed[layout])
+        try:
+            with_own_disk(tmp_path / "disk", MEGABYTES, function, *args, *place)
+        except PermissionError as error:
+            pytest.skip(str(error))
+
+    return call
+
+
+def test_a_failing_disk_harms_nothing(case: Case, on_a_disk: Callable[..., None]) -> None:
+    fault = case.arguments
+    if isinstance(fault, TwoRuns):
+        on_a_disk(hold_two_runs, fault.layout, fault)
+    else:
+        on_a_disk(hold, fault.layout, fault, None)
+
+
+ALONE = Fault("full", "save", SAVE, layout=(1, 1))
+
+
+def ignore_errors_of_saves() -> None:
+    from opensora_sp.checkpoint.writer import Failure
+
+    Failure.raise_ = lambda self, task: None
+
+
+def harm_committed(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def test_control_a_save_that_fails_unnoticed(on_a_disk: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError, match="no error of a disk that fails"):
+        on_a_disk(hold, ALONE.layout, ALONE, ignore_errors_of_saves)
+
+
+def test_control_a_save_that_harms_the_one_before(
+    on_a_disk: Callable[..., None], tmp_path: Path
+) -> None:
+    weights = tmp_path / "disk" / "run" / "step_00000002" / "model" / "model.safetensors"
+    with pytest.raises(AssertionError, match="step_00000002 is committed and torn"):
+        on_a_disk(hold, ALONE.layout, ALONE, partial(harm_committed, weights))
