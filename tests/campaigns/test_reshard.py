@@ -1,7 +1,7 @@
 """A checkpoint does not depend on the (dp, sp) that wrote it.
 
 Every layout of up to 8 processes reads what every other wrote, and saves the same bytes again. With
-24 of these pairs, training goes on in the other layout as it does in one process.
+24 of these pairs, training continues in the other layout as it does in one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Layout = tuple[int, int]  # dp, sp
 LAYOUTS = [(dp, sp) for dp, sp in product(range(1, 9), repeat=2) if dp * sp <= 8]
 GLOBAL_BATCH = 8
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
-SAMPLE = ["dp1sp1, part 0", "dp2sp2, part 0", "dp1sp3, part 0", "dp5sp1, part 0"]
+SAMPLE = ["dp1sp1, part 0", "dp2sp2, part 0", "dp1sp3, part 0"]
 
 
 def name_of(layout: Layout) -> str:
@@ -63,7 +63,7 @@ def cases(random: Random) -> list[Case]:
 
 
 def training_cases(random: Random) -> list[Case]:
-    """Pairs of a layout that writes and another that trains on; the sample is of small worlds."""
+    """Pairs of a layout that writes and another that continues; the sample is of small worlds."""
     pairs = [pair for pair in product(LAYOUTS, repeat=2) if pair[0] != pair[1]]
     found = []
     for writer, reader in random.sample(pairs, 24):
@@ -218,7 +218,7 @@ def test_a_layout_reads_what_another_wrote(case: Case, written: Written) -> None
     run_ranks(world_of(reader), read, reader, writers, root, None, timeout=900)
 
 
-FEW, MANY = 2, 12  # steps before and after the change of the layout
+FEW, MANY = 2, 8  # steps before and after the change of the layout
 
 
 def use_sgd() -> None:
@@ -292,7 +292,7 @@ def check_training(
         assert error <= 5e-6 * tensor.abs().max(), (pair, name, error)
 
 
-def test_training_goes_on_in_another_layout(
+def test_training_continues_in_another_layout(
     training_case: Case, config: Path, whole: tuple[Path, dict], tmp_path: Path
 ) -> None:
     check_training(config, whole, tmp_path / "run", training_case.arguments)
@@ -346,7 +346,7 @@ def test_control_what_is_not_read(written: Written, planted: str) -> None:
     ("planted", "found"),
     [("another seed", "other samples or noise"), ("no moments", "other losses")],
 )
-def test_control_training_that_goes_on_otherwise(
+def test_control_training_that_continues_otherwise(
     config: Path, whole: tuple[Path, dict], tmp_path: Path, planted: str, found: str
 ) -> None:
     with pytest.raises(AssertionError, match=found):
