@@ -120,6 +120,15 @@ def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) ->
     limit_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    found = count_on_ranks(cases)
+    if rank == 0:
+        results.put(found)
+    shutdown_process_group()
+
+
+def count_on_ranks(cases: list[Case]) -> list[tuple[float, float, float]]:
+    """``count`` in a process group, on every rank of it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh, found = SequenceMesh(ranks), []
     for case in cases:
         counter = step(case, mesh)
@@ -129,9 +138,7 @@ def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) ->
         sent[1, rank] = sum(size for (_, phase), size in sizes.items() if phase == "recompute")
         dist.all_reduce(sent)
         found.append((sent[0].mean().item(), sent[0].max().item(), sent[1].mean().item()))
-    if rank == 0:
-        results.put(found)
-    shutdown_process_group()
+    return found
 
 
 def bytes_of(counter: CommLedger) -> dict[tuple[str, str], int]:

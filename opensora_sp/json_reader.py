@@ -8,6 +8,7 @@ where it is compared, copied or written again.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -82,8 +83,10 @@ def read_small_file(path: str | Path, max_bytes: int, what: str) -> bytes:
         ValueError: if it is larger.
     """
     with open_regular(path) as file:
-        data: bytes = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
+        size = os.fstat(file.fileno()).st_size
+        # No more than that: a read reserves memory for all that it may return.
+        data: bytes = file.read(size + 1) if size <= max_bytes else b""
+    if max(size, len(data)) > max_bytes:
         raise ValueError(
             f"got {path} of more than {max_bytes:,} bytes; expected {what} of at most so many; "
             "check that it is the right file, or split it"

@@ -236,9 +236,13 @@ def resolve_inside(folder: Path, name: str) -> Path:
     path = PurePosixPath(name)
     file = folder / path
     is_relative = not path.is_absolute() and ".." not in path.parts
-    # Unlike Path.resolve, this does not raise at links in a circle.
-    target = Path(os.path.realpath(file))
-    if not is_relative or not target.is_relative_to(os.path.realpath(folder)):
+    try:
+        # Unlike Path.resolve, this does not raise at links in a circle.
+        stays = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
+    except ValueError:
+        # No file can have this name.
+        stays = False
+    if not is_relative or not stays:
         raise ValueError(
             f"got the path {name!r} in the manifest of {folder}; expected one inside this folder; "
             "do not use files from this source"
@@ -267,12 +271,29 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         )
 
     manifest: dict[str, Any] = parse_json(text, str(path))
+    if not _is_manifest(manifest):
+        raise ValueError(
+            f"got {path}, which is no list of a checkpoint's files; expected its step, and the "
+            "size and SHA-256 of each; do not use files from this source"
+        )
     if checkpoint_step(folder) not in (None, manifest["step"]):
         raise ValueError(
             f"got a renamed checkpoint: {path} is of step {manifest['step']}; expected the step of "
             "the folder's name; rename the folder back, or resume from another checkpoint"
         )
     return manifest
+
+
+def _is_manifest(content: Any) -> bool:
+    """Whether JSON has the structure of a manifest: whoever makes one can commit it as well."""
+    try:
+        entries = content["files"].values()
+        are_sound = [
+            type(entry["bytes"]) is int and type(entry["sha256"]) is str for entry in entries
+        ]
+        return type(content["step"]) is int and all(are_sound)
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def _read_commit(folder: Path) -> tuple[int, bytes]:

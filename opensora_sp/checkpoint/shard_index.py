@@ -41,7 +41,7 @@ class ShardIndex:
         """Read an index. The shards need not be there.
 
         Raises:
-            ValueError: if it is no index, or names files of other folders.
+            ValueError: if it cannot be read, is no index, or names files of other folders.
         """
         try:
             content = read_json(path)
@@ -49,7 +49,7 @@ class ShardIndex:
             names = sorted(set(index.weight_map.values()))
             if not all(isinstance(name, str) for name in names):
                 raise TypeError(f"files {names}")
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise _no_index(path, repr(error)) from None
 
         outside = [name for name in names if Path(name).name != name]

@@ -6,10 +6,11 @@ import csv
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import IO, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -34,6 +35,8 @@ class Entry(NamedTuple):
 REQUIRED = ("path", "text")
 NUMBERS = ("num_frames", "height", "width", "fps", "aspect_ratio")
 WHOLE = ("num_frames", "height", "width")
+# Both are bounds of what a small file may fill memory with.
+MAX_LINE, MAX_COLUMNS = 1 << 20, 1000
 # Cells that are joined before they are hashed: all of them would fill gigabytes.
 CELLS_PER_CHUNK = 1 << 16
 
@@ -191,10 +194,11 @@ def _read_columns(path: Path) -> dict[str, list[Any]]:
     try:
         # utf-8-sig: Excel begins UTF-8 with a byte-order mark.
         with open_regular(path, "r", newline="", encoding="utf-8-sig") as file:
+            lines = _lines(path, file)
             if path.suffix == ".csv":
-                reader = csv.DictReader(file, restkey="cells without a column")
-                return _by_column(reader, reader.fieldnames or [])
-            return _by_column((_parsed(path, line) for line in file if line.strip()), [])
+                reader = csv.DictReader(lines, restkey="cells without a column")
+                return _by_column(reader, _checked_names(path, reader.fieldnames or []))
+            return _by_column((_parsed(path, line) for line in lines if line.strip()), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"got manifest {str(path)!r}, which cannot be read ({error}); expected UTF-8 with "
@@ -202,13 +206,36 @@ def _read_columns(path: Path) -> dict[str, list[Any]]:
         ) from None
 
 
+def _lines(path: Path, file: IO[str]) -> Iterator[str]:
+    while line := file.readline(MAX_LINE + 1):
+        if len(line) > MAX_LINE:
+            raise ValueError(
+                f"got manifest {str(path)!r} with a line of more than {MAX_LINE:,} characters; "
+                "expected at most so many; check that it is a manifest, or shorten the caption"
+            )
+        yield line
+
+
+def _checked_names(path: Path, names: Sequence[str]) -> Sequence[str]:
+    if len(names) > MAX_COLUMNS:
+        raise ValueError(
+            f"got manifest {str(path)!r} with {len(names):,} columns; expected at most "
+            f"{MAX_COLUMNS:,}; check that it is a manifest, or remove the others"
+        )
+    return names
+
+
 def _by_column(rows: Iterable[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    """The columns of ``Entry``; of others in the first line only the names, for messages."""
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in enumerate(rows):
-        for name in row.keys() - columns.keys():
-            columns[name] = [None] * number
-        for name, values in columns.items():
-            values.append(row.get(name))
+        if not number:
+            columns |= {name: [] for name in row if name not in columns}
+        for name in Entry._fields:
+            if name in row and name not in columns:
+                columns[name] = [None] * number
+            if name in columns:
+                columns[name].append(row.get(name))
     return columns
 
 
@@ -230,13 +257,23 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
+        with open_regular(path) as file:
+            opened, num_bytes = parquet.ParquetFile(file), os.fstat(file.fileno()).st_size
+            # Rows that are alike take no bytes, but those of a manifest have paths of their own.
+            if opened.metadata.num_rows > num_bytes:
+                raise ValueError(
+                    f"got manifest {str(path)!r} of {num_bytes:,} bytes, which lists "
+                    f"{opened.metadata.num_rows:,} clips; expected other paths for all of them; "
+                    "do not use it"
+                )
+            names = [name for name in Entry._fields if name in opened.schema_arrow.names]
+            table = opened.read(names)
+            return {name: table[name].to_pylist() for name in names}
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"got manifest {str(path)!r}, which cannot be read ({error}); expected Parquet; write "
             "it again"
         ) from None
-    return {name: table[name].to_pylist() for name in table.column_names if name in Entry._fields}
 
 
 def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndarray:

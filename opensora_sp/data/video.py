@@ -41,13 +41,13 @@ READ_AHEAD = 24
 # streams of one codec without a container.
 VIDEO_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,ogg,mpeg,mpegts,mxf,gxf,nut,ivf,dv,rm,nsv,"
-    "wtv,yuv4mpegpipe,gif,apng,flic,"
+    "wtv,yuv4mpegpipe,flic,"
     "h261,h263,h264,hevc,vvc,evc,apv,m4v,mpegvideo,mjpeg,mjpeg_2000,av1,obu,vc1,vc1test,dirac,"
     "dnxhd,cavsvideo,avs2,avs3"
 )
-# Those of images read a file whole.
+# Those of images read a file whole; a damaged animation may be one frame.
 IMAGE_FORMATS = (
-    "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,pgmyuv_pipe,pbm_pipe,"
+    "gif,apng,image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,pgmyuv_pipe,pbm_pipe,"
     "pam_pipe,pfm_pipe,j2k_pipe,jpegls_pipe,jpegxl_pipe,jpegxl_anim,jpegxs_pipe,gif_pipe,exr_pipe,"
     "hdr_pipe,dpx_pipe,dds_pipe,psd_pipe,qoi_pipe,sgi_pipe,sunrast_pipe,pcx_pipe,xbm_pipe,xpm_pipe,"
     "xwd_pipe,ico"
@@ -104,8 +104,10 @@ def _read_video(
     with _opened(path, budget) as (container, stream):
         budget.limits.check("a clip", whole, stream.height, stream.width)
         rate = float(stream.average_rate or 24) / interval
+        # Of the file and not of its first frame here: ranks read other parts of the clip.
+        size = stream.height, stream.width
         numbered = _frames_from(container, stream, start, last, budget)
-        pictures = _pictures(numbered, start, last, interval)
+        pictures = _pictures(numbered, start, last, interval, size)
         frames = _stacked(pictures, num_frames, whole, budget.limits)
 
     if len(frames) == num_frames:
@@ -121,11 +123,16 @@ def _read_video(
 
 
 def _pictures(
-    numbered: Iterator[tuple[int, Any]], start: int, last: int, interval: int
+    numbered: Iterator[tuple[int, Any]], start: int, last: int, interval: int, size: tuple[int, int]
 ) -> Iterator[np.ndarray]:
-    """Every ``interval``-th frame from ``start`` to ``last``."""
+    """Every ``interval``-th frame from ``start`` to ``last``.
+
+    Raises:
+        ValueError: if one has another height and width than ``size``, those of the file.
+    """
     for number, frame in numbered:
         if start <= number <= last and (number - start) % interval == 0:
+            _check_size((frame.height, frame.width), size)
             yield _upright(frame)
         if number >= last:
             return
@@ -141,7 +148,7 @@ def _stacked(
             limits.check("a clip", whole, *picture.shape[:2])
             frames = np.empty((num_frames, *picture.shape), np.uint8)
 
-        _check_size(picture, frames.shape[1:])
+        _check_size(picture.shape, frames.shape[1:])
         frames[found] = picture
         found += 1
     return frames[:found]
@@ -295,9 +302,9 @@ def _shown_packets(container: Any, stream: Any, budget: Budget) -> Iterator[Any]
             yield packet
 
 
-def _check_size(picture: np.ndarray, expected: tuple[int, ...]) -> None:
-    if picture.shape != expected:
-        raise ValueError(f"its frames differ in size: {picture.shape[:2]} after {expected[:2]}")
+def _check_size(size: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if size != expected:
+        raise ValueError(f"its frames differ in size: {size[:2]} after {expected[:2]}")
 
 
 def _frames_from(
@@ -371,7 +378,7 @@ def _read_frames(path: str | Path, budget: Budget) -> np.ndarray:
         budget.limits.check("a file", num_frames, stream.height, stream.width)
         for frame in _decoded(container, stream, budget):
             frames.append(_upright(frame))
-            _check_size(frames[-1], frames[0].shape)
+            _check_size(frames[-1].shape, frames[0].shape)
             budget.limits.check("a file", len(frames), *frames[0].shape[:2])
 
     if not frames:

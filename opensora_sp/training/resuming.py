@@ -121,11 +121,7 @@ def check_finite(checkpoint: Path) -> None:
 
     Frozen weights and buffers may be infinite, such as masks.
     """
-    state = read_json(checkpoint / "state.json")
-    trained: set[str] = set()
-    for group in state["parameter_groups"]:
-        trained.update(group["parameters"])
-
+    trained = _trained_names(checkpoint / "state.json")
     for part in ("model", "ema", "optimizer.safetensors"):
         for name, stored in open_weights(checkpoint / part).tensors.items():
             is_trained = name in trained or part == "optimizer.safetensors"
@@ -134,6 +130,21 @@ def check_finite(checkpoint: Path) -> None:
                     f"got NaN or infinity in {name} of {checkpoint / part}; expected numbers; "
                     "resume from another checkpoint"
                 )
+
+
+def _trained_names(file: Path) -> set[str]:
+    """The parameters in the groups of a ``state.json``."""
+    trained: set[str] = set()
+    state = read_json(file)
+    try:
+        for group in state["parameter_groups"]:
+            trained.update(group["parameters"])
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"got {file} without parameter_groups; expected what a training saves; resume from "
+            "another checkpoint"
+        ) from None
+    return trained
 
 
 def choose_checkpoint(run_dir: Path, checkpoint: Path | None, *, resume: str | None) -> Path | None:

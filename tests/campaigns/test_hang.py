@@ -51,7 +51,7 @@ SMALL = [
 ]
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 AFTER_THE_WATCHDOG = [place for place in PLACES if place not in ("joining", *BEFORE_HEARTBEATS)]
-SKIPPED = ["forward", "the update", "saving", "validation"]
+SKIPPED = ["saving", "validation"]
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,10 @@ def cases(random: Random) -> list[Case]:
         call = random.randint(1, calls.get(place, 1))
         in_worker = options.pop("in_worker", False)
         group = [Hang(kind, place, rank, call, in_worker) for rank in range(RANKS)]
-        setup = Setup(tuple(group), options=tuple(layout(random, place)), **options)
+        drawn_options = tuple(layout(random, place))
+        setup = Setup(tuple(group), **{"options": drawn_options, **options})
         name = f"{kind} {'in a worker ' * in_worker}at {place}{' apart' * setup.separate}"
+        name += " in the background" * ("async_save=True" in setup.options)
         drawn.append(Case(name, setup, trials=RANKS))
 
     for place in PLACES:
@@ -101,15 +103,26 @@ def cases(random: Random) -> list[Case]:
     for place in random.sample(AFTER_THE_WATCHDOG, 6):
         add("hold the GIL", place, timeout=random.choice(["peer", "collective"]))
     for place in SKIPPED:
-        add("skip", place)
+        add("skip", place, timeout="collective")
+        add("skip", place, timeout="collective", options=("sp_size=1", "async_save=True"))
     for place in random.sample(list(PLACES), 6):
         add("lag", place)
+    for place in random.sample(AFTER_THE_WATCHDOG, 3):
+        add("raise", place)
+    add("raise", "the update", separate=True)
     add("sleep", "reading", in_worker=True)
     for place in random.sample(["the start", "forward", "saving", "the end"], 2):
         add("signal", place, timeout="peer", separate=True, cut=True)
     add("stop", random.choice(["forward", "the update"]), timeout="peer", separate=True)
 
-    return with_sample(drawn, ["150 steps with stragglers", "stop at heartbeats"])
+    several = [
+        Hang("stop", "the update", 0, call=2),
+        Hang("stop", "heartbeats", 1),
+        Hang("sleep", "the process group", 2),
+    ]
+    setup = Setup(tuple(several), timeout="peer", options=("sp_size=3", "precision=fp32"))
+    drawn.append(Case("several, one on each rank", setup, trials=RANKS))
+    return with_sample(drawn, ["150 steps with stragglers", "several, one on each rank"])
 
 
 def layout(random: Random, place: str) -> list[str]:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ranks import run_ranks
 
-from benchmarks.communication import DEPTH, HEADS, Case, count, moved_tokens, predicted_bytes
+from benchmarks.communication import (
+    DEPTH,
+    HEADS,
+    Case,
+    count_on_ranks,
+    moved_tokens,
+    predicted_bytes,
+)
 
 pytestmark = pytest.mark.core
 # Elements are proportional to the width, so a narrow model shows those of a wide one.
@@ -42,7 +50,8 @@ def test_a_step_sends_what_is_predicted(ranks: int) -> None:
     gather = [replace(case, options=GATHER) for case in both]
     ulysses = [replace(case, options=ULYSSES) for case in both]
     cases = [*plain, *batches, *odd, *branch, *gather, *ulysses]
-    sent = dict(zip(map(repr, cases), count(cases, ranks), strict=True))
+    counted, *_ = run_ranks(ranks, count_on_ranks, cases)
+    sent = dict(zip(map(repr, cases), counted, strict=True))
     for case in (*plain, *batches, *odd, *branch, *gather):
         mean, busiest, again = sent[repr(case)]
         assert mean == pytest.approx(predicted_bytes(case, ranks), rel=1e-12), case

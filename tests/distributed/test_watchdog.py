@@ -1,4 +1,4 @@
-"""The watchdog by itself; tests/e2e/test_faults.py has it in trainings."""
+"""The watchdog by itself; the campaign of hangs has it in trainings."""
 
 from __future__ import annotations
 
@@ -177,39 +177,6 @@ def write_as_a_stranger(port: int) -> None:
             time.sleep(8)
 
 
-def freeze(frozen: int) -> tuple[list[int], list[str], float]:
-    """One rank is stopped as a whole; another one resumes it after the watchdogs have acted."""
-    lines, pids = captured_lines(), [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    with recorded_exits() as codes, Watchdog(peer_timeout=FROZEN_TIMEOUT):
-        began = time.monotonic()
-        if dist.get_rank() == frozen:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        wait_until(lambda: codes)
-        seconds = time.monotonic() - began
-
-        time.sleep(1)  # until all others have acted, too
-        if dist.get_rank() == (frozen + 1) % len(pids):
-            os.kill(pids[frozen], signal.SIGCONT)
-        time.sleep(3)
-    return codes, lines, seconds
-
-
-def freeze_rank_0() -> tuple[list[int], list[str], float]:
-    return freeze(0)
-
-
-def freeze_rank_1() -> tuple[list[int], list[str], float]:
-    return freeze(1)
-
-
-def freeze_rank_2() -> tuple[list[int], list[str], float]:
-    return freeze(2)
-
-
-FROZEN_TIMEOUT = 4.0
-FROZEN = (freeze_rank_0, freeze_rank_1, freeze_rank_2)
-
 # Those that wait longest come first.
 CASES = (
     joined_late,
@@ -292,17 +259,3 @@ def test_a_failure_after_sigint_is_a_failure(found: dict[str, list]) -> None:
             f"rank {rank} stops: rank 0 has waited 2 s (collective_timeout) for "
         )
         assert codes == [1]
-
-
-@pytest.mark.slow
-@pytest.mark.serial  # it measures seconds
-def test_all_others_name_a_frozen_rank_write_their_stacks_and_end_in_time() -> None:
-    found = run_together(len(FROZEN), FROZEN, at_once=3)
-    for frozen, case in enumerate(FROZEN):
-        others = [rank for rank in range(len(FROZEN)) if rank != frozen]
-        for rank in others:
-            codes, lines, seconds = found[case.__name__][rank]
-            assert codes == [1], lines
-            assert FROZEN_TIMEOUT - 1 <= seconds <= FROZEN_TIMEOUT + 5, (seconds, lines)
-            assert lines[0].startswith(f"rank {rank} stops: rank {frozen}"), lines
-            assert lines[1].startswith(f"rank {rank} was at:\n") and "in freeze" in lines[1]

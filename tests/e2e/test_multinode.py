@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,50 +79,19 @@ def test_two_hosts_train_as_one_and_resume_after_one_lost_its_rank(
     assert len(losses(outputs)) == last and losses(outputs) == losses(tmp_path / "one_host")
 
 
-def separate(pair: list[Host]) -> None:
-    """Packets vanish; nothing reports that the connection is lost."""
-    pair[1].cut_off()
-
-
-def freeze(host: Host) -> None:
-    """Stop every process, the launcher's too, and so nsenter; resumed by ``connect_all``."""
-    for pid in hosts.processes_beside(host.pid):
-        os.kill(pid, signal.SIGSTOP)
-
-
-def connect_all(pair: list[Host], runs: list[subprocess.Popen[str]]) -> None:
-    pair[1].connect()
-    pids = [run.pid for run in runs]
-    for host in pair:
-        pids += hosts.processes_beside(host.pid)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-
-
-FAULTS = {
-    "separated": (separate, (0, 1)),
-    "alpha frozen": (lambda pair: freeze(pair[0]), (1,)),
-    "beta frozen": (lambda pair: freeze(pair[1]), (0,)),
-}
 BLAMED = (
     "rank 0 stops: rank 1 has sent no heartbeat for 6 s (peer_timeout)",
     "rank 1 stops: rank 0, which hosts the store of the heartbeats",
 )
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "separated",
-        pytest.param("alpha frozen", marks=pytest.mark.grid),
-        pytest.param("beta frozen", marks=pytest.mark.grid),
-    ],
-)
-def test_ranks_that_a_frozen_host_or_the_network_separates_end(
-    pair: list[Host], config: Path, tmp_path: Path, fault: str
+def test_ranks_that_the_network_separates_end(
+    pair: list[Host], config: Path, tmp_path: Path
 ) -> None:
-    """Each names the other within ``peer_timeout`` + 5 s."""
-    inflict, left = FAULTS[fault]
+    """Packets vanish: each names the other within ``peer_timeout`` + 5 s.
+
+    The campaign of hangs has this, and frozen hosts, for each rank of three.
+    """
     runs = [
         host.start(*torchrun(config, tmp_path / "run", node, "peer_timeout=6"))
         for node, host in enumerate(pair)
@@ -131,16 +99,14 @@ def test_ranks_that_a_frozen_host_or_the_network_separates_end(
     try:
         wait_until(lambda: newest_checkpoint(tmp_path / "run"), 200)
         addresses = listening(pair[0])
-        inflict(pair)
-        wait_until(lambda: not any(pair[rank].ranks() for rank in left), 6 + 5)
+        pair[1].cut_off()
+        wait_until(lambda: not any(host.ranks() for host in pair), 6 + 5)
     finally:
-        connect_all(pair, runs)
+        pair[1].connect()
 
-    for rank in left:
-        reported, _ = runs[rank].communicate(timeout=NOTICED)
+    for rank, run in enumerate(runs):
+        reported, _ = run.communicate(timeout=NOTICED)
         assert BLAMED[rank] in reported and f"rank {rank} was at:" in reported, reported
-    for rank in {0, 1} - set(left):
-        runs[rank].communicate(timeout=NOTICED)
 
     # Nothing of a rank listens where other networks reach it.
     assert addresses and addresses <= {pair[0].address, "127.0.0.1"}

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import Saver
@@ -22,7 +21,6 @@ from opensora_sp.data import VideoTextDataset
 from opensora_sp.runtime.heartbeats import HeartbeatStore
 from opensora_sp.runtime.rendezvous import Rendezvous
 from opensora_sp.training import metrics, run, train, trainer
-from opensora_sp.training.outcomes import PendingOutcome
 from opensora_sp.training.trainer import Trainer
 from opensora_sp.training.validation import Validator
 
@@ -56,9 +54,9 @@ class Hang:
     """What one rank does at a place.
 
     Attributes:
-        kind: "stop" by SIGSTOP, "hold the GIL", so that no thread runs, "sleep" in Python, "skip"
-            the call and go on, "lag" behind the others in each call, or "signal" the place to this
-            process and go on.
+        kind: "stop" by SIGSTOP, "hold the GIL", so that no thread runs, "sleep" in Python, "raise"
+            an error, "skip" the call, "lag" behind the others in each call, or "signal" that the
+            rank is there and call it.
         call: which of the rank's calls at the place, counted from 1.
         in_worker: whether a worker of the rank's loader does so; its rank then waits for it.
     """
@@ -85,9 +83,11 @@ class Hang:
                 time.sleep(SETTLED if self.is_silent else 0)
                 os.symlink(str(time.monotonic()), struck)
                 FREEZES.get(self.kind, int)()
+                if self.kind == "raise":
+                    raise ValueError("got a planted error; expected none; remove it")
                 time.sleep(AFTERWARDS.get(self.kind, FOREVER))
                 if self.kind == "skip":
-                    return without_the_call(self.place, *args)
+                    return None
             return plain(*args, **kwargs)
 
         # Stacks and reports show the name of the code.
@@ -114,12 +114,15 @@ class Hang:
             if self.is_silent:
                 names = f"rank {self.rank} did not respond"
             return re.compile(rf"{stops}got no process group of \d ranks within \S+ s: {names}")
+        if self.kind == "raise":
+            return re.compile(f"{stops}rank {self.rank} failed: ValueError: got a planted error")
         if not self.is_silent:
             return re.compile(
                 rf"{stops}rank \d has waited \S+ s \(collective_timeout\) for .* missing: "
                 rf"(.*; )?rank {self.rank}, which has called \d+ and is at {at}"
             )
-        if self.rank == 0:
+        if self.rank == 0 and self.kind == "stop":
+            # A thread of torch's, which needs no GIL, serves the store.
             return re.compile(
                 rf"{stops}rank 0, which hosts the store of the heartbeats, has exited, is stopped "
                 rf"or is cut off \(.*\); it was at {at}"
@@ -139,23 +142,13 @@ class Hang:
         )
 
     def skip_named_by(self, other: int) -> re.Pattern[str]:
-        """What another rank logs where the rank has skipped a collective, and called the next."""
+        """What another rank logs where the rank has skipped a collective."""
         of_rank = (
             rf"rank {self.rank} has waited .* missing: ",
             rf".*missing: (.*; )?rank {self.rank}, which has called \d+ and is at ",
             rf".*, or ranks have called another collective: rank {self.rank} is at ",
         )
         return re.compile(f"rank {other} stops: ({'|'.join(of_rank)})")
-
-
-def without_the_call(place: str, *args: Any) -> Any:
-    """What a rank goes on with that has skipped a call."""
-    zero = torch.zeros(())
-    if place == "the update":
-        trainer, step, *_ = args
-        trainer.optimizer.zero_grad()
-        return PendingOutcome(step + 1, loss=zero, taken=zero, stop=zero)
-    return zero if place == "forward" else None
 
 
 def trained(config: Path, options: list[str], hang: Hang | None = None, struck: Any = None) -> None:

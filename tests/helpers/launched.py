@@ -54,10 +54,11 @@ class LaunchedRanks:
             variables["MASTER_PORT"] = str(free_port())
 
         context, work = warm_context(), pickle.dumps((function, args, enter))
-        self.processes = [
-            context.Process(target=_rank, args=(rank, self.log(rank), variables, work), daemon=True)
-            for rank in range(world_size)
-        ]
+        self.processes = []
+        for rank in range(world_size):
+            arguments = (rank, self.log(rank), variables, work)
+            # No daemon, which could not start workers of a loader.
+            self.processes.append(context.Process(target=_rank, args=arguments, daemon=False))
         for process in self.processes:
             process.start()
 

@@ -178,8 +178,16 @@ def mean_over_ranks(found: dict[str, torch.Tensor], mesh: SequenceMesh) -> dict[
 
 
 @cache
-def one_process_step(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor], CommLedger]:
-    return run_step(case, None)
+def one_process_step(
+    case: Case, mesh: SequenceMesh
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Output and gradients without a mesh: the first rank computes them, for all of its group."""
+    is_first = mesh.sp_rank == 0
+    found = [run_step(case, None)[:2] if is_first else None]
+    if mesh.sp_group is not None:
+        first = dist.get_global_rank(mesh.sp_group, 0)
+        dist.broadcast_object_list(found, first, mesh.sp_group)
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -199,7 +207,7 @@ class Comparison:
 
 def compare_with_one_process(case: Case, mesh: SequenceMesh, **options: Any) -> Comparison:
     whole, found, counter = run_step(case, mesh, **options)
-    reference, wanted, _ = one_process_step(case)
+    reference, wanted = one_process_step(case, mesh)
     largest = max(gradient.abs().max().item() for gradient in wanted.values())
 
     worst = 0.0

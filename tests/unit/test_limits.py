@@ -177,6 +177,17 @@ def test_an_image_of_too_many_bytes_is_not_read(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
+def test_an_animation_of_too_many_bytes_is_not_read(tmp_path: Path) -> None:
+    """A frame without an end is collected as long as there are bytes."""
+    path = tmp_path / "sparse.gif"
+    Image.new("RGB", (64, 48)).save(path)
+    assert count_frames(path) == 1
+    os.truncate(path, 1 << 40)
+    for reader in READERS:
+        refusal = refusal_within(MEMORY, lambda reader=reader: reader(path))
+        assert "or an image of at most 8 bytes for each of limits.frame_pixels" in refusal
+
+
 def test_default_limits_admit_ordinary_videos() -> None:
     Limits().check("20 s of 4K", 600, 2160, 3840)
     Limits().check("a minute of 1080p", 1800, 1080, 1920)
@@ -193,6 +204,24 @@ def test_every_layout_of_ranks_refuses_the_same_clips(tmp_path: Path) -> None:
         dataset = VideoTextDataset(str(tmp_path / "clips.csv"), limits=limits)
         for frames in (None, (0, 4), (0, 2), (2, 4), (3, 4)):
             assert isinstance(dataset[Sample(0, 0, shape, frames)], expected)
+
+
+def test_every_layout_of_ranks_refuses_clips_of_frames_of_two_sizes(tmp_path: Path) -> None:
+    """Also a rank whose part of the clip has frames of one size."""
+    mov(tmp_path / "a.mov", *[png(48, 64)] * 4, *[png(24, 32)] * 4)
+    (tmp_path / "clips.csv").write_text("path,text\na.mov,x\n")
+    dataset = VideoTextDataset(str(tmp_path / "clips.csv"))
+
+    def is_refused(num_frames: int, first: int, stop: int) -> bool:
+        sample = dataset[Sample(0, 0, ClipShape(num_frames, 8, 8), (first, stop))]
+        return isinstance(sample, CorruptSample) and "its frames differ in size" in sample.reason
+
+    for num_parts in (1, 2, 4, 8):
+        size = 8 // num_parts
+        parts = [is_refused(8, first, first + size) for first in range(0, 8, size)]
+        assert parts == [size * (part + 1) > 4 for part in range(num_parts)]
+    # Frames 2 to 5, and 3 and 4.
+    assert is_refused(4, 0, 4) and is_refused(2, 1, 2) and not is_refused(2, 0, 1)
 
 
 def test_only_the_file_itself_is_opened(tmp_path: Path) -> None:

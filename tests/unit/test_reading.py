@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import resource
 import subprocess
+import tracemalloc
 from itertools import product
 from pathlib import Path
 
@@ -369,6 +371,44 @@ def test_what_is_no_manifest_is_refused(
     with pytest.raises(ValueError, match=message) as error:
         Manifest(tmp_path / name)
     assert str(error.value).startswith("got ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("clips.csv", "path,text\n" + "," * 2_000_000, "a line of more than 1,048,576 characters"),
+        ("clips.jsonl", "[" * 2_000_000, "a line of more than 1,048,576 characters"),
+        (
+            "clips.csv",
+            "path,text" + ",a" * 2000 + "\nb,c\n",
+            "with 2,002 columns; expected at most",
+        ),
+    ],
+)
+def test_small_manifests_do_not_fill_memory(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Manifest(tmp_path / name)
+
+
+def test_columns_that_are_not_used_take_no_memory(tmp_path: Path) -> None:
+    wide = {f"column {number}": 1 for number in range(10_000)}
+    rows = [{"path": "a.mp4", "text": "b", **wide}, {"path": "b.mp4", "text": "c", "height": 48}]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tracemalloc.start()
+    found = Manifest(tmp_path / "a.jsonl")
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [entry.height for entry in found] == [None, 48] and kept < 100_000
+
+
+def test_parquet_of_one_clip_many_times_is_refused(tmp_path: Path) -> None:
+    paths = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1_000_000), ["a.mp4"])
+    parquet.write_table(pyarrow.table({"path": paths, "text": paths}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="which lists 1,000,000 clips; expected other paths"):
+        Manifest(tmp_path / "a.parquet")
 
 
 def test_a_path_that_is_null_in_parquet_is_refused(tmp_path: Path) -> None:

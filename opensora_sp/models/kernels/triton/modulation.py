@@ -76,7 +76,7 @@ def _bias(bias, columns, inside, WIDE: tl.constexpr):
     """What is added to each token of a branch: zeros without a bias."""
     if bias is None:
         return tl.zeros([columns.shape[0]], WIDE)
-    else:  # noqa: RET505 (compiled: a condition of types)
+    else:
         return tl.load(bias + columns, inside, 0).to(WIDE)
 
 

@@ -287,7 +287,7 @@ def hold(fault: Fault, also: Callable[[], Any] | None, *place: Any) -> None:
 
 
 def train_and_wait(config: Path, outputs: Path, two_runs: TwoRuns) -> str:
-    """The first run: it waits until it may go on."""
+    """The first run: it waits for the second one."""
     disk = outputs.parent
 
     def wait() -> None:
@@ -328,8 +328,8 @@ def hold_two_runs(two_runs: TwoRuns, *place: Any) -> None:
         first.kill()
         second.kill()
 
-    refused, went_on = (errors, others) if not any(others) else (others, errors)
-    assert not any(went_on), f"{went_on}\n{first.text}\n{second.text}"
+    refused, resumed = (errors, others) if not any(others) else (others, errors)
+    assert not any(resumed), f"{resumed}\n{first.text}\n{second.text}"
     assert len(set(refused)) == 1, f"not the same error on all ranks: {refused}"
     # Where both start at once, the first may end while the second waits for it.
     if refused[0] or not is_at_once:
