@@ -106,6 +106,9 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
         texts = self.index["texts"]
         self._shard_numbers(texts)
+        for columns in self._latents.values():
+            if not np.isin(columns.clips, np.array(texts["clips"], np.int64)).all():
+                raise ValueError("clips without features of their captions")
         self._text_shards = dict(zip(texts["clips"], texts["shards"], strict=True))
         self._text_lengths: dict[int, int] = {}
         if "tokens" in texts:

@@ -196,7 +196,16 @@ def test_a_shard_that_is_no_file_is_named_at_the_start(cache: Path, kind: str) -
 
 
 @pytest.mark.parametrize(
-    "values", [{"shards": 5}, {"latents": [1]}, {"texts": {}}, {"broken": [1]}, {"shards": [7]}]
+    "values",
+    [
+        {"shards": 5},
+        {"latents": [1]},
+        {"texts": {}},
+        {"texts": {"clips": [0], "shards": [0], "tokens": [1]}},
+        {"texts": {"clips": [0, 1, 2, 3], "shards": [0, 1, 0, 9], "tokens": [1] * 4}},
+        {"broken": [1]},
+        {"shards": [7]},
+    ],
 )
 def test_an_index_of_another_structure_is_an_error_for_users(
     cache: Path, values: dict[str, object]
