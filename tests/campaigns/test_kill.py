@@ -47,7 +47,6 @@ pytestmark = pytest.mark.campaign(
     size=260,
 )
 SECONDS = 15.0  # in which all processes of a run end
-INTERPRETER_START = 15.0  # on a busy machine, before the first line of a script
 
 TRAINER, RUN = "opensora_sp.training.trainer:", "opensora_sp.training.run:"
 METRICS, SAMPLING = "opensora_sp.training.metrics:", "opensora_sp.sampling."
@@ -353,7 +352,7 @@ class Scene:
             job.process.kill()
             struck = time.time()
             # Copies of colossalai run wait for a signal that nobody sends.
-            job.until_gone(SECONDS + INTERPRETER_START * (kill.seconds == 0), but="colossalai")
+            job.until_gone(SECONDS, but="colossalai")
             return time.time() - struck
         finally:
             for pid in job.left():
