@@ -335,11 +335,14 @@ class Scene:
     def run_launched(self, kill: LauncherKill) -> float:
         """The same of a launcher."""
         in_step = kill.seconds is None
-        options = [*TINY, f"ckpt_every={EVERY}"]
+        # In a file, since colossalai run passes options on without quotes.
+        config = self.folder / "launched.py"
+        lines = [option.replace("model.depth", "model['depth']") for option in TINY]
+        config.write_text("\n".join([self.config.read_text(), *lines]))
         job = Job(
             self.folder,
-            self.config,
-            *options,
+            config,
+            f"ckpt_every={EVERY}",
             launcher=kill.launcher,
             script="tests/helpers/faulty.py" if in_step else "scripts/train.py",
             pause=1.0,
