@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -27,6 +28,9 @@ WITHOUT_EFFECT = frozenset(
         "from_pretrained", "input_size", "only_train_temporal",
     }
 )  # fmt: skip
+# Largest numbers of a config.json: modules and tables are made before weights are compared.
+# MAX_DEPTH is for files of fewer tensors.
+MAX_SETTING, MAX_TABLE, MAX_DEPTH = 1 << 16, 1 << 26, 64
 # Other values would change the model in ways that are not implemented here.
 MUST_BE = {"no_temporal_pos_emb": False, "skip_temporal": False}
 
@@ -113,7 +117,12 @@ def _refuse_unknown(name: str, others: dict[str, Any], source: Path, known: set[
 
 
 def choose_config(
-    source: Path, saved: dict[str, Any] | None, model: str | None, overrides: dict[str, Any]
+    source: Path,
+    saved: dict[str, Any] | None,
+    model: str | None,
+    overrides: dict[str, Any],
+    *,
+    num_tensors: int = 0,
 ) -> tuple[str, Any, tuple[str, ...]]:
     """Class, configuration and notes: from ``config.json`` if there is one, else from ``model``.
 
@@ -122,6 +131,7 @@ def choose_config(
         saved: content of their ``config.json``.
         model: class or preset.
         overrides: settings that replace those of ``config.json`` or of the preset.
+        num_tensors: how many tensors the weights have, which bounds the number of blocks.
 
     Raises:
         ValueError: if neither names the model, or both do and differ, or no model can be built.
@@ -148,6 +158,7 @@ def choose_config(
 
     try:
         _check_types(name, {**values, **overrides})
+        _check_sizes(values, max(num_tensors, MAX_DEPTH))
         return name, resolve_config(name, **{**values, **overrides}), notes
     except ValueError as error:
         what = f"config.json, overridden by {overrides}," if overrides else "config.json"
@@ -229,6 +240,23 @@ def _check_types(name: str, values: dict[str, Any]) -> None:
             raise ValueError(
                 f"got {field.name} = {value!r} for {name}; expected {expected}; correct it"
             ) from None
+
+
+def _check_sizes(values: dict[str, Any], max_depth: int) -> None:
+    """Raise ValueError if settings, whose types are right, ask for more than any model has."""
+    for name, value in values.items():
+        numbers = value if isinstance(value, list) else [value]
+        largest = max((number for number in numbers if isinstance(number, int | float)), default=0)
+        allowed = max_depth if name == "depth" else MAX_SETTING
+        if largest > allowed:
+            raise ValueError(f"got {name} = {value!r}; expected at most {allowed}; correct it")
+
+    table = math.prod(values.get("input_size") or [0]) * values.get("hidden_size", 1)
+    if table > MAX_TABLE:
+        raise ValueError(
+            f"got position tables of {table} numbers for input_size {values['input_size']!r}; "
+            f"expected at most {MAX_TABLE}; correct it"
+        )
 
 
 def _refuse_differing(

@@ -58,7 +58,9 @@ def from_pretrained(
         config = {"pred_sigma": False, **config}
 
     weights = open_weights(path, ema=ema, allow_pickle=allow_pickle)
-    name, settings, notes = choose_config(weights.path, weights.config, model, config)
+    name, settings, notes = choose_config(
+        weights.path, weights.config, model, config, num_tensors=len(weights.tensors)
+    )
     weights = replace(weights, notes=(*weights.notes, *notes))
 
     with torch.device("meta"):

@@ -149,10 +149,10 @@ class TrainConfig(Common):
     """
 
     grace_time: float = Field(300.0, gt=0)
-    """Seconds for the last two steps and a checkpoint after SIGTERM."""
+    """Seconds for the last two steps and a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C."""
 
     stopped_exit_code: Literal[0, 143] = 0
-    """Exit code of a run stopped by SIGTERM."""
+    """Exit code of a run stopped by SIGTERM or SIGUSR1."""
 
     @model_validator(mode="before")
     @classmethod

@@ -73,7 +73,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         self.rows = Manifest(self.folder / MANIFEST)
         try:
             self._read_columns()
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise damaged_index(self.folder, repr(error)) from None
 
         # A former version wrote no checksums, into no shard and not into the index.
@@ -93,11 +93,19 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         self._latents: dict[ClipShape, LatentColumns] = {}
         for name, entry in self.index["latents"].items():
             shape = parse_shape(name)
-            self.sizes[shape] = tuple(entry["size"])
-            columns = (np.array(entry[column]) for column in LatentColumns._fields)
-            self._latents[shape] = LatentColumns(*columns)
+            frames, height, width = map(int, entry["size"])
+            self.sizes[shape] = frames, height, width
+            columns = LatentColumns(
+                np.array(entry["clips"], np.int64),
+                self._shard_numbers(entry),
+                np.array(entry["fps"], np.float64),
+            )
+            if len(columns.fps) != len(columns.clips):
+                raise ValueError(f"{len(columns.fps)} frame rates of {len(columns.clips)} clips")
+            self._latents[shape] = columns
 
         texts = self.index["texts"]
+        self._shard_numbers(texts)
         self._text_shards = dict(zip(texts["clips"], texts["shards"], strict=True))
         self._text_lengths: dict[int, int] = {}
         if "tokens" in texts:
@@ -110,6 +118,14 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         self.corrupt: dict[Key, CorruptSample] = {}
         for clip, shape_text, file, reason in self.index["broken"]:
             self.corrupt[clip, parse_shape(shape_text)] = CorruptSample(file, reason)
+
+    def _shard_numbers(self, entry: dict[str, list[int]]) -> np.ndarray:
+        """The shard of each clip in a part of the index; there must be such shards."""
+        numbers = np.array(entry["shards"], np.int64)
+        count = len(self.index["shards"])
+        if len(numbers) != len(entry["clips"]) or not np.isin(numbers, range(count)).all():
+            raise ValueError(f"other numbers of shards than 0 to {count - 1} for each clip")
+        return numbers
 
     @property
     def fingerprint(self) -> dict[str, str]:

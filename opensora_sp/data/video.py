@@ -41,13 +41,13 @@ READ_AHEAD = 24
 # streams of one codec without a container.
 VIDEO_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,ogg,mpeg,mpegts,mxf,gxf,nut,ivf,dv,rm,nsv,"
-    "wtv,yuv4mpegpipe,gif,apng,flic,"
+    "wtv,yuv4mpegpipe,flic,"
     "h261,h263,h264,hevc,vvc,evc,apv,m4v,mpegvideo,mjpeg,mjpeg_2000,av1,obu,vc1,vc1test,dirac,"
     "dnxhd,cavsvideo,avs2,avs3"
 )
-# Those of images read a file whole.
+# Those of images read a file whole; a damaged animation may be one frame.
 IMAGE_FORMATS = (
-    "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,pgmyuv_pipe,pbm_pipe,"
+    "gif,apng,image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,pgmyuv_pipe,pbm_pipe,"
     "pam_pipe,pfm_pipe,j2k_pipe,jpegls_pipe,jpegxl_pipe,jpegxl_anim,jpegxs_pipe,gif_pipe,exr_pipe,"
     "hdr_pipe,dpx_pipe,dds_pipe,psd_pipe,qoi_pipe,sgi_pipe,sunrast_pipe,pcx_pipe,xbm_pipe,xpm_pipe,"
     "xwd_pipe,ico"

@@ -86,9 +86,9 @@ class Condition:
 
     Attributes:
         rows: the local rows.
-        modulation: in parts of as many entries as a block reads at once, ``[B, m, 3 or 6, C]``: of
-            each branch its shift, scale and gate. In at least fp32, since the gradients of all
-            blocks are summed in it.
+        modulation: ``[B, m, n, C]`` each, of as many entries as are read at once: of each branch
+            its shift, scale and gate. In at least fp32, since the gradients of all blocks are
+            summed in it.
         frames: bool ``[B, 1 or T, 1 or T, 1]``, True for conditioning frames (timestep 0).
         dtype: the dtype that tokens are computed in.
         text: ``[N, C]``, packed captions of the samples with local tokens.
@@ -140,13 +140,13 @@ class Condition:
         else:
             # For each frame: [B, 1 or T, 1 or T, k, C].
             chosen = torch.where(self.frames[..., None], states[1], states[0])
-        chosen = chosen.to(self.dtype)
         if self.part is not None:
+            # Kernels read entries in any dtype.
             samples = self.rows.local_samples
             if samples.stop - samples.start < len(chosen):
                 chosen = chosen[samples]
             return chosen.unbind(-2)
-        return self.rows.expand_to_rows(chosen).unbind(-2)
+        return self.rows.expand_to_rows(chosen.to(self.dtype)).unbind(-2)
 
     def entries(
         self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False
@@ -161,7 +161,8 @@ class Condition:
         modulation = self.modulation[part]
         if len(table) < modulation.shape[2]:
             modulation = modulation[:, :, skipped : skipped + len(table)]
-        table = table + modulation  # [B, m, n, C]
+        # Of as many dims: the gradient of one state of one sample is no sum.
+        table = table[None, None] + modulation  # [B, m, n, C]
         if scale is not None:
             factors = table.new_ones(len(table), 1, table.shape[2], 1)
             first_gate = ENTRIES - 1 - first % ENTRIES
@@ -191,7 +192,7 @@ class Conditioning:
         frames: bool ``[B, T]``, True for conditioning frames.
         text: one caption for each sample. With ``null_frames`` a second one for each sample follows
             these; the frames of these numbers attend to it instead.
-        at_once: entries of the modulation that a block reads at once, in one or two branches.
+        at_once: how many entries of the modulation a part of a block reads; None for all.
         spatial_rope, temporal_rope: rotate queries and keys, within a frame or over frames.
     """
 
@@ -201,7 +202,7 @@ class Conditioning:
     null_frames: Sequence[int] = ()
     spatial_rope: RotaryEmbedding | None = None
     temporal_rope: RotaryEmbedding | None = None
-    at_once: int = ENTRIES
+    at_once: int | None = None
     _conditions: dict[bool, Condition] = field(default_factory=dict, init=False)
 
     def spatial(self, rows: Rows) -> Condition:
@@ -239,7 +240,7 @@ class Conditioning:
         return Condition(
             rows=rows,
             # Cut once for all blocks: the backward of each cut fills a tensor with zeros.
-            modulation=modulation.to(wide).split(self.at_once, dim=2),
+            modulation=modulation.to(wide).split(self.at_once or modulation.shape[2], dim=2),
             frames=frames,
             dtype=modulation.dtype,
             text=text.tokens,

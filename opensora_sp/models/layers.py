@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,12 +80,12 @@ def deferred_bias(layer: nn.Module) -> Tensor | None:
     That kernel reads the branch's gradient in any case, and sums the gradient of the bias on the
     way.
     """
-    if is_plain(layer, nn.Linear) and chosen("modulation", layer.weight):
-        return layer.bias  # type: ignore[return-value]
+    if isinstance(layer, nn.Linear) and is_plain(layer, nn.Linear):
+        return layer.bias if chosen("modulation", layer.weight) else None
     return None
 
 
-def without_deferred_bias(layer: nn.Module, x: Tensor) -> Tensor:
+def without_deferred_bias(layer: nn.Linear, x: Tensor) -> Tensor:
     """A branch's last layer, but for its ``deferred_bias``."""
     return layer(x) if deferred_bias(layer) is None else F.linear(x, layer.weight)
 
@@ -291,17 +292,13 @@ class SelfAttention(Point):
     def _normed(self, x: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[R, L, H, D]`` each."""
         norms = self.q_norm, self.k_norm
-        fused = not self.norm_last and all(is_plain(norm, RMSNorm) for norm in norms)
-        if fused:
-            of_norms = (*(norm.weight for norm in norms), rotation, self.q_norm.eps)
+        if not self.norm_last and all(is_plain(norm, RMSNorm) for norm in norms):
+            of_norms: Any = self.q_norm.weight, self.k_norm.weight, rotation, self.q_norm.eps
             if is_plain(self.qkv, nn.Linear):
                 return linear_qk_norm(x, self.qkv.weight, self.qkv.bias, *of_norms)
+            return qk_norm(self._product(x), *of_norms)
 
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [R, L, 3, H, D]
-        if fused:
-            return qk_norm(qkv, *of_norms)
-
-        q, k, v = qkv.unbind(2)
+        q, k, v = self._product(x).unbind(2)
         if not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         for rope in self.ropes:
@@ -309,6 +306,10 @@ class SelfAttention(Point):
         if self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Queries, keys and values, ``[R, L, 3, H, D]``."""
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
 
     def _values(self, x: Tensor) -> Tensor:
         """The values ``[R, 1, H, D]``, which are what single tokens get, such as those of images.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiTBlock
-from .conditioning import Conditioning, Text
+from .conditioning import ENTRIES, Conditioning, Text
 from .config import STDiTConfig
 from .input_checks import check_input_size, check_inputs
 from .layers import (
@@ -95,6 +95,7 @@ class STDiT(ConditionedModel):
             self.t_block(t).unflatten(-1, (6, -1)),  # [B, m, 6, C]
             self.conditioning_frames(x_mask),  # [B, T]
             self.embed_text(y, mask, drop_caption),
+            at_once=ENTRIES,
         )
 
         # Embed the patches of the local spatial rows.

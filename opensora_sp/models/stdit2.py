@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiT2Block
-from .conditioning import Conditioning, Text
+from .conditioning import ENTRIES, Conditioning, Text
 from .config import STDiT2Config
 from .input_checks import check_inputs, check_sample_numbers
 from .layers import (
@@ -112,6 +112,7 @@ class STDiT2(ConditionedModel):
             self.conditioning_frames(x_mask),  # [B, T]
             self.embed_text(y, mask, drop_caption),
             temporal_rope=self.rope,
+            at_once=ENTRIES,
         )
 
         # Embed the patches of the local spatial rows.

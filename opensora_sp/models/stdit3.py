@@ -145,7 +145,6 @@ class STDiT3(ConditionedModel):
             null_frames=sorted(set(mask_index or ())),
             spatial_rope=self.rope if config.use_spatial_rope else None,
             temporal_rope=self.rope,
-            at_once=6,  # a block reads those of its attention and its MLP
         )
 
         # Embed the patches of the local spatial rows.

@@ -55,7 +55,8 @@ class SignalHandler:
     def _handle(self, number: int, frame: Any) -> None:
         # After SIGINT, torchrun forwards a second Ctrl-C as SIGTERM.
         now = time.monotonic()
-        if now - self._interrupted_at >= SAME_INTERRUPT:
+        is_second = now - self._interrupted_at >= SAME_INTERRUPT
+        if is_second and number != signal.SIGUSR1:
             os._exit(INTERRUPTED)
         if number == signal.SIGINT:
             self._interrupted_at = min(self._interrupted_at, now)

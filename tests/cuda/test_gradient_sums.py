@@ -399,6 +399,7 @@ def compiled_on_the_device() -> list[str]:
 
 
 @requires_stub
+@pytest.mark.slow
 def test_generated_kernels_add_nothing_by_atomics() -> None:
     sources = run_on_stub(compiled_on_the_device, timeout=300).result
     assert len(sources) == 4 and all("@triton.jit" in source for source in sources)

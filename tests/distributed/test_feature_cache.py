@@ -28,6 +28,7 @@ from opensora_sp.data import CachedClip, CachedFeatures, ClipShape, Sample, Vide
 from opensora_sp.data.cache_files import CHECKSUM, Shard, in_fewest_bits, sealed
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
+from opensora_sp.features.cached import check_made_of
 from opensora_sp.features.precompute import check_reproducible
 from opensora_sp.features.sources import Encoders
 from opensora_sp.runtime import Watchdog
@@ -430,6 +431,15 @@ def test_weights_are_reported_apart_without_loading_them(tmp_path: Path) -> None
     assert digest == weights_digest(str(tmp_path / "vae"))
     (tmp_path / "vae" / "model.safetensors").write_bytes(b"weights" * 999 + b"Weights")
     assert digest != weights_digest(str(tmp_path / "vae"))
+
+
+def test_a_cache_of_converted_weights_names_the_way_out() -> None:
+    """The digest is of the files, which conversion changes."""
+    found, wanted = {"text_encoder.weights": "pickled"}, {"text_encoder.weights": "converted"}
+    with pytest.raises(ValueError, match="may be the folder from before, of which training"):
+        check_made_of(found, wanted, "cache")
+    with pytest.raises(ValueError, match="change the config back, or make another cache"):
+        check_made_of({"vae.type": "a"}, {"vae.type": "b"}, "cache")
 
 
 def test_the_cache_can_be_moved_and_shapes_read_back(folder: Path, tmp_path: Path) -> None:

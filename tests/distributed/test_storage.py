@@ -33,6 +33,7 @@ from opensora_sp.checkpoint import (
     set_aside,
     verify,
 )
+from opensora_sp.checkpoint.folder import _commit_text, to_json
 from opensora_sp.memory import LivePeak
 
 
@@ -257,8 +258,6 @@ def test_damage_is_found_and_named(
     "name", ["../outside", "/etc/passwd", "model/../../outside", "link/outside"]
 )
 def test_a_manifest_cannot_lead_out_of_its_folder(before: Path, tmp_path: Path, name: str) -> None:
-    from opensora_sp.checkpoint.folder import _commit_text, to_json
-
     folder = tmp_path / "step_00000002"
     shutil.copytree(before / "step_00000002", folder)
     (tmp_path / "outside").write_text("secret")
@@ -269,6 +268,29 @@ def test_a_manifest_cannot_lead_out_of_its_folder(before: Path, tmp_path: Path, 
     (folder / "COMMIT").write_bytes(_commit_text(to_json(manifest), 2))  # as whoever made it would
     with pytest.raises(ValueError, match="expected one inside this folder"):
         verify(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": []},
+        {"files": {"a": 1}},
+        {"files": {"a": {"bytes": "1", "sha256": ""}}},
+        {"step": None},
+        {"files": {"a\0b": {"bytes": 1, "sha256": ""}}},
+    ],
+)
+def test_a_manifest_of_another_structure_is_a_sentence(
+    before: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(before / "step_00000002", folder)
+    manifest = to_json({**json.loads((folder / "manifest.json").read_text()), **change})
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "COMMIT").write_bytes(_commit_text(manifest, 2))
+    with pytest.raises(ValueError, match=r"got .*manifest.*; expected .*do not use files") as error:
+        verify(folder)
+    assert not isinstance(error.value, DamagedCheckpointError)
 
 
 def use_format(folder: Path, number: int) -> None:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import FOR_LONG, Job, assert_stopped_well, command_of
+from elastic_jobs import ElasticJob
+from jobs import FOR_LONG, Job, assert_stopped_well, command_of, started_ranks
 from polling import wait_until
 
 pytestmark = pytest.mark.slow
@@ -36,31 +37,30 @@ def assert_interrupted(job: Job, launcher: str) -> int:
     return step
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_so_does_sigint_to_one_rank(
-    config: Path, tmp_path: Path, jobs: list[Job]
-) -> None:
+def test_ctrl_c_leaves_a_checkpoint(config: Path, tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, config, *FOR_LONG, "num_workers=1", pause=0.3)
     jobs.append(job)
     job.until("2/1000")
     ctrl_c(job)
     job.until_gone(30)
-    step = assert_interrupted(job, "torchrun")
+    assert_interrupted(job, "torchrun")
     assert job.process.returncode == 1 and "Received 2 death signal" in job.text  # torchrun's own
 
-    again = Job(tmp_path, config, *FOR_LONG, pause=0.3)
-    jobs.append(again)
-    again.until(f"{step + 2}/1000")
-    os.kill(again.rank(1), signal.SIGINT)
-    again.until_gone(30)
-    assert assert_interrupted(again, "torchrun") > step
-    assert again.process.returncode == 1 and "exitcode  : 130" in again.text
-    assert "rank 1: SIGINT; stopping within two steps" in again.text
-    assert (
-        again.text.count(
-            "stopped by Ctrl-C (SIGINT) with a checkpoint, from which --resume auto resumes"
-        )
-        == 1
-    )
+
+def test_a_signal_to_one_rank_is_reported_with_its_exit_status(
+    config: Path, tmp_path: Path, jobs: list[Job]
+) -> None:
+    for number, status in ((signal.SIGINT, 130), (signal.SIGUSR1, 143)):
+        job = ElasticJob(tmp_path, config, *FOR_LONG, "stopped_exit_code=143", pause=0.3)
+        jobs.append(job)
+        job.until("step ")
+        os.kill(job.rank(1), number)
+        job.until_gone(30)
+
+        assert_stopped_well(job, f"rank 1: {number.name}; stopping within two steps")
+        assert job.process.returncode == 1 and f"exitcode  : {status}" in job.text
+        reported = "stopped by Ctrl-C (SIGINT) with a checkpoint, from which --resume auto resumes"
+        assert job.text.count(reported) == (number == signal.SIGINT)
 
 
 def test_ctrl_c_under_colossalai_run(config: Path, tmp_path: Path, jobs: list[Job]) -> None:
@@ -84,7 +84,7 @@ def test_a_second_ctrl_c_ends_at_once(
     config: Path, tmp_path: Path, jobs: list[Job], to: str
 ) -> None:
     """In a step that takes minutes."""
-    job = Job(tmp_path, config, *FOR_LONG, pause=300)
+    job = ElasticJob(tmp_path, config, *FOR_LONG, pause=300)
     jobs.append(job)
     job.until("per epoch")
     time.sleep(2)
@@ -98,7 +98,7 @@ def test_a_second_ctrl_c_ends_at_once(
     assert job.rank(1) in job.left()
     interrupt()
     job.until_gone(20)
-    assert job.process.returncode == 1 and not OURS.search(job.text), job.text
+    assert job.process.returncode == 1
     assert to == "group" or "exitcode  : 130" in job.text
 
 
@@ -106,26 +106,14 @@ def imports_torch(pid: int) -> bool:
     return "/libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("to", ["rank", "group"])
 def test_ctrl_c_before_the_ranks_have_joined_ends_them_promptly(
-    config: Path, tmp_path: Path, jobs: list[Job], to: str
+    config: Path, tmp_path: Path, jobs: list[Job]
 ) -> None:
-    """While they import, and while one of them waits for the other."""
+    """While they import; ``test_preemption.py`` has other moments."""
     job = Job(tmp_path, config, script="scripts/train.py")
     jobs.append(job)
-    ranks = wait_until(lambda: ranks_of(job), 60)
-    if to == "group":
-        wait_until(lambda: all(imports_torch(rank) for rank in ranks), 60)
-        ctrl_c(job)
-    else:
-        time.sleep(4)
-        os.kill(ranks[0], signal.SIGINT)  # torchrun ends the other one
-
+    ranks = wait_until(lambda: started_ranks(job), 60)
+    wait_until(lambda: all(imports_torch(rank) for rank in ranks), 60)
+    ctrl_c(job)
     job.until_gone(15)
     assert job.process.returncode == 1 and not OURS.search(job.text), job.text
-
-
-def ranks_of(job: Job) -> list[int]:
-    """The two ranks that torchrun has started, or [] before it has."""
-    ranks = [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]]
-    return ranks if len(ranks) == 2 else []

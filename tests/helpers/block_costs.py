@@ -3,33 +3,38 @@
     costs = pair_costs(frames=64, patches=1024)
     costs["forward"].launches
 
-A model of two pairs less a model of one: what embedders and the final layer do cancels. Nothing is
-computed, so any size takes the same seconds.
+Operators count with what they are given and return, and inductor's kernels with what their pointer
+arguments point to. A model of two pairs less a model of one: what embedders and the final layer do
+cancels. Nothing is computed, so any size takes the same seconds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
-from cuda_cases import launched
-from cuda_stub import phase, run_on_stub
+from cuda_cases import cache, launched
+from cuda_stub import Recording, phase, run_on_stub
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PHASES = ("forward", "backward")
 MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "short_rows")
+ATTENTION = ("packed_attention", "_scaled_dot_product", "_flash_attention", "_efficient_attention", "short_rows")
 NO_TRAFFIC = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach"}
 # Operators that read as much of their first argument as they return, by an index.
 GATHERS = {"index_select", "index"}
 # Operators that write their first argument without reading it: all of it, or as much as the last.
 OVERWRITES = {"copy_", "fill_", "zero_"}
 SCATTERS = {"index_copy_"}
+# Of these arguments kernels read queries and keys, and leave out the values.
+WITHOUT_VALUES = {"qk_norm": 0, "qk_norm_backward": 3}
 
 
 class OperatorBytes(TorchDispatchMode):
@@ -51,15 +56,47 @@ class OperatorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.phase in self.bytes:
-            name = func._schema.name.split("::")[1]
-            read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
-            inputs, outputs = tensors_of((args, read)), tensors_of(result)
-            moved = 0
-            if func._schema.is_mutable or not is_view(inputs, outputs):
-                moved = moved_bytes(name, inputs, outputs)
-            self.bytes[self.phase][kind_of(name)] += moved
+        name = func._schema.name.split("::")[1]
+        read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        inputs, outputs = tensors_of((args, read)), tensors_of(result)
+        if func._schema.is_mutable or not is_view(inputs, outputs):
+            self.add(kind_of(name), moved_bytes(name, inputs, outputs))
+        if name in WITHOUT_VALUES:
+            self.add(kind_of(name), -size_of([args[WITHOUT_VALUES[name]]]) // 3)
         return result
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo leaves functions alone inside of other modes."""
+        return True
+
+    def add(self, kind: str, moved: int) -> None:
+        if self.phase in self.bytes:
+            self.bytes[self.phase][kind] += moved
+
+    @contextmanager
+    def seeing_inside(self) -> Iterator[None]:
+        """Count what operators hide as well: copies that own kernels need, inductor's kernels."""
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        contiguous, run = Tensor.contiguous, CachingAutotuner.run
+
+        def copy(x: Tensor, *args: Any, **options: Any) -> Tensor:
+            # Outside of operators the mode sees the copy itself.
+            if not torch._C._len_torch_dispatch_stack() and not x.is_contiguous():
+                self.add("elementwise", 2 * size_of([x]))
+            return contiguous(x, *args, **options)
+
+        def launch(kernel: Any, *args: Any, **options: Any) -> Any:
+            names = kernel.fn.arg_names
+            for name, value in zip(names, args, strict=False):
+                if isinstance(value, Tensor):
+                    self.add("elementwise", size_of([value]) * (2 if "in_out" in name else 1))
+            return run(kernel, *args, **options)
+
+        watched = mock.patch.object(CachingAutotuner, "run", launch)
+        with mock.patch.object(Tensor, "contiguous", copy), watched:
+            yield
 
 
 def moved_bytes(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
@@ -119,34 +156,56 @@ class Costs:
 
 
 def pair_costs(
-    *, frames: int, patches: int, samples: int = 1, kernels: str = "torch", **options: Any
+    *,
+    frames: int,
+    patches: int,
+    samples: int = 1,
+    kernels: str = "torch",
+    compiled: bool = False,
+    **options: Any,
 ) -> dict[str, Costs]:
     """Costs of a pair of blocks of STDiT3-XL/2 in bf16, by phase.
 
-    `kernels`: as in `set_kernels`. What an operator gets counts as read, also where its kernel
-    reads a part, such as queries and keys of a tensor that holds values as well.
+    `kernels`: as in `set_kernels`. Launches include copies and memsets.
     """
+    setting = kernels, compiled
     runs = {
-        depth: run_on_stub(on_step, depth, frames, patches, samples, kernels, options)
+        depth: run_on_stub(
+            on_step,
+            depth,
+            (frames, patches, samples),
+            setting,
+            options,
+            env=cache(),
+            timeout=500,
+        )
         for depth in (1, 2)
     }
     activation = samples * frames * patches * 1152 * 2
     costs = {}
     for name in PHASES:
-        launches = [launched(runs[depth].in_phase(name)) for depth in (1, 2)]
+        launches = [all_launched(runs[depth].in_phase(name)) for depth in (1, 2)]
         one, two = (runs[depth].result[name] for depth in (1, 2))
         kinds = {kind: (two[kind] - one[kind]) / activation for kind in two}
         costs[name] = Costs(launches[1] - launches[0], kinds)
     return costs
 
 
+def all_launched(recording: Recording) -> int:
+    return launched(recording) + len(recording.copies) + len(recording.memsets)
+
+
 def on_step(
-    depth: int, frames: int, patches: int, samples: int, kernels: str, options: dict[str, Any]
+    depth: int,
+    size: tuple[int, int, int],
+    setting: tuple[str, bool],
+    options: dict[str, Any],
 ) -> dict[str, Counter[str]]:
     """One forward and backward pass; the bytes that its operators move."""
-    from opensora_sp.models import build_model
+    from opensora_sp.models import build_model, compile_blocks
     from opensora_sp.models.kernels import set_kernels
 
+    (frames, patches, samples), (kernels, compiled) = size, setting
     set_kernels(kernels)
     model = build_model("STDiT3-XL/2", depth=depth, **options).to("cuda", torch.bfloat16)
     # Frames of one line of patches; of 2 x 2 positions each.
@@ -154,10 +213,17 @@ def on_step(
     y = torch.zeros(samples, 1, 300, 4096, device="cuda")
     timestep = torch.full((samples,), 500.0, device="cuda")
 
-    with OperatorBytes() as counter:
-        counter.begin("forward")
-        loss = model(x, timestep, y).square().mean()
-        counter.begin("backward")
-        loss.backward()
-        counter.begin("end")
+    counter = OperatorBytes()
+    with counter.seeing_inside():
+        if compiled:
+            compile_blocks(model)
+            model(x, timestep, y).square().mean().backward()
+            model.zero_grad()
+
+        with counter:
+            counter.begin("forward")
+            loss = model(x, timestep, y).square().mean()
+            counter.begin("backward")
+            loss.backward()
+            counter.begin("end")
     return counter.bytes

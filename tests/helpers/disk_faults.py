@@ -42,8 +42,8 @@ def end(kind: str, run_dir: Path) -> None:
         make_room(run_dir.parent)
     elif kind == "read-only":
         make_writable(run_dir)
-    else:
-        run_dir.with_name(kind).unlink(missing_ok=True)
+    elif kind not in ("removed", "moved"):
+        run_dir.with_name(kind).unlink()
 
 
 def plant_switches(run_dir: Path) -> None:

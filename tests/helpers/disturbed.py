@@ -31,7 +31,6 @@ def write_disturbed_training(folder: Path) -> Path:
         grad_checkpoint=False,
         ckpt_every=2,
         keep_last=3,
-        batch_size=2,
         num_frames=3,
         image_size=(16, 16),
         grace_time=60,

@@ -26,6 +26,7 @@ class ElasticJob(Job):
     """A ``Job`` of two ranks. Its processes are those of its launcher's session."""
 
     def _start(self, launcher: str, port: int, restarts: int, script: list[str]) -> Any:
+        self.log.touch()
         process = warm_context().Process(
             target=_launch, args=(port, restarts, script, self.environment, str(self.log))
         )

@@ -51,11 +51,13 @@ class Report:
 
     Args:
         result: "returned", or the type and text of its error, or how its process ended.
+        kinds: the classes of the error.
         forbidden: what it did that no reader may do.
         peak: bytes of memory beyond those of the process that was forked.
     """
 
     result: str
+    kinds: list[str] = field(default_factory=list)
     forbidden: list[str] = field(default_factory=list)
     peak: int = 0
 
@@ -113,9 +115,9 @@ def run_guarded(
         _, status = os.waitpid(child, 0)
 
     if data is None:
-        return Report("hung", [*forbidden, f"it did not end within {seconds:g} s"])
+        return Report("hung", [], [*forbidden, f"it did not end within {seconds:g} s"])
     if not data:
-        return Report(f"died ({status})", [*forbidden, f"its process died ({status})"])
+        return Report(f"died ({status})", [], [*forbidden, f"its process died ({status})"])
     report = Report(**json.loads(data))
     report.forbidden += forbidden
     return report
@@ -148,6 +150,7 @@ def _in_child(read: Callable[[], Any], folder: Path, pipe: int) -> None:
             read()
         except BaseException as error:
             report.result = f"{type(error).__name__}: {error}"
+            report.kinds = [kind.__name__ for kind in type(error).__mro__]
             if isinstance(error, MemoryError):
                 report.forbidden.append("it ran out of memory")
         report.peak = _status("VmHWM") - before
@@ -177,8 +180,15 @@ def _watch_events(folder: Path, forbidden: list[str]) -> None:
             name = getattr(arguments[0], "co_filename", "")
             if name.startswith("/") and not name.startswith(OWN):
                 forbidden.append(f"executed {name}")
-        elif event.startswith(NEVER) and not str(arguments[0]).startswith(scratch):
+        elif event.startswith(NEVER) and not path_of(arguments).startswith(scratch):
             forbidden.append(f"{event} {arguments!r:.200}")
+
+    def path_of(arguments: tuple) -> str:
+        """The path that an event is about; some are relative to an open folder."""
+        path, folder = arguments[0], arguments[-1]
+        if isinstance(folder, int) and folder >= 0 and not os.path.isabs(str(path)):
+            return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
+        return str(path)
 
     def _note_open(path: str, flags: int) -> None:
         if path.startswith(scratch):

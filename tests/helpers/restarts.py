@@ -102,7 +102,7 @@ def assert_starts_continue(
     *options: str,
     context: Any = None,
 ) -> None:
-    """Each of the next starts resumes from the newest checkpoint, with the bits of the other run."""
+    """Each of the next starts resumes from the newest checkpoint, bit by bit as the whole run."""
     losses = losses_of(whole)
     for number in range(STARTS):
         newest = assert_nothing_torn(outputs, whole)

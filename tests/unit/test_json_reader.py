@@ -6,6 +6,7 @@ import json
 import os
 import re
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import opensora_sp
-from opensora_sp.checkpoint import open_weights, saved_config
+from opensora_sp.checkpoint import from_pretrained, open_weights, saved_config
 from opensora_sp.checkpoint.shard_index import ShardIndex
 from opensora_sp.data import Manifest
 from opensora_sp.data.cache_files import Shard, read_index
@@ -51,6 +52,44 @@ def test_a_large_file_is_not_parsed(tmp_path: Path) -> None:
     os.truncate(path, 1 << 40)
     with pytest.raises(ValueError, match=f"got {path} of more than {MAX_BYTES:,} bytes"):
         read_json(path)
+
+
+def test_reading_reserves_no_more_than_the_file_has(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text("{}")
+    tracemalloc.start()
+    assert read_json(tmp_path / "small.json", max_bytes=1 << 30) == {}
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "circle"])
+def test_an_index_that_is_no_file_is_a_sentence(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    make = {"fifo": os.mkfifo, "folder": os.mkdir, "circle": lambda path: path.symlink_to(path)}
+    make[kind](path)
+    with pytest.raises(ValueError, match=f"got {path}, which is not an index of shards"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"depth": 1 << 40}, "got depth = 1099511627776; expected at most 64"),
+        ({"model_max_length": 1 << 31}, "got model_max_length = 2147483648; expected at most"),
+        ({"patch_size": [1, 1 << 20, 2]}, r"got patch_size = \[1, 1048576, 2\]; expected at most"),
+        ({"mlp_ratio": 1e30}, "got mlp_ratio = 1e.30; expected at most"),
+        ({"input_size": [4096, 4096, 4096]}, "got position tables of .* numbers for input_size"),
+    ],
+)
+def test_a_config_of_absurd_sizes_builds_no_model(
+    tmp_path: Path, setting: dict[str, object], message: str
+) -> None:
+    """Their modules and tables would fill memory before weights are compared."""
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "STDiT", **setting}))
+    with pytest.raises(ValueError, match=f"no model can be built: {message}"):
+        from_pretrained(tmp_path)
 
 
 def _sharded(folder: Path) -> object:

@@ -177,6 +177,17 @@ def test_an_image_of_too_many_bytes_is_not_read(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
+def test_an_animation_of_too_many_bytes_is_not_read(tmp_path: Path) -> None:
+    """A frame without an end is collected as long as there are bytes."""
+    path = tmp_path / "sparse.gif"
+    Image.new("RGB", (64, 48)).save(path)
+    assert count_frames(path) == 1
+    os.truncate(path, 1 << 40)
+    for reader in READERS:
+        refusal = refusal_within(MEMORY, lambda reader=reader: reader(path))
+        assert "or an image of at most 8 bytes for each of limits.frame_pixels" in refusal
+
+
 def test_default_limits_admit_ordinary_videos() -> None:
     Limits().check("20 s of 4K", 600, 2160, 3840)
     Limits().check("a minute of 1080p", 1800, 1080, 1920)

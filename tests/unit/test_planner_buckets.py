@@ -33,7 +33,7 @@ SECONDS_A_BUCKET = (
 )
 
 
-@pytest.fixture(params=BUCKETS)
+@pytest.fixture(params=["V1_1", pytest.param("V1_2", marks=pytest.mark.slow)])
 def stage(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     """Arguments of `plan` for a stage of a public release."""
     config = tmp_path / "config.py"

@@ -25,6 +25,12 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     return dist.PrefixStore("opensora_sp/0/1", server)
 
 
+@pytest.fixture(autouse=True)
+def short_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other rank reads the verdict here."""
+    monkeypatch.setattr(rendezvous, "EXIT_TIMEOUT", 0.5)
+
+
 def rank_0_of(world_size: int) -> Launch:
     return Launch(
         rank=0,

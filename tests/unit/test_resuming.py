@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import content
 from ranks import run_ranks
 
 from opensora_sp.checkpoint import (
@@ -28,7 +29,7 @@ from opensora_sp.checkpoint import (
 from opensora_sp.checkpoint.writer import all_finite
 from opensora_sp.training import run
 from opensora_sp.training.checkpointing import Checkpoints
-from opensora_sp.training.resuming import choose_checkpoint, find_checkpoint
+from opensora_sp.training.resuming import check_finite, choose_checkpoint, find_checkpoint
 
 FILES = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 FIRST, SECOND = checkpoint_name(1), checkpoint_name(2)
@@ -74,18 +75,6 @@ def truncated(folder: Path) -> None:
 HARMS: dict[str, Callable[[Path], Any]] = {
     function.__name__: function for function in (other_format, unreadable, damaged, truncated)
 }
-
-
-def content(run_dir: Path) -> dict[str, bytes]:
-    """Every file of a folder; of links their target."""
-    found = {}
-    for path in run_dir.rglob("*"):
-        name = str(path.relative_to(run_dir))
-        if path.is_symlink():
-            found[name] = os.readlink(path).encode()
-        elif path.is_file():
-            found[name] = path.read_bytes()
-    return found
 
 
 def start(run_dir: Path, resume: str) -> str | None:
@@ -210,6 +199,13 @@ def test_a_checkpoint_that_is_not_finite_is_refused_by_path(tmp_path: Path, file
     folder = commit(tmp_path, 1, file)
     (error,) = on_two_ranks((tmp_path, str(folder)))
     assert error.startswith("got NaN or infinity in ") and f"weight of {folder}" in error
+
+
+def test_a_state_without_parameter_groups_is_a_sentence(tmp_path: Path) -> None:
+    for state in ("[]", "{}", '{"parameter_groups": [1]}'):
+        (tmp_path / "state.json").write_text(state)
+        with pytest.raises(ValueError, match=r"state.json without parameter_groups; expected"):
+            check_finite(tmp_path)
 
 
 def test_a_folder_that_cannot_be_listed_has_a_sentence(

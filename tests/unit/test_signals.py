@@ -6,7 +6,9 @@ import os
 import signal
 
 import pytest
+from exits import recorded_exits
 
+from opensora_sp.runtime import signals as module
 from opensora_sp.runtime.signals import SignalHandler
 
 
@@ -35,3 +37,21 @@ def test_a_script_keeps_its_own_handler_of_sigusr1() -> None:
     finally:
         signal.signal(signal.SIGUSR1, former)
     assert got == [signal.SIGUSR1] and signals.received == ""
+
+
+def test_sigusr1_after_ctrl_c_leaves_the_run_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unlike SIGTERM, which torchrun sends after a second Ctrl-C."""
+    monkeypatch.setattr(module, "SAME_INTERRUPT", 0.0)
+    signals = SignalHandler()
+    signals.install()
+    try:
+        with recorded_exits() as codes:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert codes == [] and signals.received == "SIGINT"
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert codes == [130]
+    finally:
+        signals.uninstall()
