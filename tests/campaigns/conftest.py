@@ -34,8 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def is_campaign(config: pytest.Config) -> bool:
+    """Whether pytest was started on this folder. Elsewhere only samples are collected."""
+    return any("campaigns" in argument for argument in config.args)
+
+
 def seed_of(config: pytest.Config) -> int:
-    # The options exist where pytest is started on this folder.
     return config.getoption("--campaign-seed", 0)
 
 
@@ -46,6 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parameters = [
             pytest.param(case, id=case.name, marks=[] if case.in_sample else pytest.mark.grid)
             for case in getattr(metafunc.module, CASES[fixture])(random)
+            if case.in_sample or is_campaign(metafunc.config)
         ]
         metafunc.parametrize(fixture, parameters)
 

@@ -45,7 +45,6 @@ LASTING = ["frozen weight", "buffer"]
 PLACES = [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]  # rank, world
 SAMPLE = [
     "working weight of rank 1 of 2, fp32, checked each step",
-    "master weight of rank 0 of 3, bf16, checked each step",
     "frozen weight of rank 2 of 3, bf16, checked rarely",
 ]
 

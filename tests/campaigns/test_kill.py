@@ -47,7 +47,6 @@ pytestmark = pytest.mark.campaign(
     size=260,
 )
 SECONDS = 15.0  # in which all processes of a run end
-INTERPRETER_START = 15.0  # on a busy machine, before the first line of a script
 
 TRAINER, RUN = "opensora_sp.training.trainer:", "opensora_sp.training.run:"
 METRICS, SAMPLING = "opensora_sp.training.metrics:", "opensora_sp.sampling."
@@ -336,11 +335,14 @@ class Scene:
     def run_launched(self, kill: LauncherKill) -> float:
         """The same of a launcher."""
         in_step = kill.seconds is None
-        options = [*TINY, f"ckpt_every={EVERY}"]
+        # In a file, since colossalai run passes options on without quotes.
+        config = self.folder / "launched.py"
+        lines = [option.replace("model.depth", "model['depth']") for option in TINY]
+        config.write_text("\n".join([self.config.read_text(), *lines]))
         job = Job(
             self.folder,
-            self.config,
-            *options,
+            config,
+            f"ckpt_every={EVERY}",
             launcher=kill.launcher,
             script="tests/helpers/faulty.py" if in_step else "scripts/train.py",
             pause=1.0,
@@ -353,7 +355,7 @@ class Scene:
             job.process.kill()
             struck = time.time()
             # Copies of colossalai run wait for a signal that nobody sends.
-            job.until_gone(SECONDS + INTERPRETER_START * (kill.seconds == 0), but="colossalai")
+            job.until_gone(SECONDS, but="colossalai")
             return time.time() - struck
         finally:
             for pid in job.left():
