@@ -2,7 +2,7 @@
 
 Predicted for eager mode, without the encoders:
     8 x H100: 33.9 GB, 0.25 s a step, MFU 23%
-    8 x H200: 33.9 GB, 0.18 s a step, MFU 31%
+    8 x H200: 33.9 GB, 0.18 s a step, MFU 32%
 """
 
 _base_ = ["../../_base_/stdit3_xl2.py", "../../_base_/train.py"]
