@@ -1,7 +1,6 @@
 # make demo   everything from nothing to sampled videos, on CPU
 # make test   the tests of the fast tier, in five minutes on two cores
-# make test-all   those, then all other tests that CI runs; test-docs, test-reshard, test-resume and
-#                 test-shutdown do in full what it samples
+# make test-all   those, then all other tests that CI runs; test-docs and test-shutdown do in full what it samples
 # make campaigns   thousands of planted faults, in hours; it resumes where it was interrupted; build/campaigns/index.html
 # make test-mutations   ten planted faults, each of which make test has to catch
 # make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
@@ -15,11 +14,11 @@ DEMO := outputs/demo
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 # The hundreds of processes that tests start compile the package once, whatever the shell says.
-export PYTHONDONTWRITEBYTECODE :=
+unexport PYTHONDONTWRITEBYTECODE
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-reshard test-resume test-shutdown test-cuda-newest lint scan docs install clean
+.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-shutdown test-cuda-newest lint scan docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -81,12 +80,6 @@ campaigns: $(VENV)/.installed
 
 test-docs: $(VENV)/.installed
 	$(GRID) tests/docs/test_docs.py
-
-test-reshard: $(VENV)/.installed
-	$(GRID) tests/distributed/test_reshard.py
-
-test-resume: $(VENV)/.installed
-	$(GRID) tests/distributed/test_resume.py
 
 test-shutdown: $(VENV)/.installed
 	$(GRID) tests/distributed/test_shutdown.py

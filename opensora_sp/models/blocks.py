@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,18 +64,15 @@ class ModulatedBlock(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.tokenwise = Tokenwise()
 
-    def attend_row(
-        self, x: Tensor, condition: Condition, entries: Entries
-    ) -> tuple[Tensor, Tensor]:
-        """Self-attention within a row: modulate, attend, gate.
+    def attend_row(self, x: Tensor, condition: Condition, entries: Entries) -> Any:
+        """Self-attention within a row: modulate and attend.
 
-        Returns the tokens twice, for two callers.
+        Returns the arguments of ``kernels.add_gated``, which adds the branch to the tokens.
         """
         shift, scale, gate = entries
         x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
         branch = self.attn(modulated, condition.rows, *condition.of_rows)
-        bias = deferred_bias(self.attn.proj)
-        return kernels.add_gated_twice(x, gate, branch, condition.part, bias)
+        return x, gate, branch, condition.part, deferred_bias(self.attn.proj)
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
@@ -119,7 +117,8 @@ class STDiT3Block(ModulatedBlock):
     def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
         entries = condition.entries(self.scale_shift_table, ATTENTION, branch_scale)
-        x, same = self.attend_row(x, condition, entries[:MLP])
+        # Attention to the text and the residual connection: backward gets a gradient from each.
+        x, same = kernels.add_gated_twice(*self.attend_row(x, condition, entries[:MLP]))
         attended = self.attend_text(same, condition)
         return self.feed_forward(x, attended, condition, entries[MLP:])
 
@@ -133,7 +132,7 @@ class TwoPartBlock(ModulatedBlock):
         """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
         table = self.scale_shift_table[:MLP]
         entries = condition.entries(table, ATTENTION, branch_scale)
-        return self.attend_row(x, condition, entries)[0]
+        return kernels.add_gated(*self.attend_row(x, condition, entries))
 
     def finish(
         self, x: Tensor, gate: Tensor, branch: Tensor, condition: Condition, scale: Tensor | None

@@ -19,7 +19,7 @@ from opensora_sp.json_reader import parse_json
 from opensora_sp.polling import wait_until
 
 from .bounded_store import BoundedStore
-from .host_checks import rendezvous_address
+from .host_checks import address_toward_rank_0, rendezvous_address
 from .processes import is_alive, machine_id
 from .signed_store import SignedStore
 from .store_server import StoreServer
@@ -54,6 +54,15 @@ NO_HEARTBEAT = Heartbeat(-1, {}, {}, "an unknown line", False)
 
 
 @dataclass(frozen=True)
+class _Process:
+    """A rank, as the others know it."""
+
+    machine: str
+    pid: int
+    address: str
+
+
+@dataclass(frozen=True)
 class _Place:
     """Where rank 0 listens, and the token that signs entries; or why it cannot."""
 
@@ -79,6 +88,7 @@ class HeartbeatStore:
         self._bounded: BoundedStore | None = None
         self._store: SignedStore | None = None
         self._newest: dict[int, Heartbeat] = {}
+        self._addresses: list[str] = []  # from which the hosts of all ranks reach rank 0
 
     def open(self, timeout: float, answer_timeout: float) -> None:
         """Rank 0 hosts the store, all others connect to it. Collective.
@@ -110,10 +120,13 @@ class HeartbeatStore:
 
     def _find_peers(self) -> None:
         machine = machine_id()
-        for rank, (host, pid) in enumerate(_gather((machine, os.getpid()))):
-            if rank != self._rank and host == machine:
+        own = _Process(machine, os.getpid(), address_toward_rank_0())
+        self._addresses = []
+        for rank, process in enumerate(_gather(own)):
+            self._addresses.append(process.address)
+            if rank != self._rank and process.machine == machine:
                 with suppress(psutil.NoSuchProcess):  # the lost connection will be reported
-                    self.peers[rank] = psutil.Process(pid)
+                    self.peers[rank] = psutil.Process(process.pid)
 
     def _host(self, timeout: float) -> _Place:
         """Rank 0: listen, with a new token; entries of other runs have another one."""
@@ -121,7 +134,8 @@ class HeartbeatStore:
         address = os.environ.get("MASTER_ADDR", "")
         try:
             address = LOOPBACK if is_one_host else rendezvous_address()
-            self._server = StoreServer(address, timeout)
+            clients = [] if is_one_host else self._addresses
+            self._server = StoreServer(address, timeout, clients)
         except (OSError, RuntimeError) as error:
             return _Place(
                 error=f"got {address or 'no MASTER_ADDR'} to listen on for the other ranks, which "

@@ -1,8 +1,9 @@
 """The driver of the campaigns: draws their cases, resumes them, and writes a page of results.
 
 A campaign is a file here. Its ``pytestmark`` has ``campaign(bar=..., size=...)``, its function
-``cases(random)`` draws the cases, and its test takes a ``case``. Its controls, named
-plant what the campaign has to notice. A case notes its figures by ``record_property``.
+``cases(random)`` draws the cases, and its test takes a ``case``. A second test may take a
+``training_case``, drawn by ``training_cases(random)``. Its controls, ``test_control_...``, plant
+what the campaign has to notice. ``record_property`` notes figures.
 
 CI runs the controls and a sample of the cases; ``make campaigns`` runs all, and resumes if it is
 interrupted: what has passed at the same commit and seed is not run again.
@@ -19,6 +20,9 @@ import pytest
 from campaigns import results
 from campaigns.case import Case
 
+# What tests take, and the function that draws it.
+CASES = {"case": "cases", "training_case": "training_cases"}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("campaigns")
@@ -30,21 +34,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def is_campaign(config: pytest.Config) -> bool:
+    """Whether pytest was started on this folder. Elsewhere only samples are collected."""
+    return any("campaigns" in argument for argument in config.args)
+
+
 def seed_of(config: pytest.Config) -> int:
-    # The options exist where pytest is started on this folder.
     return config.getoption("--campaign-seed", 0)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" not in metafunc.fixturenames:
-        return
-    # A text seeds alike in every process.
-    random = Random(f"{seed_of(metafunc.config)} {metafunc.module.__name__}")
-    parameters = [
-        pytest.param(case, id=case.name, marks=[] if case.in_sample else pytest.mark.grid)
-        for case in metafunc.module.cases(random)
-    ]
-    metafunc.parametrize("case", parameters)
+    for fixture in set(metafunc.fixturenames) & CASES.keys():
+        # A text seeds alike in every process.
+        random = Random(f"{seed_of(metafunc.config)} {metafunc.module.__name__}")
+        parameters = [
+            pytest.param(case, id=case.name, marks=[] if case.in_sample else pytest.mark.grid)
+            for case in getattr(metafunc.module, CASES[fixture])(random)
+            if case.in_sample or is_campaign(metafunc.config)
+        ]
+        metafunc.parametrize(fixture, parameters)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,8 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def trials_of(item: Any) -> int:
     """How many faults a test tries; 0 for a control."""
     callspec = getattr(item, "callspec", None)
-    case = callspec.params.get("case") if callspec else None
-    return case.trials if isinstance(case, Case) else 0
+    parameters = callspec.params.values() if callspec else []
+    return sum(value.trials for value in parameters if isinstance(value, Case))
 
 
 class Recorder:

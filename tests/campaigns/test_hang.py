@@ -126,8 +126,8 @@ def cases(random: Random) -> list[Case]:
 
 
 def layout(random: Random, place: str) -> list[str]:
-    options = [random.choice(["sp_size=3", "sp_size=1"])]
-    options.append(random.choice(["precision=fp32", "precision=bf16"]))
+    options = random.choice([["sp_size=3"], ["sp_size=1", f"micro_batches_per_step={RANKS}"]])
+    options = [*options, random.choice(["precision=fp32", "precision=bf16"])]
     if place == "reading":
         options.append("dataset.time_limit=600")
     return options

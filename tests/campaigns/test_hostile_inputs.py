@@ -2,7 +2,7 @@
 
 Each trial forks (``guarded.py``), reads one file, and reports what happened beside that. Nothing is
 executed, nothing outside of the file's folder is read or written, no connection is opened, memory
-stays within the budget, and an error is a sentence. Reading again has the same result.
+stays within the budget, and an error is a sentence.
 """
 
 from __future__ import annotations
@@ -651,14 +651,14 @@ MAY_RAISE = {
 
 
 def attack_with(name: str, seed: int, folder: Path, outside: Outside) -> Report:
-    """Write the files of a trial and read them twice."""
+    """Write the files of a trial and read them."""
     folder.mkdir()
     read = FAMILIES[name](Attack(folder, outside, Random(seed)))
     before = listing(folder)
-    first = run_guarded(read, folder, outside)
-    check_report(name, first, f"{name}, seed {seed}")
+    report = run_guarded(read, folder, outside)
+    check_report(name, report, f"{name}, seed {seed}")
     assert listing(folder) == before, f"{name}, seed {seed}: reading has changed files"
-    return first
+    return report
 
 
 def listing(folder: Path) -> dict[str, Any]:
@@ -759,6 +759,8 @@ def test_control(
     if written == "large":
         os.truncate(path, 400 << 20)
 
-    report = run_guarded(lambda: read(path), folder, outside, seconds=5)
+    # These two wait for an answer that never comes.
+    seconds = 2 if written in ("fifo", "url") else 20
+    report = run_guarded(lambda: read(path), folder, outside, seconds=seconds)
     with pytest.raises(AssertionError, match=message):
         check_report("control", report, "control")

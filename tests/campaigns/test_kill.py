@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -153,6 +154,13 @@ class Kill:
         where = f"{self.phase}: {moment.when} {what} {moment.number} of rank {self.by}"
         return f"{self.victim} in {where} dp{dp} sp{sp}{options}".replace("/", "-")
 
+    def is_named_in(self, log: str) -> bool:
+        """Whether another rank logs which one was killed, once there is a watchdog."""
+        if not self.victim.startswith("rank") or self.phase == "start" or self.layout == (1, 1):
+            return True
+        number = self.victim.removeprefix("rank ")
+        return re.search(rf"stops: (rank {number}\b|ranks \[{number}\])", log) is not None
+
 
 def victims_of(layout: Layout) -> list[str]:
     ranks = [f"rank {rank}" for rank in range(layout[0] * layout[1])]
@@ -213,7 +221,6 @@ class LauncherKill:
 COMMIT = Moment("rename {new}/.partial-COMMIT")
 SAMPLE = [
     Kill("save", COMMIT, "rank 0", 0),
-    Kill("save", Moment("unlink {old}/COMMIT", "after"), "all", 0, async_save=True),
     Kill("start", Moment(f"{TRAINER}Trainer._restore"), "rank 1", 1),
     Kill("step", Moment(f"{TRAINER}Trainer._update", number=2), "launcher", 0),
     LauncherKill("torchrun", 0.0),
@@ -311,9 +318,11 @@ class Scene:
         try:
             job.until(self.folder / "struck", 60)
             struck, _ = json.loads((self.folder / "struck").read_text())
-            return job.wait(struck + seconds - time.time()) - struck
+            took = job.wait(struck + seconds - time.time()) - struck
         finally:
             job.kill()
+        assert kill.is_named_in(job.text), f"nobody names {kill.victim}:\n{job.text}"
+        return took
 
     def options(self, kill: Kill) -> list[str]:
         options = [f"ckpt_every={EVERY}", "keep_last=1", f"num_workers={kill.num_workers}"]
@@ -326,11 +335,14 @@ class Scene:
     def run_launched(self, kill: LauncherKill) -> float:
         """The same of a launcher."""
         in_step = kill.seconds is None
-        options = [*TINY, f"ckpt_every={EVERY}"]
+        # In a file, since colossalai run passes options on without quotes.
+        config = self.folder / "launched.py"
+        lines = [option.replace("model.depth", "model['depth']") for option in TINY]
+        config.write_text("\n".join([self.config.read_text(), *lines]))
         job = Job(
             self.folder,
-            self.config,
-            *options,
+            config,
+            f"ckpt_every={EVERY}",
             launcher=kill.launcher,
             script="tests/helpers/planted_faults.py" if in_step else "scripts/train.py",
             pause=1.0,

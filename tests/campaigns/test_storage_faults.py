@@ -160,7 +160,6 @@ STEP = Moment(f"{TRAINER}Trainer._update", number=1)
 SAMPLE = [
     Fault("full", "videos", VIDEOS, by=1, passes=True),
     Fault("EIO", "save", Moment("flush .partial-{new}/optimizer.safetensors"), async_save=True),
-    Fault("read-only", "save", Moment("rename .partial-{new}")),
     TwoRuns("refused", STEP),
 ]
 SAVE = Moment("write .partial-{new}/optimizer.safetensors")

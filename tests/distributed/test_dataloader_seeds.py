@@ -1,7 +1,7 @@
 """What a data set of the user's draws under ``prepare_dataloader``.
 
-test_resume.py has the draws of our own training: equal in a group, different across replicas, the
-same for every sp_size, with 0 and 2 workers, and after resuming.
+campaigns/test_sample_log.py has the draws of our own training: equal in a group, different across
+replicas, the same for every sp_size, with 0 to 2 workers, and after resuming.
 """
 
 from __future__ import annotations

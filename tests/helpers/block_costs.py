@@ -26,7 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 PHASES = ("forward", "backward")
 MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "short_rows")
+ATTENTION = (
+    "packed_attention",
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+    "short_rows",
+)
 NO_TRAFFIC = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach"}
 # Operators that read as much of their first argument as they return, by an index.
 GATHERS = {"index_select", "index"}

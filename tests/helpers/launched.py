@@ -6,6 +6,7 @@ rank begins before the rendezvous, writes a log, and ends with an exit status, o
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import re
@@ -121,6 +122,8 @@ def _rank(rank: int, log: Path, environment: dict[str, str], work: bytes) -> Non
         os.dup2(descriptor, standard)
 
     torch.set_num_threads(1)
+    # Workers of a loader are forked from the rank, as in a script.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     function, args, enter = pickle.loads(work)
     if enter is not None:

@@ -147,6 +147,8 @@ def _worker(
     # Ignored in what a shell starts in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
+    # As where a launcher has started the rank; from a forkserver, workers of loaders import again.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), OMP_NUM_THREADS="1"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -208,5 +209,6 @@ def _rank(rank: int, ranks: int, port: int, outputs: list[Path], command: list[s
     os.environ.update(torchrun | of_rank | rendezvous)
     os.chdir(ROOT)
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")

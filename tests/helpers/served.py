@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polling import wait_until
+
 # The main process of the run of tests, for its workers as well; `conftest.py` sets it.
 RUN = "TEST_RUN_PID"
 RESPOND = Callable[[dict[str, Any], Path], dict[str, Any]]
@@ -86,7 +88,12 @@ class Server:
             listening.close()
 
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(address)
+        # The worker that has taken the address may not listen yet.
+        wait_until(
+            lambda: connection.connect_ex(address) == 0,
+            10.0,
+            lambda: f"nothing listens for calls of {self.module}; its error is on stderr",
+        )
         return connection
 
     def _start(self, listening: socket.socket, run: str) -> None:

@@ -68,17 +68,20 @@ class WarmJob:
         """Wait until the job has written a file."""
 
         def is_written() -> bool:
-            has_ended = not self.left()
-            assert file.exists() or not has_ended, f"ended without {file.name}:\n{self.text}"
+            is_running = self.process.is_alive()
+            assert file.exists() or is_running, f"ended without {file.name}:\n{self.text}"
             return file.exists()
 
         wait_until(is_written, seconds, lambda: f"never wrote {file.name}:\n{self.text}")
 
     def wait(self, seconds: float) -> float:
         """Wait until no process is left; returns the time of that."""
+        began = time.monotonic()
+        # The others end with it, or before.
+        self.process.join(seconds)
         wait_until(
             lambda: not self.left(),
-            seconds,
+            seconds - (time.monotonic() - began),
             lambda: f"processes {self.left()} outlive their run:\n{self.text}",
         )
         return time.time()

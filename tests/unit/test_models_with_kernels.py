@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from interpreter import run_interpreted
 from random_weights import draw_weights
+from restarts import content_of
+from runs import write_training
 
+from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.kernels import Kernels, using_kernels
+from opensora_sp.training import train
 
 SIZE = (2, 4, 4)
 COMMON = dict(hidden_size=144, depth=1, num_heads=2, caption_channels=8, model_max_length=6)
@@ -49,3 +56,25 @@ def largest_difference(name: str, compiled: bool) -> float:
 def test_values_and_gradients(name: str, compiled: bool) -> None:
     difference = run_interpreted(largest_difference, name, compiled)
     assert 0 < difference < 1e-5, difference
+
+
+# A clip of 2 frames; one pair of blocks, everything recomputed.
+TINY = ["sp_size=1", "batch_size=1", "micro_batches_per_step=1", "num_frames=2", "model.depth=1"]
+TINY += ["image_size=(8, 8)", "model.qk_norm=True", "ckpt_every=1", "num_workers=0"]
+
+
+def train_in_parts(config: Path, outputs: Path, ends: list[int]) -> tuple[Any, Any]:
+    """Train with kernels to one step after the other; what the last checkpoint holds."""
+    for end in ends:
+        options = [f"outputs={outputs}", f"max_steps={end}", "kernels=triton", *TINY]
+        train(load_train_config(config, options), resume="auto")
+    return content_of(outputs, ends[-1])
+
+
+@pytest.mark.slow
+def test_exact_resume(tmp_path: Path) -> None:
+    config = write_training(tmp_path, 6)
+    whole = run_interpreted(train_in_parts, config, tmp_path / "whole", [2])
+    resumed = run_interpreted(train_in_parts, config, tmp_path / "resumed", [1, 2])
+    assert set(whole[1]["kernels"].values()) == {"triton", "eager"}
+    assert resumed == whole

@@ -115,6 +115,23 @@ def test_the_store_listens_at_one_address(server: StoreServer) -> None:
         socket.create_connection(("127.0.0.2", server.port), 5)
 
 
+def test_ranks_connect_where_no_name_server_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's store without libuv would abort this process when the first one does."""
+
+    def out_of_reach(*args: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getnameinfo", out_of_reach)
+    server = StoreServer("127.0.0.1", 5.0, ["10.77.0.2"])
+    rank = connected(server)
+    server.refuse_connections()
+    rank.set("name", "text")
+    assert server.store.get("name") == b"text"
+    assert "listens on all interfaces, instead of 127.0.0.1 alone" in caplog.text
+
+
 def test_no_one_connects_after_the_ranks_have(server: StoreServer) -> None:
     rank = connected(server)
     server.refuse_connections()

@@ -60,7 +60,13 @@ def _share(rows, length, shared_rows, shared_length, first, local_rows, programs
     size = tl.cdiv(count, programs)
     begin = tl.program_id(0) % programs * size
     end = tl.minimum(begin + size, count)
-    return entry.to(tl.int64), begin_row.to(tl.int64), entry % entries_of_row, begin, end
+    return entry.to(tl.int64), begin_row, entry % entries_of_row, begin, end
+
+
+@triton.jit
+def _place(row, row_step, token, token_step, columns, WIDTH: tl.constexpr):
+    """Where the channels of a token lie; steps are in tokens."""
+    return (row * row_step + token * token_step).to(tl.int64) * WIDTH + columns
 
 
 @triton.jit
@@ -116,8 +122,9 @@ def _norm_modulate_kernel(
 
     for number in range(begin, end):
         row, token = first_row + number // shared_length, first_token + number % shared_length
-        place = (row * length + token) * WIDTH + columns
-        own = tl.load(x + (row * x_row + token * x_token) * WIDTH + columns, inside, 0)
+        place = _place(row, length, token, 1, columns, WIDTH)
+        at_x = _place(row, x_row, token, x_token, columns, WIDTH)
+        own = tl.load(x + at_x, inside, 0)
         if branch is not None:
             sum_ = own.to(WIDE) + tl.load(branch + place, inside, 0).to(WIDE) + added
             own = sum_.to(own.dtype)
@@ -165,9 +172,9 @@ def _norm_modulate_backward_kernel(
 
     for number in range(begin, end):
         row, token = first_row + number // shared_length, first_token + number % shared_length
-        place = (row * length + token) * WIDTH + columns
-        at_total = (row * total_row + token * total_token) * WIDTH + columns
-        at_grad = (row * grad_row + token * grad_token) * WIDTH + columns
+        place = _place(row, length, token, 1, columns, WIDTH)
+        at_total = _place(row, total_row, token, total_token, columns, WIDTH)
+        at_grad = _place(row, grad_row, token, grad_token, columns, WIDTH)
         x = tl.load(total + at_total, inside, 0).to(WIDE)
         own = tl.load(grad_modulated + place, inside, 0).to(WIDE)
         normalized, inverse = _normalize(x, inside, WIDTH, EPS)
@@ -220,8 +227,9 @@ def _add_gated_kernel(
 
     for number in range(begin, end):
         row, token = first_row + number // shared_length, first_token + number % shared_length
-        place = (row * length + token) * WIDTH + columns
-        own = tl.load(x + (row * x_row + token * x_token) * WIDTH + columns, inside, 0).to(WIDE)
+        place = _place(row, length, token, 1, columns, WIDTH)
+        at_x = _place(row, x_row, token, x_token, columns, WIDTH)
+        own = tl.load(x + at_x, inside, 0).to(WIDE)
         own += factor * (tl.load(branch + place, inside, 0).to(WIDE) + added)
         tl.store(total + place, own, inside)
 
@@ -263,8 +271,8 @@ def _add_gated_backward_kernel(
 
     for number in range(begin, end):
         row, token = first_row + number // shared_length, first_token + number % shared_length
-        place = (row * length + token) * WIDTH + columns
-        at_grad = (row * grad_row + token * grad_token) * WIDTH + columns
+        place = _place(row, length, token, 1, columns, WIDTH)
+        at_grad = _place(row, grad_row, token, grad_token, columns, WIDTH)
         own = tl.load(grad_total + at_grad, inside, 0).to(WIDE)
         if other is not None:
             own += tl.load(other + place, inside, 0).to(WIDE)
@@ -323,6 +331,8 @@ def _constants(x: Tensor) -> dict[str, Any]:
         WIDE=tl.float64 if x.dtype == torch.float64 else tl.float32,
         # A thread loads 8 numbers at a time, 16 bytes of bf16, and at most twice.
         num_warps=min(max(block // 512, 1), 16),
+        # With fewer, which more programs at a time would have, ptxas spills some.
+        maxnreg=128,
     )
 
 
