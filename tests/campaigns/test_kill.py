@@ -344,7 +344,7 @@ class Scene:
             config,
             f"ckpt_every={EVERY}",
             launcher=kill.launcher,
-            script="tests/helpers/faulty.py" if in_step else "scripts/train.py",
+            script="tests/helpers/planted_faults.py" if in_step else "scripts/train.py",
             pause=1.0,
         )
         try:

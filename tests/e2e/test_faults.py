@@ -1,7 +1,7 @@
 """Runs in which a rank raises, or whose launcher exits: how they end, and what they leave behind.
 
-Each is a small training as users start it, in which ``faulty.py`` plants the fault. The campaigns
-have the other faults, on every rank and at every place.
+Each is a small training as users start it, in which ``planted_faults.py`` plants the fault. The
+campaigns have the other faults, on every rank and at every place.
 """
 
 from __future__ import annotations
@@ -10,22 +10,28 @@ from pathlib import Path
 
 import pytest
 from jobs import FOR_LONG, Job, assert_stopped_well
+from planted_faults import Fault
 from ranks import free_port
 
 pytestmark = pytest.mark.slow
+
+
+def raising(rank: int) -> Fault:
+    """In the third step."""
+    return Fault("forward", rank, 5, "raise")
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 1), ("colossalai", 0)])
 def test_the_first_error_ends_all_ranks_and_is_reported_last(
     config: Path, tmp_path: Path, jobs: list[Job], launcher: str, rank: int
 ) -> None:
-    job = Job(tmp_path, config, launcher=launcher, faults={0: ("raise", rank, 2)})
+    job = Job(tmp_path, config, launcher=launcher, faults={0: raising(rank)})
     jobs.append(job)
     error = "ValueError: got a planted error; expected none; remove it"
     job.until(f"rank {rank} failed: {error}")
     job.until_gone(30)
     assert job.process.returncode == 1
-    log, _, report = job.text.partition("tests/helpers/faulty.py FAILED")
+    log, _, report = job.text.partition("tests/helpers/planted_faults.py FAILED")
     assert f"rank {1 - rank} stops: rank {rank} failed: {error}" in log
     assert (
         rank == 0 or log.count("got a planted error") == report.count("got a planted error") == 1
@@ -40,9 +46,7 @@ def test_the_ranks_of_another_node_end_too(config: Path, tmp_path: Path, jobs: l
     rank, port = 1, free_port()
     for node in (0, 1):
         jobs.append(
-            Job(
-                tmp_path, config, launcher=f"node {node}", faults={0: ("raise", rank, 2)}, port=port
-            )
+            Job(tmp_path, config, launcher=f"node {node}", faults={0: raising(rank)}, port=port)
         )
     for node, job in enumerate(jobs):
         job.until(f"rank {rank} failed: ValueError: got a planted error")

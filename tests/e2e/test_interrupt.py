@@ -31,7 +31,10 @@ def assert_interrupted(job: Job, launcher: str) -> int:
     (line,) = [line for line in job.text.splitlines() if "resume with: " in line]
     command = line.partition("resume with: ")[2]
     assert command.startswith(f"{launcher} --nproc_per_node 2 --master_port "), line
-    assert f" tests/helpers/faulty.py {job.config} --cfg-options outputs={job.outputs} " in command
+    assert (
+        f" tests/helpers/planted_faults.py {job.config} --cfg-options outputs={job.outputs} "
+        in command
+    )
     assert command.endswith(" --resume auto") and command.count("--resume") == 1
     assert not OURS.search(job.text), job.text
     return step

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from elastic_jobs import ElasticJob
 from jobs import Job
-from planted_faults import Fault, plan
+from planted_faults import Fault
 from ranks import run_ranks
 from runs import write_training
 from safetensors.torch import load_file
@@ -18,7 +18,6 @@ from opensora_sp.checkpoint import checkpoint_name, newest_checkpoint
 from opensora_sp.checkpoint.paths import checkpoint_step
 from opensora_sp.config import load_train_config
 
-SCRIPT = "tests/helpers/planted_faults.py"
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 
 
@@ -45,8 +44,7 @@ def start(
 ) -> Job:
     """A job of the fixture ``jobs``; under a launcher, or forked from the warm process."""
     kind = Job if "launcher" in how else ElasticJob
-    how = {"script": SCRIPT, "faults": plan(faults), **how}
-    jobs.append(kind(folder, config, *options, **how))
+    jobs.append(kind(folder, config, *options, faults=faults, **how))
     return jobs[-1]
 
 

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from planted_faults import Fault
 from polling import wait_until
 from ranks import free_port
 from runs import BIN, ROOT
@@ -45,10 +47,10 @@ class Job:
         *options: str,
         launcher: str = "torchrun",
         restarts: int = 0,
-        faults: dict[int, tuple[str, int, int]] | None = None,
+        faults: dict[int, Fault] | None = None,
         pause: float = 0.0,
         port: int | None = None,
-        script: str = "tests/helpers/faulty.py",
+        script: str = "tests/helpers/planted_faults.py",
     ) -> None:
         self.config, self.folder, self.outputs = config, folder, folder / "run"
         self.log = folder / f"log {time.monotonic_ns()}"
@@ -56,7 +58,8 @@ class Job:
         self.pids.mkdir(parents=True)
         self.mark = f"JOB={self.pids}"
         self.plan = folder / "faults.json"
-        self.plan.write_text(json.dumps(faults or {}))
+        planned = {attempt: asdict(fault) for attempt, fault in (faults or {}).items()}
+        self.plan.write_text(json.dumps(planned))
 
         script_options = ["--resume", "auto", "--cfg-options", f"outputs={self.outputs}", *options]
         self.environment = self._environment(pause)

@@ -1,8 +1,9 @@
 """``scripts/train.py`` with a signal or an error at a chosen moment.
 
 The file ``FAULTS`` has ``{attempt: Fault}`` (see below), where an attempt is what ``torchrun
---max-restarts`` counts. In the folder ``PIDS``, each rank leaves its process number, the fault the
-time at which it struck, and rank 0 a line for each step. Importing this imports nothing slow.
+--max-restarts`` counts. Each step takes ``PAUSE`` seconds more. In the folder ``PIDS``, each rank
+leaves its process number, the fault the time at which it struck, and rank 0 a line for each step.
+Importing this imports nothing slow.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,6 @@ class Fault:
     number: int
     action: str
     to: str = "self"
-
-
-def plan(faults: dict[int, Fault]) -> dict[int, dict[str, Any]]:
-    """For ``Job(faults=...)``."""
-    return {attempt: asdict(fault) for attempt, fault in faults.items()}
 
 
 class Planted:
@@ -136,22 +132,23 @@ def flip_a_bit(trainer: Any, *args: Any) -> None:
     shard.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
-def record_steps(path: Path, attempt: str) -> None:
-    """Write a line for each step that has been queued."""
+def watch_steps(path: Path | None, attempt: str) -> None:
+    """Let each step take longer; with a path, write a line for each that has been queued."""
     from opensora_sp.training.trainer import Trainer
 
     plain = Trainer._step
 
-    def recorded(self: Any, step: int, *args: Any) -> Any:
+    def watched(self: Any, step: int, *args: Any) -> Any:
         began = time.monotonic()
         time.sleep(float(os.environ["PAUSE"]))
         queued = plain(self, step, *args)
         line = {"attempt": int(attempt), "step": step + 1, "seconds": time.monotonic() - began}
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         return queued
 
-    Trainer._step = recorded
+    Trainer._step = watched
 
 
 def main() -> None:
@@ -167,8 +164,7 @@ def main() -> None:
     planned = json.loads(Path(os.environ["FAULTS"]).read_text()).get(attempt)
     if planned is not None and planned["rank"] == int(rank):
         Planted(Fault(**planned), folder, attempt).plant()
-    if rank == "0":
-        record_steps(folder / "steps.jsonl", attempt)
+    watch_steps(folder / "steps.jsonl" if rank == "0" else None, attempt)
 
     sys.argv[0] = "scripts/train.py"
     runpy.run_path(sys.argv[0], run_name="__main__")
