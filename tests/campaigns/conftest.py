@@ -34,9 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def is_campaign(config: pytest.Config) -> bool:
-    """Whether pytest was started on this folder. Elsewhere only samples are collected."""
-    return any("campaigns" in argument for argument in config.args)
+def is_named(config: pytest.Config) -> bool:
+    """Whether files are named on the command line; where all tests run, samples are enough."""
+    return config.args != config.getini("testpaths")
 
 
 def seed_of(config: pytest.Config) -> int:
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parameters = [
             pytest.param(case, id=case.name, marks=[] if case.in_sample else pytest.mark.grid)
             for case in getattr(metafunc.module, CASES[fixture])(random)
-            if case.in_sample or is_campaign(metafunc.config)
+            if case.in_sample or is_named(metafunc.config)
         ]
         metafunc.parametrize(fixture, parameters)
 
