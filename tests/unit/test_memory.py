@@ -81,6 +81,8 @@ def largest(name: str, T: int, side: int, masks: bool) -> tuple[LargestTensor, i
 )
 def test_no_tensor_is_quadratic_in_a_length(name: str, T: int, side: int, masks: bool) -> None:
     seen, activation = largest(name, T, side, masks)
-    assert seen.numel <= 4 * activation, f"{seen.operation} makes {seen.numel} numbers"
+    # The MLP's hidden layer has 4 C numbers for each token, a modulation 6 C for each frame.
+    bound = 6 * activation if side == 1 else 4 * activation
+    assert seen.numel <= bound, f"{seen.operation} makes {seen.numel} numbers"
     scores = 2 * 2 * T * (side * side) ** 2 if side > 1 else 2 * 2 * T**2
-    assert scores > 4 * activation  # so the bound would catch an explicit matrix of scores
+    assert scores > bound  # so the bound would catch an explicit matrix of scores

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from exits import recorded_exits
 
 from opensora_sp.runtime import signals as module
 from opensora_sp.runtime.signals import SignalHandler
+
+
+@pytest.fixture(autouse=True)
+def sigint() -> Iterator[None]:
+    """As in a terminal: a shell ignores it in what it starts in the background."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
