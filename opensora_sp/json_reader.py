@@ -8,7 +8,6 @@ where it is compared, copied or written again.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -82,16 +81,17 @@ def read_small_file(path: str | Path, max_bytes: int, what: str) -> bytes:
         OSError: if it cannot be read.
         ValueError: if it is larger.
     """
+    data = bytearray()
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        # No more than that: a read reserves memory for all that it may return.
-        data: bytes = file.read(size + 1) if size <= max_bytes else b""
-    if max(size, len(data)) > max_bytes:
+        # In parts: a read reserves memory for all that it may return.
+        while len(data) <= max_bytes and (part := file.read(1 << 16)):
+            data += part
+    if len(data) > max_bytes:
         raise ValueError(
             f"got {path} of more than {max_bytes:,} bytes; expected {what} of at most so many; "
             "check that it is the right file, or split it"
         )
-    return data
+    return bytes(data)
 
 
 def _is_deep(text: str) -> bool:

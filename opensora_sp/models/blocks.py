@@ -58,8 +58,10 @@ class ModulatedBlock(nn.Module):
     ) -> None:
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
-        self.attn = SelfAttention(width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame)
-        self.cross_attn = CrossAttention(width, heads)
+        self.attn = SelfAttention(
+            width, heads, qk_norm=qk_norm, rope=rope, in_frame=in_frame, defers_bias=True
+        )
+        self.cross_attn = CrossAttention(width, heads, defers_bias=True)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), width, defers_bias=True)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.tokenwise = Tokenwise()
@@ -154,7 +156,8 @@ class STDiTBlock(TwoPartBlock):
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__(config, in_frame=True)
-        self.attn_temp = SelfAttention(config.hidden_size, config.num_heads, qk_norm=False)
+        width, heads = config.hidden_size, config.num_heads
+        self.attn_temp = SelfAttention(width, heads, qk_norm=False, defers_bias=True)
 
     def temporal(
         self,
@@ -184,7 +187,12 @@ class STDiT2Block(TwoPartBlock):
         super().__init__(config, qk_norm=config.qk_norm, in_frame=True)
         width, heads = config.hidden_size, config.num_heads
         self.attn_temp = SelfAttention(
-            width, heads, qk_norm=config.qk_norm, rope=rope, norm_last=config.qk_norm_legacy
+            width,
+            heads,
+            qk_norm=config.qk_norm,
+            rope=rope,
+            norm_last=config.qk_norm_legacy,
+            defers_bias=True,
         )
         self.scale_shift_table_temporal = nn.Parameter(torch.randn(3, width) / width**0.5)
 

@@ -56,11 +56,18 @@ class Shard(Point):
 
 
 class Switch(Point):
-    """Where tokens change layout: spatial rows to temporal rows, or back."""
+    """Where tokens change layout: spatial rows to temporal rows, or back.
+
+    ``before_modulation``: in this model a modulation comes next. Its kernel reads tokens where they
+    lie, and writes them in its own layout, so they are not copied for it.
+    """
+
+    before_modulation: bool = False
 
     def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        # Kernels read tokens where they lie, and write them in their own layout.
-        return rows.transpose(x, copy=not chosen("modulation", x))
+        if self.before_modulation and chosen("modulation", x):
+            return rows.transpose(x, copy=False)
+        return rows.transpose(x)
 
 
 class Attend(Point):

@@ -240,7 +240,8 @@ class SelfAttention(Point):
     """Multi-head attention of each row to itself, with optional RMS norm of queries and keys.
 
     These are normed, then rotated; with ``norm_last`` they are rotated first, as in Open-Sora 1.1.
-    ``in_frame``: it attends within a frame, not over frames.
+    ``in_frame``: it attends within a frame, not over frames. ``defers_bias``: the caller adds the
+    ``deferred_bias`` of ``proj``.
     """
 
     def __init__(
@@ -252,9 +253,11 @@ class SelfAttention(Point):
         rope: RotaryEmbedding | None = None,
         norm_last: bool = False,
         in_frame: bool = False,
+        defers_bias: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.norm_last, self.in_frame = num_heads, norm_last, in_frame
+        self.defers_bias = defers_bias
         self.qkv = nn.Linear(width, 3 * width)
         norm = partial(RMSNorm, width // num_heads) if qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
@@ -270,7 +273,7 @@ class SelfAttention(Point):
         rotation: Tensor | None = None,
         groups: Groups | None = None,
     ) -> Tensor:
-        """``[R, L, C]`` -> ``[R, L, C]``, without the ``deferred_bias`` of ``proj``.
+        """``[R, L, C]`` -> ``[R, L, C]``.
 
         ``rotation`` and ``groups`` are those of the rows, if precomputed.
         """
@@ -278,23 +281,25 @@ class SelfAttention(Point):
         own_layout = SPATIAL if self.in_frame else TEMPORAL
         if rows.length == 1 and rows.layout == own_layout and rows.are_sequences:
             v = self._values(x)
-            out = self.attend(v, v, v, rows, groups).flatten(-2)
-            return without_deferred_bias(self.proj, out)
+            return self._project(self.attend(v, v, v, rows, groups))
 
         if not self.ropes:
             rotation = None
         elif rotation is None:
             rotation = self.ropes[0].rotation(rows, self.in_frame, x.device)
         q, k, v = self._normed(x, rotation)
-        out = self.attend(q, k, v, rows, groups).flatten(-2)
-        return without_deferred_bias(self.proj, out)
+        return self._project(self.attend(q, k, v, rows, groups))
+
+    def _project(self, out: Tensor) -> Tensor:
+        out = out.flatten(-2)
+        return without_deferred_bias(self.proj, out) if self.defers_bias else self.proj(out)
 
     def _normed(self, x: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[R, L, H, D]`` each."""
         norms = self.q_norm, self.k_norm
         if not self.norm_last and all(is_plain(norm, RMSNorm) for norm in norms):
             of_norms: Any = self.q_norm.weight, self.k_norm.weight, rotation, self.q_norm.eps
-            if is_plain(self.qkv, nn.Linear):
+            if is_plain(self.qkv, nn.Linear) and self.qkv.bias is not None:
                 return linear_qk_norm(x, self.qkv.weight, self.qkv.bias, *of_norms)
             return qk_norm(self._product(x), *of_norms)
 
@@ -327,11 +332,14 @@ class SelfAttention(Point):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of tokens to the text of their own sample."""
+    """Multi-head attention of tokens to the text of their own sample.
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    ``defers_bias``: the caller adds the ``deferred_bias`` of ``proj``.
+    """
+
+    def __init__(self, width: int, num_heads: int, *, defers_bias: bool = False) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.defers_bias = num_heads, defers_bias
         self.q_linear = nn.Linear(width, width)
         self.kv_linear = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
@@ -347,8 +355,6 @@ class CrossAttention(nn.Module):
         backend: str | Backend = "auto",
     ) -> Tensor:
         """Tokens ``[R, L, C]`` attend to packed text ``[N, C]``.
-
-        The result lacks the ``deferred_bias`` of ``proj``.
 
         Args:
             lengths: numbers of tokens and of text tokens that belong together.
@@ -367,7 +373,8 @@ class CrossAttention(nn.Module):
         out = attention(q, k, v, lengths=lengths, backend=backend)  # [R * L, H, D]
         if order is not None:
             out = torch.empty_like(out).index_copy(0, order, out)
-        return without_deferred_bias(self.proj, out.reshape(x.shape))
+        out = out.reshape(x.shape)
+        return without_deferred_bias(self.proj, out) if self.defers_bias else self.proj(out)
 
 
 def timestep_sinusoid(t: Tensor, width: int, max_period: float = 10000.0) -> Tensor:

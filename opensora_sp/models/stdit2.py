@@ -46,6 +46,7 @@ class STDiT2(ConditionedModel):
 
     def __init__(self, config: STDiT2Config) -> None:
         super().__init__(config)
+        self.switch.before_modulation = True
         width = config.hidden_size
         self.pos_embed = PositionEmbedding2D(width)
         self.x_embedder = PatchEmbed3D(config.patch_size, config.in_channels, width)

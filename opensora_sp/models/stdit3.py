@@ -53,6 +53,7 @@ class STDiT3(ConditionedModel):
 
     def __init__(self, config: STDiT3Config) -> None:
         super().__init__(config)
+        self.switch.before_modulation = True
         width, depth = config.hidden_size, config.depth
         self.pos_embed = PositionEmbedding2D(width)
         rotary = RotaryEmbedding if config.kernel_size is None else RotaryEmbedding3D

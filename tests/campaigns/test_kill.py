@@ -368,8 +368,8 @@ class Scene:
 
         rank = wait_until(ranks, 60)[0]
         if kill.launcher == "torchrun" and kill.seconds:
-            # Until its first line has run.
-            time.sleep(0.5)
+            # Its first line starts the thread that watches the launchers.
+            wait_until(lambda: len(list(Path(f"/proc/{rank}/task").iterdir())) > 1, 60)
             os.kill(rank, signal.SIGSTOP)
         time.sleep(kill.seconds)
 

@@ -11,20 +11,25 @@ BLOCK = 512
 
 
 def damage(file: Path, kind: str, random: Random, other: Path) -> None:
-    """Damage a file.
+    """Damage a file; its bytes change in any case.
 
     Args:
         kind: one of ``KINDS``.
-        other: the file that changes places with it when they are swapped.
+        other: the file that changes places with it when they are swapped. If both are alike, bits
+            are flipped instead.
     """
-    data = bytearray(file.read_bytes())
+    data = file.read_bytes()
     if kind == "remove":
         file.unlink()
-    elif kind == "swap":
+    elif kind == "swap" and other.read_bytes() != data:
         file.write_bytes(other.read_bytes())
         other.write_bytes(data)
     else:
-        file.write_bytes(_damaged(data, kind, random))
+        changed = data
+        # A flip may undo another, and a block may be zero.
+        while changed == data:
+            changed = _damaged(bytearray(data), kind, random)
+        file.write_bytes(changed)
 
 
 def _damaged(data: bytearray, kind: str, random: Random) -> bytes:

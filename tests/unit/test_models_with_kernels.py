@@ -15,6 +15,7 @@ from runs import write_training
 from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.kernels import Kernels, using_kernels
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.training import train
 
 SIZE = (2, 4, 4)
@@ -56,6 +57,35 @@ def largest_difference(name: str, compiled: bool) -> float:
 def test_values_and_gradients(name: str, compiled: bool) -> None:
     difference = run_interpreted(largest_difference, name, compiled)
     assert 0 < difference < 1e-5, difference
+
+
+def gradients_of_one_clip(name: str, level: int) -> list[torch.Tensor]:
+    """With kernels; of a single clip, whose tokens need not be copied between layouts."""
+    torch.manual_seed(0)
+    options = {**COMMON, "depth": 2, **MODELS[name]}
+    model = draw_weights(build_model(name, **options)).bfloat16()
+    for block in model.modules():
+        if hasattr(block, "checkpoint_level"):
+            block.checkpoint_level = level
+
+    x = torch.randn(1, 4, *SIZE).bfloat16()
+    numbers = {number: torch.full((1,), 24.0) for number in model.sample_inputs}
+    with using_kernels("triton"):
+        out = model(x, torch.tensor([300.0]), torch.randn(1, 1, 6, 8).bfloat16(), **numbers)
+        out.square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def are_equal_when_offloaded(name: str) -> bool:
+    kept, offloaded = (gradients_of_one_clip(name, level) for level in (EVERYTHING, OFFLOADED))
+    return all(map(torch.equal, kept, offloaded))
+
+
+@pytest.mark.slow
+def test_gradients_where_the_input_of_blocks_is_offloaded() -> None:
+    """The block sees its input in another layout of memory when it is recomputed."""
+    assert run_interpreted(are_equal_when_offloaded, "STDiT")
+    assert run_interpreted(are_equal_when_offloaded, "STDiT2")
 
 
 # A clip of 2 frames; one pair of blocks, everything recomputed.

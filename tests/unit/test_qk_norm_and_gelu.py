@@ -18,7 +18,7 @@ from opensora_sp.models import build_model
 from opensora_sp.models.kernels import using_kernels
 from opensora_sp.models.kernels.reference import gelu as reference_gelu
 from opensora_sp.models.kernels.reference import qk_norm as reference_qk_norm
-from opensora_sp.models.layers import Mlp, RotaryEmbedding, SelfAttention, deferred_bias
+from opensora_sp.models.layers import Mlp, RotaryEmbedding, SelfAttention
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
 
 # Half the distance of two neighbouring numbers; all of it in bfloat16, which the interpreter
@@ -228,10 +228,7 @@ def step(attention: torch.nn.Module, mlp: torch.nn.Module) -> dict[str, Tensor]:
     for parameter in names:
         parameter.register_post_accumulate_grad_hook(arrive)
     x = normal(6, 3, 16, seed=9).double().requires_grad_()
-    attended = attention(x, ROWS)
-    if (bias := deferred_bias(attention.proj)) is not None:
-        attended = attended + bias  # as the kernel does that adds the branch
-    out = mlp(attended)
+    out = mlp(attention(x, ROWS))
     out.square().sum().backward()
     return {"output": out.detach(), **found, "x": x.grad}
 
