@@ -60,7 +60,7 @@ def test_a_signal_to_one_rank_is_reported_with_its_exit_status(
         os.kill(job.rank(1), number)
         job.until_gone(30)
 
-        assert_stopped_well(job, f"rank 1: {number.name}; stopping within two steps")
+        assert_stopped_well(job, f"(rank 1: {number.name}), with a checkpoint")
         assert job.process.returncode == 1 and f"exitcode  : {status}" in job.text
         reported = "stopped by Ctrl-C (SIGINT) with a checkpoint, from which --resume auto resumes"
         assert job.text.count(reported) == (number == signal.SIGINT)
