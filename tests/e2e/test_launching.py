@@ -317,11 +317,15 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
             join_rendezvous()
 
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(
-        ValueError,
-        match=r"got no connection from .* to rank 0 at 127.0.0.1:\d+ within 1 s \(timed out\)",
-    ):
-        join_rendezvous()
+    with socket.socket() as reserved:
+        # Nobody listens there, and nobody else can.
+        reserved.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(reserved.getsockname()[1]))
+        with pytest.raises(
+            ValueError,
+            match=r"got no connection from .* to rank 0 at 127.0.0.1:\d+ within 1 s \(timed out\)",
+        ):
+            join_rendezvous()
 
     monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "soon")
     with pytest.raises(ValueError, match="got OPENSORA_SP_JOIN_TIMEOUT='soon'"):
