@@ -323,7 +323,9 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
         monkeypatch.setenv("MASTER_PORT", str(reserved.getsockname()[1]))
         with pytest.raises(
             ValueError,
-            match=r"got no connection from .* to rank 0 at 127.0.0.1:\d+ within 1 s \(timed out\)",
+            # The second, if a busy machine takes 2 s more to notice.
+            match=r"got no connection from .* to rank 0 at 127.0.0.1:\d+ within 1 s "
+            r"\((timed out|it accepts connections and does not answer)\)",
         ):
             join_rendezvous()
 
