@@ -3,6 +3,7 @@
 # make test-all   those, then all other tests that CI runs; test-docs and test-shutdown do in full what it samples
 # make campaigns   thousands of planted faults, in hours; it resumes where it was interrupted; build/campaigns/index.html
 # make test-mutations   ten planted faults, each of which make test has to catch
+# make lint   style, types, spelling, directions of imports; make scan   known vulnerabilities of what is installed
 # make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
 # make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
 # make docs   the documentation as a site, build/site/index.html
