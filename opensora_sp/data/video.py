@@ -47,7 +47,8 @@ VIDEO_FORMATS = (
 )
 # Those of images read a file whole; a damaged animation may be one frame.
 IMAGE_FORMATS = (
-    "gif,apng,image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,pgmyuv_pipe,pbm_pipe,"
+    "gif,apng,image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,"
+    "pgmyuv_pipe,pbm_pipe,"
     "pam_pipe,pfm_pipe,j2k_pipe,jpegls_pipe,jpegxl_pipe,jpegxl_anim,jpegxs_pipe,gif_pipe,exr_pipe,"
     "hdr_pipe,dpx_pipe,dds_pipe,psd_pipe,qoi_pipe,sgi_pipe,sunrast_pipe,pcx_pipe,xbm_pipe,xpm_pipe,"
     "xwd_pipe,ico"
