@@ -13,9 +13,9 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ def why_unreachable() -> str | None:
     try:
         with urlopen(KNOWN, timeout=TIMEOUT) as answer:
             listed = json.load(answer).get("vulnerabilities")
-    except (URLError, TimeoutError, ValueError) as error:
+    except (OSError, HTTPException, ValueError) as error:
         return f"{KNOWN}: {error}"
     return None if listed else f"{KNOWN} lists no advisories"
 

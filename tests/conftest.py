@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from jobs import Job
 from served import RUN
 
 # No pool of compilers in every process of every test.
@@ -72,3 +78,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from runs import write_random_model
 
     return write_random_model(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs of a test, none of which outlives it."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        for pid in job.left():
+            os.kill(pid, signal.SIGKILL)
+        job.process.wait(10)

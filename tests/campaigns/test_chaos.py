@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -30,7 +30,7 @@ from opensora_sp.checkpoint import committed_checkpoints, verify
 from opensora_sp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.campaign(bar="final bits equal to those of the undisturbed run", size=100)
-OPTIONS = ("peer_timeout=5", "collective_timeout=8", "stopped_exit_code=143")
+OPTIONS = ("peer_timeout=10", "collective_timeout=15", "stopped_exit_code=143")
 PER_ATTEMPT = 2.5  # steps: more than the average attempt saves
 
 
@@ -113,17 +113,6 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[i
         return made[steps]
 
     return of
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """Jobs of a test, none of which outlives it."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        for pid in job.left():
-            os.kill(pid, signal.SIGKILL)
-        job.process.wait(10)
 
 
 def await_end(job: Job, faults: tuple[Fault, ...], seconds: float) -> None:

@@ -352,7 +352,7 @@ class Scene:
                 job.until("step 3/")
             else:
                 self._await_rank(job, kill)
-            job.process.kill()
+            Strike(self.outputs, self.folder / "struck", (job.process.pid,))()
             struck = time.time()
             # Copies of colossalai run wait for a signal that nobody sends.
             job.until_gone(SECONDS, but="colossalai")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Job
 from runs import TRAIN, write_toy_set
 
 
@@ -20,14 +16,3 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = TRAIN.format(manifest=str(manifest)) + "grad_checkpoint = False\n"
     (folder / "config.py").write_text(text)
     return folder / "config.py"
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """Jobs of a test, none of which outlives it."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        for pid in job.left():
-            os.kill(pid, signal.SIGKILL)
-        job.process.wait()

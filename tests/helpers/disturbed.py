@@ -14,8 +14,7 @@ from ranks import run_ranks
 from runs import write_training
 from safetensors.torch import load_file
 
-from opensora_sp.checkpoint import checkpoint_name, newest_checkpoint
-from opensora_sp.checkpoint.paths import checkpoint_step
+from opensora_sp.checkpoint import checkpoint_name
 from opensora_sp.config import load_train_config
 
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
@@ -52,12 +51,6 @@ def steps_of(job: Job) -> list[dict[str, Any]]:
     """A line for each step that rank 0 has queued, in all attempts."""
     path = job.pids / "steps.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def saved_step(outputs: Path) -> int:
-    """The step of the newest checkpoint; 0 without one."""
-    newest = newest_checkpoint(outputs)
-    return 0 if newest is None else checkpoint_step(newest) or 0
 
 
 def train_undisturbed(config: Path, options: list[str]) -> None:
