@@ -121,6 +121,14 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
     return state
 
 
+def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: int) -> int:
+    """Micro-batches of a step: the config's number, the checkpoint's, or one for each replica."""
+    if cfg.micro_batches_per_step is not None:
+        return cfg.micro_batches_per_step
+    replicas = max(1, world_size // cfg.sp_size) if isinstance(cfg.sp_size, int) else world_size
+    return state.get("micro_batches_per_step") or replicas
+
+
 def largest_batch(cfg: TrainConfig) -> int:
     """Bytes of the largest micro-batch that workers make, without text.
 

@@ -24,6 +24,7 @@ from opensora_sp.features.build import (
     largest_batch,
     make_dataset,
     make_plan,
+    micro_batches_of_step,
     order_state,
     with_length,
 )
@@ -72,7 +73,7 @@ def preflight(
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     state = {} if checkpoint is None else read_json(checkpoint / "state.json")
-    per_step = cfg.micro_batches_per_step or world_size // cfg.sp_size
+    per_step = micro_batches_of_step(cfg, {}, world_size)
     plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
     cfg = with_length(cfg, plan)
     if isinstance(dataset, CachedFeatures):
