@@ -29,6 +29,7 @@ from opensora_sp.features.build import (
     Work,
     make_plan,
     make_source,
+    micro_batches_of_step,
     order_state,
     with_length,
 )
@@ -105,9 +106,7 @@ class Trainer:
         self._pending: PendingOutcome | None = None  # of the newest step, until it is settled
         self.asked_to_stop = False
 
-        per_step = (
-            cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
-        )
+        per_step = micro_batches_of_step(cfg, state, self.mesh.world_size)
         self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
         self.cfg = with_length(cfg, self.plan)
         self._build_data_path()
@@ -231,7 +230,7 @@ class Trainer:
         self.ema = ShardedEma(shards.master_weights, cfg.ema_decay)
         self.tensors = TrainingState(self.module, fixed, shards, self.ema)
         if checkpoint is None:
-            return {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
+            return {"step": 0}
 
         state = self.tensors.load(checkpoint)
         logger.info("resumed from %s at step %d", checkpoint, state["step"])
