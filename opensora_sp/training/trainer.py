@@ -123,12 +123,12 @@ class Trainer:
         before = _allocated(device)
         self.validator = Validator(self)
         encoders += _allocated(device) - before
-        self.activations = ActivationBudget(cfg, self.module, device, reserved=encoders)
+        self.activations = ActivationBudget(cfg, self.module, self.mesh, device, reserved=encoders)
         self.meter = Meter(
             self.module,
             device,
             precision=cfg.precision,
-            sp_size=self.mesh.sp_size,
+            mesh=self.mesh,
             peak_tflops=cfg.peak_tflops,
         )
         self.interval = Interval(time.perf_counter())

@@ -163,7 +163,8 @@ def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, comp
     )
 
     cfg = load_train_config(CONFIG, ["sp_size=1", "compile=blocks", "grad_checkpoint=auto"])
-    budget = activations.ActivationBudget(cfg, module, torch.device("cuda"), reserved=0)
+    mesh = SequenceMesh.imagined(1, 0)
+    budget = activations.ActivationBudget(cfg, module, mesh, torch.device("cuda"), reserved=0)
     budget.fit(torch.Size([1, 4, 16, 64, 64]))
     assert traced and set(traced) == {compiled}
     (levels,) = set_levels
