@@ -203,6 +203,14 @@ class TrainConfig(Common):
         raise_together(*conflicts)
         return {**values, **sizes}
 
+    @property
+    def schedules_groups(self) -> bool:
+        """Whether the micro-batches of a step are scheduled on groups of ranks
+        (``data/schedule.py``), and gradients are reduced once a step.
+        """
+        is_mixed = self.bucket_config is not None and self.batch_order == "mixed"
+        return is_mixed or not isinstance(self.sp_size, int)
+
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
         if self.bucket_config is None:

@@ -19,7 +19,7 @@ from opensora_sp.checkpoint import (
     load_model,
 )
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import LoadedBatch, ReplicaBatches, StepBatches, StepLoader
+from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
 from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.dtypes import DTYPES
@@ -42,6 +42,7 @@ from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
+from .bucket_shares import BucketShares
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
 from .ending import advice_for_long_steps, command_to_resume, conclude
@@ -52,6 +53,7 @@ from .optimizer import learning_rate, make_optimizer
 from .outcomes import Outcome, PendingOutcome
 from .preflight import initial_weights
 from .profiling import StepProfiler, Steps
+from .rank_batches import make_rank_batches
 from .summary import log_setup, session_of, write_summary
 from .sync_check import SyncCheck
 from .validation import Validator
@@ -254,14 +256,8 @@ class Trainer:
         self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
         self.batches = BatchMaker(cfg, self.device)
 
-        own = ReplicaBatches(
-            self.plan,
-            start=self.start,
-            stop=cfg.max_steps,
-            replica=self.mesh.dp_rank,
-            num_replicas=self.mesh.dp_size,
-            request_of=self.encoder.request,
-        )
+        own = make_rank_batches(cfg, self.plan, self.encoder, self.work, start=self.start)
+        self.bucket_shares = BucketShares(self.mesh, own)
         self.loader = StepLoader(
             self.dataset,
             own,
@@ -276,10 +272,12 @@ class Trainer:
         """One optimizer step: forward and backward of each micro-batch, then the update."""
         for one in batches.micro_batches:
             self.interval.tokens += len(one.ids) * self.work.tokens(one.shape)
+        self.bucket_shares.see(step, batches.micro_batches)
 
         loss = torch.zeros((), device=self.device)
         for loaded in batches.loaded:
-            with reporting_compilation(f"step {step}"):
+            group = loaded.group or self.mesh.group
+            with reporting_compilation(f"step {step}"), self.mesh.using(group):
                 loss += self._forward_backward(step, loaded, batches.num_samples)
         return self._update(step, loss, watch)
 
@@ -415,6 +413,7 @@ class Trainer:
             "replaced_clips": substituted,
             "skipped_steps": self.skipped,
             **measured,
+            **self.bucket_shares.take(),
         }
 
 
