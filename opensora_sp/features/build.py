@@ -137,8 +137,11 @@ def largest_batch(cfg: TrainConfig) -> int:
     """
     if cfg.bucket_config is None:
         return cfg.batch_size * _clip_bytes(cfg, ClipShape(cfg.num_frames, *cfg.size))
-    entries = Buckets.of(cfg.bucket_config).entries
-    return max(one.batch_size * _clip_bytes(cfg, one.shape_at(9 / 16)) for one in entries)
+    return max(
+        # Where a batch size is chosen later, one clip is counted.
+        (one.batch_size or 1) * _clip_bytes(cfg, one.shape_at(9 / 16))
+        for one in Buckets.of(cfg.bucket_config).kept
+    )
 
 
 def _clip_bytes(cfg: TrainConfig, shape: ClipShape) -> int:

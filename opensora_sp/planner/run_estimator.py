@@ -29,9 +29,11 @@ from .checkpointing import (
     describe,
     mixed,
     offloaded_bytes,
+    recomputed_share,
 )
 from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
+from .sharing import busiest_work
 from .step_time import StepTime, predict_step
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, traffic
@@ -79,6 +81,7 @@ class RunEstimator:
         gpus_per_node: int | None = None,
     ) -> None:
         self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
+        self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
         self.gpu = None if gpu is None else GPUS[gpu]
         # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
@@ -151,21 +154,36 @@ class RunEstimator:
         gathered = output_gather(shape, strategy, self.ranks, token_bytes)
         return replace(sent, forward=[a + b for a, b in zip(sent.forward, gathered, strict=True)])
 
-    def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
-        """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
-        traced = cache(partial(self._traced, latents, ranks))
-        if not isinstance(self.cfg, TrainConfig):
-            state = Persistent.sampling(self.sizes, self.dtype.itemsize)
-            peak = sampling_peak(state, traced(EVERYTHING), self.config.depth)
-            return Memory(state, peak, None, peak, [EVERYTHING])
-
-        zero = Zero(
+    @cached_property
+    def zero(self) -> Zero:
+        """ZeRO's shards in training."""
+        assert isinstance(self.cfg, TrainConfig)
+        return Zero(
             world=self.num_gpus,
             stage=self.cfg.zero_stage,
             element_size=self.dtype.itemsize,
             accumulates=self.micro_batches > 1,
         )
-        state = Persistent.training(self.sizes, zero)
+
+    @cached_property
+    def persistent(self) -> Persistent:
+        """The state that training keeps."""
+        return Persistent.training(self.sizes, self.zero)
+
+    def peak(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> MemoryPeak:
+        """The peak of a training step whose blocks have these levels."""
+        traced = partial(self.activations, latents, ranks)
+        return training_peak(self.persistent, self.sizes, self.zero, mixed(traced, levels))
+
+    def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
+        """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
+        traced = partial(self.activations, latents, ranks)
+        if not isinstance(self.cfg, TrainConfig):
+            state = Persistent.sampling(self.sizes, self.dtype.itemsize)
+            peak = sampling_peak(state, traced(EVERYTHING), self.config.depth)
+            return Memory(state, peak, None, peak, [EVERYTHING])
+
+        zero, state = self.zero, self.persistent
 
         @cache
         def peak_at(*levels: int) -> MemoryPeak:
@@ -195,11 +213,33 @@ class RunEstimator:
         if self.checkpointing != "auto":
             return levels_of(self.checkpointing, self.config.num_blocks)
         memory = DEFAULT_MEMORY if self.memory_gb is None else self.memory_gb * 1e9
+        return choose_levels(needed, budget_of(memory), self.config.num_blocks, self.known_levels)
+
+    @property
+    def known_levels(self) -> tuple[int, ...]:
+        """The levels that ``grad_checkpoint="auto"`` chooses from, in ascending order."""
         levels = COMPILED_LEVELS if self.compiles else LEVELS
         if self.device == "cpu":
             # What is on the host takes as much of the same memory.
             levels = tuple(level for level in levels if level != OFFLOADED)
-        return choose_levels(needed, budget_of(memory), self.config.num_blocks, levels)
+        return levels
+
+    @property
+    def lowest_levels(self) -> list[list[int]]:
+        """Levels with which a step needs little memory, then those with which it needs the least.
+
+        Those of the config, unless it leaves the choice to the run.
+        """
+        if self.checkpointing != "auto":
+            return [levels_of(self.checkpointing, self.config.num_blocks)]
+        levels = [level for level in (0, OFFLOADED) if level in self.known_levels]
+        return [[level] * self.config.num_blocks for level in levels]
+
+    def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
+        """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic."""
+        passes = 3 + recomputed_share(levels)
+        work = busiest_work(self.shape_of(latents), self.options, ranks)
+        return passes * work / self.options.cost_model.flops
 
     def time(self, latents: tuple[int, ...], levels: Sequence[int]) -> StepTime | None:
         """Predicted for a training step in 16 bits, if a GPU was named."""
@@ -218,7 +258,14 @@ class RunEstimator:
             micro_batches=self.micro_batches,
         )
 
-    def _traced(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
+    def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
+        """Traced with all blocks at one level of gradient checkpointing, once."""
+        key = (latents, ranks, level)
+        if key not in self.traced:
+            self.traced[key] = self._trace(*key)
+        return self.traced[key]
+
+    def _trace(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
         return trace_activations(
             self.name,
             self.config,
