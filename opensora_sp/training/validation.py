@@ -32,10 +32,10 @@ from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Encoders
+from opensora_sp.rank_groups import within_nodes
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 from opensora_sp.sampling.run import write_batch
-from opensora_sp.rank_groups import within_nodes
 from opensora_sp.transfer import to_device
 
 from .ema import ShardedEma

@@ -15,7 +15,7 @@ from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import Options
+from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner import run_estimator
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
 from opensora_sp.planner.trace import Activations, trace_activations
