@@ -70,8 +70,15 @@ class TrainConfig(Common):
     batch_size: int = Field(1, ge=1)
     """Clips of a micro-batch."""
 
+    batch_order: Literal["by_cost", "mixed"] = "by_cost"
+    """With buckets: a step takes micro-batches of nearly equal cost, or 'mixed' ones in random
+    order, which are scheduled on the ranks so that all end together; see docs/mixed_sizes.md.
+    """
+
     micro_batches_per_step: int | None = Field(None, ge=1)
-    """Micro-batches of an optimizer step over all replicas; None is one for each replica."""
+    """Micro-batches of an optimizer step over all ranks; None is one for each replica, and with
+    `sp_size='auto'` one for each rank.
+    """
 
     num_workers: int = Field(0, ge=0)
     """Data loading processes per rank; 0 loads in the rank itself."""
@@ -195,6 +202,14 @@ class TrainConfig(Common):
                 )
         raise_together(*conflicts)
         return {**values, **sizes}
+
+    @property
+    def schedules_groups(self) -> bool:
+        """Whether the micro-batches of a step are scheduled on groups of ranks
+        (``data/schedule.py``), and gradients are reduced once a step.
+        """
+        is_mixed = self.bucket_config is not None and self.batch_order == "mixed"
+        return is_mixed or not isinstance(self.sp_size, int)
 
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()

@@ -83,6 +83,7 @@ def make_plan(
             micro_batches_per_step=micro_batches_per_step,
             seed=cfg.seed,
             cost=Work(cfg, dataset).flops,
+            batch_order=cfg.batch_order,
         )
     return MicroBatchPlan(
         num_samples=len(dataset),
@@ -117,7 +118,7 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
     if isinstance(plan, MicroBatchPlan):
         state["num_samples"] = len(plan.clips)
     if isinstance(plan, BucketPlan):
-        state |= {"batch_size": None, "buckets": plan.fingerprint}
+        state |= {"batch_size": None, "buckets": plan.fingerprint, "batch_order": plan.batch_order}
     return state
 
 
