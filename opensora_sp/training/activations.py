@@ -35,9 +35,9 @@ class ActivationBudget:
         # The first batch is then also computed without sequence parallelism.
         self._verifies = cfg.sequence_parallel.verify
         if cfg.grad_checkpoint == "auto":
-            self.memory = _smallest(memory_of(device) - reserved, device)
+            self.memory = smallest(memory_of(device) - reserved, device)
             # Of each process, before it pins any.
-            self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
+            self._of_host = smallest(_share_of_host(psutil.virtual_memory().available), device)
         else:
             module.set_grad_checkpoint(cfg.grad_checkpoint)
 
@@ -95,7 +95,7 @@ def _share_of_host(memory: int) -> float:
     return memory / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def _smallest(memory: float, device: torch.device) -> float:
+def smallest(memory: float, device: torch.device) -> float:
     """The least over all ranks, which have to choose alike."""
     least = torch.tensor(memory, dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)

@@ -41,6 +41,7 @@ from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
+from .batch_sizes import with_chosen_batch_sizes
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
 from .ending import advice_for_long_steps, command_to_resume, conclude
@@ -85,6 +86,7 @@ class Trainer:
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
         encoders = _allocated(device)
+        cfg = with_chosen_batch_sizes(cfg, dataset, checkpoint, device, reserved=encoders)
 
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
