@@ -147,6 +147,7 @@ def batch_memory(
     device: str,
     gpus_per_node: int | None = None,
     compiled: bool | None = None,
+    ranks: int | None = None,
 ) -> Memory:
     """Memory of a rank with batches of one shape, and what each block keeps, as configured.
 
@@ -157,11 +158,12 @@ def batch_memory(
         gpus_per_node: by which switches between nodes are sent in chunks.
         compiled: whether blocks run compiled; None stands for what the config sets, which a run
             does not follow where compiled blocks fail verification.
+        ranks: that share the micro-batch; None for the config's ``sp_size``.
     """
     run = RunEstimator(cfg, num_gpus, memory_gb, device, None, gpus_per_node)
     if compiled is not None:
         run.compiles = compiled
-    return run.memory(latents, run.ranks, brief=True)
+    return run.memory(latents, ranks or run.ranks, brief=True)
 
 
 def _estimate(run: RunEstimator, bucket: BatchSpec, *, brief: bool) -> BatchEstimate:
