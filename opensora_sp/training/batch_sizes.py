@@ -19,7 +19,13 @@ from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import CachedFeatures
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
-from opensora_sp.features.build import TrainingSet, largest_batch, make_plan, with_length
+from opensora_sp.features.build import (
+    TrainingSet,
+    largest_batch,
+    make_plan,
+    micro_batches_of_step,
+    with_length,
+)
 from opensora_sp.features.cached import check_clips
 from opensora_sp.json_reader import read_json
 from opensora_sp.planner.fit import Fit, fit
@@ -156,6 +162,5 @@ def _check(cfg: TrainConfig, dataset: TrainingSet) -> None:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_shared_memory(largest_batch(cfg), cfg.num_workers, local_world_size)
     if isinstance(dataset, CachedFeatures):
-        replicas = dist.get_world_size() // cfg.sp_size
-        plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
+        plan = make_plan(cfg, dataset, micro_batches_of_step(cfg, {}, dist.get_world_size()))
         check_clips(with_length(cfg, plan), dataset, plan)

@@ -201,7 +201,7 @@ def test_a_bound_that_no_batch_fits_names_buckets_and_the_least_memory(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refused(capsys, str(config), "--fit", "2GB", "--gpus", "4")
-    assert "got 2 GB for each of 2 ranks to a batch" in error
+    assert "got 2 GB of a device, into which not one clip fits of these buckets" in error
     assert "144p x 5 (3." in error and "144p x 1 (3." in error
     assert not (config.parent / "small_fit_2GB.py").exists()
 
@@ -218,7 +218,11 @@ def test_the_written_config_loads_and_replaces_nothing(
     options = ["--cfg-options", "bucket_config={'144p': {1: (1.0, None)}}", "optimizer.lr=1e-3"]
     main(["plan", *arguments, *options])
     table = capsys.readouterr().out
-    assert "144p x 1      8" in table and "largest batch" in table and f"written: {out}" in table
+    assert (
+        "144p x 1      8      2" in table
+        and "largest batch" in table
+        and f"written: {out}" in table
+    )
     assert max(map(len, table.splitlines()[:-1])) <= 100
 
     text = out.read_text()
