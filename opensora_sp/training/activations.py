@@ -43,9 +43,9 @@ class ActivationBudget:
         self._unverified = {own.sp_size for own in mesh.own if cfg.sequence_parallel.verify}
         if cfg.grad_checkpoint == "auto":
             free = memory_of(device) - reserved - _of_communicators(mesh, device)
-            self.memory = _smallest(free, device)
+            self.memory = smallest(free, device)
             # Of each process, before it pins any.
-            self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
+            self._of_host = smallest(_share_of_host(psutil.virtual_memory().available), device)
         else:
             module.set_grad_checkpoint(cfg.grad_checkpoint)
 
@@ -115,7 +115,7 @@ def _share_of_host(memory: int) -> float:
     return memory / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def _smallest(memory: float, device: torch.device) -> float:
+def smallest(memory: float, device: torch.device) -> float:
     """The least over all ranks, which have to choose alike."""
     least = torch.tensor(memory, dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)

@@ -33,6 +33,7 @@ from opensora_sp.features.same_clips import OF_CLIPS, by_name, changes
 from opensora_sp.json_reader import read_json
 from opensora_sp.runtime import check_shared_memory
 
+from .batch_sizes import provisional, recorded
 from .freeze import check_freeze
 from .profiling import Steps
 from .resuming import find_checkpoint
@@ -73,6 +74,7 @@ def preflight(
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     state = {} if checkpoint is None else read_json(checkpoint / "state.json")
+    cfg = provisional(cfg, checkpoint)
     per_step = micro_batches_of_step(cfg, {}, world_size)
     plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
     cfg = with_length(cfg, plan)
@@ -127,6 +129,7 @@ def check_resume(
     cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet, *, accept_new_data: bool = False
 ) -> None:
     """Raise ValueError if resuming would change data order or draws."""
+    cfg = recorded(cfg, checkpoint)
     state = read_json(checkpoint / "state.json")
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")

@@ -42,6 +42,7 @@ from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
+from .batch_sizes import with_chosen_batch_sizes
 from .bucket_shares import BucketShares
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
@@ -88,6 +89,7 @@ class Trainer:
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
         encoders = _allocated(device)
+        cfg = with_chosen_batch_sizes(cfg, dataset, checkpoint, device, reserved=encoders)
 
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
