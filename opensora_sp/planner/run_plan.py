@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.data import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
@@ -110,7 +111,8 @@ class Plan:
     """The plan of a run.
 
     ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes;
-    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here.
+    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here. ``schedule``
+    describes optimizer, learning rate and EMA weights; empty for sampling.
     """
 
     purpose: str
@@ -126,6 +128,7 @@ class Plan:
     memory_gb: float | None
     gpu: str | None
     versions: str | None
+    schedule: list[str]
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,6 +204,7 @@ def plan(
         memory_gb=memory_gb,
         gpu=gpu,
         versions=run.platform.describe() if run.platform else None,
+        schedule=describe_schedule(cfg) if isinstance(cfg, TrainConfig) else [],
         buckets=[run.estimate(bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
 
@@ -368,7 +372,13 @@ class _Run:
             element_size=self.dtype.itemsize,
             accumulates=self.micro_batches > 1,
         )
-        state = Persistent.training(self.sizes, zero)
+        optimizer = self.cfg.optimizer
+        state = Persistent.training(
+            self.sizes,
+            zero,
+            moments=len(optimizer.moments),
+            scalars=len(optimizer.scalars),
+        )
 
         @cache
         def peak_at(*levels: int) -> MemoryPeak:

@@ -33,6 +33,7 @@ from opensora_sp.json_reader import read_json
 from opensora_sp.runtime import check_shared_memory
 
 from .freeze import check_freeze
+from .optimizer import check_optimizer, check_same_state
 from .profiling import Steps
 from .resuming import find_checkpoint
 from .validation import heldout_clips, preflight_validation
@@ -67,6 +68,7 @@ def preflight(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
     check_freeze(cfg)
+    check_optimizer(cfg)
     check_run_dir(Path(cfg.outputs))
 
     dataset = make_dataset(cfg)
@@ -134,6 +136,8 @@ def check_resume(
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
     _check_same_order(ours, state, checkpoint, dataset, accept_new_data=accept_new_data)
+    if "config" in state:
+        check_same_state(cfg, state["config"]["optimizer"], checkpoint)
 
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)
