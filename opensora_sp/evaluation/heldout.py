@@ -73,12 +73,15 @@ class HeldoutLoss:
         bins: int,
         seeds: Sequence[int],
     ) -> MeanLosses:
-        """The mean over the clips that all ranks can read, cut to ``shape``. Collective."""
+        """The mean over the clips that all ranks can read, cut to ``shape``. Collective.
+
+        Args:
+            clips: those of this rank's current group; the groups measure clips of their own.
+        """
         # The losses of each seed and bin, and the number of clips.
         sums = torch.zeros(len(seeds) * bins + 1, device=self.device)
-        assigned = clips[self.mesh.dp_rank :: self.mesh.dp_size]
-        for start in range(0, len(assigned), batch_size):
-            ids, features = self._readable(assigned[start : start + batch_size], shape)
+        for start in range(0, len(clips), batch_size):
+            ids, features = self._readable(clips[start : start + batch_size], shape)
             if ids:
                 sums[:-1] += self._losses(ids, features, bins, seeds).flatten()
                 sums[-1] += len(ids) / self.mesh.sp_size

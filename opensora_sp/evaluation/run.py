@@ -56,8 +56,8 @@ class Settings:
         overrides: ``key=value`` texts that override the config.
         bins: of timesteps.
         seeds: number of draws of noise and timesteps; the first is that of validation.
-        sp_size: ranks that share a batch; None is that of the config where it divides the number
-            of processes, else 1.
+        sp_size: ranks that share a batch; None is that of the config where it is a number that
+            divides the number of processes, else 1.
         use_ema: evaluate the EMA weights of a checkpoint.
     """
 
@@ -165,7 +165,9 @@ def _config(settings: Settings) -> TrainConfig:
 
 def _with_sp_size(cfg: TrainConfig, sp_size: int | None) -> TrainConfig:
     if sp_size is None:
-        sp_size = cfg.sp_size if _world_size() % cfg.sp_size == 0 else 1
+        # Degrees of buckets, or of each micro-batch, are training's.
+        configured = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
+        sp_size = configured if _world_size() % configured == 0 else 1
     return cfg.model_copy(update={"sp_size": sp_size})
 
 
@@ -229,6 +231,7 @@ def _evaluate(
         if is_rank_0 and (weights.parent / "COMMIT").is_file():
             verify(weights.parent, part=weights.name)
 
+    assert isinstance(cfg.sp_size, int)
     mesh, encoders = SequenceMesh(cfg.sp_size), make_encoders(cfg, device)
     module = load_model(
         cfg, weights, mesh, device, encoders.vae, encoders.text_encoder, ema=settings.use_ema
@@ -271,7 +274,8 @@ def _measure(loss: HeldoutLoss, bucket: Bucket, bins: int, seeds: list[int]) -> 
     """The loss of a bucket, the mean over the clips of all its shapes; None without clips."""
     total, clips = torch.zeros(len(seeds), bins, dtype=torch.float64), 0
     for shape, ids in bucket.clips.items():
-        found = loss.measure(ids, shape, batch_size=bucket.batch_size, bins=bins, seeds=seeds)
+        own = ids[loss.mesh.dp_rank :: loss.mesh.dp_size]
+        found = loss.measure(own, shape, batch_size=bucket.batch_size, bins=bins, seeds=seeds)
         if found.clips:
             total += found.losses.double().cpu() * found.clips
             clips += found.clips

@@ -288,6 +288,7 @@ def read_what_is_too_short(config: Path) -> None:
 
     validator = Validator.__new__(Validator)
     validator.trainer, validator.validation = SimpleNamespace(cfg=cfg), cfg.validation
+    validator.replica, validator.num_replicas = 0, 1
     encoders = make_encoders(cfg, cpu)
     validator.loss = HeldoutLoss(None, None, mesh, heldout, encoders, BatchMaker(cfg, cpu))
 
