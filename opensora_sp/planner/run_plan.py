@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
+from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_options
 
@@ -52,7 +53,8 @@ class Plan:
     """The plan of a run.
 
     ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes;
-    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here.
+    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here. ``schedule``
+    describes optimizer, learning rate and EMA weights; empty for sampling.
     """
 
     purpose: str
@@ -69,6 +71,7 @@ class Plan:
     memory_gb: float | None
     gpu: str | None
     versions: str | None
+    schedule: list[str]
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +137,7 @@ def plan(
         memory_gb=memory_gb,
         gpu=gpu,
         versions=run.platform.describe() if run.platform else None,
+        schedule=describe_schedule(cfg) if isinstance(cfg, TrainConfig) else [],
         buckets=[_estimate(run, bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
 

@@ -35,6 +35,7 @@ from opensora_sp.runtime import check_shared_memory
 
 from .batch_sizes import provisional, recorded
 from .freeze import check_freeze
+from .optimizer import check_optimizer, check_same_state
 from .profiling import Steps
 from .resuming import find_checkpoint
 from .validation import heldout_clips, preflight_validation
@@ -69,6 +70,7 @@ def preflight(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
     check_freeze(cfg)
+    check_optimizer(cfg)
     check_run_dir(Path(cfg.outputs))
 
     dataset = make_dataset(cfg)
@@ -138,6 +140,8 @@ def check_resume(
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
     _check_same_order(ours, state, checkpoint, dataset, accept_new_data=accept_new_data)
+    if "config" in state:
+        check_same_state(cfg, state["config"]["optimizer"], checkpoint)
 
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)

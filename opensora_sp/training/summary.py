@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -36,7 +37,7 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
     logger.info("%s, %s", processes, trainer.device.type)
     logger.info("%s, %.1f M parameters, %s", name, millions, cfg.precision)
 
-    for line in describe_exchanges(trainer):
+    for line in [*describe_schedule(cfg), *describe_exchanges(trainer)]:
         logger.info("%s", line)
 
     if plan.micro_batches_per_step % mesh.dp_size:

@@ -231,7 +231,7 @@ class Trainer:
         if cfg.load is not None and checkpoint is None:
             weights = fitted(initial_weights(cfg), self.module, convert=cfg.convert)
             load_model(weights, self.module, shards, fixed)
-        self.ema = ShardedEma(shards.master_weights, cfg.ema_decay)
+        self.ema = ShardedEma(shards.master_weights, cfg.ema_decay, warmup=cfg.ema_warmup)
         self.tensors = TrainingState(self.module, fixed, shards, self.ema)
         if checkpoint is None:
             return {"step": 0}
