@@ -15,6 +15,7 @@ from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import FP8_LAUNCHES, LAUNCH
 from opensora_sp.parallel.strategies import SwitchRows, chunk_costs, strategy_for, with_chunks
+from opensora_sp.rank_groups import group_sizes
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -28,6 +29,9 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
     name = type(trainer.module).__name__
     millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
     processes = f"dp_size {mesh.dp_size} x sp_size {mesh.sp_size} processes"
+    if len(mesh.own) > 1:
+        sizes = group_sizes(mesh.family)
+        processes = f"{mesh.world_size} processes in groups of {sizes[0]} to {sizes[-1]} ranks"
     logger.info("run folder %s", run_dir)
     logger.info("%s, %s", processes, trainer.device.type)
     logger.info("%s, %.1f M parameters, %s", name, millions, cfg.precision)
@@ -35,7 +39,7 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
     for line in describe_exchanges(trainer):
         logger.info("%s", line)
 
-    if plan.micro_batches_per_step % mesh.dp_size:
+    if not cfg.schedules_groups and plan.micro_batches_per_step % mesh.dp_size:
         logger.warning(
             "%d micro-batches per step on %d replicas: some wait while others compute their last "
             "one",

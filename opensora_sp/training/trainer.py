@@ -204,6 +204,11 @@ class Trainer:
             **order_state(self.cfg, self.plan, len(self.dataset)),
             "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
+            # Which rank computes what also follows from these, and the steps from none of them.
+            "schedule": {
+                "world_size": self.mesh.world_size,
+                "ranks_per_node": self.mesh.ranks_per_node,
+            },
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
             "skipped_steps": self.skipped,
