@@ -94,13 +94,16 @@ class Persistent:
     ema: int = 0
 
     @classmethod
-    def training(cls, sizes: ModelSizes, zero: Zero) -> Persistent:
+    def training(
+        cls, sizes: ModelSizes, zero: Zero, *, moments: int = 2, scalars: int = 1
+    ) -> Persistent:
+        """Of a training run, whose optimizer keeps so many moments and scalars of a parameter."""
         parts = sum(zero.part(n) for n in sizes.trainable)
         frozen = sizes.frozen * (zero.element_size + FP32)
         return cls(
             weights=parts * zero.world * zero.element_size + frozen,
             master_weights=FP32 * parts,
-            moments=2 * FP32 * parts + FP32 * len(sizes.trainable),
+            moments=FP32 * (moments * parts + scalars * len(sizes.trainable)),
             ema=FP32 * parts,
         )
 

@@ -168,7 +168,14 @@ class RunEstimator:
     @cached_property
     def persistent(self) -> Persistent:
         """The state that training keeps."""
-        return Persistent.training(self.sizes, self.zero)
+        assert isinstance(self.cfg, TrainConfig)
+        optimizer = self.cfg.optimizer
+        return Persistent.training(
+            self.sizes,
+            self.zero,
+            moments=len(optimizer.moments),
+            scalars=len(optimizer.scalars),
+        )
 
     def peak(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> MemoryPeak:
         """The peak of a training step whose blocks have these levels."""

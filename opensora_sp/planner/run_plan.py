@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
+from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_options
 
 from .advice import better_balance, less_memory
 from .attention_kernels import Kernels
 from .batches import BatchSpec, buckets_of
+from .communicators import Communicators, communicators
 from .gpus import GPUS
 from .run_estimator import Memory, RunEstimator
 from .sharing import Sharing, sharing_of
@@ -42,12 +44,17 @@ class BatchEstimate:
     advice: list[str]
 
 
+# Of a node whose size is not known.
+GPUS_OF_NODE = 8
+
+
 @dataclass(frozen=True)
 class Plan:
     """The plan of a run.
 
     ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes;
-    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here.
+    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here. ``schedule``
+    describes optimizer, learning rate and EMA weights; empty for sampling.
     """
 
     purpose: str
@@ -56,6 +63,7 @@ class Plan:
     num_gpus: int
     sp_size: int
     dp_size: int
+    communicators: Communicators | None  # of groups of several sizes
     precision: str
     grad_checkpoint: bool | int | str
     micro_batches: int
@@ -63,6 +71,7 @@ class Plan:
     memory_gb: float | None
     gpu: str | None
     versions: str | None
+    schedule: list[str]
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,6 +129,7 @@ def plan(
         num_gpus=num_gpus,
         sp_size=run.ranks,
         dp_size=num_gpus // run.ranks,
+        communicators=_communicators(cfg, num_gpus, gpus_per_node),
         precision=cfg.precision,
         grad_checkpoint=run.checkpointing,
         micro_batches=run.micro_batches,
@@ -127,8 +137,18 @@ def plan(
         memory_gb=memory_gb,
         gpu=gpu,
         versions=run.platform.describe() if run.platform else None,
+        schedule=describe_schedule(cfg) if isinstance(cfg, TrainConfig) else [],
         buckets=[_estimate(run, bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
+
+
+def _communicators(
+    cfg: TrainConfig | InferenceConfig, num_gpus: int, gpus_per_node: int | None
+) -> Communicators | None:
+    """Those of a run with a degree for each micro-batch; nodes of 8 GPUs if nothing is known."""
+    if cfg.sp_size is None or isinstance(cfg.sp_size, int):
+        return None
+    return communicators(num_gpus, gpus_per_node or min(num_gpus, GPUS_OF_NODE))
 
 
 def checkpoint_levels(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -29,14 +30,14 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
     name = type(trainer.module).__name__
     millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
     processes = f"dp_size {mesh.dp_size} x sp_size {mesh.sp_size} processes"
-    if len(mesh.own) > 1:
-        sizes = group_sizes(mesh.family)
-        processes = f"{mesh.world_size} processes in groups of {sizes[0]} to {sizes[-1]} ranks"
+    if not isinstance(cfg.sp_size, int):
+        sizes = ", ".join(map(str, group_sizes(mesh.family)))
+        processes = f"{mesh.world_size} processes in groups of {sizes}"
     logger.info("run folder %s", run_dir)
     logger.info("%s, %s", processes, trainer.device.type)
     logger.info("%s, %.1f M parameters, %s", name, millions, cfg.precision)
 
-    for line in describe_exchanges(trainer):
+    for line in [*describe_schedule(cfg), *describe_exchanges(trainer)]:
         logger.info("%s", line)
 
     if not cfg.schedules_groups and plan.micro_batches_per_step % mesh.dp_size:
@@ -101,7 +102,7 @@ def session_of(trainer: Trainer) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in trainer.module.parameters()),
         "precision": trainer.cfg.precision,
         "dp_size": trainer.mesh.dp_size,
-        "sp_size": trainer.mesh.sp_size,
+        "sp_size": trainer.cfg.sp_size,
         "device": torch.cuda.get_device_name(trainer.device) if on_cuda else "CPU",
         "peak_tflops": trainer.meter.peak.tflops,
     }
@@ -113,7 +114,7 @@ def write_summary(trainer: Trainer, run_dir: Path, counter: CommLedger) -> None:
     switches = counter.calls["switch", "forward"]
     summary = {
         "dp_size": trainer.mesh.dp_size,
-        "sp_size": trainer.mesh.sp_size,
+        "sp_size": trainer.cfg.sp_size,
         "switches": switches,
         "elements_sent": {" ".join(key): count for key, count in sorted(counter.elements.items())},
         "files_read": dict(trainer.corrupt.files_read),

@@ -42,6 +42,7 @@ from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
+from .batch_sizes import with_chosen_batch_sizes
 from .bucket_shares import BucketShares
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
@@ -88,6 +89,7 @@ class Trainer:
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
         encoders = _allocated(device)
+        cfg = with_chosen_batch_sizes(cfg, dataset, checkpoint, device, reserved=encoders)
 
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
@@ -234,7 +236,7 @@ class Trainer:
         if cfg.load is not None and checkpoint is None:
             weights = fitted(initial_weights(cfg), self.module, convert=cfg.convert)
             load_model(weights, self.module, shards, fixed)
-        self.ema = ShardedEma(shards.master_weights, cfg.ema_decay)
+        self.ema = ShardedEma(shards.master_weights, cfg.ema_decay, warmup=cfg.ema_warmup)
         self.tensors = TrainingState(self.module, fixed, shards, self.ema)
         if checkpoint is None:
             return {"step": 0}

@@ -87,7 +87,7 @@ def test_the_log_names_share_degree_and_idle_time_of_buckets(folder: Path) -> No
 
     log = (folder / "auto2" / "train.log").read_text()
     assert log.count("buckets by predicted time: ") == STEPS
-    assert "groups of 1 to 2 ranks" in log
+    assert "processes in groups of 1, 2" in log
 
 
 @pytest.fixture(scope="module")
