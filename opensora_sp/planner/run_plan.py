@@ -17,6 +17,8 @@ from opensora_sp.models.attention_table import Platform
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import GPUS
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import (
     applicable_strategy,
@@ -35,7 +37,6 @@ from .checkpointing import (
     mixed,
     offloaded_bytes,
 )
-from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
 from .sharing import Sharing, sharing_of
 from .step_time import StepTime, predict_step
@@ -220,6 +221,7 @@ def batch_memory(
     memory_gb: float,
     device: str,
     gpus_per_node: int | None = None,
+    options: Options | None = None,
     compiled: bool | None = None,
 ) -> Memory:
     """Memory of a rank with batches of one shape, and what each block keeps, as configured.
@@ -229,10 +231,13 @@ def batch_memory(
         memory_gb: memory of one device in GB (1e9 bytes) that training may take.
         device: "cuda" or "cpu".
         gpus_per_node: by which switches between nodes are sent in chunks.
+        options: of sequence parallelism, with the cost model of a run; None plans for an H100.
         compiled: whether blocks run compiled; None stands for what the config sets, which a run
             does not follow where compiled blocks fail verification.
     """
     run = _Run(cfg, num_gpus, memory_gb, device, None, gpus_per_node)
+    if options is not None:
+        run.options = options
     if compiled is not None:
         run.compiles = compiled
     return run.memory(latents, run.ranks, brief=True)
@@ -256,7 +261,8 @@ class _Run:
         check_sp_size(self.ranks, num_gpus)
         self.spans_nodes = spans_nodes(num_gpus, self.ranks, gpus_per_node or num_gpus)
 
-        self.options = Options(**dict(cfg.sequence_parallel))
+        rates = cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
+        self.options = cfg.parallel_options(rates)
         self.name, self.config = cfg.model_spec.name, cfg.model_spec.config
         self.dtype = DTYPES[cfg.precision]
 
