@@ -23,6 +23,8 @@ from .parallel import (
     verify_step,
 )
 from .parallel.batch_shape import BatchShape
+from .parallel.cost_model import H100
+from .parallel.cost_model_file import cost_model_of
 from .parallel.strategies import Strategy, strategy_for
 
 LatentShape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents

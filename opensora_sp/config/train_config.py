@@ -47,8 +47,8 @@ class TrainConfig(Common):
     """Training clips."""
 
     bucket_config: dict[str, dict[int, Any]] | None = None
-    """{resolution: {frames: (keep probability, batch size)}}; see docs/data.md. None: one shape for
-    all clips.
+    """{resolution: {frames: (keep probability, batch size)}}; see docs/data.md. Batch sizes of None
+    are chosen at the start, so that steps fit into memory. None: one shape for all clips.
     """
 
     batch_size: int = Field(1, ge=1)
@@ -165,7 +165,7 @@ class TrainConfig(Common):
         sizes = {
             "num_frames": largest.num_frames,
             "image_size": tuple(size),
-            "batch_size": largest.batch_size,
+            "batch_size": largest.batch_size or 1,
         }
 
         conflicts = []
@@ -196,8 +196,7 @@ class TrainConfig(Common):
     def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:
             return super()._clips()
-        entries = Buckets.of(self.bucket_config).entries
-        return [entry.shape_at(9 / 16) for entry in entries if entry.batch_size]
+        return [entry.shape_at(9 / 16) for entry in Buckets.of(self.bucket_config).kept]
 
     def _latents_fit_model(self) -> None:
         check_input_size(self.model_spec.input_size, self.vae, self.clip_shape)

@@ -86,6 +86,12 @@ class BucketPlan:
         cost: Cost,
     ) -> None:
         self.buckets = Buckets.of(bucket_config)
+        if unknown := self.buckets.without_batch_size:
+            raise ValueError(
+                f"got bucket_config without the batch size of {', '.join(unknown)}, which only a "
+                "training chooses at its start; expected numbers; write them with opensora-sp plan "
+                "CONFIG --fit 80GB"
+            )
         self.micro_batches_per_step = micro_batches_per_step
         self.frame_interval, self.seed, self.cost = frame_interval, seed, cost
 

@@ -22,10 +22,11 @@ from opensora_sp.data import (
 from opensora_sp.data.buckets import Buckets
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
-from opensora_sp.models.recompute import EVERYTHING, levels_of
+from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model_file import cost_model_of
+from opensora_sp.planner.checkpointing import recomputed_share
 from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
 from opensora_sp.planner.sharing import busiest_work
 
@@ -132,8 +133,11 @@ def largest_batch(cfg: TrainConfig) -> int:
     """
     if cfg.bucket_config is None:
         return cfg.batch_size * _clip_bytes(cfg, ClipShape(cfg.num_frames, *cfg.size))
-    entries = Buckets.of(cfg.bucket_config).entries
-    return max(one.batch_size * _clip_bytes(cfg, one.shape_at(9 / 16)) for one in entries)
+    return max(
+        # Where a batch size is chosen later, one clip is counted.
+        (one.batch_size or 1) * _clip_bytes(cfg, one.shape_at(9 / 16))
+        for one in Buckets.of(cfg.bucket_config).kept
+    )
 
 
 def _clip_bytes(cfg: TrainConfig, shape: ClipShape) -> int:
@@ -193,10 +197,10 @@ class Work:
 
     @cached_property
     def _recomputed(self) -> float:
-        """Share of the blocks whose forward is repeated in backward."""
+        """Share of a forward pass that backward repeats."""
         setting = self.cfg.grad_checkpoint
         levels = levels_of(True if setting == "auto" else setting, self.model.num_blocks)
-        return sum(level < EVERYTHING for level in levels) / len(levels)
+        return recomputed_share(levels)
 
     def _shape_of(self, clip: ClipShape, num_samples: int) -> BatchShape:
         # A feature cache knows the size of its latents without the encoder.

@@ -1,4 +1,4 @@
-"""Cost models by name, by device, and from the file that ``opensora-sp plan --calibrate`` writes."""
+"""Cost models by name, by device, and from the files of ``opensora-sp plan --calibrate``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How many ranks share a batch in sampling, and which SP group samples which batches.
 
 The estimate is that of ``planner/micro_batch_time.py`` by the rates of ``parallel/cost_model.py``:
-seconds of the busiest rank for one step of each batch. Encoding, decoding and writing cost the same in all cases
-and are ignored.
+seconds of the busiest rank for one step of each batch. Encoding, decoding and writing cost the same
+in all cases and are ignored.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from opensora_sp.parallel import CommLedger, Options, SequenceMesh, layout, para
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
-from opensora_sp.planner import plan
-from opensora_sp.planner.run_plan import _Run, buckets_of, spans_nodes
+from opensora_sp.planner import buckets_of, plan
+from opensora_sp.planner.run_estimator import RunEstimator, spans_nodes
 from opensora_sp.planner.sharing import sharing_of
 from opensora_sp.planner.trace import trace_activations
 from opensora_sp.planner.traffic import tokens_changing_rank, traffic
@@ -498,6 +498,6 @@ def test_windows_are_traced_on_several_ranks() -> None:
 @pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])
 def test_only_guidance_doubles_a_batch_of_samples(cfg_scale: float, times: int) -> None:
     cfg = load_inference_config(CONFIGS / "demo/sample.py", [f"scheduler.cfg_scale={cfg_scale}"])
-    run = _Run(cfg, 1, None, "cpu", None)
+    run = RunEstimator(cfg, 1, None, "cpu", None)
     (bucket,) = buckets_of(cfg)
     assert run.latents(bucket)[0] == times * cfg.batch_size

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape

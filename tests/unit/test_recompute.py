@@ -16,7 +16,7 @@ from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
-from opensora_sp.planner import run_plan
+from opensora_sp.planner import run_estimator
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
 from opensora_sp.planner.trace import Activations, trace_activations
 from opensora_sp.training import activations
@@ -154,7 +154,7 @@ def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, comp
         traced.append(compiled)
         return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
 
-    monkeypatch.setattr(run_plan, "trace_activations", trace)
+    monkeypatch.setattr(run_estimator, "trace_activations", trace)
     monkeypatch.setattr(activations, "memory_of", lambda device: 80e9)
     monkeypatch.setattr(activations, "_smallest", lambda memory, device: memory)
     monkeypatch.setattr(activations.dist, "get_world_size", lambda: 1)
