@@ -9,7 +9,7 @@ process their groups from the largest to the smallest never wait for each other 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -82,6 +82,33 @@ def groups_with(rank: int, family: Iterable[RankGroup]) -> tuple[RankGroup, ...]
 def group_sizes(family: Iterable[RankGroup]) -> list[int]:
     """The sequence-parallel degrees that a family offers, ascending."""
     return sorted({group.size for group in family})
+
+
+def within_nodes(family: Iterable[RankGroup], ranks_per_node: int) -> tuple[RankGroup, ...]:
+    """Disjoint groups with all ranks: the largest that lie on one node, in order of their ranks.
+
+    With groups of a fixed size these are all of them, also where they lie on several nodes.
+    """
+    family = tuple(family)
+    smallest = min(group.size for group in family)
+    chosen: list[RankGroup] = []
+    for group in sorted(family, key=lambda one: -one.size):
+        is_inside = any(group.is_inside(larger) for larger in chosen)
+        may_span = group.size == smallest
+        if not is_inside and (may_span or not group.spans_nodes(ranks_per_node)):
+            chosen.append(group)
+    return tuple(sorted(chosen))
+
+
+def check_degrees(sp_size: object) -> None:
+    """Raise ValueError unless ``sp_size`` of a training is a number, "auto" or a map by bucket."""
+    degrees = sp_size.values() if isinstance(sp_size, Mapping) else [sp_size]
+    are_numbers = all(type(degree) is int and degree > 0 for degree in degrees)
+    if sp_size != "auto" and not are_numbers:
+        raise ValueError(
+            f"got sp_size = {sp_size!r}; expected a number of ranks from 1 on, 'auto', or a map of "
+            "buckets to such numbers, such as {'720p x 102': 4}; change sp_size"
+        )
 
 
 def _middle(group: RankGroup, ranks_per_node: int) -> int:

@@ -38,7 +38,7 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
     cfg = _training_config(load_either(args.config, args.cfg_options)[0])
     fitted = fit(
         cfg,
-        args.gpus or cfg.sp_size,
+        args.gpus or (cfg.sp_size if isinstance(cfg.sp_size, int) else 1),
         memory,
         gpus_per_node=args.gpus_per_node,
         largest_batch=args.largest_batch or LARGEST_BATCH,

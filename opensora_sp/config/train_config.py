@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from opensora_sp.components import nearest
 from opensora_sp.data import Buckets, ClipShape
 from opensora_sp.diffusion import check_mask_ratios
 from opensora_sp.models.recompute import levels_of
+from opensora_sp.rank_groups import check_degrees
 
 from .common import Common
 from .findings import raise_together
@@ -22,6 +24,15 @@ from .sections import (
 )
 
 
+def _checked_degrees(value: Any) -> Any:
+    check_degrees(value)
+    return value
+
+
+Degrees: TypeAlias = int | Literal["auto"] | dict[str, int]
+"""Ranks that share a micro-batch: of all, chosen for each, or by the name of its bucket."""
+
+
 class TrainConfig(Common):
     """A training run.
 
@@ -31,6 +42,11 @@ class TrainConfig(Common):
 
     ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths. Then
     ``num_frames``, ``image_size`` and ``batch_size`` are those of its largest clips, at 16:9.
+    """
+
+    sp_size: Annotated[Degrees, BeforeValidator(_checked_degrees)] = 1  # type: ignore[assignment]
+    """Ranks that share each batch; 1 is no sequence parallelism. "auto" chooses a degree for each
+    micro-batch, {'720p x 102': 4} sets that of buckets and chooses the others.
     """
 
     precision: Precision = "bf16"
@@ -54,8 +70,15 @@ class TrainConfig(Common):
     batch_size: int = Field(1, ge=1)
     """Clips of a micro-batch."""
 
+    batch_order: Literal["by_cost", "mixed"] = "by_cost"
+    """With buckets: a step takes micro-batches of nearly equal cost, or 'mixed' ones in random
+    order, which are scheduled on the ranks so that all end together; see docs/mixed_sizes.md.
+    """
+
     micro_batches_per_step: int | None = Field(None, ge=1)
-    """Micro-batches of an optimizer step over all replicas; None is one for each replica."""
+    """Micro-batches of an optimizer step over all ranks; None is one for each replica, and with
+    `sp_size='auto'` one for each rank.
+    """
 
     num_workers: int = Field(0, ge=0)
     """Data loading processes per rank; 0 loads in the rank itself."""
@@ -180,12 +203,21 @@ class TrainConfig(Common):
         raise_together(*conflicts)
         return {**values, **sizes}
 
+    @property
+    def schedules_groups(self) -> bool:
+        """Whether the micro-batches of a step are scheduled on groups of ranks
+        (``data/schedule.py``), and gradients are reduced once a step.
+        """
+        is_mixed = self.bucket_config is not None and self.batch_order == "mixed"
+        return is_mixed or not isinstance(self.sp_size, int)
+
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
         if self.bucket_config is None:
             yield self._latents_fit_model
         yield self._one_length
         yield self._buckets_fit
+        yield self._degrees_fit
         yield self._training_precision
         yield self._blocks_to_recompute
 
@@ -224,6 +256,22 @@ class TrainConfig(Common):
                 f"got bucket_config for the model {spec.name!r}, whose position tables have "
                 "one input_size; expected a model for any size; use STDiT2 or STDiT3"
             )
+
+    def _degrees_fit(self) -> None:
+        if not isinstance(self.sp_size, dict):
+            return
+        if self.bucket_config is None:
+            raise ValueError(
+                f"got sp_size {self.sp_size} without bucket_config; expected a map of the degrees "
+                "of buckets only where there are some; set a number or 'auto'"
+            )
+        known = [entry.name for entry in Buckets.of(self.bucket_config).entries]
+        for name in self.sp_size:
+            if name not in known:
+                raise ValueError(
+                    f"got the bucket {name!r} in sp_size; expected one of {known}; "
+                    f"{nearest(name, known)}"
+                )
 
     @field_validator("mask_ratios")
     @classmethod

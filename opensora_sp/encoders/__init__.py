@@ -9,12 +9,14 @@ from opensora_sp.components import component_class
 from .base import LatentEncoder, Piece, TextEncoder, independent_pieces
 from .huggingface import ImageVAE, T5TextEncoder
 from .open_sora_vae import OpenSoraVAE
+from .open_sora_vae_v13 import OpenSoraVAEv13
 from .standins import HashedBagOfWords, PatchPoolVAE
 
 LATENT_ENCODERS: dict[str, Any] = {
     "PatchPoolVAE": PatchPoolVAE,
     "VideoAutoencoderKL": ImageVAE,
     "OpenSoraVAE_V1_2": OpenSoraVAE,
+    "OpenSoraVAE_V1_3": OpenSoraVAEv13,
 }
 TEXT_ENCODERS: dict[str, Any] = {"HashedBagOfWords": HashedBagOfWords, "t5": T5TextEncoder}
 
@@ -32,6 +34,24 @@ def planned_latent_size(
     return encoder(**options).latent_size(num_frames, height, width)
 
 
+def planned_decoded_frames(vae: dict[str, Any], num_frames: int) -> int:
+    """Frames that come back of a clip that a config's ``vae`` encodes; no weights are loaded."""
+    options = {key: value for key, value in vae.items() if key != "type"}
+    encoder = component_class("vae", vae["type"], LATENT_ENCODERS)
+    if not hasattr(encoder, "planned_decoded_frames"):
+        return num_frames
+    return encoder.planned_decoded_frames(num_frames, **options)
+
+
+def planned_whole_frames(vae: dict[str, Any], num_frames: int) -> int:
+    """The most of a reference's frames that a config's ``vae`` encodes in whole chunks."""
+    options = {key: value for key, value in vae.items() if key != "type"}
+    encoder = component_class("vae", vae["type"], LATENT_ENCODERS)
+    if not hasattr(encoder, "planned_whole_frames"):
+        return num_frames
+    return encoder.planned_whole_frames(num_frames, **options)
+
+
 __all__ = [
     "LATENT_ENCODERS",
     "TEXT_ENCODERS",
@@ -39,10 +59,13 @@ __all__ = [
     "ImageVAE",
     "LatentEncoder",
     "OpenSoraVAE",
+    "OpenSoraVAEv13",
     "PatchPoolVAE",
     "Piece",
     "T5TextEncoder",
     "TextEncoder",
     "independent_pieces",
+    "planned_decoded_frames",
     "planned_latent_size",
+    "planned_whole_frames",
 ]

@@ -30,7 +30,8 @@ class CausalConv3d(nn.Module):
     """A convolution that sees no later frame: all padding in time is in front.
 
     With ``stride`` 2 in time the window ends at every second frame, so that a multiple of 2 frames
-    is halved.
+    is halved. Open-Sora 1.3 has one frame of padding more (``front``), which makes 1 + 2n frames to
+    1 + n.
     """
 
     def __init__(
@@ -40,19 +41,21 @@ class CausalConv3d(nn.Module):
         kernel_size: int | Triple = 3,
         *,
         stride: int = 1,
+        spatial_stride: int = 1,
         dilation: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
+        front: int | None = None,
     ) -> None:
         super().__init__()
         t, h, w = (kernel_size,) * 3 if isinstance(kernel_size, int) else kernel_size
-        self.front = dilation * (t - 1) + 1 - stride
+        self.front = dilation * (t - 1) + 1 - stride if front is None else front
         self.padding_mode = padding_mode
         self.conv = nn.Conv3d(
             in_channels,
             out_channels,
             (t, h, w),
-            stride=(stride, 1, 1),
+            stride=(stride, spatial_stride, spatial_stride),
             dilation=(dilation, 1, 1),
             padding=(0, h // 2, w // 2),
             bias=bias,
@@ -65,9 +68,11 @@ class CausalConv3d(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Twice norm, activation, convolution, added to the input; ``conv3`` fits the input where the
-    channels change.
+    """Twice norm, activation, convolution, added to the input; a convolution named
+    ``shortcut_name`` fits the input where the channels change.
     """
+
+    shortcut_name = "conv3"
 
     def __init__(
         self,
@@ -76,18 +81,24 @@ class ResBlock(nn.Module):
         num_groups: int,
         shortcut_kernel: int = 1,
         activate: Activation = F.silu,
+        *,
+        eps: float = 1e-5,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.activate = activate
-        self.norm1 = nn.GroupNorm(num_groups, in_channels)
-        self.conv1 = CausalConv3d(in_channels, out_channels, bias=False)
-        self.norm2 = nn.GroupNorm(num_groups, out_channels)
-        self.conv2 = CausalConv3d(out_channels, out_channels, bias=False)
+        self.norm1 = nn.GroupNorm(num_groups, in_channels, eps)
+        self.conv1 = CausalConv3d(in_channels, out_channels, bias=bias)
+        self.norm2 = nn.GroupNorm(num_groups, out_channels, eps)
+        self.conv2 = CausalConv3d(out_channels, out_channels, bias=bias)
         if in_channels != out_channels:
-            self.conv3 = CausalConv3d(in_channels, out_channels, shortcut_kernel, bias=False)
+            shortcut = CausalConv3d(in_channels, out_channels, shortcut_kernel, bias=bias)
+            self.add_module(self.shortcut_name, shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = self.conv3(x) if hasattr(self, "conv3") else x
+        shortcut = x
+        if hasattr(self, self.shortcut_name):
+            shortcut = self.get_submodule(self.shortcut_name)(x)
         x = self.conv1(self.activate(self.norm1(x)))
         return shortcut + self.conv2(self.activate(self.norm2(x)))
 

@@ -88,6 +88,7 @@ def make_plan(
             micro_batches_per_step=micro_batches_per_step,
             seed=cfg.seed,
             cost=Work(cfg, dataset).flops,
+            batch_order=cfg.batch_order,
         )
     return MicroBatchPlan(
         num_samples=len(dataset),
@@ -122,8 +123,16 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
     if isinstance(plan, MicroBatchPlan):
         state["num_samples"] = len(plan.clips)
     if isinstance(plan, BucketPlan):
-        state |= {"batch_size": None, "buckets": plan.fingerprint}
+        state |= {"batch_size": None, "buckets": plan.fingerprint, "batch_order": plan.batch_order}
     return state
+
+
+def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: int) -> int:
+    """Micro-batches of a step: the config's number, the checkpoint's, or one for each replica."""
+    if cfg.micro_batches_per_step is not None:
+        return cfg.micro_batches_per_step
+    replicas = max(1, world_size // cfg.sp_size) if isinstance(cfg.sp_size, int) else world_size
+    return state.get("micro_batches_per_step") or replicas
 
 
 def largest_batch(cfg: TrainConfig) -> int:

@@ -84,7 +84,8 @@ class RunEstimator:
         self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
         self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
         self.gpu = None if gpu is None else GPUS[gpu]
-        self.ranks = cfg.sp_size or num_gpus  # a sampling config without sp_size takes all
+        # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
+        self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
         self.spans_nodes = spans_nodes(num_gpus, self.ranks, gpus_per_node or num_gpus)
 

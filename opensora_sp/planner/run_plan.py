@@ -148,6 +148,7 @@ def batch_memory(
     gpus_per_node: int | None = None,
     options: Options | None = None,
     compiled: bool | None = None,
+    ranks: int | None = None,
 ) -> Memory:
     """Memory of a rank with batches of one shape, and what each block keeps, as configured.
 
@@ -159,13 +160,14 @@ def batch_memory(
         options: of sequence parallelism, with a run's cost model; None plans for an H100.
         compiled: whether blocks run compiled; None stands for what the config sets, which a run
             does not follow where compiled blocks fail verification.
+        ranks: that share the micro-batch; None for the config's ``sp_size``.
     """
     run = RunEstimator(cfg, num_gpus, memory_gb, device, None, gpus_per_node)
     if options is not None:
         run.options = options
     if compiled is not None:
         run.compiles = compiled
-    return run.memory(latents, run.ranks, brief=True)
+    return run.memory(latents, ranks or run.ranks, brief=True)
 
 
 def _estimate(run: RunEstimator, bucket: BatchSpec, *, brief: bool) -> BatchEstimate:

@@ -20,6 +20,7 @@ from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.agreement import check_same_model
 from opensora_sp.parallel.cost_model_file import cost_model_of
+from opensora_sp.parallel.mesh import SequenceSize
 
 from ._colossalai import (
     DistributedOptim,
@@ -43,11 +44,12 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     The processes form ``world / sp_size`` replicas of ``sp_size`` ranks. The ranks of a replica
     work on the same batches and hold a part of their tokens each; ZeRO shards and averages over the
-    whole world. Create it on every rank, after the process group (``colossalai.launch_from_torch``
-    or ``torch.distributed``).
+    whole world. With ``sp_size="auto"`` they form the nested groups of ``SequenceMesh``, and each
+    micro-batch runs in ``plugin.mesh.using(group)``. Create it on every rank, after the process
+    group (``colossalai.launch_from_torch`` or ``torch.distributed``).
 
     Args:
-        sp_size: ranks that share a batch; must divide the number of processes.
+        sp_size: ranks that share a batch, which must divide the number of processes, or "auto".
         stage: ZeRO stage, 1 or 2.
         precision: "fp32", "bf16", or on CUDA "fp16". Master weights and moments are fp32.
         max_norm: gradients are clipped to this global norm; 0 turns clipping off.
@@ -69,7 +71,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     def __init__(
         self,
-        sp_size: int = 1,
+        sp_size: SequenceSize = 1,
         stage: int = 2,
         precision: str = "bf16",
         max_norm: float = 0.0,
@@ -113,10 +115,12 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             cfg: a checked training config, or any object with some of these attributes, such as an
                 mmengine ``Config``; what it lacks has defaults.
         """
+        sp_size = getattr(cfg, "sp_size", 1)
         # True in a config is meant for GPUs; on a CPU there is nothing to overlap.
         overlap = None if getattr(cfg, "overlap_communication", True) else False
         return cls(
-            sp_size=getattr(cfg, "sp_size", 1),
+            # Degrees of buckets are a matter of the schedule.
+            sp_size="auto" if isinstance(sp_size, Mapping) else sp_size,
             stage=getattr(cfg, "zero_stage", 2),
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
@@ -149,7 +153,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             # Before parallelize: what this refuses leaves the model as it was.
             self._keep_trainable(model, bare_optimizer)
 
-        needs_hooks = self.mesh.sp_size > 1 or hasattr(model, "sharding_points")
+        needs_hooks = self.mesh.shares_batches or hasattr(model, "sharding_points")
         if needs_hooks and not isinstance(model, ModelWrapper):
             parallelize(_without_peft(model), self.mesh, self.sequence_parallel)
 
@@ -253,6 +257,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         **kwargs: Any,
     ) -> DataLoader[Any]:
         """A loader that gives the ranks of one replica the same batches, and each replica its own.
+        With ``sp_size="auto"`` the world is one replica.
 
         ``seed`` sets the sampler, the loader's generator and the workers. All three agree between
         the ranks of a replica; replicas and workers differ. With ``num_workers=0`` a data set that

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel import Options
+from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner import batch_memory
 
 logger = logging.getLogger(__name__)
@@ -30,17 +30,19 @@ class ActivationBudget:
         self,
         cfg: TrainConfig,
         module: ConditionedModel,
+        mesh: SequenceMesh,
         device: torch.device,
         reserved: int,
         options: Options | None = None,
     ) -> None:
-        self.cfg, self.module, self.device, self.options = cfg, module, device, options
+        self.cfg, self.module, self.mesh, self.device = cfg, module, mesh, device
+        self.options = options
         of_node = os.environ.get("LOCAL_WORLD_SIZE")  # as SequenceMesh reads it
         self._gpus_per_node = None if of_node is None else int(of_node)
         self.memory = 0.0
         self._levels: dict[tuple[int, ...], list[int]] = {}
-        # The first batch is then also computed without sequence parallelism.
-        self._verifies = cfg.sequence_parallel.verify
+        # Sizes of groups whose first batch is also computed without sequence parallelism.
+        self._unverified = {own.sp_size for own in mesh.own if cfg.sequence_parallel.verify}
         if cfg.grad_checkpoint == "auto":
             self.memory = _smallest(memory_of(device) - reserved, device)
             # Of each process, before it pins any.
@@ -49,20 +51,23 @@ class ActivationBudget:
             module.set_grad_checkpoint(cfg.grad_checkpoint)
 
     def fit(self, latents: torch.Size) -> None:
-        """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)``.
+        """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)`` of the
+        mesh's current group.
 
         Raises:
             ValueError: on all ranks, if that takes more of a host's memory than one has.
         """
         if self.cfg.grad_checkpoint != "auto":
             return
-        if self._verifies:
-            self._verifies = False
+        ranks = self.mesh.sp_size
+        if ranks in self._unverified:
+            self._unverified.remove(ranks)
             self.module.set_grad_checkpoint(True)
             return
 
         shape = tuple(latents)
-        if shape not in self._levels:
+        key = (ranks, *shape)
+        if key not in self._levels:
             planned = batch_memory(
                 self.cfg,
                 dist.get_world_size(),
@@ -73,11 +78,12 @@ class ActivationBudget:
                 options=self.options,
                 # Blocks that failed verification run in eager mode, which keeps more.
                 compiled=self.module.compile_backend is not None,
+                ranks=ranks,
             )
             check_host(shape, planned.pinned, self._of_host)
-            self._levels[shape] = planned.levels
+            self._levels[key] = planned.levels
             logger.info("gradient checkpointing of %s: %s", shape, planned.describe())
-        self.module.set_grad_checkpoint(self._levels[shape])
+        self.module.set_grad_checkpoint(self._levels[key])
 
 
 def memory_of(device: torch.device) -> float:

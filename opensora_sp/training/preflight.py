@@ -24,6 +24,7 @@ from opensora_sp.features.build import (
     largest_batch,
     make_dataset,
     make_plan,
+    micro_batches_of_step,
     order_state,
     with_length,
 )
@@ -72,7 +73,7 @@ def preflight(
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     state = {} if checkpoint is None else read_json(checkpoint / "state.json")
-    per_step = cfg.micro_batches_per_step or world_size // cfg.sp_size
+    per_step = micro_batches_of_step(cfg, {}, world_size)
     plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
     cfg = with_length(cfg, plan)
     if isinstance(dataset, CachedFeatures):
@@ -155,6 +156,8 @@ def _check_same_order(
             checkpoint,
         )
     columns = by_name(dataset.fingerprint)
+    # Former versions have one order.
+    state = {"batch_order": "by_cost", **state}
     recorded = {key: state.get(key) for key in ours} | by_name(state.get("manifest_columns", {}))
     found = changes(ours | columns, recorded)
     of_clips = found.keys() & {*OF_CLIPS, *columns}

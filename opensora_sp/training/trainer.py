@@ -19,7 +19,7 @@ from opensora_sp.checkpoint import (
     load_model,
 )
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import LoadedBatch, ReplicaBatches, StepBatches, StepLoader
+from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
 from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss
 from opensora_sp.dtypes import DTYPES
@@ -29,6 +29,7 @@ from opensora_sp.features.build import (
     Work,
     make_plan,
     make_source,
+    micro_batches_of_step,
     order_state,
     with_length,
 )
@@ -41,6 +42,7 @@ from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
+from .bucket_shares import BucketShares
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
 from .ending import advice_for_long_steps, command_to_resume, conclude
@@ -51,6 +53,7 @@ from .optimizer import learning_rate, make_optimizer
 from .outcomes import Outcome, PendingOutcome
 from .preflight import initial_weights
 from .profiling import StepProfiler, Steps
+from .rank_batches import make_rank_batches
 from .summary import log_setup, session_of, write_summary
 from .sync_check import SyncCheck
 from .validation import Validator
@@ -106,9 +109,7 @@ class Trainer:
         self._pending: PendingOutcome | None = None  # of the newest step, until it is settled
         self.asked_to_stop = False
 
-        per_step = (
-            cfg.micro_batches_per_step or state["micro_batches_per_step"] or self.mesh.dp_size
-        )
+        per_step = micro_batches_of_step(cfg, state, self.mesh.world_size)
         self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
         self.cfg = with_length(cfg, self.plan)
         self._build_data_path()
@@ -126,13 +127,13 @@ class Trainer:
         self.validator = Validator(self)
         encoders += _allocated(device) - before
         self.activations = ActivationBudget(
-            cfg, self.module, device, reserved=encoders, options=self.options
+            cfg, self.module, self.mesh, device, reserved=encoders, options=self.options
         )
         self.meter = Meter(
             self.module,
             device,
             precision=cfg.precision,
-            sp_size=self.mesh.sp_size,
+            mesh=self.mesh,
             peak_tflops=cfg.peak_tflops,
         )
         self.interval = Interval(time.perf_counter())
@@ -234,7 +235,7 @@ class Trainer:
         self.ema = ShardedEma(shards.master_weights, cfg.ema_decay)
         self.tensors = TrainingState(self.module, fixed, shards, self.ema)
         if checkpoint is None:
-            return {"step": 0, "micro_batches_per_step": cfg.micro_batches_per_step}
+            return {"step": 0}
 
         state = self.tensors.load(checkpoint)
         logger.info("resumed from %s at step %d", checkpoint, state["step"])
@@ -258,14 +259,8 @@ class Trainer:
         self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
         self.batches = BatchMaker(cfg, self.device)
 
-        own = ReplicaBatches(
-            self.plan,
-            start=self.start,
-            stop=cfg.max_steps,
-            replica=self.mesh.dp_rank,
-            num_replicas=self.mesh.dp_size,
-            request_of=self.encoder.request,
-        )
+        own = make_rank_batches(cfg, self.plan, self.encoder, self.work, start=self.start)
+        self.bucket_shares = BucketShares(self.mesh, own)
         self.loader = StepLoader(
             self.dataset,
             own,
@@ -280,10 +275,12 @@ class Trainer:
         """One optimizer step: forward and backward of each micro-batch, then the update."""
         for one in batches.micro_batches:
             self.interval.tokens += len(one.ids) * self.work.tokens(one.shape)
+        self.bucket_shares.see(step, batches.micro_batches)
 
         loss = torch.zeros((), device=self.device)
         for loaded in batches.loaded:
-            with reporting_compilation(f"step {step}"):
+            group = loaded.group or self.mesh.group
+            with reporting_compilation(f"step {step}"), self.mesh.using(group):
                 loss += self._forward_backward(step, loaded, batches.num_samples)
         return self._update(step, loss, watch)
 
@@ -419,6 +416,7 @@ class Trainer:
             "replaced_clips": substituted,
             "skipped_steps": self.skipped,
             **measured,
+            **self.bucket_shares.take(),
         }
 
 

@@ -1,7 +1,8 @@
 """Validation of a run while it trains: sampled videos, and the loss on held-out clips.
 
-Both are computed by the ranks of a sequence-parallel group together, as in training, from the EMA
-or the current weights. All draws are keyed by the seed and their purpose, so training is the same
+Both are computed by the ranks of a sequence-parallel group together, from the EMA or the current
+weights: by the groups of training, or with ``sp_size="auto"`` by the largest ones that lie within a
+node. All draws are keyed by the seed and their purpose, so training is the same
 with and without validation.
 
 Legend: B clips, c latent channels, f x h x w latent size, K bins of timesteps.
@@ -31,6 +32,7 @@ from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Encoders
+from opensora_sp.rank_groups import within_nodes
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 from opensora_sp.sampling.run import write_batch
@@ -95,6 +97,10 @@ class Validator:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        mesh = trainer.mesh
+        cut = within_nodes(mesh.family, mesh.ranks_per_node)
+        self.group = next(group for group in cut if mesh.rank in group)
+        self.replica, self.num_replicas = cut.index(self.group), len(cut)
         self.validation = trainer.cfg.validation
         self.heldout = heldout_clips(trainer.cfg)
         if self.validation is None:
@@ -136,11 +142,12 @@ class Validator:
         since = time.perf_counter()
         folder = run_dir / VIDEOS / checkpoint_name(step)
         errors: list[str] = []
-        if self.validation.use_ema:
-            with ema_weights(self.trainer.tensors.shards, self.trainer.ema):
+        with self.trainer.mesh.using(self.group):
+            if self.validation.use_ema:
+                with ema_weights(self.trainer.tensors.shards, self.trainer.ema):
+                    losses = self._validate(folder, errors)
+            else:
                 losses = self._validate(folder, errors)
-        else:
-            losses = self._validate(folder, errors)
 
         self._report_errors(errors, reporter)
         reporter.validated(step, losses, folder)
@@ -165,13 +172,13 @@ class Validator:
             errors: takes what is wrong with videos that this rank cannot write.
         """
         mesh, cfg = self.trainer.mesh, self.pipeline.cfg
-        batches = batches_of(requests_of(cfg), cfg.batch_size, mesh.dp_size)
+        batches = batches_of(requests_of(cfg), cfg.batch_size, self.num_replicas)
         if batches:
             # Without a folder, each of its videos is an error.
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
 
-        for batch in batches[mesh.dp_rank :: mesh.dp_size]:
+        for batch in batches[self.replica :: self.num_replicas]:
             parts = self.pipeline.looped(batch)
             write_batch(self.pipeline, batch, parts, mesh, folder, digest=None, errors=errors)
         return None if self.heldout is None else self._heldout_losses(self.heldout).tolist()
@@ -186,7 +193,7 @@ class Validator:
         mesh, size, bins = self.trainer.mesh, self.validation.batch_size, self.validation.bins
         # The losses of each bin, and the number of clips.
         sums = torch.zeros(bins + 1, device=self.trainer.device)
-        assigned = range(mesh.dp_rank, len(dataset), mesh.dp_size)
+        assigned = range(self.replica, len(dataset), self.num_replicas)
         for start in range(0, len(assigned), size):
             ids, features = self._readable(assigned[start : start + size])
             if ids:

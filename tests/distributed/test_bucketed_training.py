@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from mixed_clips import BUCKETS, TRAIN, write_mixed_set
 from ranks import run_ranks
 from runs import losses
 
+from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import load_train_config
+from opensora_sp.features.build import make_dataset
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.training.metrics import log_to, read_metrics
-from opensora_sp.training.preflight import preflight
+from opensora_sp.training.preflight import check_resume, preflight
 from opensora_sp.training.trainer import Trainer
 
 STEPS = 7
@@ -149,3 +152,25 @@ def test_other_buckets_are_refused(
     cfg = load_train_config(folder / "config.py", [f"outputs={folder / '2x1'}", *options])
     with pytest.raises(ValueError, match=message):
         preflight(cfg, resume)
+
+
+def test_a_changed_batch_order_is_refused_and_one_without_is_by_cost(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "2x1", run)
+    options = [f"outputs={run}"]
+    with pytest.raises(ValueError, match=r"got batch_order mixed \(there by_cost\) to resume from"):
+        preflight(load_train_config(folder / "config.py", [*options, "batch_order=mixed"]), "auto")
+
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint is not None
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state.pop("batch_order") == "by_cost"
+    cfg = load_train_config(folder / "config.py", options)
+    dataset = make_dataset(cfg)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    check_resume(cfg, checkpoint, dataset)
+    mixed = cfg.model_copy(update={"batch_order": "mixed"})
+    with pytest.raises(ValueError, match=r"got batch_order mixed \(there by_cost\)"):
+        check_resume(mixed, checkpoint, dataset)

@@ -292,6 +292,7 @@ def read_what_is_too_short(config: Path) -> None:
         cfg.validation,
         heldout,
     )
+    validator.replica, validator.num_replicas = 0, 1
     validator.corrupt = CorruptSamples(heldout.rows, mesh, max_bad_fraction=1.0)
     validator.encoder = ShardedEncoder(
         mesh, None, heldout, None, make_encoders(cfg, cpu), validator.corrupt, cpu

@@ -15,7 +15,7 @@ from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import Options
+from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner import run_estimator
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
 from opensora_sp.planner.trace import Activations, trace_activations
@@ -163,7 +163,8 @@ def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, comp
     )
 
     cfg = load_train_config(CONFIG, ["sp_size=1", "compile=blocks", "grad_checkpoint=auto"])
-    budget = activations.ActivationBudget(cfg, module, torch.device("cuda"), reserved=0)
+    mesh = SequenceMesh.imagined(1, 0)
+    budget = activations.ActivationBudget(cfg, module, mesh, torch.device("cuda"), reserved=0)
     budget.fit(torch.Size([1, 4, 16, 64, 64]))
     assert traced and set(traced) == {compiled}
     (levels,) = set_levels

@@ -1,0 +1,392 @@
+"""The video autoencoder of Open-Sora 1.3, in chunks of frames that may share a frame.
+
+Legend: B samples, F frames of video, c latent channels, f x h x w latent size; ``height = 8 h``,
+``width = 8 w``.
+
+    video  [B, 3, F, height, width]   chunks of 17 frames: of frames 0 to 16, then of 17 to 33,
+      |                               or, with ``temporal_overlap``, of 16 to 32; each independently:
+      | SpaceTimeVAE
+      v [B, c, 5, h, w]               all chunks one after the other
+      | (z - mean) / std
+      v
+    latents [B, c, f, h, w]
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from opensora_sp.dtypes import DTYPES
+
+from .base import chunks
+from .latent_statistics import STATISTICS
+from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
+from .space_time_vae import SpaceTimeVAE, tile_convolutions
+from .video_vae import DiagonalGaussian
+
+TIME_FACTOR, SPATIAL_FACTOR = 4, 8
+# Values of its constructors that do not set a size.
+WITHOUT_SIZE = ("type", "double_z", "temporal_downsample", "micro_batch_size_2d")
+
+
+class OpenSoraVAEv13(FrozenEncoder):
+    """``OpenSoraVAE_V1_3``, the autoencoder of the STDiT3 that Open-Sora 1.3 released.
+
+    Latents are posterior means. With noise, they are samples, as always in the release. Defaults
+    are those of the release: a clip as one chunk, without normalization.
+
+    Args:
+        from_pretrained: local folder with the weights, or a hub name. Sizes are those released,
+            unless ``encoder`` and ``decoder`` of its ``config.json`` have others.
+        z_channels: c.
+        micro_batch_size: clips of a chunk in one call; None for all. As in the release, a clip is
+            cut into chunks only if this is set.
+        micro_frame_size: frames of a chunk, 1 more than a multiple of 4; None takes a clip as one.
+        temporal_overlap: each chunk begins with the last frame of the one before. Decoded, this
+            frame is the mean of both.
+        micro_batch_size_2d: frames in one call of the layers that see single frames; None for all.
+        normalization: "video" or "video_5frames" (statistics of each latent frame of a chunk of 17
+            frames); None leaves latents as they are.
+        use_tiled_conv3d: convolve in tiles of about ``tile_size`` positions, which needs less memory
+            and changes no result.
+        dtype: "fp32", "bf16" or "fp16" for the weights; latents and videos are float32.
+        offload: keep the weights on the CPU between calls.
+
+    Raises:
+        ValueError: for options that do not fit each other, if it cannot be found, or its tensors
+            are not exactly those of this autoencoder.
+    """
+
+    def __init__(
+        self,
+        from_pretrained: str,
+        z_channels: int = 16,
+        micro_batch_size: int | None = None,
+        micro_frame_size: int | None = None,
+        temporal_overlap: bool = False,
+        micro_batch_size_2d: int | None = None,
+        normalization: Literal["video", "video_5frames"] | None = None,
+        use_tiled_conv3d: bool = False,
+        tile_size: int = 16,
+        dtype: Dtype = "fp32",
+        offload: bool = False,
+    ) -> None:
+        super().__init__(offload=offload)
+        check_options(
+            z_channels=z_channels,
+            micro_batch_size=micro_batch_size,
+            micro_frame_size=micro_frame_size,
+            temporal_overlap=temporal_overlap,
+            micro_batch_size_2d=micro_batch_size_2d,
+            normalization=normalization,
+            tile_size=tile_size,
+        )
+
+        # Built on the meta device, since the file has all weights.
+        files = PretrainedFiles(from_pretrained, "vae")
+        with torch.device("meta"):
+            self.vae = build_network(saved_config(files.folder) or {}, z_channels, files.source)
+        load_strictly(self.vae, files)
+        for module in self.vae.modules():
+            if hasattr(module, "micro_batch_size"):
+                module.micro_batch_size = micro_batch_size_2d
+        if use_tiled_conv3d:
+            tile_convolutions(self.vae, tile_size)
+
+        self.dtype = DTYPES[dtype]
+        self.vae.to(self.dtype)
+        self.channels = z_channels
+        self.micro_batch_size = micro_batch_size
+        self.frame_size = micro_frame_size if micro_batch_size else None
+        self.temporal_overlap = temporal_overlap and self.frame_size is not None
+        mean, std = STATISTICS[normalization] if normalization else ((0.0,), (1.0,))
+        # Float32, whatever the weights are: [c or 1, 1 or 5].
+        self.register_buffer("shift", _table(mean), persistent=False)
+        self.register_buffer("std", _table(std), persistent=False)
+        self.requires_grad_(False).eval()
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviations of latents, ``[1, c, 1 or 5, 1, 1]``."""
+        return self.get_buffer("std")[None, :, :, None, None]
+
+    @property
+    def chunk_frames(self) -> int | None:
+        """Frames of a chunk that stands alone; chunks that share a frame do not."""
+        return self.frame_size if self._chunks_are_independent else None
+
+    @property
+    def chunk_latent_frames(self) -> int | None:
+        return self._latent_step if self._chunks_are_independent else None
+
+    @property
+    def _latent_step(self) -> int | None:
+        """Latent frames of a chunk."""
+        return None if self.frame_size is None else latent_frames_of(self.frame_size)
+
+    @property
+    def _chunks_are_independent(self) -> bool:
+        if self._latent_step is None or self.temporal_overlap:
+            return False
+        return self._latent_step % self.get_buffer("std").shape[1] == 0
+
+    @torch.no_grad()
+    def encode(self, video: Tensor, *, noise: Tensor | None = None) -> Tensor:
+        """``[B, 3, F, height, width]`` in [-1, 1] -> ``[B, c, f, h, w]``.
+
+        Args:
+            noise: standard normal ``[B, c, f, h, w]`` for samples of the posterior.
+        """
+        parts = []
+        with self.on_device():
+            for frames in frame_chunks(video.shape[2], self.frame_size, self.temporal_overlap):
+                for clips in self._batches(video[:, :, frames]):
+                    parts.append(self.vae.encode(clips.to(self.device, self.dtype)))
+
+        calls = len(self._batches(video))
+        mean = _joined([part.mean.float() for part in parts], calls)
+        logvar = _joined([part.logvar.float() for part in parts], calls)
+        noise = None if noise is None else noise.to(mean)
+        z = DiagonalGaussian(mean, logvar).sample(noise)
+        shift, scale = self._statistics(z.shape[2])
+        return (z - shift) / scale
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
+        """``[B, c, f, h, w]`` -> ``[B, 3, num_frames, height, width]``, about within [-1, 1].
+
+        Raises:
+            ValueError: if the latents stand for another number of frames.
+        """
+        found = self.decoded_frames(latents.shape[2])
+        if found != num_frames:
+            raise ValueError(
+                f"got {latents.shape[2]} latent frames to decode to {num_frames} frames; expected "
+                f"latents of as many, while these decode to {found}; pass the frame count that the "
+                "latents were made of, one that comes back from this autoencoder"
+            )
+
+        shift, scale = self._statistics(latents.shape[2])
+        z = latents.to(self.device, torch.float32) * scale + shift
+        parts = []
+        with self.on_device():
+            for piece in chunks(z.shape[2], self._latent_step or z.shape[2]):
+                decoded = [
+                    self.vae.decode(clips.to(self.dtype)).float()
+                    for clips in self._batches(z[:, :, piece])
+                ]
+                parts.append(torch.cat(decoded))
+        return _blended(parts) if self.temporal_overlap else torch.cat(parts, dim=2)
+
+    def decoded_frames(self, latent_frames: int) -> int:
+        """Frames that so many latent frames decode to."""
+        pieces = chunks(latent_frames, self._latent_step or latent_frames)
+        shared = len(pieces) - 1 if self.temporal_overlap else 0
+        lengths = [TIME_FACTOR * (piece.stop - piece.start - 1) + 1 for piece in pieces]
+        return sum(lengths) - shared
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        return self.planned_latent_size(
+            num_frames,
+            height,
+            width,
+            micro_batch_size=self.micro_batch_size,
+            micro_frame_size=self.frame_size,
+            temporal_overlap=self.temporal_overlap,
+        )
+
+    @classmethod
+    def planned_latent_size(
+        cls, num_frames: int, height: int, width: int, **options: Any
+    ) -> tuple[int, int, int]:
+        """``latent_size`` without weights, for the constructor's options.
+
+        Each chunk is rounded up. Height and width are rounded down by the first of three halvings,
+        and up by the others.
+        """
+        check_options(**options)
+        latent_frames = sum(latent_frames_of(n) for n in _chunk_lengths(num_frames, **options))
+        return latent_frames, _halved(height), _halved(width)
+
+    @classmethod
+    def planned_whole_frames(cls, num_frames: int, **options: Any) -> int:
+        """The most frames, up to ``num_frames``, that are whole chunks and come back as they are.
+
+        As references are cut by the release; a single frame where no chunk is whole.
+        """
+        size, overlap = _chunking(**options)
+        step, shared = (TIME_FACTOR, 1) if size is None else (size - overlap, int(overlap))
+        return max(1, (num_frames - shared) // step * step + shared)
+
+    @classmethod
+    def planned_decoded_frames(cls, num_frames: int, **options: Any) -> int:
+        """Frames that come back of a clip: each chunk loses those beyond 1 + 4 n."""
+        lengths = _chunk_lengths(num_frames, **options)
+        shared = len(lengths) - 1 if _chunking(**options)[1] else 0
+        return sum(TIME_FACTOR * latent_frames_of(n) - TIME_FACTOR + 1 for n in lengths) - shared
+
+    def _batches(self, clips: Tensor) -> tuple[Tensor, ...]:
+        return clips.split(self.micro_batch_size or len(clips))
+
+    def _statistics(self, latent_frames: int) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations, ``[1, c, 1 or f, 1, 1]``, on the device of ``to``.
+
+        Raises:
+            ValueError: if statistics of 5 frames do not fit into so many latent frames.
+        """
+        shift, scale = (
+            self.get_buffer(name)[None, :, :, None, None].to(self.device)
+            for name in ("shift", "std")
+        )
+        period = shift.shape[2]
+        if period == 1 or latent_frames == 1:
+            return shift[:, :, :1], scale[:, :, :1]
+        if latent_frames % period:
+            raise ValueError(
+                f"got {latent_frames} latent frames with vae.normalization 'video_5frames'; "
+                "expected 1 or a multiple of 5; choose another frame count, or 'video'"
+            )
+        repeats = (1, 1, latent_frames // period, 1, 1)
+        return shift.repeat(repeats), scale.repeat(repeats)
+
+
+def frame_chunks(num_frames: int, size: int | None, overlap: bool) -> list[slice]:
+    """The frames of each chunk of a clip; with ``overlap`` neighbours share one."""
+    if size is None or num_frames == 1:
+        return [slice(0, num_frames)]
+    if not overlap:
+        return chunks(num_frames, size)
+    starts = range(0, num_frames - 1, size - 1)
+    return [slice(start, min(start + size, num_frames)) for start in starts]
+
+
+def latent_frames_of(num_frames: int) -> int:
+    """Latent frames of one chunk."""
+    return -(-num_frames // TIME_FACTOR)
+
+
+def check_options(**options: Any) -> None:
+    """Raise ValueError for options that are out of range or do not fit each other."""
+    for name in ("z_channels", "micro_batch_size", "micro_batch_size_2d", "tile_size"):
+        value = options.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"got vae.{name} {value}; expected >= 1; change vae.{name}")
+
+    size = options.get("micro_frame_size")
+    smallest = TIME_FACTOR + 1 if options.get("temporal_overlap") else 1
+    if size is not None and (size < smallest or size % TIME_FACTOR != 1):
+        raise ValueError(
+            f"got vae.micro_frame_size {size}; expected 1 more than a multiple of {TIME_FACTOR}, "
+            f"at least {smallest}, so that chunks come back with all frames; write 17"
+        )
+    if options.get("temporal_overlap") and size is None:
+        raise ValueError(
+            "got vae.temporal_overlap without vae.micro_frame_size; expected chunks that overlap; "
+            "set micro_frame_size=17, or leave temporal_overlap out"
+        )
+
+    normalization = options.get("normalization")
+    if normalization is not None and normalization not in STATISTICS:
+        raise ValueError(
+            f"got vae.normalization {normalization!r}; expected one of {list(STATISTICS)} or None; "
+            "choose one of them"
+        )
+    if normalization is not None and options.get("z_channels", 16) != 16:
+        raise ValueError(
+            f"got vae.normalization {normalization!r} with z_channels {options['z_channels']}; "
+            "expected 16 channels, of which statistics are known; set normalization=None"
+        )
+
+
+def build_network(config: dict[str, Any], z_channels: int, source: str) -> SpaceTimeVAE:
+    """The network with the sizes of a ``config.json``, by default those released.
+
+    Raises:
+        ValueError: for unknown values, or an autoencoder with other factors than that of 1.3.
+    """
+    parts: list[dict[str, object]] = []
+    for name in ("encoder", "decoder"):
+        values = dict(config.get(name) or {})
+        dropped = (*WITHOUT_SIZE, "out_ch" if name == "encoder" else "in_channels")
+        parts.append({key: values[key] for key in values if key not in dropped})
+
+    try:
+        vae = SpaceTimeVAE(*({"z_channels": z_channels} | part for part in parts))
+    except (TypeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"got the config.json of {source} with encoder and decoder that cannot be built "
+            f"({shortly(error)}); expected the constructor values of OpenSoraVAE_V1_3; correct it"
+        ) from None
+
+    factors = vae.decoder.time_factor, 2 ** (len(vae.decoder.up) - 1)
+    if factors != (TIME_FACTOR, SPATIAL_FACTOR):
+        raise ValueError(
+            f"got an autoencoder in {source} with {factors[0]} frames and {factors[1]} pixels to a "
+            f"latent position; expected {TIME_FACTOR} and {SPATIAL_FACTOR}, as in Open-Sora 1.3; "
+            "choose another vae.from_pretrained"
+        )
+    return vae
+
+
+def load_strictly(vae: SpaceTimeVAE, files: PretrainedFiles) -> None:
+    """Load weights whose names and shapes must be those of ``vae``.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    try:
+        vae.load_state_dict(files.tensors(), assign=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
+            "those of OpenSoraVAE_V1_3; choose another vae.from_pretrained"
+        ) from None
+
+
+def _chunking(
+    *,
+    micro_batch_size: int | None = None,
+    micro_frame_size: int | None = None,
+    temporal_overlap: bool = False,
+    **_: Any,
+) -> tuple[int | None, bool]:
+    """Frames of a chunk, None for a whole clip, and whether chunks overlap."""
+    if micro_batch_size is None or micro_frame_size is None:
+        return None, False
+    return micro_frame_size, temporal_overlap
+
+
+def _chunk_lengths(num_frames: int, **options: Any) -> list[int]:
+    pieces = frame_chunks(num_frames, *_chunking(**options))
+    return [piece.stop - piece.start for piece in pieces]
+
+
+def _halved(pixels: int) -> int:
+    """Latent rows of so many pixels: halved three times, rounded down, then up, up."""
+    return -(-(pixels // 2) // TIME_FACTOR)
+
+
+def _table(values: Any) -> Tensor:
+    """Statistics ``[c]`` or ``[c, 5]`` as float32 ``[c, 1 or 5]``."""
+    table = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return table if table.ndim == 2 else table[:, None]
+
+
+def _joined(parts: list[Tensor], calls: int) -> Tensor:
+    """Results of chunks, ``calls`` of each for parts of the batch, as ``[B, c, f, h, w]``."""
+    whole = [torch.cat(parts[i : i + calls]) for i in range(0, len(parts), calls)]
+    return torch.cat(whole, dim=2)
+
+
+def _blended(parts: list[Tensor]) -> Tensor:
+    """Chunks joined in time; of the frame that two of them share, the mean."""
+    shared = [(one[:, :, -1:] + other[:, :, :1]) / 2 for one, other in pairwise(parts)]
+    joined = [parts[0][:, :, :1]]
+    for index, part in enumerate(parts):
+        joined.append(part[:, :, 1:-1] if index < len(parts) - 1 else part[:, :, 1:])
+        joined += shared[index : index + 1]
+    return torch.cat(joined, dim=2)

@@ -1,0 +1,272 @@
+"""The video autoencoder of Open-Sora 1.3 against the reference values of the public release."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import golden_values
+import pytest
+import torch
+from golden_values import GOLDEN, close_gradient, close_sum, under
+from safetensors.torch import save_file
+
+from opensora_sp.encoders import (
+    LATENT_ENCODERS,
+    OpenSoraVAEv13,
+    independent_pieces,
+    planned_decoded_frames,
+    planned_latent_size,
+    planned_whole_frames,
+)
+from opensora_sp.encoders.open_sora_vae_v13 import build_network
+from opensora_sp.encoders.space_time_vae import (
+    CausalAttention,
+    FrameDownsample,
+    FrameUpsample,
+    TiledConv3d,
+    VideoDownsample,
+    VideoUpsample,
+    tile_convolutions,
+)
+from opensora_sp.encoders.video_vae import CausalConv3d
+
+pytestmark = pytest.mark.core
+load = partial(golden_values.load, "v13")
+close = partial(golden_values.close, floor=3e-5)
+OPTIONS = ("micro_batch_size", "micro_frame_size", "temporal_overlap", "micro_batch_size_2d")
+
+
+def block_cases(name: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
+    about, tensors = load(name)
+    assert about["cases"]
+    return [(case, under(tensors, f"{case['case']}/")) for case in about["cases"]]
+
+
+def check_block(block: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    block.load_state_dict({k: v.float() for k, v in under(tensors, "state/").items()})
+    x = tensors["input/x"].requires_grad_()
+    out = block(x)
+    close(out, tensors["output"])
+    if "probe" in tensors:
+        (gradient,) = torch.autograd.grad((out * tensors["probe"]).sum(), x)
+        close_gradient(gradient, tensors["grad/input_x"], floor=1e-6)
+
+
+def test_causal_convolution() -> None:
+    for case, tensors in block_cases("causal_conv3d"):
+        given = case["constructor"]
+        kernel, stride = given["kernel_size"], given.get("stride", 1)
+        time, space = (stride, 1) if isinstance(stride, int) else (stride[0], stride[1])
+        depth = kernel if isinstance(kernel, int) else kernel[0]
+        conv = CausalConv3d(
+            given["chan_in"],
+            given["chan_out"],
+            kernel if isinstance(kernel, int) else tuple(kernel),
+            stride=time,
+            spatial_stride=space,
+            front=depth - 1,
+        )
+        check_block(conv, tensors)
+
+
+def test_attention_sees_no_later_token() -> None:
+    for case, tensors in block_cases("attention"):
+        check_block(CausalAttention(case["constructor"]["in_channels"]), tensors)
+
+
+def test_steps_between_sizes() -> None:
+    for case, tensors in block_cases("downsample"):
+        given = case["constructor"]
+        in_time = "stride" in given
+        step = (
+            VideoDownsample(3) if in_time else FrameDownsample(3, given.get("micro_batch_size_2d"))
+        )
+        check_block(step, tensors)
+    for case, tensors in block_cases("upsample"):
+        in_time = case["case"].startswith("video")
+        check_block(VideoUpsample(32) if in_time else FrameUpsample(3, 4), tensors)
+
+
+def test_tiled_convolution() -> None:
+    for case, tensors in block_cases("tiled_conv3d"):
+        given = case["conv"]
+        conv = torch.nn.Conv3d(given["in_channels"], given["out_channels"], given["kernel_size"])
+        model = torch.nn.Sequential(conv)
+        tile_convolutions(model, case["tiling"]["tile_size"])
+        assert isinstance(model[0], TiledConv3d)
+        check_block(conv, tensors)
+
+
+@pytest.mark.parametrize("tile_size", [1, 4, 5, 16, 100])
+def test_tiles_of_any_length_and_padding_give_the_whole_convolution(tile_size: int) -> None:
+    conv = torch.nn.Conv3d(2, 3, (3, 3, 1), padding=(0, 1, 0)).double()
+    x = torch.randn(1, 2, 3, 5, 13, dtype=torch.float64)
+    whole = conv(x), conv(x.mT)
+    tile_convolutions(torch.nn.Sequential(conv), tile_size)
+    for ours, theirs in zip((conv(x), conv(x.mT)), whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def golden() -> tuple[dict, dict[str, torch.Tensor]]:
+    return load("autoencoder")
+
+
+@pytest.fixture(scope="module")
+def folder(golden: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    about, tensors = golden
+    folder = tmp_path_factory.mktemp("vae")
+    sizes = {part: about[f"{part}_constructor"] for part in ("encoder", "decoder")}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    save_file(under(tensors, "state/"), folder / "model.safetensors")
+    return folder
+
+
+def test_network_and_its_gradients(golden: tuple, folder: Path) -> None:
+    about, tensors = golden
+    vae = OpenSoraVAEv13(str(folder)).vae.requires_grad_(True)
+    assert sum(p.numel() for p in vae.parameters()) == about["parameters_total"]
+    (case,) = about["cases"]
+    one = under(tensors, f"{case['case']}/")
+
+    x, z = one["input/x"].requires_grad_(), one["input/z"].requires_grad_()
+    posterior = vae.encode(x)
+    for name in ("mean", "logvar", "std"):
+        close(getattr(posterior, name), one[name])
+    close(posterior.sample(one["noise"]), one["sample"])
+    decoded = vae.decode(z)
+    close(decoded, one["decoded"])
+    (gradient,) = torch.autograd.grad((decoded * one["probe_decoded"]).sum(), z)
+    close_gradient(gradient, one["grad_decoded/input_z"], floor=3e-5)
+
+    moments = torch.cat([posterior.mean, posterior.logvar], dim=1)
+    close(moments, one["moments"])
+    reconstruction = vae.decode(posterior.mean)
+    golden_values.close(reconstruction, one["reconstruction"], floor=1e-4)
+    loss = (reconstruction * one["probe_reconstruction"]).sum()
+    loss = loss + (moments * one["probe_moments"]).sum()
+    close_sum(loss, one["loss"], bound=2e-3)
+    loss.backward()
+    close_gradient(x.grad, one["grad/input_x"], floor=1e-3)
+    parameters = dict(vae.named_parameters())
+    for name in about["gradient_parameters"]:
+        close_gradient(parameters[name].grad, one[f"grad/{name}"], name=name)
+
+
+def case_names() -> list[str]:
+    return [case["case"] for case in load("autoencoder")[0]["chunked_cases"]]
+
+
+@pytest.mark.parametrize("name", case_names())
+def test_clips_in_chunks(name: str, golden: tuple, folder: Path) -> None:
+    about, tensors = golden
+    (case,) = (one for one in about["chunked_cases"] if one["case"] == name)
+    options = case["pipeline_constructor"]
+    vae, one = OpenSoraVAEv13(str(folder), **options), under(tensors, f"{name}/")
+    chunking = {key: options[key] for key in OPTIONS if key in options}
+    config = {"type": "OpenSoraVAE_V1_3", "from_pretrained": "nowhere", **chunking}
+
+    x, frames = one["input/x"], case["decoded_shape"][2]
+    latents = vae.encode(x)
+    close(latents, one["latent"])
+    close(vae.encode(x, noise=one["noise"]), one["sampled/latent"])
+    close(vae.decode(one["latent"], num_frames=frames), one["decoded"])
+
+    assert vae.latent_size(*x.shape[2:]) == tuple(latents.shape[2:])
+    assert planned_latent_size(config, *x.shape[2:]) == tuple(latents.shape[2:])
+    assert planned_decoded_frames(config, x.shape[2]) == frames
+    assert vae.decoded_frames(latents.shape[2]) == frames
+    with pytest.raises(ValueError, match=f"latent frames to decode to {frames + 1} frames"):
+        vae.decode(latents, num_frames=frames + 1)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_independent_pieces_are_those_of_the_whole(
+    tiled: bool, golden: tuple, folder: Path
+) -> None:
+    """Chunks without overlap stand alone; chunks that share a frame are one piece."""
+    _, tensors = golden
+    options = dict(micro_batch_size=1, micro_frame_size=5, use_tiled_conv3d=tiled, tile_size=4)
+    vae = OpenSoraVAEv13(str(folder), normalization="video", **options)
+    x = tensors["plain5_clip10_batch2/input/x"][:1]
+    z, decoded = vae.encode(x), vae.decode(vae.encode(x), num_frames=10)
+    pieces = independent_pieces(vae, num_frames=10, latent_frames=z.shape[2])
+    assert len(pieces) == 2
+    for piece in pieces:
+        torch.testing.assert_close(vae.encode(x[:, :, piece.frames]), z[:, :, piece.latents])
+        own = vae.decode(z[:, :, piece.latents], num_frames=5)
+        torch.testing.assert_close(own, decoded[:, :, piece.frames])
+
+    for more in ({"temporal_overlap": True}, {"normalization": "video_5frames"}):
+        whole = OpenSoraVAEv13(str(folder), **options | more)
+        assert len(independent_pieces(whole, num_frames=9, latent_frames=4)) == 1
+
+
+def test_sizes_of_latents_are_those_of_the_release_for_whole_chunks() -> None:
+    """``get_latent_size`` ignores left-over frames, which the encoder does not."""
+    compared = 0
+    for entry in json.loads((GOLDEN / "v13/latent_sizes.json").read_text())["table"]:
+        options = {k: entry[k] for k in ("micro_frame_size", "temporal_overlap") if k in entry}
+        config = {"type": "OpenSoraVAE_V1_3", "micro_batch_size": 1, **options}
+        if entry["height"] is None:
+            continue
+        for frames, size in entry["rows_frames_then_latent_size"]:
+            if frames and planned_whole_frames(config, frames) == frames:
+                found = planned_latent_size(config, frames, entry["height"], entry["width"])
+                assert found == tuple(size), (options, frames)
+                assert planned_decoded_frames(config, frames) == frames
+                compared += 1
+    assert compared > 50
+
+
+def test_references_are_cut_as_by_the_release() -> None:
+    table = json.loads((GOLDEN / "v13/conditioning.json").read_text())["reference_length"]
+    for size, overlap, frames, kept in table["rows"]:
+        config = {"type": "OpenSoraVAE_V1_3", "micro_batch_size": 1, "micro_frame_size": size}
+        # Where no chunk is whole, one frame is kept, which is encoded as an image.
+        wanted = max(1, kept)
+        found = planned_whole_frames({**config, "temporal_overlap": overlap}, frames)
+        assert found == wanted, (size, overlap, frames)
+
+
+def test_full_size_has_the_names_and_shapes_of_the_release() -> None:
+    path = GOLDEN / "v13/params_autoencoder.json.gz"
+    about = json.loads(gzip.decompress(path.read_bytes()))
+    with torch.device("meta"):
+        vae = build_network({}, 16, "here")
+    assert sum(p.numel() for p in vae.parameters()) == about["parameters_total"]
+    found = [[name, list(tensor.shape)] for name, tensor in vae.state_dict().items()]
+    assert sorted(found) == sorted(about["state_dict"])
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"micro_frame_size": 16}, "got vae.micro_frame_size 16; expected 1 more than a multiple of 4"),
+    ({"micro_batch_size": 0}, "got vae.micro_batch_size 0; expected >= 1"),
+    ({"temporal_overlap": True}, "got vae.temporal_overlap without vae.micro_frame_size"),
+    ({"temporal_overlap": True, "micro_frame_size": 1}, "got vae.micro_frame_size 1; expected"),
+    ({"normalization": "image"}, "got vae.normalization 'image'; expected one of"),
+    ({"normalization": "video", "z_channels": 4}, "'video' with z_channels 4; expected 16"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_options_that_do_not_fit_are_refused_before_loading(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LATENT_ENCODERS["OpenSoraVAE_V1_3"]("nowhere", **options)
+
+
+def test_weights_of_another_autoencoder_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file({"encoder.conv_in.conv.bias": torch.zeros(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="got weights of another autoencoder in"):
+        OpenSoraVAEv13(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"decoder": {"temporal_up_layers": [3]}}')
+    with pytest.raises(ValueError, match="with 2 frames and 8 pixels to a latent position"):
+        OpenSoraVAEv13(str(tmp_path))
+    vae = OpenSoraVAEv13(str(folder), normalization="video_5frames")
+    with pytest.raises(ValueError, match="got 2 latent frames with vae.normalization"):
+        vae.encode(torch.zeros(1, 3, 5, 16, 16))
