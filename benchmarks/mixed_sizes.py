@@ -31,6 +31,7 @@ from opensora_sp.data.bucket_plan import BatchOrder
 from opensora_sp.data.schedule import schedule
 from opensora_sp.features.build import Work
 from opensora_sp.features.group_seconds import GroupSeconds
+from opensora_sp.parallel.cost_model import H100
 from opensora_sp.rank_groups import RankGroup, fixed_groups, nested_groups
 
 CONFIG = Path(__file__).parents[1] / "configs" / "stdit3" / "train" / "buckets_stage1_sp8.py"
@@ -161,7 +162,8 @@ class Case:
     def __init__(
         self, cfg: TrainConfig, clips: Any, buckets: dict[str, Any], ranks: int, steps: int
     ) -> None:
-        self.work, self.clips, self.buckets = Work(cfg), clips, buckets
+        self.work = Work(cfg, options=cfg.parallel_options(H100))
+        self.clips, self.buckets = clips, buckets
         self.ranks, self.num_steps = ranks, steps
         self.seconds = GroupSeconds(cfg, self.work, ranks_per_node=NODE)
 

@@ -86,6 +86,7 @@ class Trainer:
 
         plugin = SequenceParallelPlugin.from_config(cfg)
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
+        self.options = plugin.sequence_parallel
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
         encoders = _allocated(device)
@@ -127,7 +128,9 @@ class Trainer:
         before = _allocated(device)
         self.validator = Validator(self)
         encoders += _allocated(device) - before
-        self.activations = ActivationBudget(cfg, self.module, self.mesh, device, reserved=encoders)
+        self.activations = ActivationBudget(
+            cfg, self.module, self.mesh, device, reserved=encoders, options=self.options
+        )
         self.meter = Meter(
             self.module,
             device,
@@ -248,7 +251,7 @@ class Trainer:
     def _build_data_path(self) -> None:
         """Build ``loader`` (reads clips), ``encoder`` (encodes them), ``batches`` (adds noise)."""
         cfg = self.cfg
-        self.work = Work(cfg, self.dataset)
+        self.work = Work(cfg, self.dataset, self.options)
         self.corrupt = CorruptSamples(self.dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
         self.encoder = ShardedEncoder(
             self.mesh,
