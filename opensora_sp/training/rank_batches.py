@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def _least_ranks(
     memory = smallest(memory_of(device) - reserved, device)
     batches, sizes = batches_by_name(cfg), group_sizes(mesh.family)
 
-    @lru_cache(maxsize=None)
+    @cache
     def of_bucket(name: str) -> int:
         batch = batches[name] if name else next(iter(batches.values()))
         found = least_ranks(
