@@ -8,6 +8,8 @@ import random
 import time
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +21,16 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import in_worlds
 
+from opensora_sp.data import ClipShape, MicroBatch
+from opensora_sp.encoders import Piece
+from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
+from opensora_sp.planner.flops import ModelFlops
 from opensora_sp.rank_groups import RankGroup
 from opensora_sp.runtime.collective_recorder import CollectiveRecorder
+from opensora_sp.training.meter import Meter
+from opensora_sp.training.sync_check import SyncCheck
 
 WRONG = 1.01  # a weight of losses
 
@@ -229,3 +238,111 @@ def random_schedules(seeds: range) -> int:
 )
 def test_ranks_that_start_their_largest_groups_first_finish(world_size: int, seeds: range) -> None:
     assert min(run_ranks(world_size, random_schedules, seeds, timeout=120)) > 0
+
+
+WORLD, PAIR = RankGroup(0, 3), RankGroup(0, 2)
+SHAPE = ClipShape(4, 8, 8)
+
+
+def followed_by_checks() -> dict[str, Any]:
+    """What else knows of groups, on three ranks: sync check, meter, corrupt clips, encoding."""
+    mesh = SequenceMesh("auto")
+    return {
+        "sync": [sync_error(mesh, differs) for differs in ("nothing", "pair", "clips")],
+        "mfu": mfu(mesh),
+        "corrupt": corrupt_error(mesh),
+        "read": samples_read(mesh),
+    }
+
+
+def own_groups(mesh: SequenceMesh) -> list[RankGroup]:
+    return [one.ranks for one in mesh.own]
+
+
+def sync_error(mesh: SequenceMesh, differs: str) -> str:
+    """The error of the check of a step in which each group has a micro-batch of its own."""
+    torch.manual_seed(0)
+    check = SyncCheck(torch.nn.Linear(2, 2), mesh, every=1)
+    for group in own_groups(mesh):
+        ids = torch.tensor([group.start, group.stop])
+        if differs == "pair" and group == PAIR:
+            ids = ids + mesh.rank
+        if differs == "clips" and group.size == 1:
+            ids = torch.tensor([0, 0])
+        with mesh.using(group):
+            check.see(0, {"ids": ids})
+    try:
+        check.compare(0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def mfu(mesh: SequenceMesh) -> float:
+    """Of one micro-batch in the world, one in the pair, and one on the last rank."""
+    model: Any = make_model(PLAIN[0])
+    meter = Meter(model, torch.device("cpu"), precision="bf16", mesh=mesh, peak_tflops=1e-12)
+    batch: Any = SimpleNamespace(
+        x_t=torch.zeros(1, 2, 2, 4, 4), text_lengths=[3], inputs=dict(drop_caption=None)
+    )
+    for group in (WORLD, PAIR, RankGroup(2, 3)):
+        if mesh.rank in group:
+            with mesh.using(group):
+                meter.count(batch)
+    measured = meter.measure(waited=0.0, steps=1, seconds=1.0, left=0)["mfu"]
+    return measured * 3 / ModelFlops.of(model).step((1, 2, 2, 4, 4), 3)
+
+
+def corrupt_error(mesh: SequenceMesh) -> str:
+    """Four clips of the world of which one was corrupt, two of the pair, one of the last rank."""
+    rows: Any = [SimpleNamespace(path=Path("clip.mp4"))] * 7
+    corrupt = CorruptSamples(rows, mesh, max_bad_fraction=0.0)
+    for group, clips in ((WORLD, range(4)), (PAIR, range(4, 6)), (RankGroup(2, 3), [6])):
+        if mesh.rank in group:
+            with mesh.using(group):
+                corrupt.count_used(clips)
+                corrupt.count_substituted([0] if group == WORLD else [])
+    with pytest.raises(ValueError, match="got 1 corrupt clips of 7 read"):
+        corrupt.report(torch.device("cpu"))
+    return str(corrupt.read)
+
+
+def samples_read(mesh: SequenceMesh) -> list[tuple[int, Any]]:
+    """What a rank reads of two clips of four frames each: requested ahead, and in the group."""
+    frames = [slice(start, start + 1) for start in range(4)]
+    source: Any = SimpleNamespace(
+        pieces=lambda shape: [Piece(one, one) for one in frames],
+        latent_size=lambda shape: (4, 1, 1),
+    )
+    nothing: Any = None
+    encoder = ShardedEncoder(mesh, nothing, nothing, nothing, source, nothing, torch.device("cpu"))
+    micro_batch = MicroBatch(0, 0, SHAPE, (5, 6), 0.0)
+
+    read = []
+    for group in own_groups(mesh):
+        ahead = encoder.request(micro_batch, group).samples
+        with mesh.using(group):
+            assert encoder.samples(micro_batch) == ahead
+        read.append((group.size, [(one.clip, one.frames) for one in ahead]))
+    return read
+
+
+def test_what_reads_checks_and_measures_follows_the_group() -> None:
+    first, second, last = run_ranks(3, followed_by_checks)
+
+    assert first["sync"] == second["sync"] == last["sync"]
+    nothing, pair, clips = first["sync"]
+    assert not nothing
+    assert pair.startswith("got another batch tensor 'ids' on each half of ranks [0, 1]")
+    assert clips.startswith("got the same batch on replicas that begin with ranks [0, 1, 2]")
+
+    assert first["mfu"] == last["mfu"] == pytest.approx(3)
+    assert [first["corrupt"], last["corrupt"]] == ["6", "5"]
+
+    # Eight frames on three ranks, on two, and on one.
+    assert first["read"] == [
+        (3, [(5, (0, 2))]),
+        (2, [(5, (0, 4))]),
+        (1, [(5, (0, 4)), (6, (0, 4))]),
+    ]
+    assert last["read"] == [(3, [(6, (1, 4))]), (1, [(5, (0, 4)), (6, (0, 4))])]
