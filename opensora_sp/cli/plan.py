@@ -114,6 +114,7 @@ def table(plan: Plan) -> str:
             where = "spans nodes: its exchanges use the network"
         lines.append(f"a group of {plan.sp_size} ranks {where}")
 
+    lines += plan.schedule
     if len(plan.buckets) > 1:
         return "\n".join([*lines, "", *_bucket_lines(plan)])
     return "\n".join([*lines, "", *_single_bucket(plan, plan.buckets[0])])

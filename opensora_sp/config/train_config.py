@@ -16,9 +16,9 @@ from opensora_sp.rank_groups import check_degrees
 from .common import Common
 from .findings import raise_together
 from .geometry import check_input_size
+from .optimizer import Optimizer
 from .sections import (
     Dataset,
-    Optimizer,
     Precision,
     Validation,
 )
@@ -80,6 +80,11 @@ class TrainConfig(Common):
     `sp_size='auto'` one for each rank.
     """
 
+    loss_weight: Literal["sample", "micro_batch"] = "sample"
+    """The loss of a step is the mean over its samples, or the mean over its micro-batches of their
+    means, as in Open-Sora's releases; see docs/data.md.
+    """
+
     num_workers: int = Field(0, ge=0)
     """Data loading processes per rank; 0 loads in the rank itself."""
 
@@ -92,8 +97,8 @@ class TrainConfig(Common):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up of the learning rate from 0."""
 
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or cosine decay to 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or linear or cosine decay to 0 at `max_steps`."""
 
     optimizer: Optimizer = Optimizer()
     """Optimizer and its options."""
@@ -117,6 +122,11 @@ class TrainConfig(Common):
 
     ema_decay: float = Field(0.999, ge=0, lt=1)
     """Decay of the EMA weights per step."""
+
+    ema_warmup: bool = True
+    """The decay grows with the step up to `ema_decay`, so that the first steps are forgotten. False
+    is the release's way: `ema_decay` from the first step on.
+    """
 
     log_every: int = Field(1, ge=1)
     """Steps between log lines."""

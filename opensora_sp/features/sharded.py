@@ -86,6 +86,7 @@ class ShardedEncoder:
     Args:
         model: the parallelized model, whose token layout decides what each rank needs.
         dataset: indexed by ``Sample``; its items are what ``source`` encodes.
+        plan: names substitutes of corrupt clips; not needed for ``encode_readable``.
         whole: give every rank all features of each group's first micro-batch, for a model that
             verifies it.
 
@@ -98,7 +99,7 @@ class ShardedEncoder:
         mesh: SequenceMesh,
         model: Any,
         dataset: Any,
-        plan: BatchPlan,
+        plan: BatchPlan | None,
         source: Source,
         corrupt: CorruptSamples,
         device: torch.device,
@@ -160,6 +161,7 @@ class ShardedEncoder:
             places = self.encode_readable(features, ids, places, items)
             if not places:
                 break
+            assert self.plan is not None
             for place in places:
                 ids[place] = self.plan.substitute(micro_batch, micro_batch.ids[place], attempt)
             if attempt == 0:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel import SequenceMesh
+from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner import batch_memory
 from opensora_sp.planner.communicators import communicator_memory
 
@@ -24,6 +24,7 @@ class ActivationBudget:
     Args:
         module: the bare model.
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
+        options: of sequence parallelism, as the model runs with them.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class ActivationBudget:
         mesh: SequenceMesh,
         device: torch.device,
         reserved: int,
+        options: Options | None = None,
     ) -> None:
         self.cfg, self.module, self.mesh, self.device = cfg, module, mesh, device
+        self.options = options
         of_node = os.environ.get("LOCAL_WORLD_SIZE")  # as SequenceMesh reads it
         self._gpus_per_node = None if of_node is None else int(of_node)
         self.memory = 0.0
@@ -43,9 +46,9 @@ class ActivationBudget:
         self._unverified = {own.sp_size for own in mesh.own if cfg.sequence_parallel.verify}
         if cfg.grad_checkpoint == "auto":
             free = memory_of(device) - reserved - _of_communicators(mesh, device)
-            self.memory = _smallest(free, device)
+            self.memory = smallest(free, device)
             # Of each process, before it pins any.
-            self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
+            self._of_host = smallest(_share_of_host(psutil.virtual_memory().available), device)
         else:
             module.set_grad_checkpoint(cfg.grad_checkpoint)
 
@@ -74,6 +77,7 @@ class ActivationBudget:
                 memory_gb=self.memory / 1e9,
                 device=self.device.type,
                 gpus_per_node=self._gpus_per_node,
+                options=self.options,
                 # Blocks that failed verification run in eager mode, which keeps more.
                 compiled=self.module.compile_backend is not None,
                 ranks=ranks,
@@ -115,7 +119,7 @@ def _share_of_host(memory: int) -> float:
     return memory / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def _smallest(memory: float, device: torch.device) -> float:
+def smallest(memory: float, device: torch.device) -> float:
     """The least over all ranks, which have to choose alike."""
     least = torch.tensor(memory, dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
