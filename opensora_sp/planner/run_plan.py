@@ -9,13 +9,13 @@ from typing import Any
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.parallel import Options
+from opensora_sp.parallel.cost_model import GPUS
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_options
 
 from .advice import better_balance, less_memory
 from .attention_kernels import Kernels
 from .batches import BatchSpec, buckets_of
 from .communicators import Communicators, communicators
-from .gpus import GPUS
 from .run_estimator import Memory, RunEstimator
 from .sharing import Sharing, sharing_of
 from .step_time import StepTime
@@ -166,6 +166,7 @@ def batch_memory(
     memory_gb: float,
     device: str,
     gpus_per_node: int | None = None,
+    options: Options | None = None,
     compiled: bool | None = None,
     ranks: int | None = None,
 ) -> Memory:
@@ -176,11 +177,14 @@ def batch_memory(
         memory_gb: memory of one device in GB (1e9 bytes) that training may take.
         device: "cuda" or "cpu".
         gpus_per_node: by which switches between nodes are sent in chunks.
+        options: of sequence parallelism, with a run's cost model; None plans for an H100.
         compiled: whether blocks run compiled; None stands for what the config sets, which a run
             does not follow where compiled blocks fail verification.
         ranks: that share the micro-batch; None for the config's ``sp_size``.
     """
     run = RunEstimator(cfg, num_gpus, memory_gb, device, None, gpus_per_node)
+    if options is not None:
+        run.options = options
     if compiled is not None:
         run.compiles = compiled
     return run.memory(latents, ranks or run.ranks, brief=True)

@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.agreement import check_same_model
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.parallel.mesh import SequenceSize
 
 from ._colossalai import (
@@ -116,7 +117,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
         """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``,
-        ``precision``, ``grad_clip`` and ``sequence_parallel``.
+        ``precision``, ``grad_clip``, ``cost_model`` and ``sequence_parallel``.
 
         Args:
             cfg: a checked training config, or any object with some of these attributes, such as an
@@ -132,7 +133,11 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
             overlap_communication=overlap,
-            sequence_parallel=dict(getattr(cfg, "sequence_parallel", None) or {}),
+            accumulate_locally=getattr(cfg, "schedules_groups", False),
+            sequence_parallel={
+                **dict(getattr(cfg, "sequence_parallel", None) or {}),
+                "cost_model": cost_model_of(getattr(cfg, "cost_model", None)),
+            },
         )
 
     def supported_devices(self) -> list[str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel import SequenceMesh
+from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner import batch_memory
 from opensora_sp.planner.communicators import communicator_memory
 
@@ -24,6 +24,7 @@ class ActivationBudget:
     Args:
         module: the bare model.
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
+        options: of sequence parallelism, as the model runs with them.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class ActivationBudget:
         mesh: SequenceMesh,
         device: torch.device,
         reserved: int,
+        options: Options | None = None,
     ) -> None:
         self.cfg, self.module, self.mesh, self.device = cfg, module, mesh, device
+        self.options = options
         of_node = os.environ.get("LOCAL_WORLD_SIZE")  # as SequenceMesh reads it
         self._gpus_per_node = None if of_node is None else int(of_node)
         self.memory = 0.0
@@ -74,6 +77,7 @@ class ActivationBudget:
                 memory_gb=self.memory / 1e9,
                 device=self.device.type,
                 gpus_per_node=self._gpus_per_node,
+                options=self.options,
                 # Blocks that failed verification run in eager mode, which keeps more.
                 compiled=self.module.compile_backend is not None,
                 ranks=ranks,

@@ -14,7 +14,7 @@ from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import FP8_LAUNCHES, LAUNCH
+from opensora_sp.parallel.cost_model import FP8_LAUNCHES
 from opensora_sp.parallel.strategies import SwitchRows, chunk_costs, strategy_for, with_chunks
 from opensora_sp.rank_groups import group_sizes
 
@@ -40,7 +40,7 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
     for line in [*describe_schedule(cfg), *describe_exchanges(trainer)]:
         logger.info("%s", line)
 
-    if plan.micro_batches_per_step % mesh.dp_size:
+    if not cfg.schedules_groups and plan.micro_batches_per_step % mesh.dp_size:
         logger.warning(
             "%d micro-batches per step on %d replicas: some wait while others compute their last "
             "one",
@@ -60,14 +60,15 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
 
 def describe_exchanges(trainer: Trainer) -> list[str]:
     """Whether exchanges are sent in fp8 and in chunks, and why; nothing on one rank to a batch."""
-    mesh, options = trainer.mesh, Options(**dict(trainer.cfg.sequence_parallel))
+    mesh, options = trainer.mesh, trainer.options
     if mesh.sp_size == 1:
         return []
 
+    scaling = FP8_LAUNCHES * options.cost_model.launch
     fp8 = (
         f"{'on' if options.comm_dtype == 'fp8' else 'off'} (opt-in by placement='branch', "
         "comm_dtype='fp8'): it rounds gradients, by about 2%, and scaling takes "
-        f"{FP8_LAUNCHES} launches an exchange, {FP8_LAUNCHES * LAUNCH * 1e3:.2g} ms"
+        f"{FP8_LAUNCHES} launches an exchange, {scaling * 1e3:.2g} ms"
     )
     return [
         f"exchanges in fp8: {fp8}",
@@ -89,7 +90,7 @@ def _describe_chunks(trainer: Trainer, options: Options) -> str:
         element_size=trainer.module.dtype.itemsize, spans_nodes=trainer.mesh.spans_nodes
     )
     chosen = with_chunks(options, shape, ranks, **of_links).num_chunks
-    costs = chunk_costs(shape, ranks, **of_links)
+    costs = chunk_costs(options.cost_model, shape, ranks, **of_links)
     setting = f"overlap_chunks={options.overlap_chunks!r}"
     return f"{'off' if chosen == 1 else chosen} ({setting}): {costs.describe()}"
 

@@ -54,7 +54,7 @@ from .optimizer import learning_rate, make_optimizer
 from .outcomes import Outcome, PendingOutcome
 from .preflight import initial_weights
 from .profiling import StepProfiler, Steps
-from .rank_batches import make_rank_batches
+from .rank_batches import make_rank_batches, schedule_state, warn_of_other_schedule
 from .summary import log_setup, session_of, write_summary
 from .sync_check import SyncCheck
 from .validation import Validator
@@ -86,6 +86,7 @@ class Trainer:
 
         plugin = SequenceParallelPlugin.from_config(cfg)
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
+        self.options = plugin.sequence_parallel
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
         encoders = _allocated(device)
@@ -113,7 +114,8 @@ class Trainer:
         per_step = micro_batches_of_step(cfg, state, self.mesh.world_size)
         self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
         self.cfg = with_length(cfg, self.plan)
-        self._build_data_path()
+        self._build_data_path(reserved=encoders)
+        warn_of_other_schedule(state, schedule_state(self.cfg, self.mesh, self.work))
 
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),
@@ -127,7 +129,9 @@ class Trainer:
         before = _allocated(device)
         self.validator = Validator(self)
         encoders += _allocated(device) - before
-        self.activations = ActivationBudget(cfg, self.module, self.mesh, device, reserved=encoders)
+        self.activations = ActivationBudget(
+            cfg, self.module, self.mesh, device, reserved=encoders, options=self.options
+        )
         self.meter = Meter(
             self.module,
             device,
@@ -207,6 +211,7 @@ class Trainer:
             "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
             "loss_weight": self.cfg.loss_weight,
+            **schedule_state(self.cfg, self.mesh, self.work),
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
             "skipped_steps": self.skipped,
@@ -241,10 +246,13 @@ class Trainer:
         logger.info("resumed from %s at step %d", checkpoint, state["step"])
         return state
 
-    def _build_data_path(self) -> None:
-        """Build ``loader`` (reads clips), ``encoder`` (encodes them), ``batches`` (adds noise)."""
+    def _build_data_path(self, reserved: int) -> None:
+        """Build ``loader`` (reads clips), ``encoder`` (encodes them), ``batches`` (adds noise).
+
+        ``reserved``: bytes of the device that encoders take.
+        """
         cfg = self.cfg
-        self.work = Work(cfg, self.dataset)
+        self.work = Work(cfg, self.dataset, self.options)
         self.corrupt = CorruptSamples(self.dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
         self.encoder = ShardedEncoder(
             self.mesh,
@@ -259,7 +267,9 @@ class Trainer:
         self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
         self.batches = BatchMaker(cfg, self.device)
 
-        own = make_rank_batches(cfg, self.plan, self.encoder, self.work, start=self.start)
+        own = make_rank_batches(
+            cfg, self.plan, self.encoder, self.work, start=self.start, reserved=reserved
+        )
         self.bucket_shares = BucketShares(self.mesh, own)
         self.loader = StepLoader(
             self.dataset,
