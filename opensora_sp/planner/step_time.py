@@ -33,6 +33,7 @@ EXCHANGES, OPTIMIZER, ZERO = "all-to-all", "optimizer step", "ZeRO's collectives
 # and writes the weight in 16 bits; the norm reads the gradient once before.
 OPTIMIZER_BYTES = 2 + 8 + 8 + 8 + 8 + 2 + 2
 OPTIMIZER_FLOPS = 20
+FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def predict_step(
     dtype: torch.dtype,
     levels: Sequence[int] = (EVERYTHING,),
     micro_batches: int = 1,
+    accumulates_locally: bool = False,
 ) -> StepTime:
     """Predict an optimizer step of the busiest rank, in eager mode.
 
@@ -79,6 +81,7 @@ def predict_step(
         ranks: of a sequence-parallel group.
         world: all ranks, over which ZeRO shards the optimizer.
         levels: what the blocks keep under gradient checkpointing; one for all, or each block's.
+        accumulates_locally: gradients are reduced once, in fp32, not in each micro-batch.
 
     Raises:
         ValueError: if ``dtype`` is not of 16 bits, for which the rates of GPUs are.
@@ -102,7 +105,9 @@ def predict_step(
     model = meta_model(name, config, dtype)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     work[OPTIMIZER] = _optimizer(trained / world, gpu)
-    work[ZERO] = _zero(trained * dtype.itemsize, gpu, world)
+    weights = trained * dtype.itemsize
+    gradients = trained * FP32 if accumulates_locally else weights * micro_batches
+    work[ZERO] = _zero(gradients + weights, gpu, world)
 
     offloaded = offloaded_bytes(levels, shape, options, ranks, dtype.itemsize) * micro_batches
     copies = Work(bytes=2.0 * offloaded, seconds=2.0 * offloaded / gpu.to_host)
@@ -182,7 +187,7 @@ def _optimizer(parameters: float, gpu: CostModel) -> Work:
     return Work(parameters * OPTIMIZER_FLOPS, moved, seconds=moved / gpu.memory_bandwidth)
 
 
-def _zero(weight_bytes: float, gpu: CostModel, world: int) -> Work:
-    """Gradients are reduced and weights are gathered, each once over the links."""
-    sent = 2 * weight_bytes * (world - 1) / world
+def _zero(total_bytes: float, gpu: CostModel, world: int) -> Work:
+    """Gradients are reduced and weights are gathered, all of these bytes over the links."""
+    sent = total_bytes * (world - 1) / world
     return Work(bytes=sent, seconds=sent / gpu.bandwidth)

@@ -130,9 +130,14 @@ def compared_clips(cfg: TrainConfig, dataset: TrainingSet) -> dict[str, str]:
 def check_resume(
     cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet, *, accept_new_data: bool = False
 ) -> None:
-    """Raise ValueError if resuming would change data order or draws."""
+    """Raise ValueError if resuming would change data order or draws; warn of another loss."""
     cfg = recorded(cfg, checkpoint)
     state = read_json(checkpoint / "state.json")
+    # Former versions have the mean over samples.
+    former = state.get("loss_weight", "sample")
+    if former != cfg.loss_weight:
+        message = "loss_weight is %r, and was %r up to %s: the mean that is trained on changes"
+        logger.warning(message, cfg.loss_weight, former, checkpoint)
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
     )

@@ -21,7 +21,7 @@ from opensora_sp.checkpoint import (
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
 from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
-from opensora_sp.diffusion import rank_loss
+from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.features.batch import Batch, BatchMaker
 from opensora_sp.features.build import (
@@ -210,6 +210,7 @@ class Trainer:
             **order_state(self.cfg, self.plan, len(self.dataset)),
             "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
+            "loss_weight": self.cfg.loss_weight,
             **schedule_state(self.cfg, self.mesh, self.work),
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
@@ -286,15 +287,23 @@ class Trainer:
             self.interval.tokens += len(one.ids) * self.work.tokens(one.shape)
         self.bucket_shares.see(step, batches.micro_batches)
 
+        sizes = [len(one.ids) for one in batches.micro_batches]
         loss = torch.zeros((), device=self.device)
         for loaded in batches.loaded:
             group = loaded.group or self.mesh.group
             with reporting_compilation(f"step {step}"), self.mesh.using(group):
-                loss += self._forward_backward(step, loaded, batches.num_samples)
+                loss += self._forward_backward(step, loaded, sizes)
         return self._update(step, loss, watch)
 
-    def _forward_backward(self, step: int, loaded: LoadedBatch, num_samples: int) -> torch.Tensor:
-        """Forward and backward of a micro-batch; returns this rank's part of the mean loss."""
+    def _forward_backward(self, step: int, loaded: LoadedBatch, sizes: list[int]) -> torch.Tensor:
+        """Forward and backward of a micro-batch; returns this rank's part of the mean loss.
+
+        Args:
+            sizes: samples of all micro-batches of the step.
+        """
+        num_samples = samples_of_mean(
+            self.cfg.loss_weight, micro_batch=len(loaded.micro_batch.ids), sizes=sizes
+        )
         is_idle = not loaded.micro_batch.ids
         batch = self._batch(loaded)
         if not is_idle:

