@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from opensora_sp.console import report_errors
 
-from . import config, convert, doctor, index, plan, report, verify
+from . import config, convert, doctor, eval, index, plan, report, verify
 
 COMMANDS = {
     "config": config,
     "plan": plan,
     "verify": verify,
     "index": index,
+    "eval": eval,
     "convert": convert,
     "report": report,
     "doctor": doctor,

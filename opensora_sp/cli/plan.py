@@ -30,11 +30,30 @@ def parser() -> argparse.ArgumentParser:
     parser = config_arguments(HELP)
     add = parser.add_argument
 
-    add("--gpus", type=int, required=True, metavar="N", help="processes of the run, one per GPU")
+    add(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="processes of the run, one per GPU; with --fit by default one group of sp_size",
+    )
     add("--gpus-per-node", type=int, metavar="M", help="to report batches shared across nodes")
     add("--memory-gb", type=float, metavar="G", help="of one GPU, 1e9 bytes, to report excess")
     add("--gpu", metavar="NAME", help="H100 or H200: predict step time and MFU; sets --memory-gb")
     add("--json", action="store_true", help="all numbers, in bytes, as JSON")
+    add(
+        "--fit",
+        metavar="MEMORY",
+        help="choose batch sizes and gradient checkpointing that fit into a GPU's memory, such as "
+        "80GB or 80GiB, with steps of equal time; write them as a config",
+    )
+    add("--out", metavar="FILE", help="of --fit: the config to write; by default beside CONFIG")
+    add("--overwrite", action="store_true", help="of --fit: replace the file if it exists")
+    add(
+        "--largest-batch",
+        type=int,
+        metavar="B",
+        help="of --fit: clips of a batch that are never exceeded (512)",
+    )
     return parser
 
 
@@ -44,10 +63,16 @@ def run(args: argparse.Namespace) -> None:
     from opensora_sp.config import load_either
     from opensora_sp.planner import plan
 
+    from .fitted import run_fit
+
     # disable=None: no bar where stderr is no terminal.
     progress = partial(
         tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
     )
+    if args.fit is not None:
+        run_fit(args, progress)
+        return
+    _check_options(args)
     cfg, _ = load_either(args.config, args.cfg_options)
     result = plan(
         cfg,
@@ -61,18 +86,35 @@ def run(args: argparse.Namespace) -> None:
     sys.stdout.write(text + "\n")
 
 
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for a plan without ``--gpus``, or with options of ``--fit``."""
+    if args.gpus is None:
+        raise ValueError(
+            "got no --gpus; expected the number of processes of the run; pass for example --gpus 8"
+        )
+    if args.out or args.overwrite or args.largest_batch is not None:
+        raise ValueError(
+            "got --out, --overwrite or --largest-batch without --fit; expected the memory to fit "
+            "into; pass for example --fit 80GB"
+        )
+
+
 def table(plan: Plan) -> str:
     """The plan in lines of at most 100 characters."""
     lines = [
         f"{plan.model}, {plan.parameters / 1e6:.1f} M parameters, {plan.purpose} in "
         f"{plan.precision}, {plan.num_gpus} GPUs = dp_size {plan.dp_size} x sp_size {plan.sp_size}"
     ]
-    if plan.spans_nodes is not None:
+    if plan.communicators is not None:
+        lines[0] = lines[0].partition(" = ")[0]
+        lines += _entry("sp_size", f"any; below, on all ranks. {plan.communicators.describe()}")
+    elif plan.spans_nodes is not None:
         where = "lies on one node"
         if plan.spans_nodes:
             where = "spans nodes: its exchanges use the network"
         lines.append(f"a group of {plan.sp_size} ranks {where}")
 
+    lines += plan.schedule
     if len(plan.buckets) > 1:
         return "\n".join([*lines, "", *_bucket_lines(plan)])
     return "\n".join([*lines, "", *_single_bucket(plan, plan.buckets[0])])

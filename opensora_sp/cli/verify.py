@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> None:
     from opensora_sp.verification import verify_config
 
     cfg = load_train_config(args.config, args.cfg_options)
-    ranks = cfg.sp_size if args.ranks is None else args.ranks
+    # With a degree for each micro-batch, --ranks names the one to verify.
+    configured = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
+    ranks = configured if args.ranks is None else args.ranks
     shape, strategy, verdict = verify_config(
         cfg, ranks, depth=args.depth, max_tokens=args.max_tokens
     )

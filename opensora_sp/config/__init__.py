@@ -6,7 +6,14 @@ from .components import build_component, split_type
 from .findings import explain
 from .inference_config import InferenceConfig
 from .launch import check_launch
-from .load import dump_config, load_either, load_inference_config, load_train_config, sources
+from .load import (
+    dump_config,
+    load_either,
+    load_inference_config,
+    load_train_config,
+    saved_train_config,
+    sources,
+)
 from .model_spec import ModelSpec
 from .options import parse_override
 from .sections import PromptOptions
@@ -25,6 +32,7 @@ __all__ = [
     "load_inference_config",
     "load_train_config",
     "parse_override",
+    "saved_train_config",
     "sources",
     "split_type",
 ]

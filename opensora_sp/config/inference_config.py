@@ -73,6 +73,11 @@ class InferenceConfig(Common):
     format: Literal["mp4", "gif"] = "mp4"
     """File format of videos; single frames are PNG."""
 
+    file_names: Literal["numbered", "prompt"] = "numbered"
+    """Names of the videos: position and prompt (`000-a-cat.mp4`, `000-a-cat-s1.mp4`), or as VBench
+    expects them, the prompt itself and the sample (`a cat-0.mp4`), in a folder of videos alone.
+    """
+
     negative_prompt: str | None = None
     """Negative prompt of classifier-free guidance; None is no caption."""
 

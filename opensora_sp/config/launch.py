@@ -8,6 +8,8 @@ import torch
 
 from opensora_sp.models.kernels import check_kernels
 from opensora_sp.parallel import check_sp_size
+from opensora_sp.parallel.cost_model_file import cost_model_of
+from opensora_sp.rank_groups import group_sizes, nested_groups
 
 from .findings import raise_together
 from .inference_config import InferenceConfig
@@ -21,11 +23,29 @@ def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
         ValueError: with everything that does not fit.
     """
     raise_together(
-        lambda: check_sp_size(cfg.sp_size or world_size, world_size),
+        lambda: _check_sp_size(cfg.sp_size or world_size, world_size),
+        lambda: cost_model_of(cfg.cost_model),
         lambda: _check_precision(cfg.precision),
         lambda: _check_optimizer(cfg),
         lambda: check_kernels(cfg.kernels, "cuda" if torch.cuda.is_available() else "cpu"),
     )
+
+
+def _check_sp_size(sp_size: int | str | dict[str, int], world_size: int) -> None:
+    if isinstance(sp_size, int):
+        check_sp_size(sp_size, world_size)
+        return
+
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    sizes = group_sizes(nested_groups(world_size, ranks_per_node))
+    degrees = sp_size if isinstance(sp_size, dict) else {}
+    misfits = {name: degree for name, degree in degrees.items() if degree not in sizes}
+    if misfits:
+        raise ValueError(
+            f"got the degrees {misfits} in sp_size with {world_size} processes, {ranks_per_node} "
+            f"on a node; expected sizes of the groups that these form, of {sizes}; change the "
+            "degrees or the number of processes"
+        )
 
 
 def _check_precision(precision: str) -> None:

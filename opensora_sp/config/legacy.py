@@ -167,9 +167,9 @@ RULES: tuple[Rule, ...] = (
     # acceleration
     Rule("dtype", "precision", also=_vae_precision, note="also of the vae, as in Open-Sora"),
     Rule("plugin", "zero_stage", run="train", value={"zero1": 1, "zero2": 2, "zero2-seq": 2},
-         also=lambda value, draft: {"ema_decay": 0.9999},
-         note="sp_size alone is the size of an SP group; ema_decay is 0.9999 by default, as in "
-              "Open-Sora"),
+         also=lambda value, draft: {"ema_decay": 0.9999, "ema_warmup": False},
+         note="sp_size alone is the size of an SP group; ema_decay is 0.9999 by default, from the "
+              "first step on, as in Open-Sora"),
     Rule("reduce_bucket_size_in_m", run="train", note="ColossalAI uses its default"),
     Rule("record_time", run="train", note="the log has step times"),
     # models

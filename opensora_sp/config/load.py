@@ -50,6 +50,41 @@ def load_inference_config(
     return _checked(InferenceConfig, load_draft(path, overrides, values, run="sample"), path)
 
 
+def saved_train_config(
+    values: dict[str, Any], source: str | Path, overrides: list[str] | None = None
+) -> TrainConfig:
+    """The training config that a checkpoint keeps as JSON, with overrides, checked.
+
+    Raises:
+        ValueError: for what does not fit, and for the names of classes to import: a checkpoint is
+            data, and importing a module executes it.
+    """
+    for key in ("vae", "text_encoder", "scheduler"):
+        name = str(values.get(key, {}).get("type"))
+        if "." in name:
+            raise ValueError(
+                f"got {key}.type {name!r} in {source}, which is data and may not name what is "
+                "imported; expected a name without a module; pass the run's own config with "
+                "--config CONFIG"
+            )
+
+    buckets = values.get("bucket_config")
+    if isinstance(buckets, dict):
+        # JSON has texts for the numbers of frames.
+        with_numbers = {}
+        for resolution, entries in buckets.items():
+            with_numbers[resolution] = {int(frames): one for frames, one in entries.items()}
+        values = {**values, "bucket_config": with_numbers}
+
+    draft = Draft(dict(values), {(key,): str(source) for key in values})
+    try:
+        apply_options(draft, overrides or [])
+        check_overriding_types(draft)
+    except ValueError as error:
+        raise ValueError(f"in {source}:\n  {error}") from None
+    return _checked(TrainConfig, draft, source)
+
+
 def load_either(
     path: str | Path, overrides: list[str] | None = None
 ) -> tuple[TrainConfig | InferenceConfig, Draft]:

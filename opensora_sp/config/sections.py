@@ -1,4 +1,4 @@
-"""Sections of a config: data set, optimizer, sequence parallelism, prompts, validation."""
+"""Sections of a config: data set, sequence parallelism, prompts, validation."""
 
 from __future__ import annotations
 
@@ -84,25 +84,6 @@ class Dataset(Strict):
                 "dataset.cache"
             )
         return self
-
-
-class Optimizer(Strict):
-    """The optimizer; ``HybridAdam`` is ColossalAI's fused Adam, for CUDA."""
-
-    type: Literal["AdamW", "HybridAdam"] = "AdamW"
-    """torch's AdamW, or ColossalAI's fused Adam (CUDA only)."""
-
-    lr: float = Field(1e-4, gt=0)
-    """Learning rate after warm-up."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the running means of the gradients and of their squares."""
-
-    eps: float = Field(1e-8, gt=0)
-    """Added to the denominator for numerical stability."""
-
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay, relative to the learning rate."""
 
 
 def _option_fields() -> dict[str, Any]:

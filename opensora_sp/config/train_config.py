@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from opensora_sp.components import nearest
 from opensora_sp.data import Buckets, ClipShape
 from opensora_sp.diffusion import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of
+from opensora_sp.rank_groups import check_degrees
 
 from .common import Common
 from .findings import raise_together
 from .geometry import check_input_size
+from .optimizer import Optimizer
 from .sections import (
     Dataset,
-    Optimizer,
     Precision,
     Validation,
 )
+
+
+def _checked_degrees(value: Any) -> Any:
+    check_degrees(value)
+    return value
+
+
+Degrees: TypeAlias = int | Literal["auto"] | dict[str, int]
+"""Ranks that share a micro-batch: of all, chosen for each, or by the name of its bucket."""
 
 
 class TrainConfig(Common):
@@ -31,6 +42,11 @@ class TrainConfig(Common):
 
     ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths. Then
     ``num_frames``, ``image_size`` and ``batch_size`` are those of its largest clips, at 16:9.
+    """
+
+    sp_size: Annotated[Degrees, BeforeValidator(_checked_degrees)] = 1  # type: ignore[assignment]
+    """Ranks that share each batch; 1 is no sequence parallelism. "auto" chooses a degree for each
+    micro-batch, {'720p x 102': 4} sets that of buckets and chooses the others.
     """
 
     precision: Precision = "bf16"
@@ -47,15 +63,27 @@ class TrainConfig(Common):
     """Training clips."""
 
     bucket_config: dict[str, dict[int, Any]] | None = None
-    """{resolution: {frames: (keep probability, batch size)}}; see docs/data.md. None: one shape for
-    all clips.
+    """{resolution: {frames: (keep probability, batch size)}}; see docs/data.md. Batch sizes of None
+    are chosen at the start, so that steps fit into memory. None: one shape for all clips.
     """
 
     batch_size: int = Field(1, ge=1)
     """Clips of a micro-batch."""
 
+    batch_order: Literal["by_cost", "mixed"] = "by_cost"
+    """With buckets: a step takes micro-batches of nearly equal cost, or 'mixed' ones in random
+    order, which are scheduled on the ranks so that all end together; see docs/mixed_sizes.md.
+    """
+
     micro_batches_per_step: int | None = Field(None, ge=1)
-    """Micro-batches of an optimizer step over all replicas; None is one for each replica."""
+    """Micro-batches of an optimizer step over all ranks; None is one for each replica, and with
+    `sp_size='auto'` one for each rank.
+    """
+
+    loss_weight: Literal["sample", "micro_batch"] = "sample"
+    """The loss of a step is the mean over its samples, or the mean over its micro-batches of their
+    means, as in Open-Sora's releases; see docs/data.md.
+    """
 
     num_workers: int = Field(0, ge=0)
     """Data loading processes per rank; 0 loads in the rank itself."""
@@ -69,8 +97,8 @@ class TrainConfig(Common):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up of the learning rate from 0."""
 
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or cosine decay to 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or linear or cosine decay to 0 at `max_steps`."""
 
     optimizer: Optimizer = Optimizer()
     """Optimizer and its options."""
@@ -94,6 +122,11 @@ class TrainConfig(Common):
 
     ema_decay: float = Field(0.999, ge=0, lt=1)
     """Decay of the EMA weights per step."""
+
+    ema_warmup: bool = True
+    """The decay grows with the step up to `ema_decay`, so that the first steps are forgotten. False
+    is the release's way: `ema_decay` from the first step on.
+    """
 
     log_every: int = Field(1, ge=1)
     """Steps between log lines."""
@@ -170,7 +203,7 @@ class TrainConfig(Common):
         sizes = {
             "num_frames": largest.num_frames,
             "image_size": tuple(size),
-            "batch_size": largest.batch_size,
+            "batch_size": largest.batch_size or 1,
         }
 
         conflicts = []
@@ -185,12 +218,21 @@ class TrainConfig(Common):
         raise_together(*conflicts)
         return {**values, **sizes}
 
+    @property
+    def schedules_groups(self) -> bool:
+        """Whether the micro-batches of a step are scheduled on groups of ranks
+        (``data/schedule.py``), and gradients are reduced once a step.
+        """
+        is_mixed = self.bucket_config is not None and self.batch_order == "mixed"
+        return is_mixed or not isinstance(self.sp_size, int)
+
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
         if self.bucket_config is None:
             yield self._latents_fit_model
         yield self._one_length
         yield self._buckets_fit
+        yield self._degrees_fit
         yield self._training_precision
         yield self._blocks_to_recompute
         yield self._condition_fits
@@ -202,8 +244,7 @@ class TrainConfig(Common):
     def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:
             return super()._clips()
-        entries = Buckets.of(self.bucket_config).entries
-        return [entry.shape_at(9 / 16) for entry in entries if entry.batch_size]
+        return [entry.shape_at(9 / 16) for entry in Buckets.of(self.bucket_config).kept]
 
     def _latents_fit_model(self) -> None:
         check_input_size(self.model_spec.input_size, self.vae, self.clip_shape)
@@ -231,6 +272,22 @@ class TrainConfig(Common):
                 f"got bucket_config for the model {spec.name!r}, whose position tables have "
                 "one input_size; expected a model for any size; use STDiT2 or STDiT3"
             )
+
+    def _degrees_fit(self) -> None:
+        if not isinstance(self.sp_size, dict):
+            return
+        if self.bucket_config is None:
+            raise ValueError(
+                f"got sp_size {self.sp_size} without bucket_config; expected a map of the degrees "
+                "of buckets only where there are some; set a number or 'auto'"
+            )
+        known = [entry.name for entry in Buckets.of(self.bucket_config).entries]
+        for name in self.sp_size:
+            if name not in known:
+                raise ValueError(
+                    f"got the bucket {name!r} in sp_size; expected one of {known}; "
+                    f"{nearest(name, known)}"
+                )
 
     @field_validator("mask_ratios")
     @classmethod

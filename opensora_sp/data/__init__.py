@@ -17,6 +17,7 @@ from .sampler import (
     micro_batches_of,
     snake_order,
 )
+from .schedule import Assigned, ScheduledBatches, busy_seconds
 from .toy import ToyClip, is_held_out, toy_clip
 from .transforms import resize_and_crop, scale, to_clip, to_frames
 from .video import count_frames, read_frames, read_video, write_video
@@ -27,6 +28,7 @@ deal = snake_order
 share = micro_batches_of
 
 __all__ = [
+    "Assigned",
     "BatchPlan",
     "BrokenClip",
     "BucketPlan",
@@ -45,10 +47,12 @@ __all__ = [
     "ReadRequest",
     "ReplicaBatches",
     "Sample",
+    "ScheduledBatches",
     "StepBatches",
     "StepLoader",
     "ToyClip",
     "VideoTextDataset",
+    "busy_seconds",
     "count_frames",
     "deal",
     "find_files",

@@ -1,8 +1,10 @@
-"""The sequence of micro-batches of a bucketed set: the micro-batches of a step cost about the same.
+"""The sequence of micro-batches of a bucketed set.
 
 In each epoch, every clip is assigned to a bucket or dropped (``Buckets``). Each bucket is shuffled
-and cut into micro-batches, the last of which may be smaller. All micro-batches, sorted by cost, are
-cut into steps, and the steps are shuffled.
+and cut into micro-batches, the last of which may be smaller. In the order ``by_cost``, all
+micro-batches are sorted by cost and cut into steps, and the steps are shuffled: those of a step
+cost about the same. In the order ``mixed``, all micro-batches are shuffled and cut into steps, so
+that a step has the mix of the set.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from .sampler import MicroBatch
 
 Cost = Callable[[ClipShape, int], float]
 """Estimated work of a micro-batch: ``cost(shape, clips)``."""
+BatchOrder = Literal["by_cost", "mixed"]
 CLIPS_PER_CHUNK = 1 << 16
 # Substitutes that are looked for in a clip's own bucket, before any file that is long enough is
 # used.
@@ -37,6 +40,7 @@ class Batch(NamedTuple):
     shape: ClipShape
     ids: tuple[int, ...]
     cost: float
+    bucket: str
 
 
 class EntryCounts(NamedTuple):
@@ -70,6 +74,7 @@ class BucketPlan:
         frame_interval: of the dataset.
         micro_batches_per_step, seed: see ``sampler``.
         cost: estimate by which micro-batches are grouped into steps.
+        batch_order: of the micro-batches of an epoch, "by_cost" or "mixed".
 
     Raises:
         ValueError: if no clip is in any bucket; the message has the table of ``describe``.
@@ -84,10 +89,18 @@ class BucketPlan:
         micro_batches_per_step: int,
         seed: int,
         cost: Cost,
+        batch_order: BatchOrder = "by_cost",
     ) -> None:
         self.buckets = Buckets.of(bucket_config)
+        if unknown := self.buckets.without_batch_size:
+            raise ValueError(
+                f"got bucket_config without the batch size of {', '.join(unknown)}, which only a "
+                "training chooses at its start; expected numbers; write them with opensora-sp plan "
+                "CONFIG --fit 80GB"
+            )
         self.micro_batches_per_step = micro_batches_per_step
         self.frame_interval, self.seed, self.cost = frame_interval, seed, cost
+        self.batch_order = batch_order
 
         self.num_frames = rows.column("num_frames")
         self.height, self.width = rows.column("height"), rows.column("width")
@@ -120,7 +133,7 @@ class BucketPlan:
         first = step * self.micro_batches_per_step
         batches = epoch.steps[step - self._starts[epoch.number]]
         return [
-            MicroBatch(number, epoch.number, batch.shape, batch.ids, batch.cost)
+            MicroBatch(number, epoch.number, batch.shape, batch.ids, batch.cost, batch.bucket)
             for number, batch in enumerate(batches, first)
         ]
 
@@ -180,7 +193,7 @@ class BucketPlan:
                 shuffled = rng.permutation(ids).tolist()
                 for first in range(0, len(ids), entry.batch_size):
                     part = tuple(shuffled[first : first + entry.batch_size])
-                    batches.append(Batch(shape, part, self.cost(shape, len(part))))
+                    batches.append(Batch(shape, part, self.cost(shape, len(part)), entry.name))
             counts[index] = EntryCounts(len(clips), len(batches) - before, len(by_shape))
         return Epoch(number, entry_of_clip, self._steps(batches, rng), members, counts)
 
@@ -207,9 +220,15 @@ class BucketPlan:
         return {shape: clips[number == index] for index, shape in enumerate(known)}
 
     def _steps(self, batches: list[Batch], rng: np.random.Generator) -> list[list[Batch]]:
-        """Steps cut from the micro-batches in order of cost; ties and steps are shuffled."""
-        shuffled = [batches[index] for index in rng.permutation(len(batches))]
-        ordered = sorted(shuffled, key=lambda batch: -batch.cost)
+        """Steps cut from the micro-batches in their order.
+
+        By cost, ties and steps are shuffled. Of mixed steps, the last one may be smaller.
+        """
+        ordered = [batches[index] for index in rng.permutation(len(batches))]
+        if self.batch_order == "by_cost":
+            ordered.sort(key=lambda batch: -batch.cost)
         size = self.micro_batches_per_step
         steps = [ordered[first : first + size] for first in range(0, len(ordered), size)]
+        if self.batch_order == "mixed":
+            return steps
         return [steps[index] for index in rng.permutation(len(steps))]

@@ -4,7 +4,8 @@
 and frames to (keep probability, batch size). A clip is assigned to the largest resolution that it
 has at least 0.8 of the pixels of, and there to the largest number of frames that it is longer than.
 It is kept there with the keep probability; if not, it tries the next resolution. Of a pair of
-probabilities, the second is that of using this number of frames at all.
+probabilities, the second is that of using this number of frames at all. A batch size of None is
+chosen when training starts (``training/batch_sizes.py``).
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ DROPPED = {
 
 
 class BucketEntry(NamedTuple):
-    """One entry of a bucket config; ``batch_size`` is 0 where nothing is kept."""
+    """One entry of a bucket config; ``batch_size`` is 0 where nothing is kept, and None where it is
+    chosen at the start.
+    """
 
     resolution: str
     num_frames: int
     keep: float
     keep_frames: float | None  # probability of taking this number of frames at all
-    batch_size: int
+    batch_size: int | None
 
     @property
     def name(self) -> str:
@@ -82,7 +85,7 @@ class Buckets:
         for resolution in sorted(config, key=num_pixels, reverse=True):
             for num_frames, value in sorted(config[resolution].items(), reverse=True):
                 entries.append(_entry(resolution, num_frames, value))
-        if not any(entry.batch_size for entry in entries):
+        if not any(entry.keep for entry in entries):
             raise ValueError(
                 "got a bucket_config that keeps no clip; expected a keep probability over 0; raise "
                 "one"
@@ -90,10 +93,19 @@ class Buckets:
         return cls(tuple(entries))
 
     @property
+    def kept(self) -> list[BucketEntry]:
+        """The entries that keep clips."""
+        return [entry for entry in self.entries if entry.keep]
+
+    @property
+    def without_batch_size(self) -> list[str]:
+        """The names of the entries whose batch size is chosen at the start."""
+        return [entry.name for entry in self.kept if entry.batch_size is None]
+
+    @property
     def largest(self) -> BucketEntry:
         """The entry of the clips of most frames x pixels."""
-        kept = [entry for entry in self.entries if entry.batch_size]
-        return max(kept, key=lambda entry: entry.num_frames * num_pixels(entry.resolution))
+        return max(self.kept, key=lambda entry: entry.num_frames * num_pixels(entry.resolution))
 
     def assign(
         self,
@@ -148,6 +160,19 @@ class Buckets:
             first = last
 
 
+def with_batch_sizes(
+    config: Mapping[str, Mapping[int, Any]], sizes: Mapping[str, int]
+) -> dict[str, dict[int, Any]]:
+    """A bucket config with other batch sizes, by the names of the entries."""
+    changed = {resolution: dict(by_frames) for resolution, by_frames in config.items()}
+    for entry in Buckets.of(config).kept:
+        if entry.name in sizes:
+            by_frames = changed[entry.resolution]
+            keep, _ = by_frames[entry.num_frames]
+            by_frames[entry.num_frames] = (keep, sizes[entry.name])
+    return changed
+
+
 def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
     where = f"bucket_config[{resolution!r}][{num_frames!r}]"
     if not isinstance(num_frames, int) or num_frames < 1:
@@ -156,7 +181,7 @@ def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
         )
     usage = (
         "write (probability, batch size), or ((probability, probability of these frames), batch "
-        "size)"
+        "size); a batch size of None is chosen at the start"
     )
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"got {where} = {value!r}; expected a pair; {usage}")
@@ -178,6 +203,6 @@ def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
     keep, keep_frames = probabilities if is_pair else (*probabilities, None)
     if not keep:
         return BucketEntry(resolution, num_frames, 0.0, keep_frames, 0)
-    if not (isinstance(batch_size, int) and batch_size >= 1):
+    if batch_size is not None and not (isinstance(batch_size, int) and batch_size >= 1):
         raise ValueError(f"got {where} = {value!r}; expected a batch size of at least 1; {usage}")
-    return BucketEntry(resolution, num_frames, float(keep), keep_frames, int(batch_size))
+    return BucketEntry(resolution, num_frames, float(keep), keep_frames, batch_size)

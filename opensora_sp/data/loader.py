@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
+from opensora_sp.rank_groups import RankGroup
 from opensora_sp.transfer import copied_ahead, map_tensors
 
 from .cache_files import DamagedRecordError
-from .sampler import MicroBatch, ReadRequest, ReplicaBatches
+from .sampler import MicroBatch, RankBatches, ReadRequest
 
 CPU = torch.device("cpu")
 Draw = Callable[[MicroBatch, Any], Any]
@@ -37,14 +38,15 @@ Draw = Callable[[MicroBatch, Any], Any]
 class LoadedBatch:
     """A micro-batch, the items that this rank has read for it, and its random draws.
 
-    ``error`` is why it cannot be used. The rank raises it: an exception of a worker would carry the
-    worker's traceback.
+    ``group`` computes it; None stands for the replica of a fixed degree. ``error`` is why it cannot
+    be used. The rank raises it: an exception of a worker would carry the worker's traceback.
     """
 
     micro_batch: MicroBatch
     items: list[Any]
     draws: Any
     error: str | None = None
+    group: RankGroup | None = None
 
     def pin_memory(self) -> LoadedBatch:
         """Called by the ``DataLoader``."""
@@ -54,14 +56,14 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One optimizer step: the micro-batches of all replicas, and those loaded for this one."""
+    """One optimizer step: the micro-batches of all ranks, and those loaded for this one."""
 
     micro_batches: list[MicroBatch]
     loaded: Iterator[LoadedBatch]
 
     @property
     def num_samples(self) -> int:
-        """Samples of the step, of all replicas together."""
+        """Samples of the step, of all ranks together."""
         return sum(len(micro_batch.ids) for micro_batch in self.micro_batches)
 
 
@@ -77,7 +79,7 @@ class MicroBatchReader(Dataset[LoadedBatch]):
         except DamagedRecordError as error:
             return LoadedBatch(request.micro_batch, [], None, str(error))
         draws = self.draw(request.micro_batch, request.latent_size)
-        return LoadedBatch(request.micro_batch, items, draws)
+        return LoadedBatch(request.micro_batch, items, draws, group=request.group)
 
 
 class StepLoader:
@@ -99,7 +101,7 @@ class StepLoader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        batches: ReplicaBatches,
+        batches: RankBatches,
         *,
         num_workers: int,
         seed: int,
@@ -113,7 +115,7 @@ class StepLoader:
         self._loader: DataLoader[LoadedBatch] = DataLoader(
             MicroBatchReader(dataset, draw),
             batch_size=None,
-            sampler=batches,
+            sampler=batches,  # type: ignore[arg-type]
             num_workers=num_workers,
             pin_memory=device.type == "cuda",
             worker_init_fn=worker_init_fn,
@@ -138,8 +140,7 @@ class StepLoader:
     def _steps(self, loaded: Iterator[LoadedBatch]) -> Iterator[StepBatches]:
         for step in self.batches.steps:
             micro_batches = self.batches.plan.step(step)
-            rounds = self.batches.rounds(micro_batches)
-            yield StepBatches(micro_batches, self._timed(loaded, rounds))
+            yield StepBatches(micro_batches, self._timed(loaded, self.batches.count(step)))
 
     def take_waited(self) -> float:
         """Seconds waited since the last call."""

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from opensora_sp.randomness import generator
+from opensora_sp.rank_groups import RankGroup
 
 from .dataset import ClipShape, Sample
 
@@ -25,7 +26,7 @@ class MicroBatch(NamedTuple):
 
     ``number`` counts micro-batches from the start of the run and keys random draws. ``cost`` is an
     estimate of the work, in the plan's own unit. Without ``ids`` it is an idle round, in which a
-    replica has nothing to compute.
+    replica has nothing to compute. ``bucket`` is the name of its bucket, if there are any.
     """
 
     number: int
@@ -33,6 +34,7 @@ class MicroBatch(NamedTuple):
     shape: ClipShape
     ids: tuple[int, ...]
     cost: float
+    bucket: str = ""
 
     @property
     def samples(self) -> list[Sample]:
@@ -166,11 +168,29 @@ class ReadRequest(NamedTuple):
     """What a worker reads and draws for a micro-batch.
 
     ``samples`` are those that this rank reads, ``latent_size`` is (frames, height, width).
+    ``group`` computes the micro-batch; None stands for the replica of a fixed degree.
     """
 
     micro_batch: MicroBatch
     samples: list[Sample]
     latent_size: tuple[int, int, int] | None = None
+    group: RankGroup | None = None
+
+
+class RankBatches(Protocol):
+    """Sampler of one rank: the requests of its micro-batches, step by step."""
+
+    @property
+    def plan(self) -> BatchPlan: ...
+
+    @property
+    def steps(self) -> range: ...
+
+    def count(self, step: int) -> int:
+        """The number of this rank's requests in a step."""
+
+    def __iter__(self) -> Iterator[ReadRequest]:
+        """The requests of all steps, one after the other."""
 
 
 class ReplicaBatches:
@@ -196,9 +216,9 @@ class ReplicaBatches:
         self.plan, self.steps = plan, range(start, stop)
         self.replica, self.num_replicas, self.request_of = replica, num_replicas, request_of
 
-    def rounds(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Micro-batches that each replica computes of a step's, idle rounds included."""
-        return -(-len(micro_batches) // self.num_replicas)
+    def count(self, step: int) -> int:
+        """Micro-batches that each replica computes in a step, idle rounds included."""
+        return -(-len(self.plan.step(step)) // self.num_replicas)
 
     def __iter__(self) -> Iterator[ReadRequest]:
         for step in self.steps:

@@ -4,7 +4,7 @@ from .frame_masks import check_mask_ratios, draw_frame_mask, frame_mask
 from .given_frames import DrawnCondition, check_mask_types, draw_condition, given_frames
 from .iddpm import IDDPM
 from .image_guidance import GivenFrames
-from .loss import Positions, rank_loss, velocity_loss
+from .loss import Positions, rank_loss, samples_of_mean, velocity_loss
 from .process import DiffusionProcess, Geometry, Noised, guided, unguided
 from .rectified_flow import RectifiedFlow
 
@@ -25,6 +25,7 @@ __all__ = [
     "given_frames",
     "guided",
     "rank_loss",
+    "samples_of_mean",
     "unguided",
     "velocity_loss",
 ]

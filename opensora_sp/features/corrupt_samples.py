@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ ENOUGH_READ = 100
 class CorruptSamples:
     """Counts clips that were read and clips that were substituted because they were corrupt.
 
-    ``read`` and ``substituted`` are equal on all ranks of a sequence-parallel group. ``files_read``
-    counts the clips that were read by file suffix.
+    ``read`` and ``substituted`` are those of the micro-batches that this rank has shared; with a
+    fixed ``sp_size`` they are equal on all ranks of a group. ``files_read`` counts the clips that
+    were read by file suffix.
 
     Args:
         rows: the manifest that the clips are from.
@@ -33,6 +34,8 @@ class CorruptSamples:
         self.rows, self.mesh, self.max_bad_fraction = rows, mesh, max_bad_fraction
         self.files_read: Counter[str] = Counter()
         self.read, self.substituted = 0, 0
+        # Of micro-batches of which this rank is the first, so that a sum over ranks counts each.
+        self._read_as_first, self._substituted_as_first = 0, 0
         self.found: dict[str, str] = {}  # path -> reason, of all ranks after ``report``
         self._unreported: dict[str, str] = {}
         self._error = ""
@@ -52,6 +55,14 @@ class CorruptSamples:
         suffixes = [self.rows[index].path.suffix for index in ids]
         self.files_read.update(suffixes)
         self.read += len(suffixes)
+        if self.mesh.sp_rank == 0:
+            self._read_as_first += len(suffixes)
+
+    def count_substituted(self, places: Sized) -> None:
+        """Count the clips of the current group's micro-batch that are substituted."""
+        self.substituted += len(places)
+        if self.mesh.sp_rank == 0:
+            self._substituted_as_first += len(places)
 
     @property
     def last(self) -> tuple[str, str] | None:
@@ -66,11 +77,10 @@ class CorruptSamples:
                 ``raise_in_report``.
         """
         unreported = len(self._unreported) + bool(self._error)
-        counts = torch.tensor([self.read, self.substituted, unreported], device=device)
+        own = [self._read_as_first, self._substituted_as_first, unreported]
+        counts = torch.tensor(own, device=device)
         dist.all_reduce(counts)
         read, substituted, unreported = map(int, counts.tolist())
-        # Every rank of a group has counted the clips of the group.
-        read, substituted = read // self.mesh.sp_size, substituted // self.mesh.sp_size
 
         if unreported:
             self._exchange_reports()

@@ -50,7 +50,7 @@ from opensora_sp.data.cache_files import (
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, init_worker, raise_on_all_ranks
 
-from .build import make_dataset, make_encoders, make_plan, with_length
+from .build import make_dataset, make_encoders, make_plan, micro_batches_of_step, with_length
 from .cached import check_made_of, clips_used, made_of
 from .same_clips import agree_on_clips, by_name
 from .sources import Encoders
@@ -90,8 +90,7 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
     )
     with closing_process_group(), watchdog:
         agree_on_clips(by_name(dataset.fingerprint))
-        replicas = max(1, dist.get_world_size() // cfg.sp_size)
-        plan = make_plan(cfg, dataset, cfg.micro_batches_per_step or replicas)
+        plan = make_plan(cfg, dataset, micro_batches_of_step(cfg, {}, dist.get_world_size()))
         encoders = make_encoders(cfg, current_device())
         cache = CacheWriter(with_length(cfg, plan), Path(folder), dataset, encoders)
         cache.write(plan)

@@ -32,6 +32,7 @@ from opensora_sp.data import BatchPlan, ClipShape, CorruptSample, MicroBatch, Re
 from opensora_sp.parallel import SequenceMesh, held_rows
 from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.parallel.layout import plan_delivery
+from opensora_sp.rank_groups import RankGroup
 from opensora_sp.transfer import to_device
 
 from .corrupt_samples import CorruptSamples
@@ -85,7 +86,12 @@ class ShardedEncoder:
     Args:
         model: the parallelized model, whose token layout decides what each rank needs.
         dataset: indexed by ``Sample``; its items are what ``source`` encodes.
-        whole: give every rank all features of the first micro-batch, for a model that verifies it.
+        plan: names substitutes of corrupt clips; not needed for ``encode_readable``.
+        whole: give every rank all features of each group's first micro-batch, for a model that
+            verifies it.
+
+    Micro-batches belong to the mesh's current group, except for requests made ahead, which name
+    theirs.
     """
 
     def __init__(
@@ -93,7 +99,7 @@ class ShardedEncoder:
         mesh: SequenceMesh,
         model: Any,
         dataset: Any,
-        plan: BatchPlan,
+        plan: BatchPlan | None,
         source: Source,
         corrupt: CorruptSamples,
         device: torch.device,
@@ -101,15 +107,25 @@ class ShardedEncoder:
         whole: bool = False,
     ) -> None:
         self.mesh, self.model, self.dataset, self.plan = mesh, model, dataset, plan
-        self.source, self.corrupt, self.device, self.whole = source, corrupt, device, whole
+        self.source, self.corrupt, self.device = source, corrupt, device
+        self._take_whole = {own.ranks for own in mesh.own} if whole else set()
         self._assignment = lru_cache(maxsize=16)(self._assign)
 
-    def samples(self, micro_batch: MicroBatch, places: Sequence[int] | None = None) -> list[Sample]:
-        """What this rank reads of the clips at ``places`` of a micro-batch, by default of all."""
+    def samples(
+        self,
+        micro_batch: MicroBatch,
+        places: Sequence[int] | None = None,
+        group: RankGroup | None = None,
+    ) -> list[Sample]:
+        """What this rank reads of the clips at ``places`` of a micro-batch, by default of all.
+
+        ``group`` shares the micro-batch, by default the mesh's current one.
+        """
         if places is None:
             places = range(len(micro_batch.ids))
+        group = group or self.mesh.group
         pieces = self.source.pieces(micro_batch.shape)
-        own = distribute_pieces(places, pieces, self.mesh.sp_size)[self.mesh.sp_rank]
+        own = distribute_pieces(places, pieces, group.size)[self.mesh.rank - group.start]
         return [
             Sample(
                 micro_batch.ids[portion.place],
@@ -120,10 +136,10 @@ class ShardedEncoder:
             for portion in own
         ]
 
-    def request(self, micro_batch: MicroBatch) -> ReadRequest:
-        """What a worker of this rank reads and draws for a micro-batch."""
+    def request(self, micro_batch: MicroBatch, group: RankGroup | None = None) -> ReadRequest:
+        """What a worker of this rank reads and draws for a micro-batch of a group."""
         size = self.source.latent_size(micro_batch.shape)
-        return ReadRequest(micro_batch, self.samples(micro_batch), size)
+        return ReadRequest(micro_batch, self.samples(micro_batch, group=group), size)
 
     def encode(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[MicroBatch, Features]:
         """Encode what was read; returns the micro-batch with substitutes for corrupt clips.
@@ -145,10 +161,11 @@ class ShardedEncoder:
             places = self.encode_readable(features, ids, places, items)
             if not places:
                 break
+            assert self.plan is not None
             for place in places:
                 ids[place] = self.plan.substitute(micro_batch, micro_batch.ids[place], attempt)
             if attempt == 0:
-                self.corrupt.substituted += len(places)
+                self.corrupt.count_substituted(places)
             used = micro_batch._replace(ids=tuple(ids))
             items = [self.dataset[sample] for sample in self.samples(used, places)]
         else:
@@ -158,7 +175,7 @@ class ShardedEncoder:
                 "check the manifest's paths"
             )
 
-        self.whole = False
+        self._take_whole.discard(self.mesh.group)
         self.corrupt.count_used(ids)
         return micro_batch._replace(ids=tuple(ids)), features
 
@@ -174,7 +191,14 @@ class ShardedEncoder:
             The places of clips that some rank could not read, the same on all. Collective in the
             group.
         """
-        assign = partial(self._assignment, features.shape, len(ids), tuple(places), self.whole)
+        assign = partial(
+            self._assignment,
+            self.mesh.group,
+            features.shape,
+            len(ids),
+            tuple(places),
+            self.mesh.group in self._take_whole,
+        )
         own = assign(()).portions[self.mesh.sp_rank]
         self.corrupt.note(items)
 
@@ -287,14 +311,18 @@ class ShardedEncoder:
 
     def _assign(
         self,
+        group: RankGroup,
         shape: ClipShape,
         num_clips: int,
         places: tuple[int, ...],
         whole: bool,
         corrupt: tuple[int, ...],
     ) -> Assignment:
-        """The portions of the clips at ``places``, without those of the ``corrupt`` ones."""
-        size, ranks = self.source.latent_size(shape), self.mesh.sp_size
+        """The portions of the clips at ``places``, without those of the ``corrupt`` ones.
+
+        ``group`` is the current one.
+        """
+        size, ranks = self.source.latent_size(shape), group.size
         portions = []
         for own in distribute_pieces(places, self.source.pieces(shape), ranks):
             portions.append([portion for portion in own if portion.place not in corrupt])

@@ -1,15 +1,30 @@
-"""The dp x sp mesh of processes."""
+"""The groups of processes that share micro-batches: replicas of one size, or a nested family."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from opensora_sp.backends import host_backend
+from opensora_sp.rank_groups import (
+    RankGroup,
+    fixed_groups,
+    group_sizes,
+    groups_with,
+    nested_groups,
+)
 
 from .numerics import accumulate_in_fp32
+
+AUTO: Literal["auto"] = "auto"
+SequenceSize: TypeAlias = int | Literal["auto"]
+"""Ranks that share a micro-batch: a number, or "auto" for a degree of each micro-batch."""
 
 
 class ImaginedGroup:
@@ -21,23 +36,55 @@ class ImaginedGroup:
         """As the work of an exchange: nothing is in flight."""
 
 
-class SequenceMesh:
-    """All processes, arranged as ``dp_size`` replicas of ``sp_size`` neighbouring ranks each.
+@dataclass(frozen=True, eq=False)
+class SequenceGroup:
+    """A group of ranks that share micro-batches, as one of its members sees it.
 
-    The ranks of one replica (``sp_group``) share every batch and hold a part of its rows; ranks
-    with equal ``sp_rank`` (``dp_group``) hold different batches. Without a process group there is
-    one process, and both are None. ``spans_nodes``: whether any ``sp_group`` lies on several nodes.
+    ``sp_group`` is its process group, ``host_group`` the one for tensors on the CPU. Both are None
+    without processes, and for a single rank of a nested family, which sends nothing.
+    """
+
+    ranks: RankGroup
+    sp_rank: int
+    sp_group: Any
+    host_group: Any
+    spans_nodes: bool
+
+    @property
+    def sp_size(self) -> int:
+        return self.ranks.size
+
+
+class SequenceMesh:
+    """All processes, and the groups of neighbouring ranks that share micro-batches.
+
+    With a number as ``sp_size`` these are ``dp_size`` replicas of ``sp_size`` ranks each. Ranks
+    with equal ``sp_rank`` (``dp_group``) hold different batches.
+
+    With ``"auto"`` they are a nested family (``opensora_sp.rank_groups.nested_groups``): from the
+    whole world down to single ranks. Then ``dp_size`` is 1, ``dp_group`` None, and each micro-batch
+    runs in ``using(group)``, where the group is one that this rank is a member of. All ranks must
+    enter their groups from the largest to the smallest between two collectives of the world.
+
+    ``sp_size``, ``sp_rank``, ``sp_group``, ``host_group`` and ``spans_nodes`` are those of the
+    current group, whose ranks share a micro-batch and hold a part of its rows each. Outside of
+    ``using`` that is this rank's replica, or the world with ``"auto"``. Without a process group
+    there is one process, and process groups are None.
 
     Creating a mesh is collective: every rank of the world does it, in the same order. It also lets
     matrix products accumulate in fp32 in this process (``accumulate_in_fp32``): runs, the plugin
     and ``parallelize`` need a mesh.
+
+    Attributes:
+        family: all groups of the world, the largest first.
+        own: this rank's groups of the family, the largest first.
 
     Raises:
         ValueError: if ``sp_size`` does not divide the number of processes, or a launcher started
             several processes that have not joined a process group.
     """
 
-    def __init__(self, sp_size: int = 1) -> None:
+    def __init__(self, sp_size: SequenceSize = 1) -> None:
         running = dist.is_available() and dist.is_initialized()
         if not running and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
@@ -47,57 +94,152 @@ class SequenceMesh:
             )
 
         world = dist.get_world_size() if running else 1
-        rank = dist.get_rank() if running else 0
         check_sp_size(sp_size, world)
         accumulate_in_fp32()
-        self.world_size, self.rank = world, rank
-        self.sp_size, self.dp_size = sp_size, world // sp_size
-        self.dp_rank, self.sp_rank = divmod(rank, sp_size)
-
-        replicas = [list(range(first, first + sp_size)) for first in range(0, world, sp_size)]
-        peers = [list(ranks) for ranks in zip(*replicas, strict=True)]
-        self.sp_group = _my_group(replicas, rank, world)
-        self.dp_group = _my_group(peers, rank, world)
-
+        self.world_size, self.rank = world, dist.get_rank() if running else 0
         # torchrun sets the number of ranks on this node; without it, there is one node.
-        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        self.spans_nodes = spans_nodes(world, sp_size, of_node)
+        self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
-        # The ranks of sp_group, for tensors on the CPU.
-        self.host_group = self.sp_group
-        if self.sp_group is not None and "gloo" not in dist.get_backend_config(self.sp_group):
-            self.host_group = _my_group(replicas, rank, world, backend=host_backend())
+        self.own: tuple[SequenceGroup, ...]
+        self.dp_group: Any = None
+        if sp_size == AUTO:
+            self.family = nested_groups(world, self.ranks_per_node)
+            self.dp_size, self.dp_rank = 1, 0
+            self.own = self._nested_groups()
+        else:
+            self.family = fixed_groups(world, sp_size)
+            self.dp_size, self.dp_rank = world // sp_size, self.rank // sp_size
+            self.own = (self._replica(sp_size),)
+        self._current = self.own[0]
 
     @classmethod
     def imagined(cls, sp_size: int, sp_rank: int) -> SequenceMesh:
         """The mesh of one rank, without processes, to trace a model with fake tensors."""
         mesh = cls.__new__(cls)
-        mesh.world_size, mesh.rank = sp_size, sp_rank
-        mesh.sp_size, mesh.dp_size, mesh.sp_rank, mesh.dp_rank = sp_size, 1, sp_rank, 0
-        mesh.spans_nodes = False
+        mesh.world_size = mesh.ranks_per_node = sp_size
+        mesh.rank, mesh.dp_size, mesh.dp_rank = sp_rank, 1, 0
         group: Any = ImaginedGroup()
-        mesh.sp_group = mesh.dp_group = mesh.host_group = group
+        mesh.dp_group = group
+        mesh.family = fixed_groups(sp_size, sp_size)
+        mesh.own = (SequenceGroup(mesh.family[0], sp_rank, group, group, spans_nodes=False),)
+        mesh._current = mesh.own[0]
         return mesh
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether this rank is in a group of several ranks."""
+        return self.own[0].sp_size > 1
 
     @property
     def is_imagined(self) -> bool:
         return isinstance(self.sp_group, ImaginedGroup)
 
+    @contextmanager
+    def using(self, group: RankGroup) -> Iterator[None]:
+        """Inside, ``group`` is the current one: around forward and backward of a micro-batch.
+
+        Raises:
+            ValueError: if this rank is not a member of it, or the family does not have it.
+        """
+        found = next((one for one in self.own if one.ranks == group), None)
+        if found is None:
+            own = ", ".join(str(one.ranks) for one in self.own)
+            raise ValueError(
+                f"got {group} as the group of a micro-batch on rank {self.rank}; expected one of "
+                f"its groups: {own}; pass a group of mesh.family that has this rank as a member"
+            )
+        before, self._current = self._current, found
+        try:
+            yield
+        finally:
+            self._current = before
+
+    @property
+    def current(self) -> SequenceGroup:
+        """The group of the micro-batch at hand."""
+        return self._current
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks of the current group."""
+        return self._current.ranks
+
+    @property
+    def sp_size(self) -> int:
+        return self._current.sp_size
+
+    @property
+    def sp_rank(self) -> int:
+        return self._current.sp_rank
+
+    @property
+    def sp_group(self) -> Any:
+        return self._current.sp_group
+
+    @property
+    def host_group(self) -> Any:
+        return self._current.host_group
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the current group, or with a fixed size any replica, lies on several nodes."""
+        return self._current.spans_nodes
+
     def __repr__(self) -> str:
+        if len(self.own) > 1:
+            return f"SequenceMesh('auto', sp_sizes={group_sizes(self.family)}, rank={self.rank})"
         return f"SequenceMesh(dp_size={self.dp_size}, sp_size={self.sp_size}, rank={self.rank})"
+
+    def _replica(self, sp_size: int) -> SequenceGroup:
+        """This rank's group of a fixed size; also sets ``dp_group``."""
+        replicas = [list(group.ranks) for group in self.family]
+        peers = [list(ranks) for ranks in zip(*replicas, strict=True)]
+        sp_group = _my_group(replicas, self.rank, self.world_size)
+        self.dp_group = _my_group(peers, self.rank, self.world_size)
+
+        # The ranks of sp_group, for tensors on the CPU.
+        host_group = sp_group
+        if _needs_twin(sp_group):
+            host_group = _my_group(replicas, self.rank, self.world_size, backend=host_backend())
+
+        return SequenceGroup(
+            self.family[self.dp_rank],
+            self.rank % sp_size,
+            sp_group,
+            host_group,
+            spans_nodes(self.world_size, sp_size, self.ranks_per_node),
+        )
+
+    def _nested_groups(self) -> tuple[SequenceGroup, ...]:
+        """This rank's groups of a nested family, with communicators of those of several ranks.
+
+        Only the members of a group create its communicators. As every rank does so from its
+        largest group to its smallest, and groups that share ranks are nested, nobody waits in a
+        cycle.
+        """
+        own = []
+        for ranks in groups_with(self.rank, self.family):
+            sp_group = host_group = _group_of(ranks, self.world_size)
+            if _needs_twin(sp_group):
+                host_group = _group_of(ranks, self.world_size, backend=host_backend())
+                # NCCL connects ranks in the first all-to-all. Its memory is taken at the start.
+                sent = torch.zeros(ranks.size, device="cuda")
+                dist.all_to_all_single(torch.empty_like(sent), sent, group=sp_group)
+
+            spans = ranks.spans_nodes(self.ranks_per_node)
+            own.append(SequenceGroup(ranks, self.rank - ranks.start, sp_group, host_group, spans))
+        return tuple(own)
 
 
 def spans_nodes(world_size: int, sp_size: int, ranks_per_node: int) -> bool:
     """Whether any group of ``sp_size`` neighbouring ranks lies on more than one node."""
-    for first in range(0, world_size, sp_size):
-        last = first + sp_size - 1
-        if first // ranks_per_node != last // ranks_per_node:
-            return True
-    return False
+    return any(group.spans_nodes(ranks_per_node) for group in fixed_groups(world_size, sp_size))
 
 
-def check_sp_size(sp_size: int, world_size: int) -> None:
+def check_sp_size(sp_size: SequenceSize, world_size: int) -> None:
     """Raise ValueError unless the processes can be divided into groups of ``sp_size``."""
+    if sp_size == AUTO:
+        return
     if sp_size < 1 or world_size % sp_size:
         fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(
@@ -120,3 +262,22 @@ def _my_group(
         group = dist.new_group(ranks, backend=backend)
         own = group if rank in ranks else own
     return own
+
+
+def _group_of(ranks: RankGroup, world: int, backend: str | None = None) -> Any:
+    """Create a process group of several ranks, called by its members; None for one rank."""
+    if ranks.size == 1:
+        return None
+    if ranks.size == world and backend is None:
+        return dist.group.WORLD
+    return dist.new_group(
+        list(ranks.ranks),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=f"sp_size {ranks.size}{'' if backend is None else ' on the host'}",
+    )
+
+
+def _needs_twin(group: dist.ProcessGroup | None) -> bool:
+    """Whether the tensors of the host need a process group beside this one."""
+    return group is not None and "gloo" not in dist.get_backend_config(group)

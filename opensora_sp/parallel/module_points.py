@@ -210,13 +210,17 @@ class ModulePoints:
 
     def attachments(self) -> list[tuple[ModulePoint, Callable[[ModuleCall], Any]]]:
         """Each point with the function to attach, the innermost function of a module first."""
-        listed = [(ModulePoint(m), partial(self._attend, m)) for m in self.layouts]
-        return [
-            *listed,
-            (ModulePoint(self.enter), self._shard),
-            (ModulePoint(self.leave), self._gather),
-            (ModulePoint(self.model), self._forward),
+        functions: list[tuple[nn.Module, Callable[[ModuleCall], Any]]] = [
+            *((module, partial(self._attend, module)) for module in self.layouts),
+            (self.enter, self._shard),
+            (self.leave, self._gather),
+            (self.model, self._forward),
         ]
+        return [(ModulePoint(m), partial(self._unless_alone, f)) for m, f in functions]
+
+    def _unless_alone(self, function: Callable[[ModuleCall], Any], call: ModuleCall) -> Any:
+        """Call the function, or the bare module in a group of one rank."""
+        return call.run() if self.engine.mesh.sp_size == 1 else function(call)
 
     def _layouts(self) -> dict[nn.Module, str]:
         """The layout that each listed module attends in."""

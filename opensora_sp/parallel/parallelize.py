@@ -5,7 +5,8 @@ A ``ShardPlan`` names the hook points where tokens enter, change layout, attend 
 output rows of all ranks are gathered, or stay where they are as a ``Shard``.
 
 The gradient rule: the mean over the ranks of each rank's gradient is the gradient of the mean of
-the ranks' losses.
+the ranks' losses. On a mesh of nested groups it holds for the sum of the losses of all groups
+(docs/concepts/gradients.md).
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ class SequenceParallel:
         self._attachments: list[tuple[Any, Local]] = []
         if plan.names_hook_points:
             self._attachments = self._hook_points()
-        elif mesh.sp_size > 1:
+        elif mesh.shares_batches:
             self._attachments = ModulePoints(self).attachments()
         self._attach()
 
-        if mesh.sp_size > 1:
+        if mesh.shares_batches:
             self._before_forward(InputCheck(mesh, options, plan))
         if plan.names_hook_points:
             self._before_forward(self._take_output_argument)
@@ -122,10 +123,18 @@ class SequenceParallel:
 
     def shard(self, local: Local, grid: Any) -> Any:
         """The rows that this rank holds where tokens enter."""
+        if self.mesh.sp_size == 1:
+            return local(grid)
         return self.strategy(grid).shard(local, grid)
 
     def at(self, point: str, local: Local, *args: Any, **options: Any) -> Any:
-        """Run the batch's strategy at a hook point. The arguments include the rows held there."""
+        """Run the batch's strategy at a hook point. The arguments include the rows held there.
+
+        In a group of one rank it is the bare model's function.
+        """
+        if self.mesh.sp_size == 1:
+            return local(*args, **options)
+
         rows = next(arg for arg in args if hasattr(arg, "grid"))
         if isinstance(args[0], Tensor) and args[0].shape[:2] != (rows.count, rows.length):
             raise ValueError(
@@ -151,7 +160,7 @@ class SequenceParallel:
     def _hook_points(self) -> list[tuple[Any, Local]]:
         """Each hook point of the model with the function to attach."""
         functions: list[tuple[str, Local]] = [(self.plan.leave, self.gather)]
-        if self.mesh.sp_size > 1:
+        if self.mesh.shares_batches:
             functions.append((self.plan.enter, self.shard))
             for name in ("switch", "segment", "spatial", "temporal", "tokenwise"):
                 hook = partial(self.at, name)
@@ -187,8 +196,9 @@ class SequenceParallel:
         return args, kwargs
 
     def strategy(self, grid: Any) -> Strategy:
-        """The strategy for batches of this shape."""
-        key = (grid.num_samples, *grid.shape, grid.full)
+        """The strategy for batches of this shape in the current group."""
+        # A rank's groups have different sizes.
+        key = (self.mesh.sp_size, grid.num_samples, *grid.shape, grid.full)
         if key not in self._strategies:
             width, heads, element_size = 1, 1, 1
             if self.plan.names_hook_points:
@@ -206,7 +216,7 @@ class SequenceParallel:
                 element_size=element_size,
                 spans_nodes=self.mesh.spans_nodes,
             )
-            self._strategies[key] = chosen(self.mesh, options, heads)
+            self._strategies[key] = chosen(self.mesh.current, options, heads)
         return self._strategies[key]
 
 
@@ -220,6 +230,9 @@ def parallelize(
 ) -> Model:
     """Make a model compute each batch together with the other ranks of ``mesh.sp_group``.
 
+    On a mesh with ``sp_size="auto"`` that is the group of ``mesh.using(group)`` around forward and
+    backward. In a group of one rank, and with ``sp_size=1``, the operators are the bare model's.
+
     Works in place and returns the same object: same class, parameters and state dict. Every rank of
     the group calls the same model with the same inputs. Models, options, train and gradient modes,
     and shapes and dtypes of inputs that differ are refused on all ranks, by one error that names
@@ -229,7 +242,7 @@ def parallelize(
 
     Args:
         model: one that declares ``sharding_points``, or whose class has a registered ``ShardPlan``.
-        mesh: the processes; ``sp_size`` ranks share a batch.
+        mesh: the processes; the ranks of its current group share a batch.
         options: strategy, placement, precision and overlap of the exchanges; defaults are those of
             ``Options``.
         keywords: fields of ``Options`` by name, which override those of ``options``.
@@ -246,7 +259,7 @@ def parallelize(
             "first"
         )
     setattr(model, ATTRIBUTE, SequenceParallel(model, mesh, plan_of(model), options))
-    if options.verify and mesh.sp_size > 1:
+    if options.verify and mesh.shares_batches:
         verify_first_step(model)
     return model
 

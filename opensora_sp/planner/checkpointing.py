@@ -24,6 +24,9 @@ LEVELS = tuple(range(OFFLOADED, EVERYTHING + 1))
 COMPILED_LEVELS = (OFFLOADED, 0, EVERYTHING)
 """Compiled blocks keep all or nothing: what is in between needs to see each operator."""
 
+STAGE_PRODUCTS = (8, 0, 0, 6, 6, 8)
+"""Matrix products of a block that each of ``STAGES`` computes, in C^2 a token."""
+
 FRAGMENTED = 0.05  # of a device's memory
 RESERVED = 3e9  # bytes of the CUDA context and of NCCL
 
@@ -31,6 +34,11 @@ RESERVED = 3e9  # bytes of the CUDA context and of NCCL
 def budget_of(memory: float) -> float:
     """Bytes of a device that a step may take, of all that it has."""
     return (1 - FRAGMENTED) * memory - RESERVED
+
+
+def memory_for(needed: float) -> float:
+    """Bytes of the smallest device on which a step may take so many: inverse of ``budget_of``."""
+    return (needed + RESERVED) / (1 - FRAGMENTED)
 
 
 def choose_levels(
@@ -91,6 +99,12 @@ def offloaded_bytes(
     held = zip(shape.entries(spatial, ranks), shape.entries(temporal, ranks), strict=True)
     of_pair = max(sum(map(of_input, pair)) for pair in held)
     return of_pair * shape.depth * levels.count(OFFLOADED) // len(levels)
+
+
+def recomputed_share(levels: Sequence[int]) -> float:
+    """The share of all blocks' matrix products that backward computes again."""
+    repeated = [sum(STAGE_PRODUCTS[max(0, level) :]) for level in levels]
+    return sum(repeated) / len(levels) / sum(STAGE_PRODUCTS)
 
 
 def describe(levels: Sequence[int]) -> str:

@@ -51,6 +51,10 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         # Parameters in the bucket, with the stream on which each gradient was accumulated.
         self._grad_streams: list[tuple[Tensor, Any]] = []
         self._buckets: list[Bucket] = []
+        if isinstance(self.optim, torch.optim.Adagrad):
+            # Its state exists from the start, so far of whole weights.
+            of_shards = torch.optim.Adagrad(self.optim.param_groups, **self.optim.defaults)
+            self.optim.state = of_shards.state
 
         self._loss_scale: LossScale | None = None
         if self._dtype is torch.float16:

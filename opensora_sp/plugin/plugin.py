@@ -19,6 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.agreement import check_same_model
+from opensora_sp.parallel.cost_model_file import cost_model_of
+from opensora_sp.parallel.mesh import SequenceSize
 
 from ._colossalai import (
     DistributedOptim,
@@ -32,6 +34,7 @@ from ._colossalai import (
 from .accelerator import use_cpu_if_nothing_else
 from .checkpoint_io import NamedCheckpointIO
 from .launch import current_device
+from .local_gradients import AccumulatingZeroOptimizer
 from .optimizer import SequenceZeroOptimizer
 
 Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any], Any]
@@ -42,11 +45,12 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     The processes form ``world / sp_size`` replicas of ``sp_size`` ranks. The ranks of a replica
     work on the same batches and hold a part of their tokens each; ZeRO shards and averages over the
-    whole world. Create it on every rank, after the process group (``colossalai.launch_from_torch``
-    or ``torch.distributed``).
+    whole world. With ``sp_size="auto"`` they form the nested groups of ``SequenceMesh``, and each
+    micro-batch runs in ``plugin.mesh.using(group)``. Create it on every rank, after the process
+    group (``colossalai.launch_from_torch`` or ``torch.distributed``).
 
     Args:
-        sp_size: ranks that share a batch; must divide the number of processes.
+        sp_size: ranks that share a batch, which must divide the number of processes, or "auto".
         stage: ZeRO stage, 1 or 2.
         precision: "fp32", "bf16", or on CUDA "fp16". Master weights and moments are fp32.
         max_norm: gradients are clipped to this global norm; 0 turns clipping off.
@@ -54,7 +58,10 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             models of this package cast what they compute on themselves, and a timestep rounded to
             bf16 is another timestep.
         overlap_communication: reduce gradients while backward runs; by default on CUDA only, where
-            it exists.
+            it exists, and not with ``accumulate_locally``.
+        accumulate_locally: sum gradients on each rank, in fp32, and reduce them once, in ``step``.
+            Ranks may then run different numbers of backward passes, or none; see
+            ``AccumulatingZeroOptimizer``. It takes 4 bytes per trainable parameter on each rank.
         initial_scale: loss scale that fp16 starts with.
         sequence_parallel: how the ranks of a replica share a batch: fields of
             ``opensora_sp.parallel.Options`` by name.
@@ -68,13 +75,14 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
     def __init__(
         self,
-        sp_size: int = 1,
+        sp_size: SequenceSize = 1,
         stage: int = 2,
         precision: str = "bf16",
         max_norm: float = 0.0,
         *,
         cast_inputs: bool = False,
         overlap_communication: bool | None = None,
+        accumulate_locally: bool = False,
         initial_scale: float = 2**16,
         sequence_parallel: Mapping[str, Any] | None = None,
         allow_pickle: bool = False,
@@ -83,11 +91,14 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         use_cpu_if_nothing_else()
         on_cuda = get_accelerator().name == "cuda"
         _check_arguments(stage, precision, on_cuda, overlap_communication, options)
+        if accumulate_locally:
+            _check_accumulation(overlap_communication, options)
         if overlap_communication is None:
-            overlap_communication = on_cuda
+            overlap_communication = on_cuda and not accumulate_locally
 
         self.sequence_parallel = Options(**(sequence_parallel or {}))
         self.mesh = SequenceMesh(sp_size)
+        self.accumulate_locally = accumulate_locally
         self.allow_pickle = allow_pickle
 
         name = type(self).__name__
@@ -106,21 +117,27 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
         """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``,
-        ``precision``, ``grad_clip`` and ``sequence_parallel``.
+        ``precision``, ``grad_clip``, ``cost_model`` and ``sequence_parallel``.
 
         Args:
             cfg: a checked training config, or any object with some of these attributes, such as an
                 mmengine ``Config``; what it lacks has defaults.
         """
+        sp_size = getattr(cfg, "sp_size", 1)
         # True in a config is meant for GPUs; on a CPU there is nothing to overlap.
         overlap = None if getattr(cfg, "overlap_communication", True) else False
         return cls(
-            sp_size=getattr(cfg, "sp_size", 1),
+            # Degrees of buckets are a matter of the schedule.
+            sp_size="auto" if isinstance(sp_size, Mapping) else sp_size,
             stage=getattr(cfg, "zero_stage", 2),
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
             overlap_communication=overlap,
-            sequence_parallel=dict(getattr(cfg, "sequence_parallel", None) or {}),
+            accumulate_locally=getattr(cfg, "schedules_groups", False),
+            sequence_parallel={
+                **dict(getattr(cfg, "sequence_parallel", None) or {}),
+                "cost_model": cost_model_of(getattr(cfg, "cost_model", None)),
+            },
         )
 
     def supported_devices(self) -> list[str]:
@@ -145,7 +162,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             # Before parallelize: what this refuses leaves the model as it was.
             self._keep_trainable(model, bare_optimizer)
 
-        needs_hooks = self.mesh.sp_size > 1 or hasattr(model, "sharding_points")
+        needs_hooks = self.mesh.shares_batches or hasattr(model, "sharding_points")
         if needs_hooks and not isinstance(model, ModelWrapper):
             parallelize(_without_peft(model), self.mesh, self.sequence_parallel)
 
@@ -167,7 +184,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             cast_inputs=self.cast_inputs,
             use_fp8=self.use_fp8,
         )
-        optimizer = SequenceZeroOptimizer(
+        kind = AccumulatingZeroOptimizer if self.accumulate_locally else SequenceZeroOptimizer
+        optimizer = kind(
             bare_optimizer,
             **self.zero_optim_kwargs,
             verbose=self.verbose,
@@ -205,19 +223,26 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     def get_checkpoint_io(self) -> NamedCheckpointIO:
         return NamedCheckpointIO(allow_pickle=self.allow_pickle)
 
+    def support_no_sync(self) -> bool:
+        return self.stage == 1 or self.accumulate_locally
+
     def no_sync(
         self, model: nn.Module, optimizer: OptimizerWrapper
     ) -> AbstractContextManager[None]:
-        """Accumulate the gradients of micro-batches locally, without communication; stage 1 only.
+        """Accumulate the gradients of micro-batches locally, without communication.
+
+        Inside, ``step`` does nothing. With ``accumulate_locally`` all backward passes accumulate
+        so, inside and outside.
 
         Raises:
-            ValueError: at stage 2, which shards gradients after every backward.
+            ValueError: at stage 2 without ``accumulate_locally``: gradients are sharded after every
+                backward.
         """
         if not self.support_no_sync():
             raise ValueError(
                 "got no_sync at ZeRO stage 2, which shards gradients after every backward; "
                 "expected stage 1; leave no_sync out (gradients of several backward passes are "
-                "summed anyway) or set stage=1"
+                "summed anyway), or set accumulate_locally=True or stage=1"
             )
         accumulating: AbstractContextManager[None] = optimizer.no_sync()
         return accumulating
@@ -249,6 +274,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         **kwargs: Any,
     ) -> DataLoader[Any]:
         """A loader that gives the ranks of one replica the same batches, and each replica its own.
+        With ``sp_size="auto"`` the world is one replica.
 
         ``seed`` sets the sampler, the loader's generator and the workers. All three agree between
         the ranks of a replica; replicas and workers differ. With ``num_workers=0`` a data set that
@@ -334,4 +360,19 @@ def _check_arguments(
         raise ValueError(
             "got extra_dp_size; expected none: ZeRO shards over the whole dp x sp world; leave it "
             "out"
+        )
+
+
+def _check_accumulation(overlap: bool | None, options: dict[str, Any]) -> None:
+    """Refuse options that reduce gradients in another way than once per step, in fp32."""
+    if overlap:
+        raise ValueError(
+            "got overlap_communication=True with accumulate_locally, which sends nothing while "
+            "backward runs; expected one of the two; leave overlap_communication out"
+        )
+    given = [name for name in ("communication_dtype", "fp8_communication") if options.get(name)]
+    if given:
+        raise ValueError(
+            f"got {given[0]} with accumulate_locally, which reduces gradients in fp32; expected "
+            "one of the two; leave one out"
         )

@@ -36,6 +36,9 @@ OPTIONS = {
     "scheduler.cfg_scale": ("X", "scale of classifier-free guidance; 1 turns it off"),
 }
 
+# Videos of a prompt that VBench looks for.
+VBENCH_SAMPLES = 5
+
 
 def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
     """Parse a command line, by default this process's, into a checked config.
@@ -52,6 +55,11 @@ def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
     prompts = [{"prompt": text} for text in args["prompt"]]
     if args["prompts"]:
         prompts += [one.model_dump() for one in read_prompts(args["prompts"])]
+    if args["vbench_prompts"]:
+        values |= {"file_names": "prompt", "num_samples": VBENCH_SAMPLES} | values
+        # Lists of several dimensions may repeat prompts.
+        texts = dict.fromkeys(one.prompt for one in read_prompts(args["vbench_prompts"]))
+        prompts += [{"prompt": text} for text in texts]
     if prompts:
         values["prompts"] = prompts
 
@@ -68,6 +76,13 @@ def parser() -> argparse.ArgumentParser:
         "--prompts",
         metavar="FILE",
         help=".txt file with one prompt per line, or .csv file with a column 'prompt'",
+    )
+
+    parser.add_argument(
+        "--vbench-prompts",
+        metavar="FILE",
+        help="a prompt list of VBench: five videos for each prompt (or --num-samples), named as "
+        "VBench expects, PROMPT-0.mp4 to PROMPT-4.mp4, in the folder videos of the outputs",
     )
 
     for key, (metavar, description) in OPTIONS.items():

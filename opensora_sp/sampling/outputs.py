@@ -27,6 +27,9 @@ from .contact_sheet import shown_frames, write_contact_sheet
 from .lettering import drawable
 from .requests import Request
 
+# The folder of videos whose names are their prompts.
+VIDEOS = "videos"
+
 
 class Mp4:
     """H.264 in mp4; odd sizes lose their last row or column.
@@ -89,8 +92,12 @@ class Output:
 
     def __init__(self, folder: Path, request: Request, facts: dict[str, Any], total: int) -> None:
         self.path = media_path(folder, request, facts)
+        self.sheet = folder / f"{request.name}.png"
+        self.metadata = metadata_path(folder, request)
+        if request.own_name is not None:
+            self.path.parent.mkdir(exist_ok=True)
         self.title = drawable(request.prompt.text, f"video {request.index:03d}")
-        self.facts = facts
+        self.name, self.facts = request.name, facts
 
         self.partial = _partial(self.path)
         fps = facts.get("save_fps") or request.fps
@@ -115,20 +122,21 @@ class Output:
         self._close()
 
         # Files of an earlier request must not stand beside this video.
-        for suffix in (".json", ".mp4", ".gif"):
-            self.path.with_suffix(suffix).unlink(missing_ok=True)
+        self.metadata.unlink(missing_ok=True)
+        for kind in ("mp4", "gif"):
+            self.path.with_name(f"{self.name}.{kind}").unlink(missing_ok=True)
         os.replace(self.partial, self.path)
 
-        if self.path.suffix != ".png":
-            sheet = self.path.with_suffix(".png")
-            write_contact_sheet(_partial(sheet), [(self.title, np.stack(self.sheet_frames))])
-            os.replace(_partial(sheet), sheet)
+        if self.facts["format"] != "png":
+            sheet = _partial(self.sheet)
+            write_contact_sheet(sheet, [(self.title, np.stack(self.sheet_frames))])
+            os.replace(sheet, self.sheet)
 
         # Lone surrogates, from command lines that are not UTF-8, become JSON escapes.
         text = json.dumps(self.facts, indent=1, ensure_ascii=False) + "\n"
-        metadata = self.path.with_suffix(".json")
-        _partial(metadata).write_bytes(text.encode("utf-8", "backslashreplace"))
-        os.replace(_partial(metadata), metadata)
+        metadata = _partial(self.metadata)
+        metadata.write_bytes(text.encode("utf-8", "backslashreplace"))
+        os.replace(metadata, self.metadata)
         return self.path
 
     def abort(self) -> None:
@@ -136,7 +144,7 @@ class Output:
         # Failing to close it may be the reason for the abort.
         with suppress(Exception):
             self._close()
-        for path in (self.path, self.path.with_suffix(".png"), self.path.with_suffix(".json")):
+        for path in (self.path, self.sheet, self.metadata):
             with suppress(OSError):
                 _partial(path).unlink(missing_ok=True)
 
@@ -147,8 +155,18 @@ class Output:
 
 
 def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
-    """Where a request's video, or single frame, is written."""
+    """Where a request's video, or single frame, is written.
+
+    VBench takes every file of a folder for a video, so those named for it have one of their own.
+    """
+    if request.own_name is not None:
+        folder = folder / VIDEOS
     return folder / f"{request.name}.{facts['format']}"
+
+
+def metadata_path(folder: Path, request: Request) -> Path:
+    """Where the metadata of a request's video are written."""
+    return folder / f"{request.name}.json"
 
 
 def facts_of(
@@ -183,8 +201,7 @@ def facts_of(
 
 def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[str] | None:
     """Differences of an existing, complete video's metadata, by key; None if there is no video."""
-    path = media_path(folder, request, facts)
-    metadata = path.with_suffix(".json")
+    path, metadata = media_path(folder, request, facts), metadata_path(folder, request)
     if not metadata.is_file():
         return None
 

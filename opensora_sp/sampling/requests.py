@@ -65,6 +65,7 @@ class Request:
         place: ``index``, or 0 for a prompt with its own seed, whose video is then independent of
             its position.
         sample: number of the video among those of the same prompt.
+        own_name: the name of its files, without suffix; None makes one of index and prompt.
     """
 
     prompt: Prompt
@@ -76,6 +77,7 @@ class Request:
     index: int = 0
     place: int = 0
     sample: int = 0
+    own_name: str | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -85,6 +87,8 @@ class Request:
     @property
     def name(self) -> str:
         """Name of its files, without suffix."""
+        if self.own_name is not None:
+            return self.own_name
         suffix = f"-s{self.sample}" if self.sample else ""
         return f"{self.index:03d}-{file_name(self.prompt.text)}{suffix}"
 
@@ -135,7 +139,26 @@ def requests_of(
     for index, prompt in enumerate(prompts):
         options = PromptOptions(prompt=prompt) if isinstance(prompt, str) else prompt
         requests += [_request(cfg, options, index, sample) for sample in range(cfg.num_samples)]
+    if cfg.file_names == "prompt":
+        _check_names(requests)
     return requests
+
+
+def _check_names(requests: Sequence[Request]) -> None:
+    """Raise ValueError unless prompts are file names that differ, as VBench looks them up."""
+    seen: set[str] = set()
+    for request in requests:
+        name = request.name
+        # Number, suffix and the prefix of temporary files are added.
+        is_name = "/" not in name and "\0" not in name and len(name.encode()) <= NAME_BYTES
+        if not is_name or name in seen:
+            reason = "twice" if name in seen else f"of {len(name.encode())} bytes"
+            raise ValueError(
+                f"got the file name {name!r} {reason} with file_names='prompt'; expected different "
+                f"names without '/' of at most {NAME_BYTES} bytes; change the prompt, or set "
+                "file_names='numbered'"
+            )
+        seen.add(name)
 
 
 def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) -> Request:
@@ -146,6 +169,7 @@ def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) 
 
     _check_at_most(MAX_CHARACTERS, len(own.prompt), "characters", "prompt")
     prompt = parse_prompt(own.prompt, either("reference_path"), either("mask_strategy"))
+    own_name = f"{prompt.text}-{sample}" if cfg.file_names == "prompt" else None
     _check_at_most(MAX_REFERENCES, len(prompt.references), "references", "prompt")
 
     num_frames, size = either("num_frames"), own.size or cfg.size
@@ -162,6 +186,7 @@ def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) 
         index=index,
         place=index if own.seed is None else 0,
         sample=sample,
+        own_name=own_name,
     )
 
 

@@ -23,12 +23,13 @@ from opensora_sp.checkpoint import (
     saved_config,
     verify,
 )
-from opensora_sp.config import InferenceConfig, build_component, check_launch
+from opensora_sp.config import InferenceConfig, TrainConfig, build_component, check_launch
 from opensora_sp.console import LOGGER
 from opensora_sp.data.atomic import check_writable
 from opensora_sp.device_verification import choose_compiled, choose_kernels
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_as_set
 from opensora_sp.parallel import (
     SequenceMesh,
@@ -36,6 +37,7 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.runtime import (
     StartLimit,
     Watchdog,
@@ -68,7 +70,8 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     """
     with raise_on_all_ranks():
         requests, weights = preflight(cfg)
-    device = join_processes(cfg.model_dump(mode="json"))
+        rates = cost_model_of(cfg.cost_model).as_settings()
+    device = join_processes(cfg.model_dump(mode="json") | rates)
     with closing_process_group(), Watchdog(grace_time=0):
         written = _sample_all(cfg, requests, weights, device)
         drain_process_group()
@@ -127,21 +130,40 @@ def build_pipeline(
     """The model with its weights, parallelized over the mesh, and the encoders."""
     vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
+    model = load_model(cfg, weights, mesh, device, vae, text_encoder, ema=cfg.use_ema)
+    return Pipeline(cfg, model, vae, text_encoder, device)
 
+
+def load_model(
+    cfg: InferenceConfig | TrainConfig,
+    weights: Path,
+    mesh: SequenceMesh,
+    device: torch.device,
+    vae: Any,
+    text_encoder: Any,
+    *,
+    ema: bool,
+) -> ConditionedModel:
+    """The model with its weights and without gradients, parallelized over the mesh.
+
+    Args:
+        vae, text_encoder: whose latents and features it must take.
+        ema: of a file that holds both, load the EMA weights.
+    """
     # Nothing is initialised: the checkpoint has all weights.
     with torch.device("meta"):
         model = cfg.model_spec.build()
     check_encoders(model.config, vae, text_encoder)
-    found = open_weights(weights, ema=cfg.use_ema, allow_pickle=cfg.allow_pickle)
+    found = open_weights(weights, ema=ema, allow_pickle=cfg.allow_pickle)
     fill(model, fitted(found, model, convert=cfg.convert))
 
-    model.requires_grad_(False).eval().to(device, DTYPES[cfg.precision])
-    compile_as_set(model, cfg.compile, device.type)
     dtype = DTYPES[cfg.precision]
+    model.requires_grad_(False).eval().to(device, dtype)
+    compile_as_set(model, cfg.compile, device.type)
     choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
     choose_compiled(model, dtype=dtype, device=device)
-    parallelize(model, mesh, **dict(cfg.sequence_parallel))
-    return Pipeline(cfg, model, vae, text_encoder, device)
+    parallelize(model, mesh, cfg.parallel_options(cost_model_of(cfg.cost_model)))
+    return model
 
 
 def _sample_all(
@@ -156,7 +178,14 @@ def _sample_all(
         logger.info("nothing left to do: all videos are in %s", folder)
         return []
 
-    groups = choose_groups(cfg, requests, dist.get_world_size() if dist.is_initialized() else 1)
+    cost_model = cost_model_of(cfg.cost_model)
+    groups = choose_groups(
+        cfg,
+        requests,
+        dist.get_world_size() if dist.is_initialized() else 1,
+        cost_model=cost_model,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
+    )
     logger.info(groups.why)
     mesh = SequenceMesh(groups.sp_size)
     batches = groups.batches[mesh.dp_rank]

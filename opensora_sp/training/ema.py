@@ -5,24 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opensora_sp.config.schedule import ema_decay
+
 
 class ShardedEma:
     """Average of the fp32 master weights; each rank keeps the shards that ZeRO assigns to it.
 
-    The decay grows with the step, ``min(decay, (1 + step) / (10 + step))``, so that the first steps
-    are forgotten.
+    It begins at the weights of its creation.
 
     Args:
         master_weights: this rank's shards, by parameter.
         decay: of a step, in [0, 1).
+        warmup: let the decay grow with the step, ``min(decay, (1 + step) / (10 + step))``, so that
+            the first steps are forgotten. Open-Sora's releases do not.
 
     Attributes:
         shards: the average, by parameter. Shards that are views of one buffer have averages that
             are views of one buffer, and are averaged by one kernel.
     """
 
-    def __init__(self, master_weights: dict[str, Tensor], decay: float) -> None:
-        self.decay = decay
+    def __init__(
+        self, master_weights: dict[str, Tensor], decay: float, *, warmup: bool = True
+    ) -> None:
+        self.decay, self.warmup = decay, warmup
         self.shards: dict[str, Tensor] = {}
         # Buffers of master weights, by their identity, with the averages.
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -43,7 +48,6 @@ class ShardedEma:
             taken: whether the step was taken, a boolean ``[]`` on the device of the weights. A step
                 that was skipped leaves the average as it is. The host does not wait for it.
         """
-        decay = min(self.decay, (1 + step) / (10 + step))
-        weight = (1 - decay) * taken
+        weight = (1 - ema_decay(self.decay, step, warmup=self.warmup)) * taken
         for buffer, average in self._buffers.values():
             average.lerp_(buffer, weight.to(average.dtype))

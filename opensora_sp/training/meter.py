@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opensora_sp.features.batch import Batch
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel import CommTimer
+from opensora_sp.parallel import CommTimer, SequenceMesh
 from opensora_sp.planner.flops import ModelFlops
 from opensora_sp.transfer import to_device
 
@@ -87,10 +87,10 @@ class Meter:
         device: torch.device,
         *,
         precision: str,
-        sp_size: int,
+        mesh: SequenceMesh,
         peak_tflops: float | None,
     ) -> None:
-        self.device, self.sp_size = device, sp_size
+        self.device, self.mesh = device, mesh
         self.flops = ModelFlops.of(model)
         self.null_caption = len(model.y_embedder.y_embedding)
         self.peak = Peak.of(device, precision, peak_tflops)
@@ -100,9 +100,11 @@ class Meter:
         self._step_times: list[float] = []
 
     def count(self, batch: Batch) -> None:
-        """Add the FLOPs of a micro-batch of this rank's replica, without waiting for the device."""
+        """Add this rank's share of the FLOPs of a micro-batch of the current group, without waiting
+        for the device.
+        """
         text = text_tokens(batch.text_lengths, batch.inputs["drop_caption"], self.null_caption)
-        self._work += self.flops.step(tuple(batch.x_t.shape), text)
+        self._work += self.flops.step(tuple(batch.x_t.shape), text) / self.mesh.sp_size
 
     def measure(self, waited: float, *, steps: int, seconds: float, left: int) -> dict[str, float]:
         """Metrics of all ranks over ``steps`` steps that took ``seconds``. One collective.
@@ -137,8 +139,7 @@ class Meter:
         }
         if self.peak.tflops is not None:
             at_peak = self.peak.tflops * 1e12 * len(ranks) * seconds
-            # Each rank of a replica has counted the work of the whole replica.
-            metrics["mfu"] = sum(work) / self.sp_size / at_peak
+            metrics["mfu"] = sum(work) / at_peak
         return metrics
 
 

@@ -28,6 +28,7 @@ from opensora_sp.console import LOGGER, add_log_handler
 from opensora_sp.data import read_frames
 from opensora_sp.json_reader import parse_json, read_json
 
+from .bucket_shares import describe_shares
 from .wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,8 @@ class Reporter:
             append_line(self.run_dir / "metrics.jsonl", {"step": step, **values})
         self._draw(step, values)
         LOGGER.info("%s", log_line(step, self.stop, values, peak_tflops))
+        if any(name.startswith("share/") for name in values):
+            LOGGER.info("step %d/%d | %s", step, self.stop, describe_shares(values))
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
         """Add the numbers to the curves of TensorBoard and W&B."""

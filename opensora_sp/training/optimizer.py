@@ -1,28 +1,63 @@
-"""The optimizer of a training config, and its learning rate as a function of the step."""
+"""The optimizer of a training config."""
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from opensora_sp.config import TrainConfig
+from opensora_sp.config.optimizer import Optimizer
+from opensora_sp.config.schedule import learning_rate
+
+__all__ = ["check_optimizer", "check_same_state", "learning_rate", "make_optimizer"]
 
 
 def make_optimizer(cfg: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's AdamW, or ColossalAI's HybridAdam on CUDA."""
-    options = cfg.optimizer.model_dump(exclude={"type"})
-    if cfg.optimizer.type == "AdamW":
-        return torch.optim.AdamW(parameters, **options)
-    from opensora_sp.plugin.adam import hybrid_adam
+    """An elementwise optimizer of torch by its name, or ColossalAI's HybridAdam on CUDA.
 
-    return hybrid_adam(parameters, **options)
+    Raises:
+        ValueError: for numbers that the class refuses.
+    """
+    name, options = cfg.optimizer.type, cfg.optimizer.options
+    if name == "HybridAdam":
+        from opensora_sp.plugin.adam import hybrid_adam
+
+        return hybrid_adam(parameters, **options)
+
+    try:
+        made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, **options)
+    except ValueError as error:
+        raise ValueError(
+            f"got options {options} of optimizer.type {name!r}; expected what torch.optim.{name} "
+            f"takes ({error}); change them"
+        ) from None
+    return made
 
 
-def learning_rate(cfg: TrainConfig, step: int) -> float:
-    """Linear warm-up, then constant, or a cosine down to zero at ``max_steps``."""
-    warm = min(1.0, (step + 1) / (cfg.warmup_steps + 1))
-    if cfg.lr_schedule == "constant":
-        return cfg.optimizer.lr * warm
-    progress = max(0, step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
-    return cfg.optimizer.lr * warm * 0.5 * (1 + math.cos(math.pi * progress))
+def check_optimizer(cfg: TrainConfig) -> None:
+    """Raise ValueError if torch's class refuses the options; HybridAdam is not built for this."""
+    if cfg.optimizer.type != "HybridAdam":
+        make_optimizer(cfg, [torch.nn.Parameter(torch.zeros(1))])
+
+
+def check_same_state(cfg: TrainConfig, saved: dict[str, Any], checkpoint: Path) -> None:
+    """Raise ValueError if a checkpoint's moments are not those of the config's optimizer.
+
+    Args:
+        saved: ``optimizer`` of the config that the checkpoint was written with.
+    """
+    theirs = Optimizer(**saved)
+    if theirs.moments != cfg.optimizer.moments or theirs.scalars != cfg.optimizer.scalars:
+        raise ValueError(
+            f"got optimizer.type {cfg.optimizer.type!r}, which keeps "
+            f"{_named(cfg.optimizer)}, to resume from {checkpoint}, which has {_named(theirs)} of "
+            f"{theirs.type!r}; expected the same state; change it back, or start a new run from "
+            f"these weights with --cfg-options load={checkpoint}"
+        )
+
+
+def _named(optimizer: Optimizer) -> str:
+    scalars = [name for name in optimizer.scalars if name != "step"]
+    return ", ".join([*optimizer.moments, *scalars]) or "no moments"

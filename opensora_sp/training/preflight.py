@@ -24,6 +24,7 @@ from opensora_sp.features.build import (
     largest_batch,
     make_dataset,
     make_plan,
+    micro_batches_of_step,
     order_state,
     with_length,
 )
@@ -32,7 +33,9 @@ from opensora_sp.features.same_clips import OF_CLIPS, by_name, changes
 from opensora_sp.json_reader import read_json
 from opensora_sp.runtime import check_shared_memory
 
+from .batch_sizes import provisional, recorded
 from .freeze import check_freeze
+from .optimizer import check_optimizer, check_same_state
 from .profiling import Steps
 from .resuming import find_checkpoint
 from .validation import heldout_clips, preflight_validation
@@ -67,12 +70,14 @@ def preflight(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
     check_freeze(cfg)
+    check_optimizer(cfg)
     check_run_dir(Path(cfg.outputs))
 
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     state = {} if checkpoint is None else read_json(checkpoint / "state.json")
-    per_step = cfg.micro_batches_per_step or world_size // cfg.sp_size
+    cfg = provisional(cfg, checkpoint)
+    per_step = micro_batches_of_step(cfg, {}, world_size)
     plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
     cfg = with_length(cfg, plan)
     if isinstance(dataset, CachedFeatures):
@@ -125,8 +130,14 @@ def compared_clips(cfg: TrainConfig, dataset: TrainingSet) -> dict[str, str]:
 def check_resume(
     cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet, *, accept_new_data: bool = False
 ) -> None:
-    """Raise ValueError if resuming would change data order or draws."""
+    """Raise ValueError if resuming would change data order or draws; warn of another loss."""
+    cfg = recorded(cfg, checkpoint)
     state = read_json(checkpoint / "state.json")
+    # Former versions have the mean over samples.
+    former = state.get("loss_weight", "sample")
+    if former != cfg.loss_weight:
+        message = "loss_weight is %r, and was %r up to %s: the mean that is trained on changes"
+        logger.warning(message, cfg.loss_weight, former, checkpoint)
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
     )
@@ -134,6 +145,8 @@ def check_resume(
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
     _check_same_order(ours, state, checkpoint, dataset, accept_new_data=accept_new_data)
+    if "config" in state:
+        check_same_state(cfg, state["config"]["optimizer"], checkpoint)
 
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)
@@ -155,6 +168,8 @@ def _check_same_order(
             checkpoint,
         )
     columns = by_name(dataset.fingerprint)
+    # Former versions have one order.
+    state = {"batch_order": "by_cost", **state}
     recorded = {key: state.get(key) for key in ours} | by_name(state.get("manifest_columns", {}))
     found = changes(ours | columns, recorded)
     of_clips = found.keys() & {*OF_CLIPS, *columns}

@@ -2,8 +2,8 @@
 
 Working weights are whole on every rank (ZeRO gathers the trained ones after each step). They,
 frozen weights and buffers must be equal everywhere, and each rank's part of the trained ones must
-be its fp32 master weights, rounded. A batch must be the same on the ranks of a sequence-parallel
-group, and another one on each replica.
+be its fp32 master weights, rounded. The batches of a sequence-parallel group must be the same on
+its ranks, and others in each group.
 
 Master weights, moments and EMA weights exist once, so there is nothing to compare them with.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from torch import Tensor, nn
 
 from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import SequenceMesh
+from opensora_sp.rank_groups import RankGroup, groups_with
 
 from .digest import digest
+
+Batches: TypeAlias = dict[RankGroup, list[tuple[str, Tensor]]]
 
 _ADVICE = (
     "resume from a checkpoint before this step with --resume PATH, and look for a faulty device "
@@ -33,9 +36,9 @@ _ADVICE = (
 class SyncCheck:
     """Compares digests of weights and batches between ranks, every so many steps.
 
-    Three numbers of each rank are computed on its device and gathered from all, and the host reads
-    them once. Where they differ, the digests of single tensors are gathered, to find the first that
-    differs. Collective.
+    Three numbers of each rank, or two and one for each of its groups, are computed on its device
+    and gathered from all, and the host reads them once. Where they differ, the digests of single
+    tensors are gathered, to find the first that differs. Collective.
 
     Args:
         module: whose parameters and buffers are compared, by name.
@@ -57,18 +60,22 @@ class SyncCheck:
             "bytes_sent": 0,
             "seconds": 0.0,
         }
-        # Tensors of the step's micro-batches, with their digests.
-        self._batches: list[tuple[str, Tensor]] = []
+        # Tensors of the step's micro-batches in each group, with their digests.
+        self._batches: Batches = {}
+        # Of each group, how many larger ones contain it.
+        self._levels: dict[RankGroup, int] = {}
+        for rank in range(mesh.world_size):
+            self._levels |= {one: n for n, one in enumerate(groups_with(rank, mesh.family))}
 
     def due(self, step: int) -> bool:
         return self.every > 0 and (step + 1) % self.every == 0
 
     def see(self, step: int, batch: Mapping[str, Any]) -> None:
-        """Add the digests of a micro-batch of this replica, if the step is checked."""
+        """Add the digests of a micro-batch of the current group, if the step is checked."""
         if self.due(step):
             tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor)}
             with self._timed():
-                self._batches += self._digests(tensors)
+                self._batches.setdefault(self.mesh.group, []).extend(self._digests(tensors))
 
     def compare(self, step: int) -> None:
         """Compare weights and batches of a step, if it is checked; call it before the update.
@@ -82,12 +89,16 @@ class SyncCheck:
         with self._timed():
             tensors = self._replicated()
             weights = self._digest(tensors)
-            batches, self._batches = self._batches, []
-            own = torch.stack([weights, self._unlike_masters(), _combined(batches, weights)])
+            batches, self._batches = self._batches, {}
+            of_groups = [_combined(batches.get(one.ranks, []), weights) for one in self.mesh.own]
+            # Ranks may be in different numbers of groups.
+            missing = max(self._levels.values()) + 1 - len(of_groups)
+            of_groups += [torch.zeros_like(weights)] * missing
+            own = torch.stack([weights, self._unlike_masters(), *of_groups])
 
             of_all = own.new_empty(own.numel() * self.mesh.world_size)
             dist.all_gather_into_tensor(of_all, own)
-            of_weights, of_masters, of_batches = of_all.view(-1, own.numel()).T.tolist()
+            of_weights, of_masters, *of_batches = of_all.view(-1, own.numel()).T.tolist()
         self.cost["bytes_sent"] += own.nbytes * (self.mesh.world_size - 1)
         self.cost["checks"] += 1
 
@@ -100,22 +111,24 @@ class SyncCheck:
             self._refuse_once("parts of weights", of_masters, step)
         self._compare_batches(of_batches, batches, step)
 
-    def _compare_batches(
-        self, of_all: list[int], batches: list[tuple[str, Tensor]], step: int
-    ) -> None:
-        """Raise ValueError unless batches are equal in each group, and differ between groups."""
-        size = self.mesh.sp_size
-        firsts = of_all[::size]
-        for replica, first in enumerate(firsts):
-            ranks = range(replica * size, (replica + 1) * size)
-            if any(of_all[rank] != first for rank in ranks):
-                self._refuse("batch tensor", batches, ranks, step)
+    def _compare_batches(self, of_all: list[list[int]], batches: Batches, step: int) -> None:
+        """Raise ValueError unless batches are equal in each group, and differ between groups.
+
+        Args:
+            of_all: for each level, from a rank's largest group on, the digest of each rank.
+        """
+        firsts = []
+        for group in self.mesh.family:
+            found = of_all[self._levels[group]][group.start : group.stop]
+            if len(set(found)) > 1:
+                self._refuse("batch tensor", batches.get(group, []), group.ranks, step)
+            firsts.append(found[0])
 
         # Zero stands for no batch.
         same = []
-        for replica, first in enumerate(firsts):
+        for group, first in zip(self.mesh.family, firsts, strict=True):
             if first and firsts.count(first) > 1:
-                same.append(replica * size)
+                same.append(group.start)
         if same:
             raise ValueError(
                 f"got the same batch on replicas that begin with ranks {same}, in step {step + 1}; "

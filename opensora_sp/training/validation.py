@@ -1,17 +1,18 @@
 """Validation of a run while it trains: sampled videos, and the loss on held-out clips.
 
-Both are computed by the ranks of a sequence-parallel group together, as in training, from the EMA
-or the current weights. All draws are keyed by the seed and their purpose, so training is the same
+Both are computed by the ranks of a sequence-parallel group together, from the EMA or the current
+weights: by the groups of training, or with ``sp_size="auto"`` by the largest ones that lie within a
+node. All draws are keyed by the seed and their purpose, so training is the same
 with and without validation.
 
-Legend: B clips, c latent channels, f x h x w latent size, K bins of timesteps.
+Legend: K bins of timesteps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -25,16 +26,14 @@ from opensora_sp.checkpoint import checkpoint_name
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.common import Common
 from opensora_sp.config.sections import Validation
-from opensora_sp.data import MicroBatch, VideoTextDataset
+from opensora_sp.data import VideoTextDataset
+from opensora_sp.evaluation.heldout import HeldoutLoss, none_readable
 from opensora_sp.features.build import make_encoders
-from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.draws import DrawConfig
-from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Encoders
+from opensora_sp.rank_groups import within_nodes
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 from opensora_sp.sampling.run import write_batch
-from opensora_sp.transfer import to_device
 
 from .ema import ShardedEma
 
@@ -95,6 +94,10 @@ class Validator:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        mesh = trainer.mesh
+        cut = within_nodes(mesh.family, mesh.ranks_per_node)
+        self.group = next(group for group in cut if mesh.rank in group)
+        self.replica, self.num_replicas = cut.index(self.group), len(cut)
         self.validation = trainer.cfg.validation
         self.heldout = heldout_clips(trainer.cfg)
         if self.validation is None:
@@ -107,15 +110,8 @@ class Validator:
             sampling, trainer.module, encoders.vae, encoders.text_encoder, device
         )
         if self.heldout is not None:
-            self.corrupt = CorruptSamples(self.heldout.rows, trainer.mesh, max_bad_fraction=1.0)
-            self.encoder = ShardedEncoder(
-                trainer.mesh,
-                trainer.module,
-                self.heldout,
-                trainer.plan,
-                encoders,
-                self.corrupt,
-                device,
+            self.loss = HeldoutLoss(
+                trainer.model, trainer.module, trainer.mesh, self.heldout, encoders, trainer.batches
             )
 
     def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watchdog | None) -> float:
@@ -136,11 +132,12 @@ class Validator:
         since = time.perf_counter()
         folder = run_dir / VIDEOS / checkpoint_name(step)
         errors: list[str] = []
-        if self.validation.use_ema:
-            with ema_weights(self.trainer.tensors.shards, self.trainer.ema):
+        with self.trainer.mesh.using(self.group):
+            if self.validation.use_ema:
+                with ema_weights(self.trainer.tensors.shards, self.trainer.ema):
+                    losses = self._validate(folder, errors)
+            else:
                 losses = self._validate(folder, errors)
-        else:
-            losses = self._validate(folder, errors)
 
         self._report_errors(errors, reporter)
         reporter.validated(step, losses, folder)
@@ -165,79 +162,32 @@ class Validator:
             errors: takes what is wrong with videos that this rank cannot write.
         """
         mesh, cfg = self.trainer.mesh, self.pipeline.cfg
-        batches = batches_of(requests_of(cfg), cfg.batch_size, mesh.dp_size)
+        batches = batches_of(requests_of(cfg), cfg.batch_size, self.num_replicas)
         if batches:
             # Without a folder, each of its videos is an error.
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
 
-        for batch in batches[mesh.dp_rank :: mesh.dp_size]:
+        for batch in batches[self.replica :: self.num_replicas]:
             parts = self.pipeline.looped(batch)
             write_batch(self.pipeline, batch, parts, mesh, folder, digest=None, errors=errors)
         return None if self.heldout is None else self._heldout_losses(self.heldout).tolist()
 
     def _heldout_losses(self, dataset: VideoTextDataset) -> Tensor:
-        """The mean loss of the clips that all ranks can read, in each bin, ``[K]``. Collective.
-
-        Bin k holds the k-th part of the timesteps that training draws, from data to noise, so that
-        the mean of the bins is the loss that training would have on these clips.
-        """
-        assert self.validation is not None
-        mesh, size, bins = self.trainer.mesh, self.validation.batch_size, self.validation.bins
-        # The losses of each bin, and the number of clips.
-        sums = torch.zeros(bins + 1, device=self.trainer.device)
-        assigned = range(mesh.dp_rank, len(dataset), mesh.dp_size)
-        for start in range(0, len(assigned), size):
-            ids, features = self._readable(assigned[start : start + size])
-            if ids:
-                sums[:bins] += self._losses(ids, features, bins)
-                sums[bins] += len(ids) / mesh.sp_size
-
-        dist.all_reduce(sums)
-        self.corrupt.report(self.trainer.device)
-        if not sums[bins]:
-            raise ValueError(
-                f"got {len(dataset)} clips in validation.manifest {self.validation.manifest!r}, "
-                f"none of which can be cut to {dataset.shape} (the last one: {self.corrupt.last}); "
-                "expected videos that are long enough; check the manifest's paths and their lengths"
-            )
-        return sums[:bins] / sums[bins]
-
-    def _readable(self, chosen: Sequence[int]) -> tuple[list[int], Features]:
-        """Those of some clips that can be read, and their features. Collective in the group."""
-        assert self.heldout is not None and self.heldout.shape is not None
-        ids, shape, source = list(chosen), self.heldout.shape, self.encoder.source
-        while True:
-            features = Features.filled(float("nan"), len(ids), shape, source, self.trainer.device)
-            if not ids:
-                return ids, features
-            batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
-            items = [self.heldout[sample] for sample in self.encoder.samples(batch)]
-            corrupt = self.encoder.encode_readable(features, ids, range(len(ids)), items)
-            if not corrupt:
-                return ids, features
-            ids = [index for position, index in enumerate(ids) if position not in corrupt]
-
-    def _losses(self, ids: list[int], features: Features, bins: int) -> Tensor:
-        """This rank's part of the sum of the clips' losses in each bin, ``[K]``."""
-        trainer, module = self.trainer, self.trainer.module
-        rules = DrawConfig(
-            seed=trainer.cfg.seed,
-            channels=self.encoder.source.channels,
-            purpose="validation_",
-            bins=bins,
+        """The mean loss of the clips that all ranks can read, in each bin, ``[K]``. Collective."""
+        assert self.validation is not None and dataset.shape is not None
+        found = self.loss.measure(
+            range(self.replica, len(dataset), self.num_replicas),
+            dataset.shape,
+            batch_size=self.validation.batch_size,
+            bins=self.validation.bins,
+            seeds=[self.trainer.cfg.seed],
         )
-        draws = rules.draw([(i,) for i in ids], self.encoder.source.latent_size(features.shape))
-        draws = to_device(draws, trainer.device)
-        text = module.encode_text(features.y, features.mask)
-
-        sums = []
-        for k in range(bins):
-            batch = trainer.batches.make(features, draws, timestep=k)
-            inputs = batch.inputs | dict(y=text, mask=None)
-            shard = trainer.model(batch.x_t, **inputs, output="shards")
-            sums.append(trainer.batches.flow.losses(shard, batch.noised).sum())
-        return torch.stack(sums)
+        if not found.clips:
+            raise none_readable(
+                "validation.manifest", dataset, dataset.shape, self.loss.corrupt.last
+            )
+        return found.losses[0]
 
 
 @contextmanager

@@ -45,8 +45,9 @@ PATTERNS = {
 }
 VALUES = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
 # These stay as they are until a checkpoint replaces them.
-LASTING = ("master weight", "exp_avg", "exp_avg_sq", "EMA weight", "working weight")
-PASSING = ("loss", "gradient", "overflow")
+LASTING = ("master weight", "exp_avg", "exp_avg_sq", "EMA weight")
+# A step sets the working weights to the master weights, a skipped one too.
+PASSING = ("loss", "gradient", "overflow", "working weight")
 LAYOUTS = {
     "sp 2": (2, ("sp_size=2",)),
     "dp 2": (2, ("sp_size=1", "micro_batches_per_step=2")),
@@ -102,12 +103,12 @@ def cases(random: Random) -> list[Case]:
     for layout, (world_size, _) in LAYOUTS.items():
         for rank in range(world_size):
             for pattern in PATTERNS:
-                drawn += [draw(random, place, rank, layout, pattern) for place in PASSING]
-            drawn += [draw(random, place, rank, layout, "to the end") for place in LASTING[:-1]]
+                drawn += [draw(random, place, rank, layout, pattern) for place in PASSING[:-1]]
+            drawn += [draw(random, place, rank, layout, "to the end") for place in LASTING]
 
     # Which of a working weight's copies is used, the layout decides.
     for layout, rank in (("sp 2", 0), ("sp 2", 1), ("dp 2", 0), ("dp 2", 1), ("sp 3", 2)):
-        drawn.append(draw(random, "working weight", rank, layout, "to the end"))
+        drawn.append(draw(random, "working weight", rank, layout, "once"))
 
     sample = [
         "gradient on rank 1 of sp 2, alternating",
@@ -330,7 +331,7 @@ PLANTED: dict[str, Callable[[Fault], Any]] = {
     "loss": losses_changed,
     "overflow": losses_changed,
     "gradient": gradient_changed,
-    **dict.fromkeys(LASTING, tensor_changed),
+    **dict.fromkeys((*LASTING, "working weight"), tensor_changed),
 }
 
 

@@ -138,8 +138,11 @@ def draw(random: Random, kind: str, phase: str, number: int) -> Fault:
     layout = LAYOUTS[number % len(LAYOUTS)]
     what = random.choice(BEGIN[phase])
     passes = phase in END and kind in ("full", "EIO", "read-only") and random.random() < 0.5
-    # Of steps 3 to 6, the saves are at 4 and 6.
-    steps = [0, 2] if passes else [0, 1, 2]
+    async_save = random.random() < 0.4
+    # Of steps 3 to 6, the saves are at 4 and 6; step 5 runs while an asynchronous one is written.
+    steps = [0, 1, 2]
+    if passes:
+        steps = [0] if async_save else [0, 2]
     at_step = random.choice(steps) if phase in ("metrics", "log") else 0
     of_rank_0 = what.endswith(("RunLock.__enter__", "log_line", "append_line", "Output.finish"))
     is_first = phase == "save" or of_rank_0
@@ -151,7 +154,7 @@ def draw(random: Random, kind: str, phase: str, number: int) -> Fault:
         by=0 if is_first else random.randrange(layout[0] * layout[1]),
         passes=passes,
         layout=layout,
-        async_save=random.random() < 0.4,
+        async_save=async_save,
     )
 
 

@@ -25,6 +25,7 @@ from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.models.layers import used_tokens
+from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of
 from opensora_sp.training.meter import Meter
@@ -101,7 +102,7 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
     )
     config = SimpleNamespace(patch_size=(1, 2, 2), class_dropout_prob=drop_rate, drop_path=0.0)
     batch = batch_of(cfg, config, features, 5, used.ids)
-    meter = Meter(model, CPU, precision="fp32", sp_size=1, peak_tflops=1.0)
+    meter = Meter(model, CPU, precision="fp32", mesh=SequenceMesh(), peak_tflops=1.0)
     meter.count(batch)
 
     packed: list[list[int]] = []

@@ -105,7 +105,8 @@ def test_peaks_of_known_gpus(gpu: str, precision: str, tflops: float | None) -> 
 
 def measured(sp_size: int) -> tuple[dict[str, float], dict[str, float]]:
     model, rank = build_model("STDiT3", **TINY), dist.get_rank()
-    meter = Meter(model, torch.device("cpu"), precision="bf16", sp_size=sp_size, peak_tflops=0.5)
+    mesh, cpu = SequenceMesh(sp_size), torch.device("cpu")
+    meter = Meter(model, cpu, precision="bf16", mesh=mesh, peak_tflops=0.5)
     batch = types.SimpleNamespace(
         x_t=torch.zeros(LATENTS), text_lengths=TEXT.sum(1).tolist(), inputs=dict(drop_caption=None)
     )

@@ -21,9 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip, scale
 from opensora_sp.diffusion import Noised
+from opensora_sp.evaluation.heldout import HeldoutLoss
+from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
-from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal, uniform
 from opensora_sp.training.metrics import read_lines, read_metrics
@@ -287,15 +287,10 @@ def read_what_is_too_short(config: Path) -> None:
     assert heldout.time_limit == 7
 
     validator = Validator.__new__(Validator)
-    validator.trainer, validator.validation, validator.heldout = (
-        SimpleNamespace(mesh=mesh, device=cpu),
-        cfg.validation,
-        heldout,
-    )
-    validator.corrupt = CorruptSamples(heldout.rows, mesh, max_bad_fraction=1.0)
-    validator.encoder = ShardedEncoder(
-        mesh, None, heldout, None, make_encoders(cfg, cpu), validator.corrupt, cpu
-    )
+    validator.trainer, validator.validation = SimpleNamespace(cfg=cfg), cfg.validation
+    validator.replica, validator.num_replicas = 0, 1
+    encoders = make_encoders(cfg, cpu)
+    validator.loss = HeldoutLoss(None, None, mesh, heldout, encoders, BatchMaker(cfg, cpu))
 
     with pytest.raises(
         ValueError, match=r"got 3 clips in .*num_frames=7.*2.mp4.*got 6 frames; expected at least 7"

@@ -21,6 +21,7 @@ from opensora_sp.data import (
     snake_order,
     write_manifest,
 )
+from opensora_sp.data.bucket_plan import BatchOrder
 from opensora_sp.features.build import Work
 
 GOLDEN = json.loads(
@@ -93,7 +94,13 @@ def manifest(folder: Path, count: int = 400) -> Manifest:
 
 
 def made(
-    rows: Manifest, work: Work, *, per_step: int, seed: int = 3, buckets: dict | None = None
+    rows: Manifest,
+    work: Work,
+    *,
+    per_step: int,
+    seed: int = 3,
+    buckets: dict | None = None,
+    batch_order: BatchOrder = "by_cost",
 ) -> BucketPlan:
     return BucketPlan(
         rows,
@@ -102,6 +109,7 @@ def made(
         micro_batches_per_step=per_step,
         seed=seed,
         cost=work.flops,
+        batch_order=batch_order,
     )
 
 
@@ -152,6 +160,33 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_continue(
         == again.fingerprint
         != made(rows, work, per_step=4, buckets={"144p": {1: (1.0, 2)}}).fingerprint
     )
+
+
+def test_mixed_steps_have_the_same_micro_batches_in_random_order(
+    tmp_path: Path, work: Work
+) -> None:
+    rows = manifest(tmp_path, 2000)
+    by_cost = made(rows, work, per_step=8)
+    mixed = made(rows, work, per_step=8, batch_order="mixed")
+
+    def batches_of(plan: BucketPlan) -> list[tuple]:
+        return sorted(tuple(one) for one in chain.from_iterable(plan.epoch(0).steps))
+
+    assert batches_of(mixed) == batches_of(by_cost)
+    assert [len(step) for step in mixed.epoch(0).steps[:-1]] == [8] * (
+        len(mixed.epoch(0).steps) - 1
+    )
+    again = made(rows, work, per_step=8, batch_order="mixed")
+    later = len(mixed.epoch(0).steps) + 1
+    assert again.step(later) == mixed.step(later)
+
+    # Of 7 buckets, some have few clips.
+    buckets = [len({one.bucket for one in step}) for step in mixed.epoch(0).steps]
+    nearly_one = [len({one.bucket for one in step}) for step in by_cost.epoch(0).steps]
+    assert np.mean(buckets) > 1.5 * np.mean(nearly_one)
+    entries = {entry.name: entry for entry in mixed.buckets.entries}
+    for one in mixed.step(0):
+        assert entries[one.bucket].num_frames == one.shape.num_frames
 
 
 @pytest.mark.parametrize(("per_step", "replicas"), [(2, 2), (4, 4), (8, 2), (8, 4), (8, 8)])

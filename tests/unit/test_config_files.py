@@ -23,9 +23,9 @@ from opensora_sp.config import (
     parse_override,
 )
 from opensora_sp.config.files import read_config
+from opensora_sp.config.optimizer import Optimizer
 from opensora_sp.config.sections import (
     Dataset,
-    Optimizer,
     PromptOptions,
     SequenceParallel,
     Validation,

@@ -479,3 +479,53 @@ def test_what_changes_a_video_makes_it_another_request(
 
     output.path.with_suffix(".json").write_text("[]")
     assert outputs.differences(tmp_path, request, facts) == ["a JSON that cannot be read"]
+
+
+PROMPTS = ["A 3D model of a house.", "waves, in the style of Ukiyo", "A 3D model of a house."]
+
+
+def parse_vbench(trained: Path, folder: Path, *options: str) -> InferenceConfig:
+    (folder / "all_dimension.txt").write_text("\n".join(PROMPTS) + "\n")
+    command = [str(trained / "sample.py"), "--vbench-prompts", str(folder / "all_dimension.txt")]
+    return parse([*command, "--outputs", str(folder / "out"), *options])
+
+
+def test_videos_of_vbench_have_the_names_that_it_looks_for(trained: Path, tmp_path: Path) -> None:
+    """``PROMPT-INDEX.mp4``, in a folder without other files, as it takes each for a video."""
+    cfg = parse_vbench(trained, tmp_path, "--cfg-options", "aes=6.5")
+    requests = requests_of(cfg)
+    assert [request.name for request in requests] == [
+        f"{prompt}-{index}" for prompt, index in product(PROMPTS[:2], range(5))
+    ]
+    assert requests[1].prompt.text == "A 3D model of a house. aesthetic score: 6.5."
+    assert requests_of(parse_vbench(trained, tmp_path, "--num-samples", "2"))[1].sample == 1
+
+    (tmp_path / "out").mkdir()
+    facts = outputs.facts_of(cfg, requests[1])
+    output = Output(tmp_path / "out", requests[1], facts, 2)
+    output.add(np.zeros((2, 8, 8, 3), np.uint8))
+    written = output.finish()
+    assert written == tmp_path / "out" / "videos" / "A 3D model of a house.-1.mp4"
+    assert outputs.differences(tmp_path / "out", requests[1], facts) == []
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
+    assert found == {
+        "videos/A 3D model of a house.-1.mp4",
+        "A 3D model of a house.-1.png",
+        "A 3D model of a house.-1.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["a cat", "a cat"], "got the file name 'a cat-0' twice with file_names='prompt'"),
+        (["a cat/dog"], "got the file name 'a cat/dog-0' of 11 bytes"),
+        (["a" * 200], "expected different names without '/' of at most 200 bytes"),
+    ],
+)
+def test_prompts_that_are_no_file_names_are_refused(
+    trained: Path, prompts: list[str], message: str
+) -> None:
+    cfg = parse([str(trained / "sample.py"), "--cfg-options", "file_names=prompt"])
+    with pytest.raises(ValueError, match=message):
+        requests_of(cfg, prompts)

@@ -11,7 +11,7 @@ from opensora_sp.config import load_train_config
 from opensora_sp.models.recompute import OFFLOADED
 from opensora_sp.planner import batch_memory
 from opensora_sp.planner.checkpointing import budget_of
-from opensora_sp.planner.run_plan import Memory
+from opensora_sp.planner.run_estimator import Memory
 from opensora_sp.training.activations import check_host
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
-from opensora_sp.planner import buckets_of, plan
+from opensora_sp.planner import buckets_of, plan, run_estimator
 
 pytestmark = pytest.mark.core
 MANIFEST = "dataset.manifest=none.csv"
@@ -52,13 +52,13 @@ def test_each_bucket_is_traced_once_and_fast(
     stage: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = load_train_config(stage[0], stage[4:])
-    trace, traced = sys.modules[plan.__module__].trace_activations, []
+    trace, traced = run_estimator.trace_activations, []
 
     def counted(*args: object, **options: object) -> object:
         traced.append(args[2])
         return trace(*args, **options)
 
-    monkeypatch.setattr(sys.modules[plan.__module__], "trace_activations", counted)
+    monkeypatch.setattr(run_estimator, "trace_activations", counted)
     started = time.process_time()
     buckets = plan(cfg, 8).buckets
     seconds = time.process_time() - started

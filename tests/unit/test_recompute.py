@@ -15,8 +15,8 @@ from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.parallel import Options
-from opensora_sp.planner import run_plan
+from opensora_sp.parallel import Options, SequenceMesh
+from opensora_sp.planner import run_estimator
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
 from opensora_sp.planner.trace import Activations, trace_activations
 from opensora_sp.training import activations
@@ -154,16 +154,17 @@ def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, comp
         traced.append(compiled)
         return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
 
-    monkeypatch.setattr(run_plan, "trace_activations", trace)
+    monkeypatch.setattr(run_estimator, "trace_activations", trace)
     monkeypatch.setattr(activations, "memory_of", lambda device: 80e9)
-    monkeypatch.setattr(activations, "_smallest", lambda memory, device: memory)
+    monkeypatch.setattr(activations, "smallest", lambda memory, device: memory)
     monkeypatch.setattr(activations.dist, "get_world_size", lambda: 1)
     module: Any = SimpleNamespace(
         compile_backend="inductor" if compiled else None, set_grad_checkpoint=set_levels.append
     )
 
     cfg = load_train_config(CONFIG, ["sp_size=1", "compile=blocks", "grad_checkpoint=auto"])
-    budget = activations.ActivationBudget(cfg, module, torch.device("cuda"), reserved=0)
+    mesh = SequenceMesh.imagined(1, 0)
+    budget = activations.ActivationBudget(cfg, module, mesh, torch.device("cuda"), reserved=0)
     budget.fit(torch.Size([1, 4, 16, 64, 64]))
     assert traced and set(traced) == {compiled}
     (levels,) = set_levels

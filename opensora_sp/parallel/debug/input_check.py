@@ -64,7 +64,8 @@ class InputCheck:
     group.
 
     It runs in every forward: a rank that has seen a shape before cannot know that another rank has
-    not. The digest stays on the host, so a GPU never waits for it.
+    not. The digest stays on the host, so a GPU never waits for it. In a group of one rank there is
+    nothing to compare.
 
     Args:
         options, plan: dataclasses that decide what is sent; None leaves them out.
@@ -76,12 +77,10 @@ class InputCheck:
     def __init__(self, mesh: SequenceMesh, options: Any = None, plan: Any = None) -> None:
         self.mesh = mesh
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
-        # The number of chunks depends on it (LOCAL_WORLD_SIZE).
-        self._fixed["options group spans nodes"] = describe(mesh.spans_nodes)
         self._form: ModelForm | None = None
 
     def __call__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if self.mesh.is_imagined:
+        if self.mesh.is_imagined or self.mesh.sp_size == 1:
             return
         self._form = self._form or ModelForm(model)
         own = self._entries(model, args, kwargs)
@@ -101,6 +100,8 @@ class InputCheck:
         Of inputs, also inside of containers, these are shapes, dtypes and plain values.
         """
         entries = dict(self._fixed)
+        # The number of chunks depends on it (LOCAL_WORLD_SIZE).
+        entries["options group spans nodes"] = describe(self.mesh.spans_nodes)
         # They may be registered at any time.
         entries["strategies registered"] = describe([one.label for one in registered_strategies()])
         entries["modes train() or eval()"] = "train" if model.training else "eval"

@@ -119,10 +119,22 @@ def _largest_over_ranks(values: list[float], mesh: SequenceMesh) -> list[float]:
 
 
 def verify_first_step(model: nn.Module) -> None:
-    """Verify the first batch of a model, log the verdict, and raise ValueError if it disagrees."""
+    """Verify the first batch of each group of several ranks, log the verdicts, and raise ValueError
+    if one disagrees.
+
+    Members of a group take part in all of its batches, so they agree on which one is the first.
+    """
+    mesh = getattr(model, ATTRIBUTE).mesh
+    unverified = {own.ranks for own in mesh.own if own.sp_size > 1}
 
     def check(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        handle.remove()
+        if mesh.group not in unverified:
+            return
+        # Before verification, which calls the model.
+        unverified.remove(mesh.group)
+        if not unverified:
+            handle.remove()
+
         verdict = verify_step(module, args, kwargs)
         if not verdict.agrees:
             raise ValueError(

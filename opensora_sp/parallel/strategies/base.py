@@ -33,7 +33,7 @@ from ..layout import (
     plan_exchange,
     rank_ranges,
 )
-from ..mesh import SequenceMesh
+from ..mesh import SequenceGroup
 from ..options import Options
 from ..protocols import Grid, Rows
 from ..typed import Local
@@ -56,6 +56,12 @@ class Strategy:
     ``label`` names it to users. ``option`` is the value of ``sequence_parallel.strategy`` under
     which it is chosen, where its ``condition`` holds. ``moves`` is what its exchanges carry, None
     where whole tokens change layout.
+
+    Args:
+        mesh: this rank's place in the group that shares the batch: ``sp_size``, ``sp_rank``,
+            ``sp_group``.
+        options: those of ``parallelize``, with a number of chunks.
+        heads: H.
     """
 
     label: str
@@ -65,7 +71,7 @@ class Strategy:
 
     window_rows = WINDOW_ROWS  # layout of temporal rows where there are windows
 
-    def __init__(self, mesh: SequenceMesh, options: Options, heads: int) -> None:
+    def __init__(self, mesh: SequenceGroup, options: Options, heads: int) -> None:
         self.mesh, self.options, self.heads = mesh, options, heads
 
     # Declarations: from a shape alone, on any machine.

@@ -1,0 +1,263 @@
+"""``opensora-sp plan --fit``: batch sizes that fit into memory, as a table and as a config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opensora_sp.config import InferenceConfig, TrainConfig
+    from opensora_sp.planner.fit import Fit, FittedBatch
+
+DELETE = "_delete_"  # in a dict: do not merge it into the inherited one
+CHOSEN = ("bucket_config", "batch_size", "grad_checkpoint")  # keys that are chosen
+UNITS = {"": 1e9, "GB": 1e9, "GiB": 1024**3}
+COLUMNS = 100
+
+
+def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
+    """Choose batch sizes, print them, and write the config that has them.
+
+    Raises:
+        ValueError: for a sampling config, a size without a known unit, a file that exists, or a
+            bucket of which not one clip fits.
+    """
+    from opensora_sp.config import load_either
+    from opensora_sp.planner.fit import LARGEST_BATCH, fit
+
+    memory = parse_memory(args.fit)
+    out = check_out(args.config, args.out, args.fit, overwrite=args.overwrite)
+    cfg = _training_config(load_either(args.config, args.cfg_options)[0])
+    fitted = fit(
+        cfg,
+        args.gpus or (cfg.sp_size if isinstance(cfg.sp_size, int) else 1),
+        memory,
+        gpus_per_node=args.gpus_per_node,
+        largest_batch=args.largest_batch or LARGEST_BATCH,
+        progress=progress,
+    )
+
+    base = relative(Path(args.config), out)
+    changed = _changed_values(args.config, args.cfg_options)
+    out.write_text(config_text(cfg, fitted, base, changed, _command(args)), encoding="utf-8")
+    shown = json.dumps(fitted.to_dict(), indent=1) if args.json else table(fitted, cfg)
+    sys.stdout.write(f"{shown}\n" if args.json else f"{shown}\nwritten: {out}\n")
+
+
+def _training_config(cfg: TrainConfig | InferenceConfig) -> TrainConfig:
+    """The config, with levels of gradient checkpointing by shape.
+
+    Raises:
+        ValueError: if it is one for sampling.
+    """
+    from opensora_sp.config import TrainConfig
+
+    if not isinstance(cfg, TrainConfig):
+        raise ValueError(
+            "got --fit with a sampling config, whose batch size is that of its prompts; expected a "
+            "training config; pass one, or leave --fit out for the memory of this one"
+        )
+    return cfg.model_copy(update={"grad_checkpoint": "auto"})
+
+
+def parse_memory(text: str) -> float:
+    """Bytes of ``80GB``, ``80GiB`` or ``80``, which is in GB.
+
+    Raises:
+        ValueError: for another unit, or a size that is not positive.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    try:
+        if found is not None and found[2] in UNITS and float(found[1]) > 0:
+            return float(found[1]) * UNITS[found[2]]
+    except ValueError:
+        # Several points, or nothing but one.
+        pass
+    raise ValueError(
+        f"got --fit {text!r}; expected the memory of one GPU in GB (1e9 bytes) or GiB (1024^3); "
+        "write for example 80GB, 80GiB or 80"
+    )
+
+
+def check_out(config: str, out: str | None, memory: str, *, overwrite: bool) -> Path:
+    """The file for the fitted config: by default beside the config it is made of.
+
+    Raises:
+        ValueError: if it exists and is not to be overwritten, or its folder does not exist.
+    """
+    source = Path(config)
+    size = re.sub(r"\s", "", memory)
+    path = source.with_name(f"{source.stem}_fit_{size}.py") if out is None else Path(out)
+
+    if not path.parent.is_dir():
+        raise ValueError(f"got --out {path}, whose folder does not exist; expected one; make it")
+    is_source = path.exists() and path.samefile(source)
+    if is_source or (path.exists() and not overwrite):
+        advice = "pass another --out" if is_source else "pass another --out, or --overwrite"
+        raise ValueError(f"got {path} to write, which exists; expected a new file; {advice}")
+    return path
+
+
+def table(fit: Fit, cfg: TrainConfig) -> str:
+    """The fitted batches, and by how much their times deviate."""
+    lines = [
+        f"{cfg.model_spec.name} in {fit.memory / 1e9:.4g} GB: micro-batches of {fit.seconds:.3g} s",
+        "",
+        f"{'bucket':>14} {'batch':>6} {'ranks':>6} {'GB peak':>8} {'s':>8} {'deviation':>10} "
+        f"{'decided by':>14}  blocks",
+    ]
+    for one in fit.batches:
+        peak = one.memory.configured.needed / 1e9
+        lines.append(
+            f"{one.name:>14} {one.batch.batch_size:>6} {one.ranks:>6} {peak:>8.2f} "
+            f"{one.seconds:>8.3g} {one.deviation:>+10.1%} {one.decided_by:>14}  {_blocks(one)}"
+        )
+
+    uneven = [one for one in fit.batches if not one.is_balanced]
+    notes = [
+        "GB peak: of the busiest rank, with room for its largest block in one piece, without the "
+        "encoders: lower the bound by what they take. s: predicted for a micro-batch."
+    ]
+    if uneven:
+        listed = ", ".join(f"{one.name} by {one.deviation:+.0%}" for one in uneven)
+        notes.append(
+            f"Deviating by more than a tenth and than one clip: {listed}. Either one clip takes "
+            "longer than the batches of others that fit, or a larger batch is not allowed."
+        )
+    for note in notes:
+        lines += textwrap.wrap(note, COLUMNS)
+    return "\n".join(lines)
+
+
+def _blocks(one: FittedBatch) -> str:
+    """How many blocks recompute, in few words."""
+    from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
+
+    levels = one.memory.levels
+    recomputed = sum(level < EVERYTHING for level in levels)
+    if not recomputed:
+        return "none recomputed"
+    text = f"{recomputed} of {len(levels)} recomputed"
+    offloaded = levels.count(OFFLOADED)
+    return f"{text}, {offloaded} inputs on the host" if offloaded else text
+
+
+def config_text(
+    cfg: TrainConfig, fit: Fit, base: str, changed: dict[str, Any], command: Sequence[str]
+) -> str:
+    """A config of the fitted batches, based on another one.
+
+    Args:
+        base: path of the config that was fitted, relative to the new one.
+        changed: values of the command line, which are part of the new config.
+        command: that was run.
+    """
+    lines = [
+        f'"""{Path(base).stem} with batch sizes that fit into {fit.memory / 1e9:.4g} GB.',
+        "",
+        f"Micro-batches take about {fit.seconds:.3g} s. Written by::",
+        "",
+        *_shell_lines(command),
+        '"""',
+        "",
+        f"_base_ = [{_quoted(base)}]",
+        "",
+    ]
+
+    for key, value in changed.items():
+        if key not in CHOSEN:
+            lines.append(f"{key} = {_literal(value)}")
+
+    lines += [
+        "# What blocks keep is chosen for each shape when a run meets it.",
+        f"grad_checkpoint = {_literal(cfg.grad_checkpoint)}",
+    ]
+    if cfg.bucket_config is None:
+        return "\n".join([*lines, f"batch_size = {fit.batches[0].batch.batch_size}"]) + "\n"
+    replaces = "bucket_config" in changed
+    return "\n".join([*lines, *_bucket_lines(cfg.bucket_config, fit, replaces)]) + "\n"
+
+
+def _bucket_lines(bucket_config: dict[str, dict[int, Any]], fit: Fit, replaces: bool) -> list[str]:
+    """``bucket_config`` with the chosen sizes, and what decided on each."""
+    from opensora_sp.data.buckets import with_batch_sizes
+
+    reasons = {one.name: f"  # {one.seconds:.3g} s, {one.decided_by}" for one in fit.batches}
+    lines = ["bucket_config = {"]
+    if replaces:
+        lines.append(f'    "{DELETE}": True,')
+    for resolution, by_frames in with_batch_sizes(bucket_config, fit.sizes).items():
+        lines.append(f"    {_quoted(resolution)}: {{")
+        for num_frames, (keep, batch_size) in by_frames.items():
+            reason = reasons.get(f"{resolution} x {num_frames}", "")
+            lines.append(f"        {num_frames}: ({keep!r}, {batch_size}),{reason}")
+        lines.append("    },")
+    return [*lines, "}"]
+
+
+def _changed_values(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The overrides of a config as a file inherits it: a dict replaces another one."""
+    from opensora_sp.config.files import read_config
+    from opensora_sp.config.options import parse_override
+
+    inherited = read_config(config)
+    changed: dict[str, Any] = {}
+    for text in overrides:
+        keys, value = parse_override(text)
+        was_dict = isinstance(inherited.get(tuple(keys)), dict)
+        if isinstance(value, dict):
+            value = {DELETE: True, **value}
+        elif value is None and was_dict:
+            value = {DELETE: True}
+
+        parent = changed
+        for part in keys[:-1]:
+            parent = parent.setdefault(part, {})
+        parent[keys[-1]] = value
+    return changed
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """The command that chooses and writes the same."""
+    command = ["opensora-sp", "plan", args.config, "--fit", args.fit]
+    for name in ("gpus", "gpus_per_node", "gpu", "largest_batch", "out"):
+        value = getattr(args, name)
+        if value is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    return [*command, *(["--cfg-options", *args.cfg_options] if args.cfg_options else [])]
+
+
+def _literal(value: Any) -> str:
+    """Python source; dicts as in the project's configs."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return "dict(" + ", ".join(f"{key}={_literal(one)}" for key, one in value.items()) + ")"
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    return repr(text) if '"' in text or "\\" in text else f'"{text}"'
+
+
+def _shell_lines(command: Sequence[str]) -> list[str]:
+    """The command in lines that a shell joins."""
+    lines: list[str] = [""]
+    for part in map(shlex.quote, command):
+        if len(lines[-1]) + len(part) > COLUMNS - 12:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {part}".strip()
+    # A docstring has two backslashes for one.
+    joined = " \\\\\n        ".join(lines)
+    return f"    {joined}".split("\n")
+
+
+def relative(path: Path, to: Path) -> str:
+    """The path of a file as seen from the folder of another one, with forward slashes."""
+    return Path(os.path.relpath(path, to.parent)).as_posix()

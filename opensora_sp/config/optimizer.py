@@ -1,0 +1,182 @@
+"""Optimizers by name: those of torch that are elementwise.
+
+ZeRO gives each rank a flat range of the numbers of every parameter, so an optimizer is exact under
+ZeRO only if it updates each number from the history of that number's own gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from opensora_sp.components import nearest
+
+from .findings import raise_together
+from .sections import Strict
+
+
+@dataclass(frozen=True)
+class State:
+    """What an optimizer keeps of a parameter, by the names in torch's ``state_dict``.
+
+    Attributes:
+        moments: tensors of the parameter's shape, in fp32.
+        added: option -> the moment that it adds, unless the option is zero or False.
+        scalars: single numbers.
+    """
+
+    moments: tuple[str, ...]
+    added: Mapping[str, str] = field(default_factory=dict)
+    scalars: tuple[str, ...] = ("step",)
+
+
+ADAM = State(("exp_avg", "exp_avg_sq"), added={"amsgrad": "max_exp_avg_sq"})
+STATES = {
+    "AdamW": ADAM,
+    "HybridAdam": State(ADAM.moments),
+    "Adam": ADAM,
+    "Adamax": State(("exp_avg", "exp_inf")),
+    "NAdam": State(ADAM.moments, scalars=("step", "mu_product")),
+    "RAdam": State(ADAM.moments),
+    "SGD": State((), added={"momentum": "momentum_buffer"}, scalars=()),
+    "RMSprop": State(
+        ("square_avg",), added={"momentum": "momentum_buffer", "centered": "grad_avg"}
+    ),
+    "Adagrad": State(("sum",)),
+    "Adadelta": State(("square_avg", "acc_delta")),
+}
+REFUSED = {
+    "Adafactor": "keeps second moments of the rows and columns of a matrix",
+    "CAME": "keeps second moments of the rows and columns of a matrix",
+    "LBFGS": "evaluates the loss several times in a step, and needs products of whole gradients",
+    "Lamb": "scales the update of each parameter by its norm",
+    "Lars": "scales the update of each parameter by its norm",
+    "Muon": "orthogonalizes the update of each matrix",
+    "SparseAdam": "takes sparse gradients, which no layer here has",
+}
+"""Optimizers that are not elementwise, or need other gradients -> the reason."""
+
+# Declared by ``Optimizer``, or of how torch computes a step, which the plugin decides.
+NOT_OPTIONS = {
+    *("self", "params", "lr", "weight_decay"),
+    *("capturable", "differentiable", "foreach", "fused"),
+}
+
+
+class Optimizer(Strict):
+    """An elementwise optimizer of torch, with the options of its class.
+
+    ``HybridAdam`` is ColossalAI's fused Adam, for CUDA. Its options are AdamW's numbers. Numbers
+    that are not set have torch's defaults, except ``lr`` and ``weight_decay``.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "AdamW"
+    """AdamW, Adam, Adamax, NAdam, RAdam, SGD, RMSprop, Adagrad or Adadelta of torch, or
+    ColossalAI's fused HybridAdam (CUDA only). Other keys are options of the class, such as `betas`
+    and `eps`, or `momentum` and `nesterov`.
+    """
+
+    lr: float = Field(1e-4, gt=0)
+    """Learning rate after warm-up."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay: decoupled and relative to the learning rate in AdamW, else as the class does.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_of_class(cls, values: Any) -> Any:
+        """Check the options against the class, and add its default numbers."""
+        if not isinstance(values, dict):
+            return values
+        name = values.get("type", "AdamW")
+        _check_name(name)
+        defaults = _defaults(str(name))
+        own = {key: value for key, value in values.items() if key in cls.model_fields}
+        given = {key: value for key, value in values.items() if key not in own}
+
+        numbers = {key: value for key, value in defaults.items() if not isinstance(value, bool)}
+        return own | numbers | _converted(str(name), given, defaults)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the class beside the parameters."""
+        return self.model_dump(exclude={"type"})
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The tensors of each parameter's shape that the optimizer keeps."""
+        state, options = STATES[self.type], self.options
+        added = [moment for option, moment in state.added.items() if options.get(option)]
+        return (*state.moments, *added)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The single numbers that the optimizer keeps of each parameter."""
+        return STATES[self.type].scalars
+
+
+def _check_name(name: Any) -> None:
+    """Raise ValueError unless a name is that of an elementwise optimizer."""
+    name = str(name)
+    if name in STATES:
+        return
+    if name in REFUSED:
+        raise ValueError(
+            f"got optimizer.type {name!r}, which {REFUSED[name]}; expected an elementwise "
+            "optimizer: ZeRO gives each rank a flat range of a parameter's numbers; take one of "
+            f"{list(STATES)}"
+        )
+    same = [known for known in STATES if known.lower() == name.lower()]
+    advice = nearest(name, same or STATES)
+    raise ValueError(f"got optimizer.type {name!r}; expected one of {list(STATES)}; {advice}")
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """The options of a class with their defaults: numbers, pairs of numbers and booleans."""
+    # HybridAdam cannot be imported without CUDA.
+    cls = torch.optim.AdamW if name == "HybridAdam" else getattr(torch.optim, name)
+    found = {}
+    for key, parameter in inspect.signature(cls).parameters.items():
+        is_number = not isinstance(parameter.default, bool)
+        if key not in NOT_OPTIONS and (is_number or name != "HybridAdam"):
+            found[key] = parameter.default
+    return found
+
+
+def _converted(name: str, values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Given options, converted to the types of the class's defaults.
+
+    Raises:
+        ValueError: with all options that are unknown or of another type.
+    """
+    found: list[str] = []
+    converted = {}
+    known = [*Optimizer.model_fields, *defaults]
+    for key, value in values.items():
+        if key not in defaults:
+            advice = nearest(key, known, otherwise=f"known keys are {', '.join(known)}")
+            found.append(
+                f"got the unknown key 'optimizer.{key}'; expected an option of {name}; {advice}"
+            )
+            continue
+        try:
+            converted[key] = TypeAdapter(_type_of(defaults[key])).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            found.append(f"got optimizer.{key} = {value!r}; {reason}; change optimizer.{key}")
+    raise_together(*found)
+    return converted
+
+
+def _type_of(default: Any) -> Any:
+    if isinstance(default, bool):
+        return bool
+    return tuple[float, float] if isinstance(default, tuple) else float

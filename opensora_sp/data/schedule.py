@@ -1,0 +1,228 @@
+"""Which group of ranks computes which micro-batch of a step, so that all ranks end together.
+
+Groups of a family are disjoint or one lies inside the other (``rank_groups``). A rank computes the
+micro-batches of its groups from the largest group to the smallest. The ranks of a group have the
+same groups around theirs, so they begin its first micro-batch at the same time, and a rank ends
+after the sum of the seconds of all micro-batches of its groups.
+
+To find a short step, an end is assumed, and micro-batches are placed, the longest first: each in
+the smallest group that it ends in by then, and among these in the one that is free first. Bisection
+finds the earliest end for which all can be placed. This is the dual approximation of Mounié, Rapine
+and Trystram (A 3/2-approximation algorithm for scheduling independent monotonic malleable tasks,
+SIAM J. Comput. 2007), with list scheduling in place of their shelves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from opensora_sp.rank_groups import RankGroup, group_sizes
+
+from .sampler import BatchPlan, MicroBatch, ReadRequest
+
+Seconds = Callable[[MicroBatch, RankGroup], float]
+"""Predicted seconds of a micro-batch in a group, the same for all groups of a size; infinity where
+it does not fit their memory or may not run there."""
+# A step that is shorter by less than this share is not looked for.
+PRECISION = 0.002
+
+
+class Assigned(NamedTuple):
+    """A micro-batch and the group that computes it."""
+
+    micro_batch: MicroBatch
+    group: RankGroup
+
+
+def schedule(
+    micro_batches: Sequence[MicroBatch], family: tuple[RankGroup, ...], seconds: Seconds
+) -> list[Assigned]:
+    """Assign each micro-batch of a step to a group of the family.
+
+    The step is at most 0.2 % longer than one with groups of any one size, where the longest
+    micro-batches are placed first, each in the group that is free first.
+
+    Returns:
+        Groups from large to small; in a group, micro-batches in the order in which they are passed.
+        All ranks get the same, from the same numbers.
+
+    Raises:
+        ValueError: if no group may compute a micro-batch.
+    """
+    tree = _tree(family)
+    table = _table(micro_batches, tree, seconds)
+    groups = _shortest(tree, table)
+
+    assigned = [
+        Assigned(one, tree.groups[index]) for one, index in zip(micro_batches, groups, strict=True)
+    ]
+    return sorted(assigned, key=lambda one: (-one.group.size, one.group.start))
+
+
+def busy_seconds(assigned: Sequence[Assigned], world_size: int, seconds: Seconds) -> np.ndarray:
+    """Seconds in which each rank computes, float64 ``[world_size]``; the largest is the step's."""
+    busy = np.zeros(world_size)
+    for micro_batch, group in assigned:
+        busy[group.start : group.stop] += seconds(micro_batch, group)
+    return busy
+
+
+class ScheduledBatches:
+    """Sampler of one rank: the requests of its groups' micro-batches, from large groups to small.
+
+    A rank may have none in a step, and ranks may have different numbers of them.
+
+    Args:
+        family, seconds: see ``schedule``.
+        request_of: the request of a micro-batch of one of the rank's groups.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        *,
+        start: int,
+        stop: int,
+        rank: int,
+        family: tuple[RankGroup, ...],
+        seconds: Seconds,
+        request_of: Callable[[Assigned], ReadRequest],
+    ) -> None:
+        self.plan, self.steps, self.rank = plan, range(start, stop), rank
+        self.family, self.seconds, self.request_of = family, seconds, request_of
+        # Workers read a few steps ahead of the one that is computed.
+        self.assigned = lru_cache(maxsize=32)(self._assigned)
+
+    def _assigned(self, step: int) -> list[Assigned]:
+        """All micro-batches of a step, with the groups that compute them."""
+        return schedule(self.plan.step(step), self.family, self.seconds)
+
+    def own(self, step: int) -> list[Assigned]:
+        """Those of this rank."""
+        return [one for one in self.assigned(step) if self.rank in one.group]
+
+    def count(self, step: int) -> int:
+        return len(self.own(step))
+
+    def __iter__(self) -> Iterator[ReadRequest]:
+        for step in self.steps:
+            for one in self.own(step):
+                yield self.request_of(one)
+
+
+class _Tree:
+    """A family, each group followed by those inside it.
+
+    Attributes:
+        sizes: of groups, ascending.
+        size: int64 ``[G]``, the size of each group, as an index of ``sizes``.
+        stop: for each group, the index after the last group inside it.
+        parent: the smallest group around each; -1 where there is none.
+    """
+
+    def __init__(self, family: tuple[RankGroup, ...]) -> None:
+        self.groups = sorted(family, key=lambda group: (group.start, -group.size))
+        self.world_size = max(group.stop for group in family)
+        self.sizes = group_sizes(family)
+        self.size = np.array([self.sizes.index(group.size) for group in self.groups])
+
+        self.stop = [len(self.groups)] * len(self.groups)
+        self.parent: list[int] = []
+        around: list[int] = []
+        for index, group in enumerate(self.groups):
+            while around and not group.is_inside(self.groups[around[-1]]):
+                self.stop[around.pop()] = index
+            self.parent.append(around[-1] if around else -1)
+            around.append(index)
+
+
+_tree = lru_cache(maxsize=4)(_Tree)
+
+
+def _table(micro_batches: Sequence[MicroBatch], tree: _Tree, seconds: Seconds) -> np.ndarray:
+    """Seconds of each micro-batch in groups of each size, float64 ``[M, sizes]``."""
+    first_of_size = [tree.groups[int(np.argmax(tree.size == n))] for n in range(len(tree.sizes))]
+    table = np.empty((len(micro_batches), len(tree.sizes)))
+    for row, micro_batch in enumerate(micro_batches):
+        table[row] = [seconds(micro_batch, group) for group in first_of_size]
+        if np.isinf(table[row]).all():
+            kind = f"the bucket {micro_batch.bucket}" if micro_batch.bucket else micro_batch.shape
+            raise ValueError(
+                f"got a micro-batch of {len(micro_batch.ids)} clips of {kind} that no group of up "
+                f"to {tree.sizes[-1]} ranks can compute; "
+                "expected one with enough memory, of a degree that sp_size allows; lower the "
+                "bucket's batch size, raise grad_checkpoint, or start more processes"
+            )
+    return table
+
+
+def _shortest(tree: _Tree, table: np.ndarray) -> list[int]:
+    """The group of each micro-batch, in the shortest step that is found."""
+    seconds = table.min(axis=1)
+    order = np.argsort(-seconds, kind="stable").tolist()
+    # No step is shorter than its work divided by the ranks, or than its longest micro-batch.
+    work = (table * tree.sizes).min(axis=1).sum() / tree.world_size
+    least = max(work, seconds.max(initial=0.0))
+
+    one_by_one = np.where(np.isinf(table), 0.0, table).max(axis=1).sum() * (1 + PRECISION)
+    best = _place(tree, table, order, range(len(tree.sizes)), one_by_one)
+    assert best is not None
+    for sizes in _choices(len(tree.sizes)):
+        too_early, end = least, best.end * (1 - PRECISION)
+        while end > too_early:
+            placed = _place(tree, table, order, sizes, end)
+            if placed is None:
+                too_early = end
+            else:
+                best = placed
+            end = min((too_early + best.end) / 2, best.end * (1 - PRECISION))
+    return best.groups
+
+
+def _choices(num_sizes: int) -> Iterator[range]:
+    """Sizes to choose from: all from one on, and one alone, which is a fixed degree."""
+    for first in range(num_sizes):
+        yield range(first, num_sizes)
+        yield range(first, first + 1)
+
+
+class _Placed(NamedTuple):
+    """The group of each micro-batch, as an index of ``_Tree.groups``, and when all have ended."""
+
+    groups: list[int]
+    end: float
+
+
+def _place(
+    tree: _Tree, table: np.ndarray, order: list[int], sizes: range, end: float
+) -> _Placed | None:
+    """Place micro-batches so that all have ended by ``end``; None where one finds no group.
+
+    Args:
+        table: seconds of each micro-batch in groups of each size.
+        order: in which micro-batches are placed.
+        sizes: of the groups that may be used.
+    """
+    # Smaller groups come first, whenever they are free.
+    preferred = np.where(np.isin(tree.size, sizes), tree.size * 2 * end, np.inf)
+    # When the last rank of each group is free.
+    free = np.zeros(len(tree.groups))
+    groups = [0] * len(order)
+    for row in order:
+        taken = table[row, tree.size]
+        key = np.where(free + taken <= end, preferred + free, np.inf)
+        index = int(key.argmin())
+        if np.isinf(key[index]):
+            return None
+
+        groups[row] = index
+        free[index : tree.stop[index]] += taken[index]
+        latest, around = free[index], tree.parent[index]
+        while around >= 0 and free[around] < latest:
+            free[around] = latest
+            around = tree.parent[around]
+    return _Placed(groups, float(free.max()))

@@ -1,0 +1,136 @@
+"""The loss of held-out clips in bins of timesteps, computed by all processes together.
+
+All draws are keyed by the seed, the clip and the bin, and never by rank or batch. So the result
+depends on the number of processes and the batch size by rounding alone.
+
+Legend: B clips, S seeds, K bins of timesteps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_sp.data import ClipShape, MicroBatch, VideoTextDataset
+from opensora_sp.features.batch import BatchMaker
+from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.draws import DrawConfig
+from opensora_sp.features.sharded import Features, ShardedEncoder
+from opensora_sp.features.sources import Source
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.transfer import to_device
+
+
+@dataclass(frozen=True)
+class MeanLosses:
+    """Mean losses ``[S, K]`` of some clips, NaN if there are none, and the number of clips."""
+
+    losses: Tensor
+    clips: int
+
+
+class HeldoutLoss:
+    """Measures the loss of clips with the weights that a model has.
+
+    Bin k holds the k-th part of the timesteps that training draws, from data to noise, so the mean
+    of the bins is the loss that training would have on these clips.
+
+    Args:
+        model: what is called with noised latents, such as a boosted model.
+        module: the bare model, parallelized over ``mesh``.
+        dataset: the clips.
+        batches: adds noise.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        module: Any,
+        mesh: SequenceMesh,
+        dataset: VideoTextDataset,
+        source: Source,
+        batches: BatchMaker,
+    ) -> None:
+        self.model, self.module, self.mesh = model, module, mesh
+        self.dataset, self.batches, self.device = dataset, batches, batches.device
+        self.corrupt = CorruptSamples(dataset.rows, mesh, max_bad_fraction=1.0)
+        self.encoder = ShardedEncoder(
+            mesh, module, dataset, None, source, self.corrupt, self.device
+        )
+
+    @torch.no_grad()
+    def measure(
+        self,
+        clips: Sequence[int],
+        shape: ClipShape,
+        *,
+        batch_size: int,
+        bins: int,
+        seeds: Sequence[int],
+    ) -> MeanLosses:
+        """The mean over the clips that all ranks can read, cut to ``shape``. Collective.
+
+        Args:
+            clips: those of this rank's current group; the groups measure clips of their own.
+        """
+        # The losses of each seed and bin, and the number of clips.
+        sums = torch.zeros(len(seeds) * bins + 1, device=self.device)
+        for start in range(0, len(clips), batch_size):
+            ids, features = self._readable(clips[start : start + batch_size], shape)
+            if ids:
+                sums[:-1] += self._losses(ids, features, bins, seeds).flatten()
+                sums[-1] += len(ids) / self.mesh.sp_size
+
+        dist.all_reduce(sums)
+        self.corrupt.report(self.device)
+        means = (sums[:-1] / sums[-1]).view(len(seeds), bins)
+        return MeanLosses(means, round(sums[-1].item()))
+
+    def _readable(self, chosen: Sequence[int], shape: ClipShape) -> tuple[list[int], Features]:
+        """Those of some clips that can be read, and their features. Collective in the group."""
+        ids, source = list(chosen), self.encoder.source
+        while True:
+            features = Features.filled(float("nan"), len(ids), shape, source, self.device)
+            if not ids:
+                return ids, features
+            batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
+            items = [self.dataset[sample] for sample in self.encoder.samples(batch)]
+            corrupt = self.encoder.encode_readable(features, ids, range(len(ids)), items)
+            if not corrupt:
+                return ids, features
+            ids = [index for position, index in enumerate(ids) if position not in corrupt]
+
+    def _losses(
+        self, ids: list[int], features: Features, bins: int, seeds: Sequence[int]
+    ) -> Tensor:
+        """This rank's part of the sum of the clips' losses, ``[S, K]``."""
+        text = self.module.encode_text(features.y, features.mask)
+        sums = []
+        for seed in seeds:
+            rules = DrawConfig(
+                seed=seed, channels=self.encoder.source.channels, purpose="validation_", bins=bins
+            )
+            draws = rules.draw([(i,) for i in ids], self.encoder.source.latent_size(features.shape))
+            draws = to_device(draws, self.device)
+            for k in range(bins):
+                batch = self.batches.make(features, draws, timestep=k)
+                inputs = batch.inputs | dict(y=text, mask=None)
+                shard = self.model(batch.x_t, **inputs, output="shards")
+                sums.append(self.batches.flow.losses(shard, batch.noised).sum())
+        return torch.stack(sums).view(len(seeds), bins)
+
+
+def none_readable(
+    name: str, dataset: VideoTextDataset, shapes: object, last: tuple[str, str] | None
+) -> ValueError:
+    """The error where no clip of a manifest could be cut to the shapes that were asked for."""
+    return ValueError(
+        f"got {len(dataset)} clips in {name} {str(dataset.rows.file)!r}, none of which can be cut "
+        f"to {shapes} (the last one: {last}); expected videos that are long enough; check the "
+        "manifest's paths and their lengths"
+    )

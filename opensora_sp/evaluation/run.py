@@ -1,0 +1,282 @@
+"""The evaluation run: check checkpoint and clips, load the model, measure bucket by bucket."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from opensora_sp.checkpoint import (
+    check_model_config,
+    find_weights,
+    on_rank_0,
+    saved_config,
+    verify,
+)
+from opensora_sp.checkpoint.paths import newest_checkpoint
+from opensora_sp.config import (
+    TrainConfig,
+    check_launch,
+    load_train_config,
+    saved_train_config,
+)
+from opensora_sp.data import BucketPlan, ClipShape, VideoTextDataset
+from opensora_sp.data.buckets import Buckets
+from opensora_sp.dtypes import DTYPES
+from opensora_sp.features.batch import BatchMaker
+from opensora_sp.features.build import make_encoders
+from opensora_sp.features.same_clips import agree_on_clips, by_name
+from opensora_sp.json_reader import read_json
+from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
+from opensora_sp.runtime import Watchdog, raise_on_all_ranks
+from opensora_sp.sampling.run import join_processes, load_model
+
+from .heldout import HeldoutLoss, none_readable
+from .report import BucketLoss, Evaluation
+
+logger = logging.getLogger(__name__)
+MAX_SEEDS = 1000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to evaluate.
+
+    Attributes:
+        ckpt: weights: a run's folder, a checkpoint, or with ``config`` any file or folder.
+        manifest: of the held-out clips.
+        config: a training config with encoders, sizes and scheduler; None takes the checkpoint's.
+        overrides: ``key=value`` texts that override the config.
+        bins: of timesteps.
+        seeds: number of draws of noise and timesteps; the first is that of validation.
+        sp_size: ranks that share a batch; None is that of the config where it is a number that
+            divides the number of processes, else 1.
+        use_ema: evaluate the EMA weights of a checkpoint.
+    """
+
+    ckpt: str
+    manifest: str
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    bins: int = 10
+    seeds: int = 3
+    sp_size: int | None = None
+    use_ema: bool = True
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Clips that can be cut to the shapes of a bucket, by shape."""
+
+    name: str
+    batch_size: int
+    clips: dict[ClipShape, list[int]]
+
+
+def evaluate(settings: Settings) -> Evaluation:
+    """Measure the held-out loss on any number of processes; the same result on every rank.
+
+    Every clip is measured in each bucket whose size and length it has.
+
+    Raises:
+        ValueError: before a model exists, if settings, checkpoint, clips and processes do not fit;
+            later, on every rank, if no clip can be read.
+    """
+    with raise_on_all_ranks():
+        cfg, weights, dataset, buckets = preflight(settings)
+    device = join_processes(cfg.model_dump(mode="json"))
+    if not dist.is_initialized():
+        # Alone; collectives of one process return what they get.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    with closing_process_group(), Watchdog(grace_time=0):
+        agree_on_clips(by_name(dataset.fingerprint, "--manifest"))
+        found = _evaluate(settings, cfg, weights, dataset, buckets, device)
+        drain_process_group()
+    return found
+
+
+def preflight(
+    settings: Settings,
+) -> tuple[TrainConfig, Path, VideoTextDataset, list[Bucket]]:
+    """The config, the path of the weights, the clips and their buckets; the same on every rank.
+
+    Raises:
+        ValueError: for what does not fit.
+    """
+    _check_numbers(settings)
+    weights = find_weights(settings.ckpt, ema=settings.use_ema)
+    cfg = _with_sp_size(_config(settings), settings.sp_size)
+    if settings.allow_pickle:
+        cfg = cfg.model_copy(update={"allow_pickle": True})
+    check_launch(cfg, _world_size())
+    if saved_config(weights) is not None:
+        spec = cfg.model_spec
+        check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
+
+    dataset = VideoTextDataset(
+        settings.manifest,
+        frame_interval=cfg.dataset.frame_interval,
+        time_limit=cfg.dataset.time_limit,
+        limits=cfg.limits,
+    )
+    return cfg, weights, dataset, _buckets(cfg, dataset)
+
+
+def _check_numbers(settings: Settings) -> None:
+    for name, number, most in (("bins", settings.bins, 1000), ("seeds", settings.seeds, MAX_SEEDS)):
+        if not 1 <= number <= most:
+            raise ValueError(
+                f"got --{name} {number}; expected 1 to {most:,}; pass for example --{name} 3"
+            )
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _config(settings: Settings) -> TrainConfig:
+    """The training config of ``--config``, or else the one that the checkpoint keeps."""
+    overrides = list(settings.overrides)
+    if settings.config is not None:
+        return load_train_config(settings.config, overrides)
+
+    path = Path(settings.ckpt)
+    checkpoint = newest_checkpoint(path) if path.is_dir() else None
+    state = None if checkpoint is None else checkpoint / "state.json"
+    values = read_json(state).get("config") if state is not None and state.is_file() else None
+    if values is None:
+        raise ValueError(
+            f"got checkpoint {settings.ckpt!r}, which does not state its autoencoder, text "
+            "encoder, sizes and scheduler; expected the checkpoint of a run, or a training config "
+            "beside the weights; pass --config CONFIG"
+        )
+    assert state is not None
+    return saved_train_config(values, state, overrides)
+
+
+def _with_sp_size(cfg: TrainConfig, sp_size: int | None) -> TrainConfig:
+    if sp_size is None:
+        # Degrees of buckets, or of each micro-batch, are training's.
+        configured = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
+        sp_size = configured if _world_size() % configured == 0 else 1
+    return cfg.model_copy(update={"sp_size": sp_size})
+
+
+def _buckets(cfg: TrainConfig, dataset: VideoTextDataset) -> list[Bucket]:
+    """The clips of each bucket; without buckets all clips, in the config's shape.
+
+    Raises:
+        ValueError: if no clip has the size and length of any bucket.
+    """
+    if cfg.bucket_config is None:
+        shape = cfg.clip_shape
+        name = f"{shape.height}x{shape.width} x {shape.num_frames}"
+        return [Bucket(name, cfg.batch_size, {shape: list(range(len(dataset)))})]
+
+    found = list(_by_bucket(cfg, dataset))
+    if not any(bucket.clips for bucket in found):
+        names = ", ".join(bucket.name for bucket in found)
+        raise ValueError(
+            f"got {len(dataset)} clips in --manifest {str(dataset.rows.file)!r}, none of which has "
+            f"the size and length of a bucket ({names}); expected num_frames, height and width of "
+            "at least one bucket; index the files again with opensora-sp index, add longer or "
+            "larger clips, or pass --cfg-options bucket_config=..."
+        )
+    return found
+
+
+def _by_bucket(cfg: TrainConfig, dataset: VideoTextDataset) -> Iterator[Bucket]:
+    """Each bucket alone, as if it kept all clips that fit it."""
+    assert cfg.bucket_config is not None
+    for entry in Buckets.of(cfg.bucket_config).entries:
+        if not entry.batch_size:
+            continue
+        alone = {entry.resolution: {entry.num_frames: (1.0, entry.batch_size)}}
+        clips = {}
+        try:
+            plan = BucketPlan(
+                dataset.rows,
+                alone,
+                frame_interval=cfg.dataset.frame_interval,
+                micro_batches_per_step=1,
+                seed=cfg.seed,
+                cost=lambda shape, number: 1.0,
+            )
+        except ValueError:
+            # No clip fits it.
+            pass
+        else:
+            clips = {shape: ids.tolist() for shape, ids in plan.epoch(0).members.items()}
+        yield Bucket(entry.name, entry.batch_size, clips)
+
+
+def _evaluate(
+    settings: Settings,
+    cfg: TrainConfig,
+    weights: Path,
+    dataset: VideoTextDataset,
+    buckets: list[Bucket],
+    device: torch.device,
+) -> Evaluation:
+    with on_rank_0("checking the checkpoint") as is_rank_0:
+        if is_rank_0 and (weights.parent / "COMMIT").is_file():
+            verify(weights.parent, part=weights.name)
+
+    assert isinstance(cfg.sp_size, int)
+    mesh, encoders = SequenceMesh(cfg.sp_size), make_encoders(cfg, device)
+    module = load_model(
+        cfg, weights, mesh, device, encoders.vae, encoders.text_encoder, ema=settings.use_ema
+    )
+    loss = HeldoutLoss(
+        _in_precision(module, cfg), module, mesh, dataset, encoders, BatchMaker(cfg, device)
+    )
+
+    seeds = [cfg.seed + number for number in range(settings.seeds)]
+    measured, empty = [], []
+    for bucket in buckets:
+        found = _measure(loss, bucket, settings.bins, seeds)
+        if found is None:
+            empty.append(bucket.name)
+        else:
+            measured.append(found)
+            logger.info("%s: %d clips, loss %s", found.name, found.clips, found.loss)
+
+    if not measured:
+        shapes = [bucket.name for bucket in buckets if bucket.clips]
+        raise none_readable("--manifest", dataset, ", ".join(shapes), loss.corrupt.last)
+    return Evaluation(str(weights), settings.manifest, seeds, measured, empty)
+
+
+def _in_precision(module: Any, cfg: TrainConfig) -> Any:
+    """The model with inputs in the training's precision, as ColossalAI's wrapper passes them."""
+    dtype = DTYPES[cfg.precision]
+
+    def cast(value: Any) -> Any:
+        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_number else value
+
+    def call(x: torch.Tensor, **inputs: Any) -> Any:
+        return module(cast(x), **tree_map(cast, inputs))
+
+    return call
+
+
+def _measure(loss: HeldoutLoss, bucket: Bucket, bins: int, seeds: list[int]) -> BucketLoss | None:
+    """The loss of a bucket, the mean over the clips of all its shapes; None without clips."""
+    total, clips = torch.zeros(len(seeds), bins, dtype=torch.float64), 0
+    for shape, ids in bucket.clips.items():
+        own = ids[loss.mesh.dp_rank :: loss.mesh.dp_size]
+        found = loss.measure(own, shape, batch_size=bucket.batch_size, bins=bins, seeds=seeds)
+        if found.clips:
+            total += found.losses.double().cpu() * found.clips
+            clips += found.clips
+    return BucketLoss.of(bucket.name, clips, total / clips) if clips else None

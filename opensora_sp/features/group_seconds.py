@@ -1,0 +1,42 @@
+"""Predicted seconds of a run's micro-batches in groups of ranks, by which steps are scheduled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from opensora_sp.config import TrainConfig
+from opensora_sp.data import MicroBatch
+from opensora_sp.rank_groups import RankGroup
+
+from .build import Work
+
+
+class GroupSeconds:
+    """``data.schedule.Seconds`` of a config: equal on all ranks, and quick once it is cached.
+
+    Args:
+        work: predicts seconds by the run's cost model.
+        ranks_per_node: groups on several nodes exchange over the network.
+        least_ranks: the fewest ranks whose memory a micro-batch fits.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        work: Work,
+        *,
+        ranks_per_node: int,
+        least_ranks: Callable[[MicroBatch], int] = lambda micro_batch: 1,
+    ) -> None:
+        self.work, self.ranks_per_node, self.least_ranks = work, ranks_per_node, least_ranks
+        self.degrees: Mapping[str, int] = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
+
+    def __call__(self, micro_batch: MicroBatch, group: RankGroup) -> float:
+        """Seconds of forward, recomputation and backward; infinity where it may not run."""
+        degree = self.degrees.get(micro_batch.bucket, group.size)
+        if group.size != degree or group.size < self.least_ranks(micro_batch):
+            return math.inf
+        first, last = (rank // self.ranks_per_node for rank in (group.start, group.stop - 1))
+        num_samples = len(micro_batch.ids)
+        return self.work.seconds(micro_batch.shape, num_samples, group.size, first != last)

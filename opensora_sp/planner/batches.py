@@ -1,0 +1,50 @@
+"""The batches that a config makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opensora_sp.config import InferenceConfig, TrainConfig
+from opensora_sp.data import Buckets
+
+CHOSEN_AT_START = 0
+"""The batch size of a bucket whose config leaves it out."""
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """Batches of ``batch_size`` clips of ``num_frames`` frames, ``image_size`` pixels each."""
+
+    batch_size: int
+    num_frames: int
+    image_size: tuple[int, int]
+
+
+def buckets_of(cfg: TrainConfig | InferenceConfig) -> list[BatchSpec]:
+    """The shapes of batches that a config makes; of each bucket the one at 16:9.
+
+    Raises:
+        ValueError: if a batch size is chosen when the run starts.
+    """
+    found = batches_by_name(cfg)
+    unknown = [name for name, batch in found.items() if batch.batch_size == CHOSEN_AT_START]
+    if unknown:
+        raise ValueError(
+            f"got bucket_config with batch sizes that a run chooses at its start ({unknown[0]}); "
+            "expected numbers; pass --fit with the memory of a GPU, such as --fit 80GB"
+        )
+    return list(found.values())
+
+
+def batches_by_name(cfg: TrainConfig | InferenceConfig) -> dict[str, BatchSpec]:
+    """The batches of ``buckets_of``, by the name of their bucket."""
+    if not isinstance(cfg, TrainConfig) or cfg.bucket_config is None:
+        name = f"{cfg.size[0]}x{cfg.size[1]} x {cfg.num_frames}"
+        return {name: BatchSpec(cfg.batch_size, cfg.num_frames, cfg.size)}
+
+    found = {}
+    for entry in Buckets.of(cfg.bucket_config).kept:
+        shape = entry.shape_at(9 / 16)
+        size = entry.batch_size or CHOSEN_AT_START
+        found[entry.name] = BatchSpec(size, shape.num_frames, (shape.height, shape.width))
+    return found

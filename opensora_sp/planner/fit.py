@@ -1,0 +1,359 @@
+"""Batch sizes that fit: for each bucket one whose step fits into memory and takes as long as the
+steps of the other buckets.
+
+Memory decides on the largest batch of a bucket, with everything recomputed if need be. Of the times
+that these batches take, the common one is that which most buckets can take; among equals, the
+longest. Each bucket then gets the batch that comes closest to it without taking longer, and keeps
+as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples of
+their number are preferred: then each rank holds whole clips, and nothing is sent.
+
+Memory is affine in the number of clips for one shape and level of gradient checkpointing. So two
+batch sizes are traced and others lie on the line through them, except for the one that is chosen.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from opensora_sp.config import TrainConfig
+from opensora_sp.models.recompute import OFFLOADED
+from opensora_sp.rank_groups import group_sizes, nested_groups
+
+from .batches import BatchSpec, batches_by_name
+from .checkpointing import budget_of, memory_for
+from .run_estimator import Memory, RunEstimator
+from .trace import Activations
+
+TOLERANCE = 0.1
+"""Share of the common time by which the time of a bucket may differ."""
+LARGEST_BATCH = 512
+"""Clips of a batch that are never exceeded, unless another limit is passed."""
+TRACED = 1, 32  # whole clips of a rank, in the two batches that are traced
+
+MEMORY, TIME, LIMIT = "memory", "time", "largest batch"
+
+
+@dataclass(frozen=True)
+class FittedBatch:
+    """The batch that was chosen for a bucket.
+
+    Attributes:
+        name: of the bucket, as ``BucketEntry.name``.
+        batch: its size and shape; of a bucket at 16:9.
+        ranks: that share it.
+        memory: of the busiest rank, and what each block keeps.
+        seconds: predicted for the micro-batch on the busiest rank.
+        decided_by: "memory", "time" or "largest batch": what excludes a larger batch.
+        deviation: of ``seconds`` from the common time; 0.2 is 20 % longer.
+    """
+
+    name: str
+    batch: BatchSpec
+    ranks: int
+    memory: Memory
+    seconds: float
+    decided_by: str
+    deviation: float
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether ``seconds`` differ by at most a tenth, or by less than one clip takes."""
+        seconds_missing = -self.deviation * self.seconds / (1 + self.deviation)
+        within_a_clip = 0 <= seconds_missing <= self.seconds / self.batch.batch_size
+        within_tolerance = abs(self.deviation) <= TOLERANCE
+        return within_tolerance or (self.decided_by == TIME and within_a_clip)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Batches that fit into ``memory`` bytes of each device; ``seconds`` is the common time."""
+
+    memory: float
+    seconds: float
+    batches: list[FittedBatch]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The batch size of each bucket by its name."""
+        return {one.name: one.batch.batch_size for one in self.batches}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        values = asdict(self)
+        for one, shown in zip(self.batches, values["batches"], strict=True):
+            shown["is_balanced"] = one.is_balanced
+            shown["memory"]["configured"]["needed"] = one.memory.configured.needed
+        return values
+
+
+def fit(
+    cfg: TrainConfig,
+    num_gpus: int,
+    memory: float,
+    *,
+    names: Iterable[str] | None = None,
+    gpus_per_node: int | None = None,
+    device: str = "cuda",
+    largest_batch: int = LARGEST_BATCH,
+    progress: Callable[[list[str]], Iterable[str]] = iter,
+) -> Fit:
+    """Choose batch sizes for the buckets of a config, or for its one shape.
+
+    Args:
+        memory: bytes of a device. A step may take ``checkpointing.budget_of`` of it.
+        names: of the buckets; None is all of them.
+        gpus_per_node: by which exchanges use the network.
+        device: "cuda" or "cpu".
+        largest_batch: clips of a batch that are never exceeded.
+        progress: iterates over the names and may show how far it is.
+
+    Raises:
+        ValueError: if a bucket has no batch that fits, with the least memory that one clip takes.
+    """
+    estimator = AffineEstimator(cfg, num_gpus, memory / 1e9, device, None, gpus_per_node)
+    batches = batches_by_name(cfg)
+    chosen = list(batches) if names is None else list(names)
+
+    buckets, lacking = {}, {}
+    for name in progress(chosen):
+        ranks = _ranks_of(name, batches[name], estimator, memory, gpus_per_node or num_gpus)
+        bucket = _Bucket(estimator, batches[name], ranks, memory, largest_batch)
+        if bucket.largest is None:
+            lacking[name] = memory_for(bucket.least_needed)
+        buckets[name] = bucket
+    _check_all_fit(lacking, memory)
+
+    common = common_time([bucket.step(bucket.largest_size) for bucket in buckets.values()])
+    return Fit(memory, common, [one.fitted(name, common) for name, one in buckets.items()])
+
+
+def _ranks_of(
+    name: str, batch: BatchSpec, estimator: RunEstimator, memory: float, gpus_per_node: int
+) -> int:
+    """The ranks that share a bucket's batches: with ``sp_size="auto"`` as few as a clip fits on."""
+    sp_size = estimator.cfg.sp_size
+    if isinstance(sp_size, int):
+        return sp_size
+    if isinstance(sp_size, dict) and name in sp_size:
+        return int(sp_size[name])
+
+    sizes = group_sizes(nested_groups(estimator.num_gpus, gpus_per_node))
+    found = _least_ranks(estimator, replace(batch, batch_size=1), memory, sizes)
+    return found or max(sizes)
+
+
+def least_ranks(
+    cfg: TrainConfig,
+    batch: BatchSpec,
+    memory: float,
+    *,
+    num_gpus: int,
+    sizes: Sequence[int],
+    device: str = "cuda",
+) -> int | None:
+    """The smallest group of ranks on which a micro-batch fits; None if it fits on none.
+
+    Everything is recomputed if the config leaves the choice to the run. Inputs of blocks leave the
+    device only where it would fit on no group otherwise.
+
+    Args:
+        memory: bytes of a device.
+        num_gpus: processes of the run, over which ZeRO shards the optimizer.
+        sizes: of the groups to choose from.
+    """
+    estimator = RunEstimator(cfg, num_gpus, memory / 1e9, device, None)
+    return _least_ranks(estimator, batch, memory, sizes)
+
+
+def _least_ranks(
+    estimator: RunEstimator, batch: BatchSpec, memory: float, sizes: Sequence[int]
+) -> int | None:
+    latents, budget = estimator.latents(batch), budget_of(memory)
+    for levels in estimator.lowest_levels:
+        for ranks in sorted(sizes):
+            if estimator.peak(latents, ranks, levels).needed <= budget:
+                return ranks
+    return None
+
+
+class AffineEstimator(RunEstimator):
+    """Traces two batches of whole clips on each rank; others are on the line through them."""
+
+    def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
+        num_clips, *shape = latents
+        is_known = (latents, ranks, level) in self.traced
+        if is_known or num_clips % ranks:
+            return super().activations(latents, ranks, level)
+
+        small, large = (number * ranks for number in TRACED)
+        low = super().activations((small, *shape), ranks, level)
+        high = super().activations((large, *shape), ranks, level)
+        return between(low, high, (num_clips - small) / (large - small))
+
+    def verified(self, latents: tuple[int, ...], ranks: int) -> Memory:
+        """Memory of a batch whose levels have been traced at this very size."""
+        while True:
+            memory = self.memory(latents, ranks, brief=True)
+            levels = set(memory.levels)
+            missing = [level for level in levels if (latents, ranks, level) not in self.traced]
+            if not missing:
+                return memory
+            for level in missing:
+                super().activations(latents, ranks, level)
+
+
+def between(low: Activations, high: Activations, position: float) -> Activations:
+    """Activations on the line through two others: ``low`` at position 0, ``high`` at 1."""
+
+    def at(first: float, last: float) -> float:
+        return first + position * (last - first)
+
+    return Activations(
+        first=at(low.first, high.first),
+        pair=at(low.pair, high.pair),
+        inputs=round(at(low.inputs, high.inputs)),
+        largest=round(at(low.largest, high.largest)),
+    )
+
+
+class Step(NamedTuple):
+    """A micro-batch: its clips, the bytes that it needs, its seconds, whether inputs are on the
+    host.
+    """
+
+    size: int
+    needed: float
+    seconds: float
+    offloads: bool
+
+
+class _Bucket:
+    """The batch sizes of one bucket on ``ranks`` ranks."""
+
+    def __init__(
+        self,
+        estimator: AffineEstimator,
+        batch: BatchSpec,
+        ranks: int,
+        memory: float,
+        largest_batch: int,
+    ) -> None:
+        self.estimator, self.batch, self.ranks = estimator, batch, ranks
+        self.budget, self.limit = budget_of(memory), largest_batch
+        self._steps: dict[int, Step] = {}
+
+    @cached_property
+    def largest(self) -> int | None:
+        """The largest batch that fits; None if one clip does not."""
+        whole = _last(range(self.ranks, self.limit + 1, self.ranks), self.fits)
+        if whole is not None:
+            return whole
+        return _last(range(1, min(self.ranks, self.limit + 1)), self.fits)
+
+    @property
+    def largest_size(self) -> int:
+        assert self.largest is not None
+        return self.largest
+
+    @property
+    def least_needed(self) -> float:
+        """Bytes that one clip needs if as little as possible is kept on the device."""
+        latents, lowest = self._latents(1), self.estimator.lowest_levels[-1]
+        return self.estimator.peak(latents, self.ranks, lowest).needed
+
+    def fits(self, size: int) -> bool:
+        """Whether a batch fits. Inputs of blocks leave the device for a single clip only."""
+        step = self.step(size)
+        may_offload = size == 1 or self.estimator.checkpointing != "auto"
+        return step.needed <= self.budget and (may_offload or not step.offloads)
+
+    def step(self, size: int) -> Step:
+        """A micro-batch of this size, which keeps as much as fits."""
+        if size not in self._steps:
+            memory = self.estimator.memory(self._latents(size), self.ranks, brief=True)
+            self._steps[size] = self._step(size, memory)
+        return self._steps[size]
+
+    def fitted(self, name: str, common: float) -> FittedBatch:
+        """The batch whose step comes closest to the common time without taking longer."""
+        size = self._size_for(common)
+        while True:
+            memory = self.estimator.verified(self._latents(size), self.ranks)
+            step = self._steps[size] = self._step(size, memory)
+            if self.fits(size) or size == 1:
+                break
+            # The line was too low, by less than a clip of each rank.
+            size -= self.ranks if size > self.ranks else 1
+
+        return FittedBatch(
+            name,
+            replace(self.batch, batch_size=size),
+            self.ranks,
+            memory,
+            step.seconds,
+            self._decided_by(size),
+            deviation=step.seconds / common - 1,
+        )
+
+    def _size_for(self, common: float) -> int:
+        def is_short(size: int) -> bool:
+            return self.step(size).seconds <= common and self.fits(size)
+
+        whole = _last(range(self.ranks, self.largest_size + 1, self.ranks), is_short)
+        longer = range((whole or 0) + 1, min((whole or 0) + self.ranks, self.largest_size + 1))
+        if whole is not None and self.step(whole).seconds >= (1 - TOLERANCE) * common:
+            return whole
+        return _last(longer, is_short) or whole or 1
+
+    def _decided_by(self, size: int) -> str:
+        if size + self.ranks > self.limit and size >= self.largest_size:
+            return LIMIT
+        return MEMORY if size >= self.largest_size else TIME
+
+    def _step(self, size: int, memory: Memory) -> Step:
+        seconds = self.estimator.seconds(self._latents(size), self.ranks, memory.levels)
+        return Step(size, memory.configured.needed, seconds, OFFLOADED in memory.levels)
+
+    def _latents(self, size: int) -> tuple[int, ...]:
+        return self.estimator.latents(replace(self.batch, batch_size=size))
+
+
+def common_time(largest: Sequence[Step]) -> float:
+    """The time that most buckets can take, among equals the longest.
+
+    Args:
+        largest: the longest step of each bucket; its shortest takes as long as one clip of it.
+    """
+
+    def preference(seconds: float) -> tuple[int, float]:
+        too_short = sum(step.seconds < (1 - TOLERANCE) * seconds for step in largest)
+        too_long = sum(step.seconds / step.size > seconds for step in largest)
+        return too_short + too_long, -seconds
+
+    return min((step.seconds for step in largest), key=preference)
+
+
+def _check_all_fit(lacking: Mapping[str, float], memory: float) -> None:
+    if not lacking:
+        return
+    listed = ", ".join(f"{name} ({_in_gb(needed)} GB)" for name, needed in lacking.items())
+    raise ValueError(
+        f"got {memory / 1e9:g} GB of a device, into which not one clip fits of these buckets: "
+        f"{listed}; expected at least {_in_gb(max(lacking.values()))} GB; raise the bound or "
+        "sp_size, or take these buckets out"
+    )
+
+
+def _in_gb(number: float) -> str:
+    """Rounded up, so that what is printed suffices."""
+    return f"{-(-number // 1e7) / 100:.2f}"
+
+
+def _last(sizes: range, holds: Callable[[int], bool]) -> int | None:
+    """The last of ascending sizes up to which something holds."""
+    count = bisect_left(sizes, True, key=lambda size: not holds(size))
+    return sizes[count - 1] if count else None

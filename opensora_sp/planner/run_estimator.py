@@ -1,0 +1,310 @@
+"""A config on a number of GPUs: shapes, communication, memory and time of its batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Literal
+
+from opensora_sp.config import InferenceConfig, TrainConfig, build_component
+from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.dtypes import DTYPES
+from opensora_sp.encoders import planned_latent_size
+from opensora_sp.models.attention_table import Platform
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
+from opensora_sp.parallel import Options, check_sp_size
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import GPUS
+from opensora_sp.parallel.cost_model_file import cost_model_of
+from opensora_sp.parallel.mesh import spans_nodes
+from opensora_sp.parallel.strategies import strategy_for, with_chunks
+
+from .attention_kernels import Kernels, attention_kernels
+from .batches import BatchSpec
+from .checkpointing import (
+    COMPILED_LEVELS,
+    LEVELS,
+    budget_of,
+    choose_levels,
+    describe,
+    mixed,
+    offloaded_bytes,
+    recomputed_share,
+)
+from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
+from .micro_batch_time import ModelCosts, seconds_of
+from .step_time import StepTime, predict_step
+from .trace import Activations, trace_activations
+from .traffic import Traffic, output_gather, traffic
+
+DEFAULT_MEMORY = 80e9  # bytes, for which grad_checkpoint="auto" is planned if no GPU is named
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, the busiest: without checkpointing, with it, and as the config sets it.
+
+    ``levels`` is what each block keeps as configured (``models/recompute.py``), ``offloaded`` are
+    the bytes of a micro-batch that go to the host and come back, ``pinned`` what the host keeps for
+    them. Among several buckets only the peak as configured is estimated.
+    """
+
+    kept: Persistent
+    plain: MemoryPeak | None
+    checkpointed: MemoryPeak | None
+    configured: MemoryPeak
+    levels: list[int]
+    offloaded: int = 0
+    pinned: int = 0
+
+    @property
+    def recomputes(self) -> bool:
+        return min(self.levels) < EVERYTHING
+
+    def describe(self) -> str:
+        """What blocks keep, for the log and the planner's table."""
+        size = f": {self.pinned / 1e9:.3f} GB of a rank" if self.pinned else ""
+        return describe(self.levels) + size
+
+
+class RunEstimator:
+    """A config on a number of GPUs; estimates its batches."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig | InferenceConfig,
+        num_gpus: int,
+        memory_gb: float | None,
+        device: str,
+        gpu: str | None,
+        gpus_per_node: int | None = None,
+    ) -> None:
+        self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
+        self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
+        self.gpu = None if gpu is None else GPUS[gpu]
+        # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
+        self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
+        check_sp_size(self.ranks, num_gpus)
+        self.spans_nodes = spans_nodes(num_gpus, self.ranks, gpus_per_node or num_gpus)
+
+        rates = cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
+        self.options = cfg.parallel_options(rates)
+        self.name, self.config = cfg.model_spec.name, cfg.model_spec.config
+        self.dtype = DTYPES[cfg.precision]
+
+        self.training = isinstance(cfg, TrainConfig)
+        self.checkpointing: bool | int | Literal["auto", "offload"] = False
+        self.micro_batches, self.guides = 1, False
+        # A plan is that of a machine where Triton is, whatever this one has.
+        self.compiles = cfg.compile == "blocks" or (cfg.compile == "auto" and device == "cuda")
+        if isinstance(cfg, TrainConfig):
+            self.checkpointing = cfg.grad_checkpoint
+            replicas = num_gpus // self.ranks
+            self.micro_batches = -(-(cfg.micro_batches_per_step or replicas) // replicas)
+        else:
+            self.guides = build_component(cfg.scheduler, SCHEDULERS).cfg_scale != 1
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes.of(self.name, self.config)
+
+    @cached_property
+    def platform(self) -> Platform | None:
+        """The GPU that was named, with the packages of this environment."""
+        if self.gpu is None:
+            return None
+        deterministic = getattr(self.cfg, "deterministic", False)
+        return Platform.with_installed(self.gpu.capability, deterministic)
+
+    def attention(self, latents: tuple[int, ...]) -> Kernels | None:
+        """The kernels of attention on the GPU that was named."""
+        if self.platform is None:
+            return None
+        triton = self.cfg.kernels != "torch"
+        return attention_kernels(self.config, latents, self.dtype, self.platform, triton=triton)
+
+    def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
+        """Shape of the model's input ``[B, c, frames, height, width]``, doubled for guidance."""
+        size = planned_latent_size(self.cfg.vae, bucket.num_frames, *bucket.image_size)
+        return bucket.batch_size * (2 if self.guides else 1), self.config.in_channels, *size
+
+    def shape(self, bucket: BatchSpec) -> BatchShape:
+        return self.shape_of(self.latents(bucket))
+
+    def shape_of(self, latents: tuple[int, ...]) -> BatchShape:
+        num_samples, _, frames, height, width = latents
+        return BatchShape.of(self.config, num_samples, (frames, height, width))
+
+    def traffic(self, shape: BatchShape, options: Options, recomputes: bool) -> Traffic:
+        sent = traffic(
+            shape,
+            options,
+            self.ranks,
+            element_size=self.dtype.itemsize,
+            checkpointing=recomputes,
+            training=self.training,
+        )
+        if self.training:
+            return sent
+
+        # Sampling gathers the output, which is fp32 or wider.
+        volume = math.prod(self.config.patch_size)
+        token_bytes = volume * self.config.out_channels * max(4, self.dtype.itemsize)
+        strategy = strategy_for(shape, options, self.ranks)
+        gathered = output_gather(shape, strategy, self.ranks, token_bytes)
+        return replace(sent, forward=[a + b for a, b in zip(sent.forward, gathered, strict=True)])
+
+    @cached_property
+    def zero(self) -> Zero:
+        """ZeRO's shards in training."""
+        assert isinstance(self.cfg, TrainConfig)
+        return Zero(
+            world=self.num_gpus,
+            stage=self.cfg.zero_stage,
+            element_size=self.dtype.itemsize,
+            accumulates=self.micro_batches > 1,
+        )
+
+    @cached_property
+    def persistent(self) -> Persistent:
+        """The state that training keeps."""
+        assert isinstance(self.cfg, TrainConfig)
+        optimizer = self.cfg.optimizer
+        return Persistent.training(
+            self.sizes,
+            self.zero,
+            moments=len(optimizer.moments),
+            scalars=len(optimizer.scalars),
+        )
+
+    def peak(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> MemoryPeak:
+        """The peak of a training step whose blocks have these levels."""
+        traced = partial(self.activations, latents, ranks)
+        return training_peak(self.persistent, self.sizes, self.zero, mixed(traced, levels))
+
+    def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
+        """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
+        traced = partial(self.activations, latents, ranks)
+        if not isinstance(self.cfg, TrainConfig):
+            state = Persistent.sampling(self.sizes, self.dtype.itemsize)
+            peak = sampling_peak(state, traced(EVERYTHING), self.config.depth)
+            return Memory(state, peak, None, peak, [EVERYTHING])
+
+        zero, state = self.zero, self.persistent
+
+        @cache
+        def peak_at(*levels: int) -> MemoryPeak:
+            return training_peak(state, self.sizes, zero, mixed(traced, levels))
+
+        levels = self._levels(lambda levels: peak_at(*levels).needed)
+        of_inputs = partial(
+            offloaded_bytes,
+            levels,
+            self.shape_of(latents),
+            self.options,
+            ranks,
+            self.dtype.itemsize,
+        )
+        return Memory(
+            state,
+            plain=None if brief else peak_at(EVERYTHING),
+            checkpointed=None if brief else peak_at(0),
+            configured=peak_at(*levels),
+            levels=levels,
+            offloaded=of_inputs(),
+            pinned=of_inputs(pinned=True),
+        )
+
+    def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
+        """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""
+        if self.checkpointing != "auto":
+            return levels_of(self.checkpointing, self.config.num_blocks)
+        memory = DEFAULT_MEMORY if self.memory_gb is None else self.memory_gb * 1e9
+        return choose_levels(needed, budget_of(memory), self.config.num_blocks, self.known_levels)
+
+    @property
+    def known_levels(self) -> tuple[int, ...]:
+        """The levels that ``grad_checkpoint="auto"`` chooses from, in ascending order."""
+        levels = COMPILED_LEVELS if self.compiles else LEVELS
+        if self.device == "cpu":
+            # What is on the host takes as much of the same memory.
+            levels = tuple(level for level in levels if level != OFFLOADED)
+        return levels
+
+    @property
+    def lowest_levels(self) -> list[list[int]]:
+        """Levels with which a step needs little memory, then those with which it needs the least.
+
+        Those of the config, unless it leaves the choice to the run.
+        """
+        if self.checkpointing != "auto":
+            return [levels_of(self.checkpointing, self.config.num_blocks)]
+        levels = [level for level in (0, OFFLOADED) if level in self.known_levels]
+        return [[level] * self.config.num_blocks for level in levels]
+
+    def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
+        """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic."""
+        return seconds_of(
+            self.shape_of(latents),
+            self.options,
+            ranks,
+            model=self.costs,
+            element_size=self.dtype.itemsize,
+            spans_nodes=self.spans_nodes,
+            recomputed=recomputed_share(levels),
+        )
+
+    @cached_property
+    def costs(self) -> ModelCosts:
+        return ModelCosts.of(self.name, self.config)
+
+    def time(self, latents: tuple[int, ...], levels: Sequence[int]) -> StepTime | None:
+        """Predicted for a training step in 16 bits, if a GPU was named."""
+        if self.gpu is None or not self.training or self.dtype.itemsize != 2:
+            return None
+        return predict_step(
+            self.name,
+            self.config,
+            latents,
+            gpu=self.gpu,
+            options=self._with_chunks(latents, self.ranks),
+            ranks=self.ranks,
+            world=self.num_gpus,
+            dtype=self.dtype,
+            levels=levels,
+            micro_batches=self.micro_batches,
+        )
+
+    def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
+        """Traced with all blocks at one level of gradient checkpointing, once."""
+        key = (latents, ranks, level)
+        if key not in self.traced:
+            self.traced[key] = self._trace(*key)
+        return self.traced[key]
+
+    def _trace(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
+        return trace_activations(
+            self.name,
+            self.config,
+            latents,
+            options=self._with_chunks(latents, ranks),
+            ranks=ranks,
+            dtype=self.dtype,
+            level=level,
+            training=self.training,
+            device=self.device,
+            # Under "auto" as in eager mode, which takes more and is traced in less time.
+            compiled=self.compiles and self.cfg.compile == "blocks" and self.device == "cuda",
+        )
+
+    def _with_chunks(self, latents: tuple[int, ...], ranks: int) -> Options:
+        """The options, with the number of chunks that "auto" stands for."""
+        return with_chunks(
+            self.options,
+            self.shape_of(latents),
+            ranks,
+            element_size=self.dtype.itemsize,
+            spans_nodes=self.spans_nodes,
+        )
