@@ -29,8 +29,8 @@ from opensora_sp.models.attention import attention
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
+from opensora_sp.parallel.cost_model import GPUS, CostModel
 from opensora_sp.planner.flops import ModelFlops
-from opensora_sp.planner.gpus import GPUS, Gpu
 from opensora_sp.planner.operators import AttentionCall
 from opensora_sp.planner.step_time import OPTIMIZER, ZERO, predict_step
 from opensora_sp.planner.trace import run_step, trace_activations
@@ -117,18 +117,18 @@ class Compared:
         return found
 
 
-def ceilings(gpu: Gpu, args: argparse.Namespace) -> Iterator[Figures]:
+def ceilings(gpu: CostModel, args: argparse.Namespace) -> Iterator[Figures]:
     """Rates; what the planner takes for kernels of a transformer is 90 % of such a ceiling."""
     planned = {
-        "device to device": gpu.bandwidth / 1e9,
-        "bf16 matrix product": gpu.matmul / 1e12,
+        "device to device": gpu.memory_bandwidth / 1e9,
+        "bf16 matrix product": gpu.flops / 1e12,
     }
     for finding in check_ceilings(Setup(DEVICE, num_ranks=1, small=args.quick)):
         rate = Compared(finding.got or 0.0, planned.get(finding.name))
         yield {"ceiling": finding.name, "unit": finding.unit, **rate.columns("rate")}
 
 
-def attentions(gpu: Gpu, args: argparse.Namespace) -> Iterator[Figures]:
+def attentions(gpu: CostModel, args: argparse.Namespace) -> Iterator[Figures]:
     """Spatial and temporal attention of each shape, by each kernel."""
     for shape in SHAPES:
         rows = {
@@ -159,7 +159,9 @@ def attend_by_torch(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Ten
         return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
 
 
-def attention_figures(attend: Attend, rows: int, length: int, gpu: Gpu, repeats: int) -> Figures:
+def attention_figures(
+    attend: Attend, rows: int, length: int, gpu: CostModel, repeats: int
+) -> Figures:
     """Milliseconds of forward and backward, and the peak of a pass beside its inputs in GB."""
     size = (rows, length, HEADS, HEAD_WIDTH)
     inputs = [torch.randn(size, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(3)]
@@ -183,7 +185,7 @@ def attention_figures(attend: Attend, rows: int, length: int, gpu: Gpu, repeats:
     return figures
 
 
-def steps(gpu: Gpu, args: argparse.Namespace) -> Iterator[Figures]:
+def steps(gpu: CostModel, args: argparse.Namespace) -> Iterator[Figures]:
     """Forward and backward of each shape, as the planner traces them."""
     config = resolve_config(MODEL)
     if args.quick:
@@ -193,7 +195,7 @@ def steps(gpu: Gpu, args: argparse.Namespace) -> Iterator[Figures]:
         yield {"shape": shape.name, "B": shape.batch, **figures_or_error(measure)}
 
 
-def step_figures(config: Any, shape: Shape, gpu: Gpu, args: argparse.Namespace) -> Figures:
+def step_figures(config: Any, shape: Shape, gpu: CostModel, args: argparse.Namespace) -> Figures:
     """Milliseconds, MFU, and the peak of weights and activations in GB."""
     with DEVICE:
         model: Any = build_model("STDiT3", **dataclasses.asdict(config)).to(BF16)
@@ -220,7 +222,7 @@ def step_figures(config: Any, shape: Shape, gpu: Gpu, args: argparse.Namespace) 
     return time.columns("ms") | mfu.columns("MFU") | memory.columns("peak GB")
 
 
-def plan_of(config: Any, shape: Shape, gpu: Gpu, level: int) -> tuple[float, float]:
+def plan_of(config: Any, shape: Shape, gpu: CostModel, level: int) -> tuple[float, float]:
     """Predicted seconds of a pass, without the optimizer step, and bytes of its activations."""
     alone = dict(options=Options(), ranks=1, dtype=BF16)
     predicted = predict_step(

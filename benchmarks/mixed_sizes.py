@@ -3,14 +3,15 @@
 python -m benchmarks mixed_sizes                   # the table of docs/mixed_sizes.md
 python -m benchmarks mixed_sizes --ranks 64 --stages 3 --steps 5
 
-Computed by the cost model, without a GPU. Clips: 100,000, of which 30 % are images; heights of 240,
+Computed by the cost model of an H100, without one. Clips: 100,000, of which 30 % are images; heights of 240,
 360, 480, 720, 1080 and 2160 pixels for 5, 15, 15, 40, 20 and 5 %; three quarters at 16:9, a tenth
 each at 4:3 and 9:16, 5 % square; videos of 24 frames/s whose seconds are lognormal, with median 6
 and sigma 0.7, cut to 1 to 60. Buckets are those of Open-Sora 1.2, whose batches each fit one GPU of
 80 GB. A step has a micro-batch for every two ranks: four for each eight ranks, a node.
 
-Every order has the same micro-batches. "wait" is the slowest rank's time over the mean of all
-ranks. The reduction of gradients, equal in all rows, is left out.
+Every order has the same micro-batches. "wait" is by how much the slowest rank exceeds the mean of
+all ranks. "efficiency" is the time that micro-batches would take on one rank each, without waiting
+and exchanges, over that of all ranks. The reduction of gradients is left out.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from opensora_sp.data.bucket_plan import BatchOrder
 from opensora_sp.data.schedule import schedule
 from opensora_sp.features.build import Work
 from opensora_sp.features.group_seconds import GroupSeconds
+from opensora_sp.parallel.cost_model import H100
 from opensora_sp.rank_groups import RankGroup, fixed_groups, nested_groups
 
 CONFIG = Path(__file__).parents[1] / "configs" / "stdit3" / "train" / "buckets_stage1_sp8.py"
@@ -38,6 +40,7 @@ NODE = 8
 DEGREES = (1, 2, 4, 8)
 CLIPS = 100_000
 MOST_WAITING = 1.03
+ALONE = RankGroup(0, 1)
 
 # configs/opensora-v1-2/train/stage2.py and stage3.py of hpcaitech/Open-Sora.
 STAGE2 = {
@@ -71,22 +74,25 @@ STAGE3 = {
 }  # fmt: skip
 
 
-class Steps(NamedTuple):
-    """Means over steps."""
+class Step(NamedTuple):
+    """A step: its micro-batches, its seconds, and the seconds in which each rank computes."""
+
+    micro_batches: list[MicroBatch]
+    seconds: float
+    busy: np.ndarray
+
+
+class Row(NamedTuple):
+    """Means over steps.
+
+    ``waiting`` is the slowest rank's time over the mean of all ranks. ``efficiency`` is the time
+    that micro-batches would take on one rank each, without exchanges, over that of all ranks.
+    """
 
     clips: float
     seconds: float
-    waiting: float  # the slowest rank over the mean
-
-    @property
-    def clips_per_second(self) -> float:
-        return self.clips / self.seconds
-
-    @classmethod
-    def of(cls, steps: Iterable[tuple[int, float, np.ndarray]]) -> "Steps":
-        """Of each step its clips, its seconds, and the busy seconds of each rank."""
-        rows = [(clips, end, end / busy.mean()) for clips, end, busy in steps]
-        return cls(*np.mean(rows, axis=0).tolist())
+    waiting: float
+    efficiency: float
 
 
 class Sizes:
@@ -116,11 +122,11 @@ class Sizes:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=40, help="of each order, at most an epoch")
+    parser.add_argument("--steps", type=int, default=100, help="of each order, at most an epoch")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    cfg, clips = load_train_config(CONFIG), Sizes()
+    cfg, clips = load_train_config(CONFIG, ["cost_model=H100"]), Sizes()
     assert cfg.bucket_config is not None
     stages = {1: cfg.bucket_config, 2: STAGE2, 3: STAGE3}
 
@@ -130,20 +136,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             case = Case(cfg, clips, stages[stage], ranks, args.steps)
             rows = dict(case.rows())
             figures[f"stage {stage}, {ranks} ranks"] = {
-                name: {**one._asdict(), "clips_per_second": one.clips_per_second}
-                for name, one in rows.items()
+                name: one._asdict() for name, one in rows.items()
             }
             report(f"stage {stage}, {ranks} ranks", rows)
     return {"cases": figures, "kept": all(map(is_kept, figures.values()))}
 
 
-def report(title: str, rows: dict[str, Steps]) -> None:
-    print(f"\n{title}\n{'order':28} {'clips/step':>10} {'s/step':>8} {'wait':>7} {'clips/s':>9}")
+def report(title: str, rows: dict[str, Row]) -> None:
+    print(
+        f"\n{title}\n{'order':28} {'clips/step':>10} {'s/step':>8} {'wait':>7} {'efficiency':>11}"
+    )
     for name, one in rows.items():
         waiting = f"{one.waiting - 1:.1%}"
         print(
-            f"{name:28} {one.clips:10,.0f} {one.seconds:8.3f} {waiting:>7} "
-            f"{one.clips_per_second:9,.1f}",
+            f"{name:28} {one.clips:10,.0f} {one.seconds:8.3f} {waiting:>7} {one.efficiency:11.1%}",
             flush=True,
         )
 
@@ -161,26 +167,35 @@ class Case:
     def __init__(
         self, cfg: TrainConfig, clips: Any, buckets: dict[str, Any], ranks: int, steps: int
     ) -> None:
-        self.work, self.clips, self.buckets = Work(cfg), clips, buckets
+        self.work = Work(cfg, options=cfg.parallel_options(H100))
+        self.clips, self.buckets = clips, buckets
         self.ranks, self.num_steps = ranks, steps
         self.seconds = GroupSeconds(cfg, self.work, ranks_per_node=NODE)
 
-    def rows(self) -> Iterator[tuple[str, Steps]]:
+    def rows(self) -> Iterator[tuple[str, Row]]:
         """The table's rows by name."""
         mixed = list(self.steps("mixed", self.ranks // 2))
-        yield (
-            "mixed, a degree per batch",
-            Steps.of(self.scheduled(mixed, nested_groups(self.ranks, NODE))),
-        )
+        ours = self.scheduled(mixed, nested_groups(self.ranks, NODE))
+        yield "mixed, a degree per batch", self.row(ours)
         for degree in DEGREES:
             family = fixed_groups(self.ranks, degree)
-            yield f"mixed, degree {degree}", Steps.of(self.scheduled(mixed, family))
+            yield f"mixed, degree {degree}", self.row(self.scheduled(mixed, family))
 
         by_cost = list(self.steps("by_cost", self.ranks // 2))
         for degree in DEGREES:
-            yield f"by_cost, degree {degree}", Steps.of(self.in_rounds(by_cost, degree))
-        one_each = list(self.steps("mixed", self.ranks))
-        yield "Open-Sora: one each, random", Steps.of(self.one_each(one_each))
+            yield f"by_cost, degree {degree}", self.row(self.in_rounds(by_cost, degree))
+        one_each = self.one_each(self.steps("mixed", self.ranks))
+        yield "Open-Sora: one each, random", self.row(one_each)
+
+    def row(self, steps: Iterable[Step]) -> Row:
+        rows = []
+        alone = total = 0.0
+        for micro_batches, seconds, busy in steps:
+            clips = sum(len(one.ids) for one in micro_batches)
+            rows.append((clips, seconds, seconds / busy.mean()))
+            alone += sum(self.seconds(one, ALONE) for one in micro_batches)
+            total += seconds * self.ranks
+        return Row(*np.mean(rows, axis=0).tolist(), alone / total)
 
     def steps(self, order: BatchOrder, per_step: int) -> Iterator[list[MicroBatch]]:
         """Whole steps, spread over the first epoch."""
@@ -198,15 +213,13 @@ class Case:
             yield plan.step(whole[int(index)])
 
     def scheduled(
-        self, steps: list[list[MicroBatch]], family: tuple[RankGroup, ...]
-    ) -> Iterator[tuple[int, float, np.ndarray]]:
+        self, steps: Iterable[list[MicroBatch]], family: tuple[RankGroup, ...]
+    ) -> Iterator[Step]:
         for step in steps:
             busy = busy_seconds(schedule(step, family, self.seconds), self.ranks, self.seconds)
-            yield num_clips(step), busy.max(), busy
+            yield Step(step, busy.max(), busy)
 
-    def in_rounds(
-        self, steps: list[list[MicroBatch]], degree: int
-    ) -> Iterator[tuple[int, float, np.ndarray]]:
+    def in_rounds(self, steps: Iterable[list[MicroBatch]], degree: int) -> Iterator[Step]:
         """Replicas reduce gradients after each round, and wait for the slowest one in it."""
         replicas, group = self.ranks // degree, RankGroup(0, degree)
         for step in steps:
@@ -215,14 +228,10 @@ class Case:
                 own = micro_batches_of(step, replica, replicas)
                 rounds.append([self.seconds(one, group) if one else 0.0 for one in own])
             busy = np.array(rounds)
-            yield num_clips(step), busy.max(axis=0).sum(), busy.sum(axis=1)
+            yield Step(step, busy.max(axis=0).sum(), busy.sum(axis=1))
 
-    def one_each(self, steps: list[list[MicroBatch]]) -> Iterator[tuple[int, float, np.ndarray]]:
+    def one_each(self, steps: Iterable[list[MicroBatch]]) -> Iterator[Step]:
         """``VariableVideoBatchSampler``: random micro-batches of all buckets, one on each rank."""
         for step in steps:
-            busy = np.array([self.seconds(one, RankGroup(0, 1)) for one in step])
-            yield num_clips(step), busy.max(), busy
-
-
-def num_clips(step: list[MicroBatch]) -> int:
-    return sum(len(one.ids) for one in step)
+            busy = np.array([self.seconds(one, ALONE) for one in step])
+            yield Step(step, busy.max(), busy)

@@ -23,7 +23,7 @@ import torch
 
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
-from opensora_sp.planner.gpus import GPUS
+from opensora_sp.parallel.cost_model import GPUS
 from opensora_sp.planner.operators import Work
 from opensora_sp.planner.step_time import EXCHANGES, OPTIMIZER, ZERO, StepTime, predict_step
 

@@ -23,6 +23,8 @@ from .parallel import (
     verify_step,
 )
 from .parallel.batch_shape import BatchShape
+from .parallel.cost_model import H100
+from .parallel.cost_model_file import cost_model_of
 from .parallel.strategies import Strategy, strategy_for
 
 LatentShape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
@@ -70,8 +72,7 @@ def _verify_on(
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
 
     model = small_model(cfg, depth, shape)
-    options = {**dict(cfg.sequence_parallel), "verify": False}
-    parallelize(model, SequenceMesh(ranks), **options)
+    parallelize(model, SequenceMesh(ranks), config_options(cfg), verify=False)
     verdict = verify_step(model, (), small_batch(model, shape))
 
     if rank == 0:
@@ -103,7 +104,12 @@ def small_shape(cfg: TrainConfig, ranks: int, max_tokens: int) -> LatentShape:
 def config_strategy(cfg: TrainConfig, ranks: int, shape: LatentShape) -> type[Strategy]:
     """The parallel strategy of a batch of this shape."""
     batch = BatchShape.of(cfg.model_spec.config, shape[0], shape[1:])
-    return strategy_for(batch, Options(**dict(cfg.sequence_parallel)), ranks)
+    return strategy_for(batch, config_options(cfg), ranks)
+
+
+def config_options(cfg: TrainConfig) -> Options:
+    """The options of a run on GPUs, although this process computes on a CPU."""
+    return cfg.parallel_options(cost_model_of(cfg.cost_model, default=H100))
 
 
 def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:

@@ -3,8 +3,8 @@
     python scripts/config_headers.py          # rewrite the configs
     python scripts/config_headers.py --check  # fail if one is out of date
 
-They are for 8 GPUs of each kind in ``opensora_sp.planner.gpus``. A config with buckets has none:
-``opensora-sp plan`` prints a line for each bucket.
+They are for 8 GPUs of each kind in ``opensora_sp.parallel.cost_model``. A config with buckets has
+none: ``opensora-sp plan`` prints a line for each bucket.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from opensora_sp.config import load_train_config
+from opensora_sp.parallel.cost_model import GPUS
 from opensora_sp.planner import plan
-from opensora_sp.planner.gpus import GPUS
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs" / "stdit3" / "train"

@@ -109,17 +109,16 @@ def check_out(config: str, out: str | None, memory: str, *, overwrite: bool) -> 
 def table(fit: Fit, cfg: TrainConfig) -> str:
     """The fitted batches, and by how much their times deviate."""
     lines = [
-        f"{cfg.model_spec.name}, {fit.batches[0].ranks} ranks to a batch, {fit.memory / 1e9:.4g} "
-        f"GB: micro-batches of {fit.seconds:.3g} s",
+        f"{cfg.model_spec.name} in {fit.memory / 1e9:.4g} GB: micro-batches of {fit.seconds:.3g} s",
         "",
-        f"{'bucket':>14} {'batch':>6} {'GB peak':>8} {'s':>8} {'deviation':>10} "
+        f"{'bucket':>14} {'batch':>6} {'ranks':>6} {'GB peak':>8} {'s':>8} {'deviation':>10} "
         f"{'decided by':>14}  blocks",
     ]
     for one in fit.batches:
         peak = one.memory.configured.needed / 1e9
         lines.append(
-            f"{one.name:>14} {one.batch.batch_size:>6} {peak:>8.2f} {one.seconds:>8.3g} "
-            f"{one.deviation:>+10.1%} {one.decided_by:>14}  {_blocks(one)}"
+            f"{one.name:>14} {one.batch.batch_size:>6} {one.ranks:>6} {peak:>8.2f} "
+            f"{one.seconds:>8.3g} {one.deviation:>+10.1%} {one.decided_by:>14}  {_blocks(one)}"
         )
 
     uneven = [one for one in fit.batches if not one.is_balanced]

@@ -16,6 +16,8 @@ from opensora_sp.data import ClipShape, Limits
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.kernels import Kernels
 from opensora_sp.models.registry import model_class
+from opensora_sp.parallel import Options
+from opensora_sp.parallel.cost_model import CostModel
 
 from .components import (
     SCHEDULERS,
@@ -78,6 +80,10 @@ class Common(Strict):
 
     sequence_parallel: SequenceParallel = SequenceParallel()
     """Options of sequence parallelism."""
+
+    cost_model: str | None = None
+    """Speed of devices and links, by which ranks share work: "H100", "H200", "CPU", or a file that
+    `opensora-sp plan --calibrate` has written. None is the preset of the device."""
 
     seed: int = Field(42, ge=0)
     """Seed of all random draws."""
@@ -174,6 +180,10 @@ class Common(Strict):
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
+
+    def parallel_options(self, cost_model: CostModel) -> Options:
+        """The options of ``sequence_parallel``, with the rates that choices depend on."""
+        return Options(**dict(self.sequence_parallel), cost_model=cost_model)
 
     @property
     def model_spec(self) -> ModelSpec:

@@ -8,6 +8,7 @@ import torch
 
 from opensora_sp.models.kernels import check_kernels
 from opensora_sp.parallel import check_sp_size
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.rank_groups import group_sizes, nested_groups
 
 from .findings import raise_together
@@ -23,6 +24,7 @@ def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
     """
     raise_together(
         lambda: _check_sp_size(cfg.sp_size or world_size, world_size),
+        lambda: cost_model_of(cfg.cost_model),
         lambda: _check_precision(cfg.precision),
         lambda: _check_optimizer(cfg),
         lambda: check_kernels(cfg.kernels, "cuda" if torch.cuda.is_available() else "cpu"),

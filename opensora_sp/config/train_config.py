@@ -80,6 +80,11 @@ class TrainConfig(Common):
     `sp_size='auto'` one for each rank.
     """
 
+    loss_weight: Literal["sample", "micro_batch"] = "sample"
+    """The loss of a step is the mean over its samples, or the mean over its micro-batches of their
+    means, as in Open-Sora's releases; see docs/data.md.
+    """
+
     num_workers: int = Field(0, ge=0)
     """Data loading processes per rank; 0 loads in the rank itself."""
 

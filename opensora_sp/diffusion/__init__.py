@@ -2,7 +2,7 @@
 
 from .frame_masks import check_mask_ratios, draw_frame_mask, frame_mask
 from .iddpm import IDDPM
-from .loss import Positions, rank_loss, velocity_loss
+from .loss import Positions, rank_loss, samples_of_mean, velocity_loss
 from .process import DiffusionProcess, Geometry, Noised, guided, unguided
 from .rectified_flow import RectifiedFlow
 
@@ -18,6 +18,7 @@ __all__ = [
     "frame_mask",
     "guided",
     "rank_loss",
+    "samples_of_mean",
     "unguided",
     "velocity_loss",
 ]

@@ -11,13 +11,16 @@ patch volume.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from opensora_sp.transfer import to_device
+
+LossWeight: TypeAlias = Literal["sample", "micro_batch"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,22 @@ def velocity_loss(
     return local.means((local.predicted[..., : target.shape[1]] - local.tensors[0]).square())
 
 
+def samples_of_mean(weight: LossWeight, *, micro_batch: int, sizes: Sequence[int]) -> int:
+    """What the loss of a sample is divided by in the mean of an optimizer step.
+
+    That is ``global_samples`` of ``rank_loss``.
+
+    Args:
+        weight: "sample" is the mean over all samples of the step; "micro_batch" the mean over its
+            micro-batches of the mean over their samples, as if each were a step of its own.
+        micro_batch: samples of the sample's own micro-batch; 0 where a rank runs one of zeros.
+        sizes: samples of all micro-batches of the step.
+    """
+    if weight == "sample" or micro_batch == 0:
+        return sum(sizes)
+    return len(sizes) * micro_batch
+
+
 def rank_loss(sample_losses: Tensor, *, global_samples: int, world_size: int) -> Tensor:
     """The scalar loss of one rank, scaled so that gradients are averaged over the world.
 
@@ -153,7 +172,8 @@ def rank_loss(sample_losses: Tensor, *, global_samples: int, world_size: int) ->
     Args:
         sample_losses: ``[B]`` from ``velocity_loss`` or ``losses`` of a process; of shards under
             sequence parallelism.
-        global_samples: samples in the whole optimizer step, over all replicas and micro-batches.
+        global_samples: samples in the whole optimizer step, over all replicas and micro-batches;
+            for other means see ``samples_of_mean``.
         world_size: ranks whose gradients are averaged, dp x sp.
     """
     return sample_losses.sum() * (world_size / global_samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,14 @@ from opensora_sp.data import (
     VideoTextDataset,
 )
 from opensora_sp.data.buckets import Buckets
+from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
+from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model_file import cost_model_of
+from opensora_sp.planner.checkpointing import recomputed_share
+from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
 from opensora_sp.planner.sharing import busiest_work
 
 from .cached import CachedSource
@@ -155,10 +160,19 @@ def _clip_bytes(cfg: TrainConfig, shape: ClipShape) -> int:
 class Work:
     """Tokens and estimated work of the model on clips of a shape."""
 
-    def __init__(self, cfg: TrainConfig, dataset: TrainingSet | None = None) -> None:
-        self.vae, self.model = cfg.vae, cfg.model_spec.config
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        dataset: TrainingSet | None = None,
+        options: Options | None = None,
+    ) -> None:
+        self.cfg, self.vae, self.model = cfg, cfg.vae, cfg.model_spec.config
+        if options is None:
+            options = cfg.parallel_options(cost_model_of(cfg.cost_model))
+        self.options = options
         self.sizes = dataset.sizes if isinstance(dataset, CachedFeatures) else {}
         self.shape_of = lru_cache(maxsize=None)(self._shape_of)
+        self.seconds = lru_cache(maxsize=None)(self._seconds)
 
     def tokens(self, clip: ClipShape) -> int:
         """Tokens of one clip."""
@@ -167,6 +181,35 @@ class Work:
     def flops(self, clip: ClipShape, num_samples: int) -> float:
         """Forward work of the blocks."""
         return busiest_work(self.shape_of(clip, num_samples), Options(), 1)
+
+    def _seconds(
+        self, clip: ClipShape, num_samples: int, ranks: int, spans_nodes: bool = False
+    ) -> float:
+        """Predicted seconds of a micro-batch on the busiest of ``ranks`` that share it: forward,
+        recomputation, backward and exchanges, by the cost model of ``options``.
+
+        With ``grad_checkpoint="auto"``, all blocks count as recomputed.
+        """
+        return seconds_of(
+            self.shape_of(clip, num_samples),
+            self.options,
+            ranks,
+            model=self._costs,
+            element_size=DTYPES[self.cfg.precision].itemsize,
+            spans_nodes=spans_nodes,
+            recomputed=self._recomputed,
+        )
+
+    @cached_property
+    def _costs(self) -> ModelCosts:
+        return ModelCosts.of(self.cfg.model_spec.name, self.model)
+
+    @cached_property
+    def _recomputed(self) -> float:
+        """Share of a forward pass that backward repeats."""
+        setting = self.cfg.grad_checkpoint
+        levels = levels_of(True if setting == "auto" else setting, self.model.num_blocks)
+        return recomputed_share(levels)
 
     def _shape_of(self, clip: ClipShape, num_samples: int) -> BatchShape:
         # A feature cache knows the size of its latents without the encoder.

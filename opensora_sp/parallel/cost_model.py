@@ -1,49 +1,124 @@
-"""The cost of computation and communication: what strategies, planner and sampler choose by.
+"""Speed of a device and of its links: what strategies, planner, schedule and sampler choose by.
 
-Costs are in FLOPs: communication counts as the work that a device does meanwhile.
+``CostModel`` has every rate, ``PRESETS`` those of known devices; ``opensora-sp plan --calibrate``
+measures them. Costs are in seconds.
 
-Legend: B samples, T frames, S patches of a frame, P ranks.
+Legend: B samples, T frames, S patches of a frame, C hidden width, P ranks.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from .batch_shape import BatchShape
 
 ELEMENT_BYTES = 2  # bf16
 REFERENCE_WIDTH = 1152  # of STDiT3-XL/2, for which the latency of a preset is stated
 
+TIMES = ("latency", "network_latency", "shortest_kernel", "launch")  # in seconds; may be 0
+MIN_RATE = 1e-30
+
+# Activations ``[tokens, C]`` that norms, modulation, GELU and copies of a block of STDiT3 read and
+# write in forward.
+BLOCK_ACTIVATIONS = 41
+
+CHUNK_LAUNCHES = 40  # of one more chunk at the end of a block: 10 in forward, 30 in backward
+FP8_LAUNCHES = 12  # of scaling and rounding in an exchange, on both sides
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries an exchange: its name, bytes per second that a rank sends, and seconds from the
+    launch to the first byte.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+
+    def seconds(self, num_bytes: float, exchanges: float = 1) -> float:
+        """Seconds in which a rank sends ``num_bytes`` in so many exchanges."""
+        return num_bytes / self.bandwidth + exchanges * self.latency
+
 
 @dataclass(frozen=True)
 class CostModel:
-    """Speed of a device and of its links. All ranks of a group must use the same one.
+    """Speed of a device and of its links. All ranks of a run must use the same one.
+
+    Rates are those that models reach, not peaks: FLOP/s, bytes per second, seconds. Those that are
+    left out are an H100's. ``PRESETS`` says where the numbers come from.
 
     Args:
-        flops: bf16 matrix products that a model reaches, FLOP/s.
-        bandwidth: bytes per second that a rank sends in an all-to-all.
-        latency: seconds from the launch of an all-to-all to its first byte.
+        flops: matrix products of a transformer, in the precision that the device trains in: bf16 on
+            a GPU, fp32 on a CPU.
+        bandwidth, latency: of an all-to-all within a node: what a rank sends, and from the launch
+            to the first byte.
+        network_bandwidth, network_latency: of an all-to-all between nodes.
+        attention_forward, attention_backward: of attention, on whole tiles.
+        attention_tile: queries and keys of a tile of attention's forward; backward swaps them. A
+            tile is computed whole, so short rows are padded to it.
+        memory_bandwidth: of elementwise kernels.
+        shortest_kernel: seconds of a kernel that has nothing to do.
+        launch: seconds in which the host queues an operator.
+        asynchronous: whether the device computes while the host launches and while links send. On a
+            CPU the same cores do all.
+        to_host: bytes per second between the device and pinned memory of the host, each way.
+        peak: dense bf16 products of the data sheet: model FLOPs utilisation is a share of it.
+        memory: bytes of the device.
+        capability: compute capability of a GPU.
+        name: of the device, for messages.
 
     Raises:
-        ValueError: if a rate is not positive or the latency is negative.
+        ValueError: if a rate is not positive and finite, or a time is negative.
     """
 
     flops: float
     bandwidth: float
     latency: float
 
-    def __post_init__(self) -> None:
-        if not (self.flops > 0 and self.bandwidth > 0 and self.latency >= 0):
-            raise ValueError(
-                f"got {self}; expected positive flops and bandwidth and a latency of at least 0; "
-                "take a preset of opensora_sp.parallel.cost_model"
-            )
+    # An adapter of 400 Gb/s for each GPU, of which 40 GB/s are assumed, and an assumed latency.
+    network_bandwidth: float = 40e9
+    network_latency: float = 20e-6
 
-    @property
-    def flops_per_element(self) -> float:
-        """FLOPs computed in the time in which one bf16 number is sent."""
-        return self.flops / self.bandwidth * ELEMENT_BYTES
+    # FlashAttention-2 at its published rates on padded tiles.
+    attention_forward: float = 330e12
+    attention_backward: float = 280e12
+    attention_tile: tuple[int, int] = (128, 64)
+
+    # 90 % of assumed 3.0 TB/s in copies.
+    memory_bandwidth: float = 2.7e12
+
+    # 55 to 83 ms were measured for 13,800 launches on an H200.
+    shortest_kernel: float = 2e-6
+    launch: float = 5e-6
+    asynchronous: bool = True
+
+    # Assumed, of the 63 GB/s that PCIe 5.0 x16 has each way.
+    to_host: float = 50e9
+
+    peak: float = 989e12
+    memory: float = 80e9
+    capability: tuple[int, int] = (9, 0)
+    name: str = "H100"
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            least = 0 if one.name in TIMES else MIN_RATE
+            if one.type == "float" and not least <= value < math.inf:
+                raise ValueError(
+                    f"got {one.name}={value} of the cost model {self.name!r}; expected positive "
+                    "rates, and times of at least 0; take a preset of "
+                    "opensora_sp.parallel.cost_model"
+                )
+
+    def link(self, *, spans_nodes: bool) -> Link:
+        """What carries the exchanges of a group of ranks."""
+        if spans_nodes:
+            return Link("between nodes", self.network_bandwidth, self.network_latency)
+        return Link("inside a node", self.bandwidth, self.latency)
 
     @property
     def min_chunk_tokens(self) -> int:
@@ -52,6 +127,35 @@ class CostModel:
         Counted at the width of STDiT3-XL/2, whatever the model: one number for all.
         """
         return max(1, round(self.latency * self.bandwidth / (REFERENCE_WIDTH * ELEMENT_BYTES)))
+
+    def attention(
+        self, rows: float, queries: int, keys: int, width: int, *, backward: bool = False
+    ) -> float:
+        """Seconds of attention of ``rows`` rows, each of one head of ``width`` entries.
+
+        Tiles are computed whole, and widths in steps of 32 where tiles are. Backward computes 2.5
+        times the products of forward; on a GPU it sums the queries' gradients in fp32, in rows
+        padded to the tile: written, and read (``flash_api.cpp`` of FlashAttention-2, Dao, 2023).
+        """
+        large, small = self.attention_tile
+        tile = (small, large) if backward else (large, small)
+        if large > 1:
+            width = _padded(width, 32)
+
+        pairs = 4.0 * rows * _padded(queries, tile[0]) * _padded(keys, tile[1]) * width
+        if not backward:
+            return pairs / self.attention_forward
+        summed = 8.0 * rows * _padded(queries, large) * width if self.asynchronous else 0.0
+        return 2.5 * pairs / self.attention_backward + summed / self.memory_bandwidth
+
+    def elementwise(self, activations: float, width: int, element_size: int) -> float:
+        """Seconds in which ``activations`` tokens of ``width`` are read or written."""
+        return activations * width * element_size / self.memory_bandwidth
+
+    def with_launches(self, seconds: float, operators: float) -> float:
+        """Seconds of operators that take ``seconds`` on the device, with their launches."""
+        launches = operators * self.launch
+        return max(seconds, launches) if self.asynchronous else seconds + launches
 
     def few_units(
         self, shape: BatchShape, ranks: int, *, unit: int, num_units: int, row_layout: str
@@ -63,30 +167,105 @@ class CostModel:
             num_units: how many there are, all samples together.
             row_layout: how tokens are distributed where attention is split by heads.
         """
-        width, share = shape.width, (ranks - 1) / ranks
+        width, heads = shape.width, shape.heads
+        sent = (ranks - 1) / ranks * width * ELEMENT_BYTES
         held = max(shape.entries(row_layout, ranks))
-        of_heads = -(-num_units * shape.heads // ranks)  # units of one head on the busiest rank
+        of_heads = -(-num_units * heads // ranks)  # units of one head on the busiest rank
 
-        whole = block_flops(unit, width) + attention_flops(1, unit, width)
-        heads = block_flops(held, width) + attention_flops(of_heads, unit, width // shape.heads)
+        link = self.link(spans_nodes=False)
+        whole = self._block(unit, width) + self.attention(heads, unit, unit, width // heads)
+        split = self._block(held, width) + self.attention(of_heads, unit, unit, width // heads)
         return FewUnitsCosts(
-            whole=whole + 2 * share * unit * width * self.flops_per_element,
-            heads=heads + 4 * share * held * width * self.flops_per_element,
+            whole=whole + link.seconds(2 * sent * unit, exchanges=2),
+            heads=split + link.seconds(4 * sent * held, exchanges=2),
         )
 
+    def _block(self, tokens: int, width: int) -> float:
+        """Seconds of a block's forward pass without its self-attention."""
+        elementwise = self.elementwise(BLOCK_ACTIVATIONS * tokens, width, ELEMENT_BYTES)
+        return block_flops(tokens, width) / self.flops + elementwise
 
-# Rates that models reach, not peaks: 400 of 989 TFLOP/s in bf16. The latency makes 256 tokens of
-# STDiT3-XL/2 the smallest chunk.
-H100 = CostModel(flops=400e12, bandwidth=100e9, latency=5.9e-6)
+    def to_dict(self) -> dict[str, Any]:
+        """All rates by name, as JSON values."""
+        values = asdict(self)
+        return {name: list(one) if isinstance(one, tuple) else one for name, one in values.items()}
 
-# 90 % of the 790 TFLOP/s measured for bf16 products on one H200, and an all-to-all among eight of
-# them over NVLink at an assumed 350 GB/s. The latency is that of an H100.
-H200 = CostModel(flops=711e12, bandwidth=350e9, latency=5.9e-6)
+    def as_settings(self) -> dict[str, Any]:
+        """All rates, under names by which ranks compare them with the rest of a config."""
+        return {f"cost_model.{name}": value for name, value in self.to_dict().items()}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> CostModel:
+        """The model of ``to_dict``.
+
+        Raises:
+            ValueError: if a name is missing or unknown, or a value is no such rate.
+        """
+        given = set(values) if isinstance(values, dict) else set()
+        names = {one.name for one in fields(cls)}
+        if given != names:
+            raise ValueError(
+                f"got a cost model without {sorted(names - given)} and with the unknown "
+                f"{sorted(given - names)}; expected the names of opensora_sp.parallel.cost_model."
+                "CostModel; measure it anew with opensora-sp plan --calibrate FILE"
+            )
+
+        for name, value in values.items():
+            if not _is_like(value, getattr(H100, name)):
+                raise ValueError(
+                    f"got {name} {value!r} in a cost model; expected a value like "
+                    f"{getattr(H100, name)!r}; measure it anew with opensora-sp plan --calibrate "
+                    "FILE"
+                )
+        read = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
+        return cls(**read)
+
+
+# NVLink 4: 350 of 450 GB/s are assumed.
+H100 = CostModel(flops=711e12, bandwidth=350e9, latency=5.9e-6, name="H100")
+
+# Products and copies are 90 % of what was measured on one H200: 790 TFLOP/s in bf16, and 4.3 TB/s.
+# An H100 differs in its memory alone.
+H200 = replace(H100, memory_bandwidth=3.87e12, memory=141e9, name="H200")
+
+# One thread of a server's CPU in fp32, and gloo between two processes of one machine.
+CPU = CostModel(
+    flops=60e9,
+    bandwidth=1e9,
+    latency=200e-6,
+    network_bandwidth=1e9,
+    network_latency=400e-6,
+    attention_forward=30e9,
+    attention_backward=30e9,
+    attention_tile=(1, 1),
+    memory_bandwidth=8e9,
+    shortest_kernel=0.0,
+    launch=10e-6,
+    asynchronous=False,
+    to_host=8e9,
+    peak=100e9,
+    memory=16e9,
+    capability=(0, 0),
+    name="CPU",
+)
+
+PRESETS = {one.name: one for one in (H100, H200, CPU)}
+GPUS = {name: one for name, one in PRESETS.items() if one.asynchronous}
+
+
+def preset_of(device_name: str | None) -> CostModel:
+    """The preset of a GPU by the name that its driver reports; of a CPU if that is None.
+
+    A GPU without a preset has an H100's.
+    """
+    if device_name is None:
+        return CPU
+    return next((one for name, one in GPUS.items() if name in device_name), H100)
 
 
 @dataclass(frozen=True)
 class FewUnitsCosts:
-    """Two ways to attend over few units.
+    """Seconds of two ways to attend over few units.
 
     ``whole`` gives whole units to some ranks and none to the others, and switches twice. ``heads``
     distributes all token-local work, splits the attention alone, and exchanges four activations.
@@ -100,24 +279,6 @@ class FewUnitsCosts:
         return self.heads < self.whole
 
 
-LAUNCH = 5e-6  # seconds in which the host queues an operator
-CHUNK_LAUNCHES = 40  # of one more chunk at the end of a block: 10 in forward, 30 in backward
-FP8_LAUNCHES = 12  # of scaling and rounding in an exchange, on both sides
-
-
-@dataclass(frozen=True)
-class Link:
-    """What carries an exchange: its name, and bytes per second that a rank sends over it."""
-
-    name: str
-    bandwidth: float
-
-
-# NVLink 4, of H100 and H200, and a network adapter of 400 Gb/s for each GPU. Both are assumed.
-INSIDE_NODE = Link("inside a node", 350e9)
-BETWEEN_NODES = Link("between nodes", 40e9)
-
-
 @dataclass(frozen=True)
 class ChunkCosts:
     """Time of a switch of ``num_bytes`` on the busiest rank, and of sending it in chunks.
@@ -126,22 +287,25 @@ class ChunkCosts:
     the switch. Each further chunk costs launches.
     """
 
+    cost_model: CostModel
     link: Link
     num_bytes: float
 
     @property
     def switch(self) -> float:
-        """Seconds of the switch as a whole."""
+        """Seconds of the switch as a whole, without its latency, which each chunk has as well."""
         return self.num_bytes / self.link.bandwidth
 
     @property
     def further_chunk(self) -> float:
         """Seconds of the launches of one more chunk."""
-        return CHUNK_LAUNCHES * LAUNCH
+        return CHUNK_LAUNCHES * self.cost_model.launch
 
     @property
     def best_number(self) -> int:
         """The fewest chunks K of which one more would not pay: K (K + 1) is at least the ratio."""
+        if not self.cost_model.asynchronous:
+            return 1
         ratio = self.switch / self.further_chunk
         return max(1, math.ceil((math.sqrt(1 + 4 * ratio) - 1) / 2))
 
@@ -161,3 +325,14 @@ def block_flops(tokens: int, width: int) -> float:
 def attention_flops(rows: int, length: int, width: int) -> float:
     """Forward work of attention over rows of ``length`` tokens."""
     return 4.0 * rows * length * length * width
+
+
+def _padded(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _is_like(value: Any, sample: Any) -> bool:
+    """Whether a value of JSON stands for one of the sample's type."""
+    if isinstance(sample, tuple):
+        return isinstance(value, list) and [type(one) for one in value] == [int] * len(sample)
+    return type(value) in ((int, float) if isinstance(sample, float) else (type(sample),))

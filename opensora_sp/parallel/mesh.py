@@ -222,8 +222,9 @@ class SequenceMesh:
             sp_group = host_group = _group_of(ranks, self.world_size)
             if _needs_twin(sp_group):
                 host_group = _group_of(ranks, self.world_size, backend=host_backend())
-                # NCCL connects ranks in the first collective. Its memory is taken at the start.
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=sp_group)
+                # NCCL connects ranks in the first all-to-all. Its memory is taken at the start.
+                sent = torch.zeros(ranks.size, device="cuda")
+                dist.all_to_all_single(torch.empty_like(sent), sent, group=sp_group)
 
             spans = ranks.spans_nodes(self.ranks_per_node)
             own.append(SequenceGroup(ranks, self.rank - ranks.start, sp_group, host_group, spans))

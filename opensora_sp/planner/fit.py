@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.recompute import OFFLOADED
+from opensora_sp.rank_groups import group_sizes, nested_groups
 
 from .batches import BatchSpec, batches_by_name
 from .checkpointing import budget_of, memory_for
@@ -119,14 +120,30 @@ def fit(
 
     buckets, lacking = {}, {}
     for name in progress(chosen):
-        bucket = _Bucket(estimator, batches[name], estimator.ranks, memory, largest_batch)
+        ranks = _ranks_of(name, batches[name], estimator, memory, gpus_per_node or num_gpus)
+        bucket = _Bucket(estimator, batches[name], ranks, memory, largest_batch)
         if bucket.largest is None:
             lacking[name] = memory_for(bucket.least_needed)
         buckets[name] = bucket
-    _check_all_fit(lacking, memory, estimator.ranks)
+    _check_all_fit(lacking, memory)
 
     common = common_time([bucket.step(bucket.largest_size) for bucket in buckets.values()])
     return Fit(memory, common, [one.fitted(name, common) for name, one in buckets.items()])
+
+
+def _ranks_of(
+    name: str, batch: BatchSpec, estimator: RunEstimator, memory: float, gpus_per_node: int
+) -> int:
+    """The ranks that share a bucket's batches: with ``sp_size="auto"`` as few as a clip fits on."""
+    sp_size = estimator.cfg.sp_size
+    if isinstance(sp_size, int):
+        return sp_size
+    if isinstance(sp_size, dict) and name in sp_size:
+        return int(sp_size[name])
+
+    sizes = group_sizes(nested_groups(estimator.num_gpus, gpus_per_node))
+    found = _least_ranks(estimator, replace(batch, batch_size=1), memory, sizes)
+    return found or max(sizes)
 
 
 def least_ranks(
@@ -149,6 +166,12 @@ def least_ranks(
         sizes: of the groups to choose from.
     """
     estimator = RunEstimator(cfg, num_gpus, memory / 1e9, device, None)
+    return _least_ranks(estimator, batch, memory, sizes)
+
+
+def _least_ranks(
+    estimator: RunEstimator, batch: BatchSpec, memory: float, sizes: Sequence[int]
+) -> int | None:
     latents, budget = estimator.latents(batch), budget_of(memory)
     for levels in estimator.lowest_levels:
         for ranks in sorted(sizes):
@@ -314,14 +337,14 @@ def common_time(largest: Sequence[Step]) -> float:
     return min((step.seconds for step in largest), key=preference)
 
 
-def _check_all_fit(lacking: Mapping[str, float], memory: float, ranks: int) -> None:
+def _check_all_fit(lacking: Mapping[str, float], memory: float) -> None:
     if not lacking:
         return
     listed = ", ".join(f"{name} ({_in_gb(needed)} GB)" for name, needed in lacking.items())
     raise ValueError(
-        f"got {memory / 1e9:g} GB for each of {ranks} ranks to a batch, into which not one clip "
-        f"fits of these buckets: {listed}; expected at least {_in_gb(max(lacking.values()))} GB; "
-        "raise the bound or sp_size, or take these buckets out"
+        f"got {memory / 1e9:g} GB of a device, into which not one clip fits of these buckets: "
+        f"{listed}; expected at least {_in_gb(max(lacking.values()))} GB; raise the bound or "
+        "sp_size, or take these buckets out"
     )
 
 

@@ -4,6 +4,9 @@ ZeRO's part follows ColossalAI's ``LowLevelZeroOptimizer`` as the plugin uses it
 are collected in a bucket, whose reduction needs a flat copy; stage 2 keeps this rank's part of the
 result, stage 1 all of it. The step of ``SequenceZeroOptimizer`` then makes fp32 copies of this
 rank's gradients, and afterwards gathers the new weights in pieces.
+
+With ``AccumulatingZeroOptimizer`` all gradients have a place in fp32 from the start, where the
+reduction leaves this rank's shards; it copies a piece at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from opensora_sp.models.registry import model_class
 from .trace import Activations
 
 BUCKET = 12 * 1024**2  # elements in ColossalAI's buckets, the default of LowLevelZeroPlugin
-GATHERED = 8 * BUCKET  # elements of weights that are gathered at a time, or more; see _step
+GATHERED = 8 * BUCKET  # elements of weights that are gathered at a time, or more; see _gathered
 FP32 = 4
 IN_PIECES = 1.5  # of the largest block; up to 1.2 have been measured (docs/planner.md)
 
@@ -31,13 +34,14 @@ class Zero:
     """How the optimizer is sharded over ``world`` ranks.
 
     Weights and gradients have ``element_size`` bytes a number. ``accumulates``: several
-    micro-batches per rank and step.
+    micro-batches per rank and step. ``accumulates_locally``: with ``AccumulatingZeroOptimizer``.
     """
 
     world: int
     stage: int
     element_size: int
     accumulates: bool = False
+    accumulates_locally: bool = False
 
     def part(self, numel: int) -> int:
         """Elements of a parameter that one rank keeps, padded to equal parts."""
@@ -157,7 +161,8 @@ def training_peak(
         total = persistent.total + gradients + live
         return MemoryPeak(total, moment, gradients, live, activations.largest)
 
-    bucket, peaks = GradientBucket(zero, sizes), []
+    kind = LocalGradients if zero.accumulates_locally else GradientBucket
+    bucket, peaks = kind(zero, sizes), []
     for numel in sizes.final:
         bucket.add(numel)
 
@@ -174,8 +179,7 @@ def training_peak(
     bucket.reduce()
     peaks.append(at("backward", bucket.take_peak(), activations.inputs))
 
-    of_step = bucket.reduced * zero.element_size + _step(sizes, zero)
-    peaks.append(at("optimizer step", of_step, activations.inputs))
+    peaks.append(at("optimizer step", bucket.at_step(), activations.inputs))
     return max(peaks, key=lambda peak: peak.total)
 
 
@@ -183,7 +187,8 @@ class GradientBucket:
     """Elements of gradients during a backward pass: in the bucket, or reduced and kept."""
 
     def __init__(self, zero: Zero, sizes: ModelSizes) -> None:
-        self.zero, self.filled, self.reduced, self.peak = zero, 0, 0, 0
+        self.zero, self.sizes = zero, sizes
+        self.filled, self.reduced, self.peak = 0, 0, 0
         if zero.accumulates:  # gradients of the micro-batches before
             self.reduced = sum(self._remaining(n) for n in sizes.trainable)
 
@@ -208,18 +213,51 @@ class GradientBucket:
         peak, self.peak = self.peak, self.reduced + self.filled
         return peak * self.zero.element_size
 
+    def at_step(self) -> int:
+        """Bytes in the optimizer's step."""
+        parts = sum(self.zero.part(n) for n in self.sizes.trainable)
+        copies = FP32 * parts if self.zero.element_size != FP32 else 0
+        gathered = _gathered(self.sizes, self.zero)
+        return self.reduced * self.zero.element_size + max(copies, gathered)
+
     def _remaining(self, numel: int) -> int:
         return self.zero.part(numel) if self.zero.stage == 2 else numel
 
 
-def _step(sizes: ModelSizes, zero: Zero) -> int:
-    """Bytes that the optimizer's step adds: fp32 copies of gradients, then gathered weights.
+class LocalGradients:
+    """Gradients that a rank sums up in fp32: they are all there, beside the one that arrives."""
+
+    def __init__(self, zero: Zero, sizes: ModelSizes) -> None:
+        self.zero, self.sizes, self.arriving = zero, sizes, 0
+        self.elements = zero.world * sum(zero.part(n) for n in sizes.trainable)
+
+    def add(self, numel: int) -> None:
+        self.arriving = max(self.arriving, numel)
+
+    def reduce(self) -> None:
+        """The reduction waits for the step."""
+
+    def take_peak(self) -> int:
+        """Bytes at the peak since the last call."""
+        arriving, self.arriving = self.arriving, 0
+        return FP32 * self.elements + arriving * self.zero.element_size
+
+    def at_step(self) -> int:
+        """Bytes in the optimizer's step: a piece is copied and reduced, then weights gathered."""
+        # All of them in one piece are sent from where they are.
+        copied = GATHERED if self.elements > GATHERED else 0
+        received = min(self.elements, GATHERED) // self.zero.world
+        reduction = FP32 * (copied + received) if self.zero.world > 1 else 0
+        return FP32 * self.elements + max(reduction, _gathered(self.sizes, self.zero))
+
+
+def _gathered(sizes: ModelSizes, zero: Zero) -> int:
+    """Bytes with which the optimizer's step gathers weights.
 
     torch's fused AdamW and HybridAdam have no temporaries.
     """
     parts = sum(zero.part(n) for n in sizes.trainable)
     casts = zero.element_size != FP32
-    copies = FP32 * parts if casts else 0
 
     # As SequenceZeroOptimizer makes its buckets: of whole parameters.
     gathered = max(GATHERED, parts) if casts or zero.world == 1 else GATHERED
@@ -227,4 +265,4 @@ def _step(sizes: ModelSizes, zero: Zero) -> int:
     # The weights of all ranks, and this rank's in their precision.
     received = gathered if zero.world > 1 else 0
     own = gathered // zero.world if casts else 0
-    return max(copies, zero.element_size * (received + own))
+    return zero.element_size * (received + own)

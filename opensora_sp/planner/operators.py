@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opensora_sp.models.layers import CrossAttention, SelfAttention
-
-from .gpus import Gpu
+from opensora_sp.parallel.cost_model import CostModel
 
 aten = torch.ops.aten
 PRODUCTS = "matrix products"
@@ -76,7 +75,7 @@ class OperatorCounter(TorchDispatchMode):
     Attention is distinguished by the module that calls it; its backward by the shapes of forward.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: CostModel) -> None:
         super().__init__()
         self.gpu = gpu
         self.work: dict[str, Work] = {}
@@ -119,12 +118,12 @@ class OperatorCounter(TorchDispatchMode):
 
         if operator in MATRIX_OPERATORS:
             kind, flops = PRODUCTS, _product_flops(args, result)
-            seconds = flops / self.gpu.matmul
+            seconds = flops / self.gpu.flops
         elif operator in ATTENTION_FORWARD or operator in ATTENTION_BACKWARD:
             kind, attention = self._attention(operator, args)
             flops, seconds = attention.flops, attention.seconds(self.gpu)
 
-        seconds = max(seconds, moved / self.gpu.bandwidth, self.gpu.shortest_kernel)
+        seconds = max(seconds, moved / self.gpu.memory_bandwidth, self.gpu.shortest_kernel)
         self.work.setdefault(kind, Work()).add(flops, moved, seconds)
 
     def _attention(self, operator: Any, args: tuple[Any, ...]) -> tuple[str, AttentionCall]:
@@ -170,23 +169,10 @@ class AttentionCall:
         forward = 4.0 * self.rows * self.heads * self.queries * self.keys * self.width
         return 2.5 * forward if self.backward else forward
 
-    def seconds(self, gpu: Gpu) -> float:
-        """Tiles are computed whole: 128 x 64 forward, 64 x 128 backward, widths in steps of 32.
-
-        Backward sums the queries' gradients in fp32, in rows padded to 128: written, and read
-        (``flash_api.cpp`` of FlashAttention-2, Dao, 2023).
-        """
-        width, rows = _padded(self.width, 32), self.rows * self.heads
-        queries, keys = (64, 128) if self.backward else (128, 64)
-        pairs = 4.0 * rows * _padded(self.queries, queries) * _padded(self.keys, keys) * width
-        if not self.backward:
-            return pairs / gpu.attention_forward
-        accumulated = 2.0 * rows * _padded(self.queries, 128) * width * torch.float32.itemsize
-        return 2.5 * pairs / gpu.attention_backward + accumulated / gpu.bandwidth
-
-
-def _padded(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+    def seconds(self, gpu: CostModel) -> float:
+        """Of the whole call."""
+        rows = self.rows * self.heads
+        return gpu.attention(rows, self.queries, self.keys, self.width, backward=self.backward)
 
 
 def _attention_kind(name: str, module: nn.Module) -> str | None:

@@ -16,6 +16,8 @@ from opensora_sp.models.attention_table import Platform
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import GPUS
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 
@@ -31,9 +33,8 @@ from .checkpointing import (
     offloaded_bytes,
     recomputed_share,
 )
-from .gpus import GPUS
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
-from .sharing import busiest_work
+from .micro_batch_time import ModelCosts, seconds_of
 from .step_time import StepTime, predict_step
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, traffic
@@ -88,7 +89,8 @@ class RunEstimator:
         check_sp_size(self.ranks, num_gpus)
         self.spans_nodes = spans_nodes(num_gpus, self.ranks, gpus_per_node or num_gpus)
 
-        self.options = Options(**dict(cfg.sequence_parallel))
+        rates = cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
+        self.options = cfg.parallel_options(rates)
         self.name, self.config = cfg.model_spec.name, cfg.model_spec.config
         self.dtype = DTYPES[cfg.precision]
 
@@ -244,9 +246,19 @@ class RunEstimator:
 
     def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
         """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic."""
-        passes = 3 + recomputed_share(levels)
-        work = busiest_work(self.shape_of(latents), self.options, ranks)
-        return passes * work / self.options.cost_model.flops
+        return seconds_of(
+            self.shape_of(latents),
+            self.options,
+            ranks,
+            model=self.costs,
+            element_size=self.dtype.itemsize,
+            spans_nodes=self.spans_nodes,
+            recomputed=recomputed_share(levels),
+        )
+
+    @cached_property
+    def costs(self) -> ModelCosts:
+        return ModelCosts.of(self.name, self.config)
 
     def time(self, latents: tuple[int, ...], levels: Sequence[int]) -> StepTime | None:
         """Predicted for a training step in 16 bits, if a GPU was named."""

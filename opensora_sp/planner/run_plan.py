@@ -9,12 +9,13 @@ from typing import Any
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.parallel import Options
+from opensora_sp.parallel.cost_model import GPUS
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_options
 
 from .advice import better_balance, less_memory
 from .attention_kernels import Kernels
 from .batches import BatchSpec, buckets_of
-from .gpus import GPUS
+from .communicators import Communicators, communicators
 from .run_estimator import Memory, RunEstimator
 from .sharing import Sharing, sharing_of
 from .step_time import StepTime
@@ -43,6 +44,10 @@ class BatchEstimate:
     advice: list[str]
 
 
+# Of a node whose size is not known.
+GPUS_OF_NODE = 8
+
+
 @dataclass(frozen=True)
 class Plan:
     """The plan of a run.
@@ -58,6 +63,7 @@ class Plan:
     num_gpus: int
     sp_size: int
     dp_size: int
+    communicators: Communicators | None  # of groups of several sizes
     precision: str
     grad_checkpoint: bool | int | str
     micro_batches: int
@@ -123,6 +129,7 @@ def plan(
         num_gpus=num_gpus,
         sp_size=run.ranks,
         dp_size=num_gpus // run.ranks,
+        communicators=_communicators(cfg, num_gpus, gpus_per_node),
         precision=cfg.precision,
         grad_checkpoint=run.checkpointing,
         micro_batches=run.micro_batches,
@@ -133,6 +140,15 @@ def plan(
         schedule=describe_schedule(cfg) if isinstance(cfg, TrainConfig) else [],
         buckets=[_estimate(run, bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
     )
+
+
+def _communicators(
+    cfg: TrainConfig | InferenceConfig, num_gpus: int, gpus_per_node: int | None
+) -> Communicators | None:
+    """Those of a run with a degree for each micro-batch; nodes of 8 GPUs if nothing is known."""
+    if cfg.sp_size is None or isinstance(cfg.sp_size, int):
+        return None
+    return communicators(num_gpus, gpus_per_node or min(num_gpus, GPUS_OF_NODE))
 
 
 def checkpoint_levels(
@@ -150,6 +166,7 @@ def batch_memory(
     memory_gb: float,
     device: str,
     gpus_per_node: int | None = None,
+    options: Options | None = None,
     compiled: bool | None = None,
     ranks: int | None = None,
 ) -> Memory:
@@ -160,11 +177,14 @@ def batch_memory(
         memory_gb: memory of one device in GB (1e9 bytes) that training may take.
         device: "cuda" or "cpu".
         gpus_per_node: by which switches between nodes are sent in chunks.
+        options: of sequence parallelism, with a run's cost model; None plans for an H100.
         compiled: whether blocks run compiled; None stands for what the config sets, which a run
             does not follow where compiled blocks fail verification.
         ranks: that share the micro-batch; None for the config's ``sp_size``.
     """
     run = RunEstimator(cfg, num_gpus, memory_gb, device, None, gpus_per_node)
+    if options is not None:
+        run.options = options
     if compiled is not None:
         run.compiles = compiled
     return run.memory(latents, ranks or run.ranks, brief=True)

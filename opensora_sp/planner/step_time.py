@@ -1,6 +1,6 @@
 """Time of a training step on a GPU, predicted from what its operators compute and move.
 
-A kernel takes as long as its FLOPs or its bytes at the rates of ``gpus.py``, whichever is longer.
+A kernel takes as long as its FLOPs or its bytes at the rates of ``CostModel``, whichever is longer.
 Kernels run one after the other, or as fast as the host launches them. Nothing here was measured on
 the GPU itself: compare with ``docs/benchmarks.md``, and expect real steps to be slower by a fifth.
 """
@@ -18,11 +18,11 @@ import torch
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import strategy_for
 
 from .checkpointing import offloaded_bytes
 from .flops import ModelFlops
-from .gpus import Gpu
 from .operators import OperatorCounter, Work
 from .trace import meta_device_module, meta_model, run_step
 from .traffic import traffic
@@ -33,6 +33,7 @@ EXCHANGES, OPTIMIZER, ZERO = "all-to-all", "optimizer step", "ZeRO's collectives
 # and writes the weight in 16 bits; the norm reads the gradient once before.
 OPTIMIZER_BYTES = 2 + 8 + 8 + 8 + 8 + 2 + 2
 OPTIMIZER_FLOPS = 20
+FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ def predict_step(
     config: Any,
     latents: tuple[int, ...],
     *,
-    gpu: Gpu,
+    gpu: CostModel,
     options: Options,
     ranks: int,
     world: int,
     dtype: torch.dtype,
     levels: Sequence[int] = (EVERYTHING,),
     micro_batches: int = 1,
+    accumulates_locally: bool = False,
 ) -> StepTime:
     """Predict an optimizer step of the busiest rank, in eager mode.
 
@@ -79,6 +81,7 @@ def predict_step(
         ranks: of a sequence-parallel group.
         world: all ranks, over which ZeRO shards the optimizer.
         levels: what the blocks keep under gradient checkpointing; one for all, or each block's.
+        accumulates_locally: gradients are reduced once, in fp32, not in each micro-batch.
 
     Raises:
         ValueError: if ``dtype`` is not of 16 bits, for which the rates of GPUs are.
@@ -102,7 +105,9 @@ def predict_step(
     model = meta_model(name, config, dtype)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     work[OPTIMIZER] = _optimizer(trained / world, gpu)
-    work[ZERO] = _zero(trained * dtype.itemsize, gpu, world)
+    weights = trained * dtype.itemsize
+    gradients = trained * FP32 if accumulates_locally else weights * micro_batches
+    work[ZERO] = _zero(gradients + weights, gpu, world)
 
     offloaded = offloaded_bytes(levels, shape, options, ranks, dtype.itemsize) * micro_batches
     copies = Work(bytes=2.0 * offloaded, seconds=2.0 * offloaded / gpu.to_host)
@@ -120,7 +125,7 @@ def _passes(
     name: str,
     config: Any,
     latents: tuple[int, ...],
-    gpu: Gpu,
+    gpu: CostModel,
     options: Options,
     ranks: int,
     dtype: torch.dtype,
@@ -153,7 +158,7 @@ def _passes(
 def _exchanges(
     shape: BatchShape,
     options: Options,
-    gpu: Gpu,
+    gpu: CostModel,
     ranks: int,
     dtype: torch.dtype,
     checkpointing: bool,
@@ -173,16 +178,16 @@ def _exchanges(
     exchanges = strategy.exchanges(shape, options, dtype.itemsize)
     calls = sum(getattr(exchange, "count", 1) for exchange in exchanges)
     calls *= 3 if any(sent.recompute) else 2
-    seconds = sent.busiest / gpu.links.bandwidth + calls * gpu.links.latency
+    seconds = gpu.link(spans_nodes=False).seconds(sent.busiest, calls)
     return Work(bytes=float(sent.busiest), operators=float(calls), seconds=seconds)
 
 
-def _optimizer(parameters: float, gpu: Gpu) -> Work:
+def _optimizer(parameters: float, gpu: CostModel) -> Work:
     moved = parameters * OPTIMIZER_BYTES
-    return Work(parameters * OPTIMIZER_FLOPS, moved, seconds=moved / gpu.bandwidth)
+    return Work(parameters * OPTIMIZER_FLOPS, moved, seconds=moved / gpu.memory_bandwidth)
 
 
-def _zero(weight_bytes: float, gpu: Gpu, world: int) -> Work:
-    """Gradients are reduced and weights are gathered, each once over the links."""
-    sent = 2 * weight_bytes * (world - 1) / world
-    return Work(bytes=sent, seconds=sent / gpu.links.bandwidth)
+def _zero(total_bytes: float, gpu: CostModel, world: int) -> Work:
+    """Gradients are reduced and weights are gathered, all of these bytes over the links."""
+    sent = total_bytes * (world - 1) / world
+    return Work(bytes=sent, seconds=sent / gpu.bandwidth)

@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.agreement import check_same_model
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.parallel.mesh import SequenceSize
 
 from ._colossalai import (
@@ -33,6 +34,7 @@ from ._colossalai import (
 from .accelerator import use_cpu_if_nothing_else
 from .checkpoint_io import NamedCheckpointIO
 from .launch import current_device
+from .local_gradients import AccumulatingZeroOptimizer
 from .optimizer import SequenceZeroOptimizer
 
 Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any], Any]
@@ -56,7 +58,10 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             models of this package cast what they compute on themselves, and a timestep rounded to
             bf16 is another timestep.
         overlap_communication: reduce gradients while backward runs; by default on CUDA only, where
-            it exists.
+            it exists, and not with ``accumulate_locally``.
+        accumulate_locally: sum gradients on each rank, in fp32, and reduce them once, in ``step``.
+            Ranks may then run different numbers of backward passes, or none; see
+            ``AccumulatingZeroOptimizer``. It takes 4 bytes per trainable parameter on each rank.
         initial_scale: loss scale that fp16 starts with.
         sequence_parallel: how the ranks of a replica share a batch: fields of
             ``opensora_sp.parallel.Options`` by name.
@@ -77,6 +82,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         *,
         cast_inputs: bool = False,
         overlap_communication: bool | None = None,
+        accumulate_locally: bool = False,
         initial_scale: float = 2**16,
         sequence_parallel: Mapping[str, Any] | None = None,
         allow_pickle: bool = False,
@@ -85,11 +91,14 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         use_cpu_if_nothing_else()
         on_cuda = get_accelerator().name == "cuda"
         _check_arguments(stage, precision, on_cuda, overlap_communication, options)
+        if accumulate_locally:
+            _check_accumulation(overlap_communication, options)
         if overlap_communication is None:
-            overlap_communication = on_cuda
+            overlap_communication = on_cuda and not accumulate_locally
 
         self.sequence_parallel = Options(**(sequence_parallel or {}))
         self.mesh = SequenceMesh(sp_size)
+        self.accumulate_locally = accumulate_locally
         self.allow_pickle = allow_pickle
 
         name = type(self).__name__
@@ -108,7 +117,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     @classmethod
     def from_config(cls, cfg: Any) -> SequenceParallelPlugin:
         """Build from a config's ``sp_size``, ``zero_stage``, ``overlap_communication``,
-        ``precision``, ``grad_clip`` and ``sequence_parallel``.
+        ``precision``, ``grad_clip``, ``cost_model`` and ``sequence_parallel``.
 
         Args:
             cfg: a checked training config, or any object with some of these attributes, such as an
@@ -124,7 +133,11 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
             overlap_communication=overlap,
-            sequence_parallel=dict(getattr(cfg, "sequence_parallel", None) or {}),
+            accumulate_locally=getattr(cfg, "schedules_groups", False),
+            sequence_parallel={
+                **dict(getattr(cfg, "sequence_parallel", None) or {}),
+                "cost_model": cost_model_of(getattr(cfg, "cost_model", None)),
+            },
         )
 
     def supported_devices(self) -> list[str]:
@@ -171,7 +184,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             cast_inputs=self.cast_inputs,
             use_fp8=self.use_fp8,
         )
-        optimizer = SequenceZeroOptimizer(
+        kind = AccumulatingZeroOptimizer if self.accumulate_locally else SequenceZeroOptimizer
+        optimizer = kind(
             bare_optimizer,
             **self.zero_optim_kwargs,
             verbose=self.verbose,
@@ -209,19 +223,26 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     def get_checkpoint_io(self) -> NamedCheckpointIO:
         return NamedCheckpointIO(allow_pickle=self.allow_pickle)
 
+    def support_no_sync(self) -> bool:
+        return self.stage == 1 or self.accumulate_locally
+
     def no_sync(
         self, model: nn.Module, optimizer: OptimizerWrapper
     ) -> AbstractContextManager[None]:
-        """Accumulate the gradients of micro-batches locally, without communication; stage 1 only.
+        """Accumulate the gradients of micro-batches locally, without communication.
+
+        Inside, ``step`` does nothing. With ``accumulate_locally`` all backward passes accumulate
+        so, inside and outside.
 
         Raises:
-            ValueError: at stage 2, which shards gradients after every backward.
+            ValueError: at stage 2 without ``accumulate_locally``: gradients are sharded after every
+                backward.
         """
         if not self.support_no_sync():
             raise ValueError(
                 "got no_sync at ZeRO stage 2, which shards gradients after every backward; "
                 "expected stage 1; leave no_sync out (gradients of several backward passes are "
-                "summed anyway) or set stage=1"
+                "summed anyway), or set accumulate_locally=True or stage=1"
             )
         accumulating: AbstractContextManager[None] = optimizer.no_sync()
         return accumulating
@@ -339,4 +360,19 @@ def _check_arguments(
         raise ValueError(
             "got extra_dp_size; expected none: ZeRO shards over the whole dp x sp world; leave it "
             "out"
+        )
+
+
+def _check_accumulation(overlap: bool | None, options: dict[str, Any]) -> None:
+    """Refuse options that reduce gradients in another way than once per step, in fp32."""
+    if overlap:
+        raise ValueError(
+            "got overlap_communication=True with accumulate_locally, which sends nothing while "
+            "backward runs; expected one of the two; leave overlap_communication out"
+        )
+    given = [name for name in ("communication_dtype", "fp8_communication") if options.get(name)]
+    if given:
+        raise ValueError(
+            f"got {given[0]} with accumulate_locally, which reduces gradients in fp32; expected "
+            "one of the two; leave one out"
         )

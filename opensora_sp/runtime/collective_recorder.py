@@ -71,6 +71,7 @@ class Collective:
     """The ``number``-th collective of a process group since the watchdog started, by all ``ranks``.
 
     ``peer`` is the other rank of ``send`` or ``recv``, which have no number of their own.
+    ``description`` is for users, where torch's name of the group is a digest of its ranks.
     """
 
     operation: str
@@ -81,10 +82,12 @@ class Collective:
     peer: int | None
     location: str
     returned: bool = False  # to the host; on an asynchronous backend that means launched
+    description: str = ""
 
     def __str__(self) -> str:
         call = f"{self.operation}({', '.join(map(str, self.tensors))})"
-        group = f"process group {self.group} ({format_ranks(self.ranks)})"
+        name = self.description or self.group
+        group = f"process group {name} ({format_ranks(self.ranks)})"
         return f"{call}, number {self.number} of {group}, called at {self.location}"
 
 
@@ -192,6 +195,7 @@ class CollectiveRecorder:
             state.called += peer is None
             ranks = state.ranks if peer is None else (dist.get_rank(), peer)
             call = Collective(operation, tensors, name, state.called, ranks, peer, line)
+            call.description = _description(group)
             if peer is None:
                 state.newest.append(call)
             self._open.add(call)
@@ -205,6 +209,12 @@ class CollectiveRecorder:
             self._open.remove(call)
             if call.peer is None:
                 self._groups[call.group].returned += 1
+
+
+def _description(group: Any) -> str:
+    """What a group was described as; empty for torch's own descriptions."""
+    description = str(getattr(group, "group_desc", ""))
+    return "" if description in ("undefined", "default_pg") else description
 
 
 def _tensor_arguments(arguments: dict[str, Any]) -> list[TensorArgument]:

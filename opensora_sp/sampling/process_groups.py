@@ -1,8 +1,8 @@
 """How many ranks share a batch in sampling, and which SP group samples which batches.
 
-The estimate is that of ``planner`` and ``parallel/cost_model.py``: the busiest rank's FLOPs and
-communication for one step of each batch. Encoding, decoding and writing cost the same in all cases
-and are ignored.
+The estimate is that of ``planner/micro_batch_time.py`` by the rates of ``parallel/cost_model.py``:
+seconds of the busiest rank for one step of each batch. Encoding, decoding and writing cost the same
+in all cases and are ignored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.planner.sharing import busiest_work
-from opensora_sp.planner.traffic import traffic
+from opensora_sp.parallel.cost_model import H100, CostModel
+from opensora_sp.parallel.mesh import spans_nodes
+from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
 
 from .requests import Request, batches_of
 
@@ -33,12 +34,31 @@ class Groups:
     why: str
 
 
-def choose_groups(cfg: InferenceConfig, requests: Sequence[Request], world_size: int) -> Groups:
-    """The config's ``sp_size``, or the one with the shortest estimated time (the smallest such)."""
+def choose_groups(
+    cfg: InferenceConfig,
+    requests: Sequence[Request],
+    world_size: int,
+    *,
+    cost_model: CostModel = H100,
+    ranks_per_node: int | None = None,
+) -> Groups:
+    """The config's ``sp_size``, or the one with the shortest estimated time (the smallest such).
+
+    Args:
+        cost_model: of the devices.
+        ranks_per_node: None where all ranks are on one node.
+    """
+    seconds_by = functools.partial(_seconds_by_shape, cfg, cost_model)
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     if cfg.sp_size:
         sizes = [cfg.sp_size]
-    schedules = {n: _schedule(cfg, requests, n, world_size // n) for n in sizes}
+
+    schedules = {}
+    for n in sizes:
+        groups = world_size // n
+        seconds = seconds_by(n, spans_nodes(world_size, n, ranks_per_node or world_size))
+        schedules[n] = _schedule(batches_of(requests, cfg.batch_size, groups), groups, seconds)
+
     best = min(sizes, key=lambda n: schedules[n][0])
     time, batches = schedules[best]
 
@@ -53,9 +73,9 @@ def choose_groups(cfg: InferenceConfig, requests: Sequence[Request], world_size:
                 reason += f"; sp_size {n} would take {ratio:.2f} times as long"
         reason += "; --sp-size N overrides"
 
-    videos, groups = _count(len(requests), "video"), _count(len(batches), "group")
+    videos, number = _count(len(requests), "video"), _count(len(batches), "group")
     processes = _count(world_size, "process", plural="es")
-    what = f"{videos} on {processes}: {groups} of {best} (sp_size {best})"
+    what = f"{videos} on {processes}: {number} of {best} (sp_size {best})"
     return Groups(best, batches, f"{what}, {reason}")
 
 
@@ -64,32 +84,39 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _schedule(
-    cfg: InferenceConfig, requests: Sequence[Request], sp_size: int, groups: int
+    batches: Sequence[Batch], groups: int, seconds: Callable[[Batch], float]
 ) -> tuple[float, list[list[Batch]]]:
-    """Time of the busiest group, in FLOPs, and the batches of each group.
+    """Seconds of the busiest group, and the batches of each group.
 
     Greedy scheduling: the longest batch first, each to the group with the least work so far.
     """
-    cost = _cost_by_shape(cfg, sp_size)
-    batches = batches_of(requests, cfg.batch_size, groups)
-
     loads, schedule = [0.0] * groups, [list[Batch]() for _ in range(groups)]
-    for batch in sorted(batches, key=cost, reverse=True):
+    for batch in sorted(batches, key=seconds, reverse=True):
         group = loads.index(min(loads))
-        loads[group] += cost(batch)
+        loads[group] += seconds(batch)
         schedule[group].append(batch)
     return max(loads), schedule
 
 
-def _cost_by_shape(cfg: InferenceConfig, ranks: int) -> Callable[[Batch], float]:
-    model, how = cfg.model_spec.config, Options(**dict(cfg.sequence_parallel))
+def _seconds_by_shape(
+    cfg: InferenceConfig, cost_model: CostModel, ranks: int, spans_nodes: bool
+) -> Callable[[Batch], float]:
+    """Predicts a forward pass of a batch on one of the groups of so many ranks."""
+    spec, options = cfg.model_spec, cfg.parallel_options(cost_model)
+    model = ModelCosts.of(spec.name, spec.config)
     doubled = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
 
     @functools.cache
-    def cost(size: tuple[int, int, int], count: int) -> float:
-        shape = BatchShape.of(model, doubled * count, planned_latent_size(cfg.vae, *size))
-        sent = traffic(shape, how, ranks, element_size=1, checkpointing=False, training=False)
-        communication = max(sent.forward) * how.cost_model.flops_per_element
-        return busiest_work(shape, how, ranks) + communication
+    def seconds(size: tuple[int, int, int], count: int) -> float:
+        latent_size = planned_latent_size(cfg.vae, *size)
+        return seconds_of(
+            BatchShape.of(spec.config, doubled * count, latent_size),
+            options,
+            ranks,
+            model=model,
+            element_size=DTYPES[cfg.precision].itemsize,
+            spans_nodes=spans_nodes,
+            training=False,
+        )
 
-    return lambda batch: cost(batch[0].shape, len(batch))
+    return lambda batch: seconds(batch[0].shape, len(batch))

@@ -37,6 +37,7 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.runtime import (
     StartLimit,
     Watchdog,
@@ -69,7 +70,8 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     """
     with raise_on_all_ranks():
         requests, weights = preflight(cfg)
-    device = join_processes(cfg.model_dump(mode="json"))
+        rates = cost_model_of(cfg.cost_model).as_settings()
+    device = join_processes(cfg.model_dump(mode="json") | rates)
     with closing_process_group(), Watchdog(grace_time=0):
         written = _sample_all(cfg, requests, weights, device)
         drain_process_group()
@@ -160,7 +162,7 @@ def load_model(
     compile_as_set(model, cfg.compile, device.type)
     choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
     choose_compiled(model, dtype=dtype, device=device)
-    parallelize(model, mesh, **dict(cfg.sequence_parallel))
+    parallelize(model, mesh, cfg.parallel_options(cost_model_of(cfg.cost_model)))
     return model
 
 
@@ -176,7 +178,14 @@ def _sample_all(
         logger.info("nothing left to do: all videos are in %s", folder)
         return []
 
-    groups = choose_groups(cfg, requests, dist.get_world_size() if dist.is_initialized() else 1)
+    cost_model = cost_model_of(cfg.cost_model)
+    groups = choose_groups(
+        cfg,
+        requests,
+        dist.get_world_size() if dist.is_initialized() else 1,
+        cost_model=cost_model,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
+    )
     logger.info(groups.why)
     mesh = SequenceMesh(groups.sp_size)
     batches = groups.batches[mesh.dp_rank]

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel import SequenceMesh
+from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner import batch_memory
+from opensora_sp.planner.communicators import communicator_memory
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class ActivationBudget:
     Args:
         module: the bare model.
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
+        options: of sequence parallelism, as the model runs with them.
     """
 
     def __init__(
@@ -32,8 +34,10 @@ class ActivationBudget:
         mesh: SequenceMesh,
         device: torch.device,
         reserved: int,
+        options: Options | None = None,
     ) -> None:
         self.cfg, self.module, self.mesh, self.device = cfg, module, mesh, device
+        self.options = options
         of_node = os.environ.get("LOCAL_WORLD_SIZE")  # as SequenceMesh reads it
         self._gpus_per_node = None if of_node is None else int(of_node)
         self.memory = 0.0
@@ -41,9 +45,10 @@ class ActivationBudget:
         # Sizes of groups whose first batch is also computed without sequence parallelism.
         self._unverified = {own.sp_size for own in mesh.own if cfg.sequence_parallel.verify}
         if cfg.grad_checkpoint == "auto":
-            self.memory = _smallest(memory_of(device) - reserved, device)
+            free = memory_of(device) - reserved - _of_communicators(mesh, device)
+            self.memory = smallest(free, device)
             # Of each process, before it pins any.
-            self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
+            self._of_host = smallest(_share_of_host(psutil.virtual_memory().available), device)
         else:
             module.set_grad_checkpoint(cfg.grad_checkpoint)
 
@@ -72,6 +77,7 @@ class ActivationBudget:
                 memory_gb=self.memory / 1e9,
                 device=self.device.type,
                 gpus_per_node=self._gpus_per_node,
+                options=self.options,
                 # Blocks that failed verification run in eager mode, which keeps more.
                 compiled=self.module.compile_backend is not None,
                 ranks=ranks,
@@ -87,6 +93,14 @@ def memory_of(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return _share_of_host(psutil.virtual_memory().total)
+
+
+def _of_communicators(mesh: SequenceMesh, device: torch.device) -> float:
+    """Bytes of this rank's communicators but one, which the planner's budget leaves room for."""
+    if device.type != "cuda":
+        return 0.0
+    groups = [own.ranks for own in mesh.own[1:]]
+    return communicator_memory(groups, mesh.ranks_per_node)
 
 
 def check_host(shape: tuple[int, ...], pinned: int, available: float) -> None:
@@ -105,7 +119,7 @@ def _share_of_host(memory: int) -> float:
     return memory / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def _smallest(memory: float, device: torch.device) -> float:
+def smallest(memory: float, device: torch.device) -> float:
     """The least over all ranks, which have to choose alike."""
     least = torch.tensor(memory, dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)

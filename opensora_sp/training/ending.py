@@ -17,6 +17,7 @@ from opensora_sp.features.build import TrainingSet, make_plan, with_length
 from opensora_sp.json_reader import read_json
 from opensora_sp.launchers import launchers
 
+from .batch_sizes import recorded
 from .metrics import format_time, read_lines
 from .validation import sampling_config
 
@@ -33,7 +34,7 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
     if checkpoint is None:
         return None
 
-    state = read_json(checkpoint / "state.json")
+    cfg, state = recorded(cfg, checkpoint), read_json(checkpoint / "state.json")
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
     )

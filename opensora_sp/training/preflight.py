@@ -33,6 +33,7 @@ from opensora_sp.features.same_clips import OF_CLIPS, by_name, changes
 from opensora_sp.json_reader import read_json
 from opensora_sp.runtime import check_shared_memory
 
+from .batch_sizes import provisional, recorded
 from .freeze import check_freeze
 from .optimizer import check_optimizer, check_same_state
 from .profiling import Steps
@@ -75,6 +76,7 @@ def preflight(
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     state = {} if checkpoint is None else read_json(checkpoint / "state.json")
+    cfg = provisional(cfg, checkpoint)
     per_step = micro_batches_of_step(cfg, {}, world_size)
     plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
     cfg = with_length(cfg, plan)
@@ -128,8 +130,14 @@ def compared_clips(cfg: TrainConfig, dataset: TrainingSet) -> dict[str, str]:
 def check_resume(
     cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet, *, accept_new_data: bool = False
 ) -> None:
-    """Raise ValueError if resuming would change data order or draws."""
+    """Raise ValueError if resuming would change data order or draws; warn of another loss."""
+    cfg = recorded(cfg, checkpoint)
     state = read_json(checkpoint / "state.json")
+    # Former versions have the mean over samples.
+    former = state.get("loss_weight", "sample")
+    if former != cfg.loss_weight:
+        message = "loss_weight is %r, and was %r up to %s: the mean that is trained on changes"
+        logger.warning(message, cfg.loss_weight, former, checkpoint)
     plan = make_plan(
         cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
     )

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch
+
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import Assigned, BatchPlan, ReadRequest, ReplicaBatches, ScheduledBatches
+from opensora_sp.data import (
+    Assigned,
+    BatchPlan,
+    MicroBatch,
+    ReadRequest,
+    ReplicaBatches,
+    ScheduledBatches,
+)
 from opensora_sp.data.sampler import RankBatches
 from opensora_sp.features.build import Work
 from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.features.sharded import ShardedEncoder
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.planner.batches import batches_by_name
+from opensora_sp.planner.fit import least_ranks
+from opensora_sp.rank_groups import group_sizes
+
+from .activations import memory_of, smallest
+
+logger = logging.getLogger(__name__)
 
 
 def make_rank_batches(
-    cfg: TrainConfig, plan: BatchPlan, encoder: ShardedEncoder, work: Work, *, start: int
+    cfg: TrainConfig,
+    plan: BatchPlan,
+    encoder: ShardedEncoder,
+    work: Work,
+    *,
+    start: int,
+    reserved: int,
 ) -> RankBatches:
-    """The sampler of this rank, from step ``start`` on.
+    """The sampler of this rank, from step ``start`` on. Collective.
 
     Args:
         encoder: of the run; its mesh has the groups.
         work: by which times are predicted.
+        reserved: bytes of the device that encoders take.
     """
     mesh, span = encoder.mesh, dict[str, Any](start=start, stop=cfg.max_steps)
     if not cfg.schedules_groups:
@@ -35,11 +62,67 @@ def make_rank_batches(
         request = encoder.request(assigned.micro_batch, assigned.group)
         return request._replace(group=assigned.group)
 
+    options: dict[str, Any] = dict(ranks_per_node=mesh.ranks_per_node)
+    # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
+    if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
+        options["least_ranks"] = _least_ranks(cfg, mesh, encoder.device, reserved)
     return ScheduledBatches(
         plan,
         **span,
         rank=mesh.rank,
         family=mesh.family,
-        seconds=GroupSeconds(cfg, work, ranks_per_node=mesh.ranks_per_node),
+        seconds=GroupSeconds(cfg, work, **options),
         request_of=request_of,
+    )
+
+
+def _least_ranks(
+    cfg: TrainConfig, mesh: SequenceMesh, device: torch.device, reserved: int
+) -> Callable[[MicroBatch], int]:
+    """The fewest ranks that a bucket's batches fit on, looked up when its first one is scheduled.
+
+    It is more than all ranks for a bucket that fits none of the groups.
+    """
+    memory = smallest(memory_of(device) - reserved, device)
+    batches, sizes = batches_by_name(cfg), group_sizes(mesh.family)
+
+    @cache
+    def of_bucket(name: str) -> int:
+        batch = batches[name] if name else next(iter(batches.values()))
+        found = least_ranks(
+            cfg, batch, memory, num_gpus=mesh.world_size, sizes=sizes, device=device.type
+        )
+        if found is not None and found > 1:
+            logger.info("batches of %s fit on %d ranks or more", name or "a step", found)
+        return found or mesh.world_size + 1
+
+    return lambda micro_batch: of_bucket(micro_batch.bucket)
+
+
+def schedule_state(cfg: TrainConfig, mesh: SequenceMesh, work: Work) -> dict[str, Any]:
+    """On what it depends which rank computes what, beside the seed and the step; for a checkpoint.
+
+    Micro-batches, losses and draws depend on none of it, except for rounding.
+    """
+    if not cfg.schedules_groups:
+        return {}
+    return {
+        "schedule": {
+            "world_size": mesh.world_size,
+            "ranks_per_node": mesh.ranks_per_node,
+            "cost_model": work.options.cost_model.to_dict(),
+        }
+    }
+
+
+def warn_of_other_schedule(state: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Log if a run resumes with groups that are chosen by something else than before."""
+    former, now = state.get("schedule"), ours.get("schedule")
+    if former is None or now is None or former == now:
+        return
+    changed = [name for name in now if former.get(name) != now[name]]
+    logger.info(
+        "resumed with another %s: micro-batches are the same, on other groups of ranks, so that "
+        "sums are rounded in another order",
+        " and ".join(changed).replace("_", " "),
     )

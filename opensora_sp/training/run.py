@@ -17,6 +17,7 @@ from opensora_sp.console import exit_interrupted
 from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
 
 from .ending import nothing_left
@@ -63,9 +64,10 @@ def train(
         if cfg.deterministic:
             use_deterministic_kernels()
         dataset, checkpoint = preflight(cfg, resume, traced, accept_new_data=accept_new_data)
+        compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
     from opensora_sp.plugin import current_device, launch
 
-    launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
+    launch(cfg.seed, compared, timeout=backend_timeout(cfg.collective_timeout))
     run_dir = Path(cfg.outputs)
     with closing_process_group(), _watchdog(cfg) as watch, _locked(run_dir):
         _open_run_dir(cfg, run_dir)

@@ -14,8 +14,9 @@ from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import FP8_LAUNCHES, LAUNCH
+from opensora_sp.parallel.cost_model import FP8_LAUNCHES
 from opensora_sp.parallel.strategies import SwitchRows, chunk_costs, strategy_for, with_chunks
+from opensora_sp.rank_groups import group_sizes
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -29,6 +30,9 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
     name = type(trainer.module).__name__
     millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
     processes = f"dp_size {mesh.dp_size} x sp_size {mesh.sp_size} processes"
+    if not isinstance(cfg.sp_size, int):
+        sizes = ", ".join(map(str, group_sizes(mesh.family)))
+        processes = f"{mesh.world_size} processes in groups of {sizes}"
     logger.info("run folder %s", run_dir)
     logger.info("%s, %s", processes, trainer.device.type)
     logger.info("%s, %.1f M parameters, %s", name, millions, cfg.precision)
@@ -36,7 +40,7 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
     for line in [*describe_schedule(cfg), *describe_exchanges(trainer)]:
         logger.info("%s", line)
 
-    if plan.micro_batches_per_step % mesh.dp_size:
+    if not cfg.schedules_groups and plan.micro_batches_per_step % mesh.dp_size:
         logger.warning(
             "%d micro-batches per step on %d replicas: some wait while others compute their last "
             "one",
@@ -56,14 +60,15 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
 
 def describe_exchanges(trainer: Trainer) -> list[str]:
     """Whether exchanges are sent in fp8 and in chunks, and why; nothing on one rank to a batch."""
-    mesh, options = trainer.mesh, Options(**dict(trainer.cfg.sequence_parallel))
+    mesh, options = trainer.mesh, trainer.options
     if mesh.sp_size == 1:
         return []
 
+    scaling = FP8_LAUNCHES * options.cost_model.launch
     fp8 = (
         f"{'on' if options.comm_dtype == 'fp8' else 'off'} (opt-in by placement='branch', "
         "comm_dtype='fp8'): it rounds gradients, by about 2%, and scaling takes "
-        f"{FP8_LAUNCHES} launches an exchange, {FP8_LAUNCHES * LAUNCH * 1e3:.2g} ms"
+        f"{FP8_LAUNCHES} launches an exchange, {scaling * 1e3:.2g} ms"
     )
     return [
         f"exchanges in fp8: {fp8}",
@@ -85,7 +90,7 @@ def _describe_chunks(trainer: Trainer, options: Options) -> str:
         element_size=trainer.module.dtype.itemsize, spans_nodes=trainer.mesh.spans_nodes
     )
     chosen = with_chunks(options, shape, ranks, **of_links).num_chunks
-    costs = chunk_costs(shape, ranks, **of_links)
+    costs = chunk_costs(options.cost_model, shape, ranks, **of_links)
     setting = f"overlap_chunks={options.overlap_chunks!r}"
     return f"{'off' if chosen == 1 else chosen} ({setting}): {costs.describe()}"
 
@@ -98,7 +103,7 @@ def session_of(trainer: Trainer) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in trainer.module.parameters()),
         "precision": trainer.cfg.precision,
         "dp_size": trainer.mesh.dp_size,
-        "sp_size": trainer.mesh.sp_size,
+        "sp_size": trainer.cfg.sp_size,
         "device": torch.cuda.get_device_name(trainer.device) if on_cuda else "CPU",
         "peak_tflops": trainer.meter.peak.tflops,
     }
@@ -110,7 +115,7 @@ def write_summary(trainer: Trainer, run_dir: Path, counter: CommLedger) -> None:
     switches = counter.calls["switch", "forward"]
     summary = {
         "dp_size": trainer.mesh.dp_size,
-        "sp_size": trainer.mesh.sp_size,
+        "sp_size": trainer.cfg.sp_size,
         "switches": switches,
         "elements_sent": {" ".join(key): count for key, count in sorted(counter.elements.items())},
         "files_read": dict(trainer.corrupt.files_read),

@@ -21,7 +21,7 @@ from opensora_sp.checkpoint import (
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
 from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
-from opensora_sp.diffusion import rank_loss
+from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.features.batch import Batch, BatchMaker
 from opensora_sp.features.build import (
@@ -42,6 +42,7 @@ from opensora_sp.parallel import CommLedger
 from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
+from .batch_sizes import with_chosen_batch_sizes
 from .bucket_shares import BucketShares
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
@@ -53,7 +54,7 @@ from .optimizer import learning_rate, make_optimizer
 from .outcomes import Outcome, PendingOutcome
 from .preflight import initial_weights
 from .profiling import StepProfiler, Steps
-from .rank_batches import make_rank_batches
+from .rank_batches import make_rank_batches, schedule_state, warn_of_other_schedule
 from .summary import log_setup, session_of, write_summary
 from .sync_check import SyncCheck
 from .validation import Validator
@@ -85,9 +86,11 @@ class Trainer:
 
         plugin = SequenceParallelPlugin.from_config(cfg)
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
+        self.options = plugin.sequence_parallel
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
         encoders = _allocated(device)
+        cfg = with_chosen_batch_sizes(cfg, dataset, checkpoint, device, reserved=encoders)
 
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
@@ -111,7 +114,8 @@ class Trainer:
         per_step = micro_batches_of_step(cfg, state, self.mesh.world_size)
         self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
         self.cfg = with_length(cfg, self.plan)
-        self._build_data_path()
+        self._build_data_path(reserved=encoders)
+        warn_of_other_schedule(state, schedule_state(self.cfg, self.mesh, self.work))
 
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),
@@ -125,7 +129,9 @@ class Trainer:
         before = _allocated(device)
         self.validator = Validator(self)
         encoders += _allocated(device) - before
-        self.activations = ActivationBudget(cfg, self.module, self.mesh, device, reserved=encoders)
+        self.activations = ActivationBudget(
+            cfg, self.module, self.mesh, device, reserved=encoders, options=self.options
+        )
         self.meter = Meter(
             self.module,
             device,
@@ -204,6 +210,8 @@ class Trainer:
             **order_state(self.cfg, self.plan, len(self.dataset)),
             "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
+            "loss_weight": self.cfg.loss_weight,
+            **schedule_state(self.cfg, self.mesh, self.work),
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
             "skipped_steps": self.skipped,
@@ -238,10 +246,13 @@ class Trainer:
         logger.info("resumed from %s at step %d", checkpoint, state["step"])
         return state
 
-    def _build_data_path(self) -> None:
-        """Build ``loader`` (reads clips), ``encoder`` (encodes them), ``batches`` (adds noise)."""
+    def _build_data_path(self, reserved: int) -> None:
+        """Build ``loader`` (reads clips), ``encoder`` (encodes them), ``batches`` (adds noise).
+
+        ``reserved``: bytes of the device that encoders take.
+        """
         cfg = self.cfg
-        self.work = Work(cfg, self.dataset)
+        self.work = Work(cfg, self.dataset, self.options)
         self.corrupt = CorruptSamples(self.dataset.rows, self.mesh, cfg.dataset.max_bad_fraction)
         self.encoder = ShardedEncoder(
             self.mesh,
@@ -256,7 +267,9 @@ class Trainer:
         self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
         self.batches = BatchMaker(cfg, self.device)
 
-        own = make_rank_batches(cfg, self.plan, self.encoder, self.work, start=self.start)
+        own = make_rank_batches(
+            cfg, self.plan, self.encoder, self.work, start=self.start, reserved=reserved
+        )
         self.bucket_shares = BucketShares(self.mesh, own)
         self.loader = StepLoader(
             self.dataset,
@@ -274,15 +287,23 @@ class Trainer:
             self.interval.tokens += len(one.ids) * self.work.tokens(one.shape)
         self.bucket_shares.see(step, batches.micro_batches)
 
+        sizes = [len(one.ids) for one in batches.micro_batches]
         loss = torch.zeros((), device=self.device)
         for loaded in batches.loaded:
             group = loaded.group or self.mesh.group
             with reporting_compilation(f"step {step}"), self.mesh.using(group):
-                loss += self._forward_backward(step, loaded, batches.num_samples)
+                loss += self._forward_backward(step, loaded, sizes)
         return self._update(step, loss, watch)
 
-    def _forward_backward(self, step: int, loaded: LoadedBatch, num_samples: int) -> torch.Tensor:
-        """Forward and backward of a micro-batch; returns this rank's part of the mean loss."""
+    def _forward_backward(self, step: int, loaded: LoadedBatch, sizes: list[int]) -> torch.Tensor:
+        """Forward and backward of a micro-batch; returns this rank's part of the mean loss.
+
+        Args:
+            sizes: samples of all micro-batches of the step.
+        """
+        num_samples = samples_of_mean(
+            self.cfg.loss_weight, micro_batch=len(loaded.micro_batch.ids), sizes=sizes
+        )
         is_idle = not loaded.micro_batch.ids
         batch = self._batch(loaded)
         if not is_idle:

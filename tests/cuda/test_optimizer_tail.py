@@ -21,7 +21,9 @@ pytestmark = requires_stub
 LIMIT = 300
 
 
-def boosted(world: int, stage: int, precision: str) -> tuple[torch.nn.Module, SyncCheck]:
+def boosted(
+    world: int, stage: int, precision: str, locally: bool
+) -> tuple[torch.nn.Module, SyncCheck]:
     from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 
     from opensora_sp.plugin import SequenceParallelPlugin
@@ -34,7 +36,9 @@ def boosted(world: int, stage: int, precision: str) -> tuple[torch.nn.Module, Sy
         model = model_class("STDiT3-XL/2")(resolve_config("STDiT3-XL/2"))
     model.to_empty(device="cuda")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    plugin = SequenceParallelPlugin(world, stage, precision, max_norm=1.0)
+    plugin = SequenceParallelPlugin(
+        world, stage, precision, max_norm=1.0, accumulate_locally=locally
+    )
     optimizer = Booster(plugin=plugin).boost(model, optimizer)[1]
 
     # Numbers on the stub are none, and differ.
@@ -43,8 +47,8 @@ def boosted(world: int, stage: int, precision: str) -> tuple[torch.nn.Module, Sy
     return optimizer, SyncCheck(model, plugin.mesh, 1, optimizer.shards)
 
 
-def on_steps(world: int, stage: int, precision: str) -> int:
-    optimizer, check = boosted(world, stage, precision)
+def on_steps(world: int, stage: int, precision: str, locally: bool) -> int:
+    optimizer, check = boosted(world, stage, precision, locally)
     weights = optimizer.shards.working.values()
     ema = ShardedEma(optimizer.shards.master_weights, decay=0.99)
     for step, name in enumerate(("first", "second")):
@@ -62,20 +66,22 @@ def on_steps(world: int, stage: int, precision: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "stage", "precision"),
+    ("world", "stage", "precision", "locally"),
     [
-        (8, 2, "bf16"),
-        (8, 1, "fp16"),
-        (8, 2, "fp32"),
-        (1, 2, "bf16"),
-        (1, 1, "fp16"),
-        (1, 1, "fp32"),
+        (8, 2, "bf16", False),
+        (8, 1, "fp16", False),
+        (8, 2, "fp32", False),
+        (1, 2, "bf16", False),
+        (1, 1, "fp16", False),
+        (1, 1, "fp32", False),
+        # The gradients of all micro-batches are reduced in the tail.
+        (8, 1, "fp16", True),
     ],
 )
 def test_a_step_of_971_parameters_is_few_launches_and_no_sync(
-    world: int, stage: int, precision: str
+    world: int, stage: int, precision: str, locally: bool
 ) -> None:
-    recording = run_on_stub(on_steps, world, stage, precision, timeout=300)
+    recording = run_on_stub(on_steps, world, stage, precision, locally, timeout=300)
     assert recording.result == 971
     tail = recording.in_phase("second")
     work = len(tail.launches) + len(tail.gemms) + len(tail.copies) + len(tail.memsets)

@@ -32,6 +32,7 @@ class Case:
     depth: int = 4
     checkpointing: bool | str = True
     latents: tuple[int, ...] = (1, 4, 12, 32, 32)
+    accumulate_locally: bool = False
 
     @property
     def config(self) -> object:
@@ -50,13 +51,16 @@ CASES = {
         2, "bf16", depth=3, checkpointing="offload", latents=(1, 4, 48, 48, 48)
     ),
     "stage 2, bf16, without checkpointing": Case(2, "bf16", depth=3, checkpointing=False),
+    "stage 1, bf16, summed up locally": Case(1, "bf16", accumulate_locally=True),
+    "stage 2, fp32, summed up locally": Case(2, "fp32", depth=3, accumulate_locally=True),
 }
 
 
 def predicted(case: Case) -> int:
     """Bytes at the peak; the test has no EMA."""
     sizes = ModelSizes.of("STDiT3-XL/2", case.config)
-    zero = Zero(WORLD, case.stage, case.dtype.itemsize)
+    local = case.accumulate_locally
+    zero = Zero(WORLD, case.stage, case.dtype.itemsize, accumulates_locally=local)
     activations = trace_activations(
         "STDiT3-XL/2",
         case.config,
@@ -79,7 +83,12 @@ def on_two_steps(case: Case) -> None:
     model = model_class("STDiT3-XL/2")(case.config)
     model.set_grad_checkpoint(case.checkpointing)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    plugin = SequenceParallelPlugin(sp_size=SP_SIZE, stage=case.stage, precision=case.precision)
+    plugin = SequenceParallelPlugin(
+        sp_size=SP_SIZE,
+        stage=case.stage,
+        precision=case.precision,
+        accumulate_locally=case.accumulate_locally,
+    )
     boosted, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
 
     for name in ("first", "second"):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.plugin._colossalai import LowLevelZeroOptimizer
+from opensora_sp.plugin.local_gradients import AccumulatingZeroOptimizer, LocalGradients
 from opensora_sp.plugin.optimizer import SequenceZeroOptimizer
 
 
@@ -83,10 +84,24 @@ FAULTS: dict[str, list[tuple[Any, str, str]]] = {
 }
 
 
+ASTRAY = "sums on another stream"
+
+
+def add_astray(local: LocalGradients, *args: Tensor) -> None:
+    """``LocalGradients.add``, on a stream that waits for nothing."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ADD(local, *args)
+
+
+ADD = LocalGradients.add
+
+
 @contextmanager
 def without(fault: str | None) -> Iterator[None]:
-    """Leave out one of the calls that order the streams."""
+    """Leave out one of the calls that order the streams, or sum up ``ASTRAY``."""
     with ExitStack() as patches:
+        if fault == ASTRAY:
+            patches.enter_context(patch.object(LocalGradients, "add", add_astray))
         for owner, name, file in FAULTS.get(fault, []):
             patches.enter_context(
                 patch.object(owner, name, _except_from(file, getattr(owner, name)))
@@ -141,12 +156,14 @@ def train(draw: random.Random, stage: int, aside: bool, optimizer_class: type) -
 
 
 def on_streams(
-    cases: list[dict[str, Any]], runs: int, world: int = 64, colossalai: bool = False
+    cases: list[dict[str, Any]],
+    runs: int,
+    world: int = 64,
+    optimizer_class: type = SequenceZeroOptimizer,
 ) -> list[list[list[str]]]:
     """The races of every run of every case, as one rank of ``world``."""
     start_group(world // 3, world)
     checker = StreamChecker()
-    optimizer_class = LowLevelZeroOptimizer if colossalai else SequenceZeroOptimizer
 
     found = []
     for case in cases:
@@ -211,7 +228,26 @@ def test_gradients_that_were_accumulated_on_several_streams_are_waited_for(stage
 def test_colossalai_does_not_wait_for_gradients_of_other_streams():
     """Once this fails, ``SequenceZeroOptimizer`` need not wait either."""
     case = dict(stage=2, aside=True)
-    (runs,) = run_on_stub(on_streams, [case], RUNS, 64, True, timeout=TIMEOUT).result
+    (runs,) = run_on_stub(
+        on_streams, [case], RUNS, 64, LowLevelZeroOptimizer, timeout=TIMEOUT
+    ).result
 
     races = chain.from_iterable(runs)
     assert any(re.search("bucket_store.py:[0-9]+ .* does not wait for", race) for race in races)
+
+
+@pytest.mark.slow
+@requires_stub
+def test_sums_on_this_rank_are_ordered_on_all_streams():
+    cases = [
+        dict(stage=2, aside=False),
+        dict(stage=1, aside=True),
+        dict(stage=2, aside=False, fault=ASTRAY),
+    ]
+    sound, sound_aside, astray = run_on_stub(
+        on_streams, cases, RUNS, 64, AccumulatingZeroOptimizer, timeout=TIMEOUT
+    ).result
+
+    assert sound == [[]] * RUNS and sound_aside == [[]] * RUNS
+    # A control: the step reads the sums.
+    assert any("local_gradients.py" in race for race in chain.from_iterable(astray))

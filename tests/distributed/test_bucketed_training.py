@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -14,38 +13,17 @@ import torch.distributed as dist
 from mixed_clips import BUCKETS, TRAIN, write_mixed_set
 from ranks import run_ranks
 from runs import losses
+from world_runs import digests, train_in_worlds
 
 from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import load_train_config
 from opensora_sp.features.build import make_dataset
-from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.training.metrics import log_to, read_metrics
+from opensora_sp.planner.checkpointing import memory_for
+from opensora_sp.planner.fit import fit
+from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_resume, preflight
-from opensora_sp.training.trainer import Trainer
 
 STEPS = 7
-
-
-def train_in_worlds(config: Path, runs: list[tuple[int, list[str], str | None]]) -> None:
-    """One run after the other on the first so many of these processes, as ``train`` does it."""
-    from opensora_sp.plugin import current_device
-
-    rank = dist.get_rank()
-    shutdown_process_group()
-    for world_size, options, resume in runs:
-        if rank >= world_size:
-            continue
-        os.environ["WORLD_SIZE"] = str(world_size)
-        cfg = load_train_config(config, options)
-        store = f"file://{cfg.outputs}.store"
-        dist.init_process_group("gloo", store, rank=rank, world_size=world_size)
-        dataset, checkpoint = preflight(cfg, resume)
-        dist.barrier()
-        folder = Path(cfg.outputs)
-        folder.mkdir(exist_ok=True)
-        log_to(folder, enabled=rank == 0)
-        Trainer(cfg, dataset, checkpoint, current_device()).train(folder)
-        shutdown_process_group()
 
 
 WORLDS = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (2, 2), "2x2": (4, 2)}
@@ -86,12 +64,6 @@ def test_replicas_and_sequence_parallelism_do_not_change_the_losses(other_worlds
         assert losses(other_worlds / name) == pytest.approx(alone, rel=2e-5), name
 
 
-def digests(run_dir: Path) -> dict[str, str]:
-    """SHA-256 of weights, average and optimizer state after the last step."""
-    files = json.loads((run_dir / f"step_{STEPS:08d}" / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
-
-
 def test_resume_in_the_middle_of_an_epoch_is_exact(folder: Path) -> None:
     """From between two steps of micro-batches of other buckets, to the last bit."""
     log = (folder / "2x1" / "train.log").read_text()
@@ -99,7 +71,8 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(folder: Path) -> None:
     # Step 2 is inside the epoch, and the run continues into the next.
     assert found and 2 < int(found[1]) < STEPS
     assert losses(folder / "cut") == losses(folder / "2x1")[2:]
-    assert digests(folder / "cut") == digests(folder / "2x1") and len(digests(folder / "cut")) == 3
+    resumed = digests(folder / "cut", STEPS)
+    assert resumed == digests(folder / "2x1", STEPS) and len(resumed) == 3
 
 
 def test_a_run_logs_its_buckets_data_wait_and_corrupt_samples(folder: Path) -> None:
@@ -128,6 +101,45 @@ def assert_logged(folder: Path, names: Iterable[str]) -> None:
         ] >= len(broken)
         assert set(summary["files_read"]) == {".mp4", ".png"}
         assert ("data forward" in summary["elements_sent"]) == (WORLDS[name][1] > 1)
+
+
+def train_with_memory(config: Path, memory: float, options: list[str], resume: str | None) -> None:
+    """A run on devices of so many bytes; on rank 1 of more."""
+    from opensora_sp.training import batch_sizes
+
+    memory_of, rank = batch_sizes.memory_of, dist.get_rank()
+    batch_sizes.memory_of = lambda device: memory * (1 + rank)
+    try:
+        train_in_worlds(config, [(2, options, resume)])
+    finally:
+        batch_sizes.memory_of = memory_of
+
+
+@pytest.mark.slow
+def test_batch_sizes_are_chosen_for_the_smallest_device_and_kept(tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    left_out = {"144p": {1: (1.0, None), 3: (1.0, 2)}, "256": {1: (0.5, None)}}
+    manifest = str(write_mixed_set(tmp_path))
+    config.write_text(TRAIN.format(buckets=left_out, manifest=manifest, steps=2))
+    cfg = load_train_config(config)
+    little, more = memory_for(2e6), memory_for(20e6)
+    names = ["256 x 1", "144p x 1"]
+    expected = fit(cfg, 2, little, names=names, device="cpu").sizes
+    assert expected != fit(cfg, 2, 2 * little, names=names, device="cpu").sizes
+
+    outputs = tmp_path / "run"
+    run_ranks(2, train_with_memory, config, little, [f"outputs={outputs}", "max_steps=1"], None)
+    log = (outputs / "train.log").read_text()
+    assert log.count("batch sizes chosen for") == 1 and "decided by memory" in log
+
+    run_ranks(2, train_with_memory, config, more, [f"outputs={outputs}"], "auto")
+    resumed = (outputs / "train.log").read_text()[len(log) :]
+    assert "batch sizes of the run are kept" in resumed and "chosen for" not in resumed
+    for step in (1, 2):
+        state = json.loads((outputs / f"step_{step:08d}" / "state.json").read_text())
+        buckets = state["config"]["bucket_config"]
+        found = {"256 x 1": buckets["256"]["1"][1], "144p x 1": buckets["144p"]["1"][1]}
+        assert found == expected and buckets["144p"]["3"][1] == 2
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
 from opensora_sp.planner import buckets_of, plan
+from opensora_sp.planner.checkpointing import budget_of, memory_for
+from opensora_sp.planner.fit import fit
 from opensora_sp.planner.run_estimator import RunEstimator, spans_nodes
 from opensora_sp.planner.sharing import sharing_of
 from opensora_sp.planner.trace import trace_activations
@@ -257,6 +259,53 @@ def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
 
     print(*lines, sep="\n")
     assert not wrong, "\n".join(lines)
+
+
+FITTED_CONFIG = """
+vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
+text_encoder = dict(type="HashedBagOfWords", width=64, max_length=20)
+model = dict(
+    type="STDiT3", in_channels=3, caption_channels=64, model_max_length=20, pred_sigma=False,
+    hidden_size=64, depth=3, num_heads=4,
+)
+bucket_config = {
+    "144p": {1: (1.0, None), 5: (1.0, None), 12: (1.0, None)},
+    "256": {1: (1.0, None), 4: (1.0, None)},
+    "240p": {3: (1.0, None)},
+}
+dataset = dict(type="VariableVideoText", manifest="none.csv")
+sp_size = 2
+precision = "fp32"
+grad_checkpoint = "auto"
+max_steps = 2
+"""
+
+
+@pytest.mark.slow
+def test_the_peak_of_fitted_batches_is_predicted_within_5_percent(tmp_path: Path) -> None:
+    (tmp_path / "fitted.py").write_text(FITTED_CONFIG)
+    cfg = load_train_config(tmp_path / "fitted.py")
+    memory = memory_for(60e6)
+    batches = fit(cfg, 2, memory, device="cpu").batches
+    assert len(batches) == 6 and len({one.memory.describe() for one in batches}) > 1
+
+    of_one_shape = []
+    for one in batches:
+        update = {
+            "batch_size": one.batch.batch_size,
+            "num_frames": one.batch.num_frames,
+            "image_size": one.batch.image_size,
+            "grad_checkpoint": one.memory.levels,
+        }
+        of_one_shape.append(cfg.model_copy(update=update))
+
+    measured = [max(ranks) for ranks in zip(*run_ranks(2, measured_peaks, of_one_shape))]
+    for one, found in zip(batches, measured):
+        predicted = one.memory.configured.total
+        ratio = predicted / found
+        print(f"{one.name} x {one.batch.batch_size}: {found / 1e6:.1f} MB, ratio {ratio:.3f}")
+        assert 0.95 < ratio < 1.05, (one.name, ratio)
+        assert predicted <= budget_of(memory)
 
 
 # --- reports and messages

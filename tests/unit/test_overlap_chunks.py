@@ -13,7 +13,7 @@ from opensora_sp.models import build_model
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import BETWEEN_NODES, INSIDE_NODE, ChunkCosts
+from opensora_sp.parallel.cost_model import H100, ChunkCosts
 from opensora_sp.parallel.debug.parity import ATTRIBUTE
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import strategy_options, with_chunks
@@ -24,10 +24,11 @@ XL2: Any = resolve_config("STDiT3-XL/2")
 SHIPPED = [((1, 64, 64, 64), 8), ((1, 15, 60, 106), 8), ((4, 16, 32, 32), 2)]
 
 
-@pytest.mark.parametrize("link", [INSIDE_NODE, BETWEEN_NODES])
-def test_no_other_number_of_chunks_saves_more(link):
+@pytest.mark.parametrize("spans_nodes", [False, True])
+def test_no_other_number_of_chunks_saves_more(spans_nodes):
+    link = H100.link(spans_nodes=spans_nodes)
     for megabytes in (0, 1, 5, 16, 17, 30, 80, 500, 3000, 20_000):
-        costs = ChunkCosts(link, megabytes * 1e6)
+        costs = ChunkCosts(H100, link, megabytes * 1e6)
 
         def saved(number: int, costs: ChunkCosts = costs) -> float:
             return costs.switch * (1 - 1 / number) - (number - 1) * costs.further_chunk

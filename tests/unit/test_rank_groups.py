@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import ceil, log2
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from opensora_sp.rank_groups import (
     RankGroup,
+    check_degrees,
     fixed_groups,
     group_sizes,
     groups_with,
     nested_groups,
+    within_nodes,
 )
 
 worlds = st.tuples(st.integers(1, 70), st.integers(1, 16))
@@ -111,3 +114,81 @@ def test_a_group_asks_for_its_members() -> None:
     assert str(group) == "ranks 4-6"
     assert str(RankGroup(4, 5)) == "rank 4"
     assert group_sizes(nested_groups(7, 8)) == [1, 2, 3, 4, 7]
+
+
+def finishes(queues: list[list[RankGroup]]) -> bool:
+    """Whether ranks that run these collectives in their orders all finish.
+
+    A collective runs once it is the next one of all members of its group. Which of several runs
+    first makes no difference: none of them can take another's turn.
+    """
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank in range(len(queues)):
+            if not queues[rank]:
+                continue
+            group = queues[rank][0]
+            if all(queues[member] and queues[member][0] == group for member in group.ranks):
+                for member in group.ranks:
+                    queues[member].pop(0)
+                progressed = True
+    return not any(queues)
+
+
+def queues_of(schedule: list[RankGroup], world_size: int) -> list[list[RankGroup]]:
+    return [[group for group in schedule if rank in group] for rank in range(world_size)]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 16), st.randoms(use_true_random=False))
+def test_no_schedule_with_the_largest_groups_first_deadlocks(
+    world_size: int, ranks_per_node: int, random: Random
+) -> None:
+    """Ranks sort their groups on their own, also those of several micro-batches."""
+    family = nested_groups(world_size, ranks_per_node)
+    schedule = random.choices(family, k=2 * world_size)
+    queues = [
+        sorted(queue, key=lambda group: -group.size) for queue in queues_of(schedule, world_size)
+    ]
+    assert finishes(queues)
+
+
+def test_other_orders_and_groups_that_overlap_deadlock() -> None:
+    """What the test above can notice."""
+    pair, world = RankGroup(0, 2), RankGroup(0, 3)
+    assert finishes([[world, pair], [world, pair], [world]])
+    assert not finishes([[world, pair], [pair, world], [world]])
+
+    # Groups that overlap without being nested, each rank waiting for the next one.
+    left, right = RankGroup(0, 2), RankGroup(1, 3)
+    assert not finishes([[left, world], [right, left, world], [world, right]])
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks_per_node", "wanted"),
+    [
+        (nested_groups(8, 8), 8, [(0, 8)]),
+        (nested_groups(24, 8), 8, [(0, 8), (8, 16), (16, 24)]),
+        (nested_groups(10, 8), 8, [(0, 8), (8, 10)]),
+        (nested_groups(3, 1), 1, [(0, 1), (1, 2), (2, 3)]),
+        (fixed_groups(4, 2), 8, [(0, 2), (2, 4)]),
+        # A replica is not divided, although it lies on two nodes.
+        (fixed_groups(8, 4), 2, [(0, 4), (4, 8)]),
+    ],
+)
+def test_the_largest_groups_within_nodes(
+    family: tuple[RankGroup, ...], ranks_per_node: int, wanted: list[tuple[int, int]]
+) -> None:
+    assert list(within_nodes(family, ranks_per_node)) == wanted
+
+
+@pytest.mark.parametrize("sp_size", [1, 8, "auto", {"720p x 102": 4}, {}])
+def test_degrees_of_a_training(sp_size: object) -> None:
+    check_degrees(sp_size)
+
+
+@pytest.mark.parametrize("sp_size", [0, -1, True, 2.0, "all", None, {"720p x 102": 0}, [2]])
+def test_other_degrees_are_refused(sp_size: object) -> None:
+    with pytest.raises(ValueError, match=r"got sp_size = .*; expected a number of ranks"):
+        check_degrees(sp_size)

@@ -7,7 +7,7 @@ from runs import ROOT
 
 from benchmarks import roofline
 from benchmarks.roofline import SHAPES, Shape
-from opensora_sp.planner.gpus import GPUS
+from opensora_sp.parallel.cost_model import GPUS
 from opensora_sp.planner.operators import PRODUCTS, SPATIAL, Work
 from opensora_sp.planner.step_time import EXCHANGES, OPTIMIZER, ZERO
 

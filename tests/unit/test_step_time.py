@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
+from opensora_sp.parallel.cost_model import GPUS
 from opensora_sp.planner.flops import ModelFlops
-from opensora_sp.planner.gpus import GPUS
 from opensora_sp.planner.operators import (
     CROSS,
     ELEMENTWISE,

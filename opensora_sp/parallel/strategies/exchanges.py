@@ -21,9 +21,13 @@ class Exchange(Protocol):
 
     def sent(self, shape: BatchShape, ranks: int) -> BytesSent: ...
 
+    def estimate(self, shape: BatchShape, ranks: int) -> float:
+        """About the bytes that the busiest rank sends in one direction, without planning."""
+        return float(max(self.sent(shape, ranks).forward))
+
 
 @dataclass(frozen=True)
-class AllToAll:
+class AllToAll(Exchange):
     """``count`` exchanges of all entries from one layout to another; backward, in reverse."""
 
     count: int
@@ -41,9 +45,14 @@ class AllToAll:
 
         return BytesSent(forward, backward)
 
+    def estimate(self, shape: BatchShape, ranks: int) -> float:
+        # A rank keeps its part of what it holds.
+        held = max(shape.entries(self.source, ranks))
+        return self.count * self.entry_bytes * held * (ranks - 1) / ranks
+
 
 @dataclass(frozen=True)
-class AllGather:
+class AllGather(Exchange):
     """``count`` gathers of all entries on every rank; backward, their gradients are sent back."""
 
     count: int

@@ -15,7 +15,7 @@ from opensora_sp.dynamo import uncompiled
 
 from ..batch_shape import BatchShape
 from ..collectives import exchange
-from ..cost_model import BETWEEN_NODES, INSIDE_NODE, ChunkCosts, FewUnitsCosts
+from ..cost_model import ChunkCosts, CostModel, FewUnitsCosts
 from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
@@ -134,12 +134,17 @@ class SwitchRows(Strategy):
 
 
 def chunk_costs(
-    shape: BatchShape, ranks: int, *, element_size: int, spans_nodes: bool
+    cost_model: CostModel,
+    shape: BatchShape,
+    ranks: int,
+    *,
+    element_size: int,
+    spans_nodes: bool,
 ) -> ChunkCosts:
     """Cost of a switch in chunks, for a group of ranks on one node or several."""
     held = max(shape.entries(SPATIAL_ROWS, ranks))
     sent = held * (ranks - 1) / ranks * shape.width * element_size
-    return ChunkCosts(BETWEEN_NODES if spans_nodes else INSIDE_NODE, sent)
+    return ChunkCosts(cost_model, cost_model.link(spans_nodes=spans_nodes), sent)
 
 
 def with_chunks(
@@ -148,7 +153,9 @@ def with_chunks(
     """The options for switches of this shape: ``overlap_chunks="auto"`` is a number."""
     if options.overlap_chunks != "auto" or strategy_for(shape, options, ranks) is not SwitchRows:
         return options
-    costs = chunk_costs(shape, ranks, element_size=element_size, spans_nodes=spans_nodes)
+    costs = chunk_costs(
+        options.cost_model, shape, ranks, element_size=element_size, spans_nodes=spans_nodes
+    )
     return replace(options, overlap_chunks=costs.best_number)
 
 
@@ -168,8 +175,8 @@ def few_frames_reason(shape: BatchShape, options: Options, ranks: int, choice: s
     costs = few_frames_costs(shape, options, ranks)
     return (
         f"B*T={shape.num_frames} frames are fewer than {ranks} ranks: {choice}, "
-        f"which costs less ({costs.whole / 1e9:.3g} GFLOP-equivalents a spatial block by whole "
-        f"frames, {costs.heads / 1e9:.3g} by frames x heads)"
+        f"which costs less ({costs.whole * 1e6:.3g} us a spatial block by whole frames, "
+        f"{costs.heads * 1e6:.3g} us by frames x heads)"
     )
 
 

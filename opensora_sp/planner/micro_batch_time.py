@@ -1,0 +1,212 @@
+"""Seconds of a micro-batch on the busiest rank of a group, by arithmetic: quick enough to schedule
+by.
+
+``step_time`` traces a model for this; here its work follows from sizes. Both use the rates of
+``CostModel``, and ``tests/unit/test_micro_batch_time.py`` compares them.
+
+Legend: B samples, T frames, S patches of a frame, C hidden width, H heads, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opensora_sp.parallel import Options
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.strategies import REPLICATED, Strategy, strategy_for
+
+from .flops import ModelFlops
+from .trace import meta_model
+
+
+@dataclass(frozen=True)
+class PassCounts:
+    """What one pass computes beside products and attention.
+
+    Attributes:
+        activations: ``[tokens, C]`` that elementwise kernels of a pair of blocks read and write.
+        operators: of a pair of blocks.
+        once: operators of embedders, the final layer and the loss.
+    """
+
+    activations: float
+    operators: float
+    once: float
+
+
+# Forward and backward in eager mode, as ``OperatorCounter`` counts them.
+PASSES = {
+    "STDiT": (PassCounts(23, 27, 60), PassCounts(116, 102, 64)),
+    "STDiT2": (PassCounts(44, 36, 140), PassCounts(146, 110, 140)),
+    "STDiT3": (PassCounts(83, 80, 95), PassCounts(297, 170, 95)),
+}
+# Single frames have no temporal attention: this share of operators and activations is left, and no
+# queries and keys are projected, 4 C^2 of a token.
+OF_IMAGES = 0.78
+# Of an exchange of tokens: packed by the sender and placed by the receiver.
+EXCHANGE_ACTIVATIONS, EXCHANGE_OPERATORS = 4, 3
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """A model's work: products for each token, and what its passes compute beside them."""
+
+    flops: ModelFlops
+    text_length: int
+    forward: PassCounts
+    backward: PassCounts
+
+    @classmethod
+    def of(cls, name: str, config: Any) -> ModelCosts:
+        """Of a model's registered name and its whole configuration; one without counts of its own
+        has those of STDiT3.
+        """
+        flops = ModelFlops.of(meta_model(name, config, torch.bfloat16))
+        return cls(flops, config.model_max_length, *PASSES.get(name, PASSES["STDiT3"]))
+
+
+def seconds_of(
+    shape: BatchShape,
+    options: Options,
+    ranks: int,
+    *,
+    model: ModelCosts,
+    element_size: int,
+    spans_nodes: bool = False,
+    recomputed: float = 0.0,
+    training: bool = True,
+) -> float:
+    """Predict the seconds of a micro-batch on the busiest rank, without the optimizer's step.
+
+    Forward, recomputation, backward and exchanges run one after the other. Captions count at full
+    length.
+
+    Args:
+        shape: of the batch that the ranks share.
+        options: of sequence parallelism; ``options.cost_model`` has the rates.
+        ranks: of the group.
+        model: from ``ModelCosts.of``.
+        element_size: bytes of an activation's number.
+        spans_nodes: whether the group lies on several nodes.
+        recomputed: share of the blocks whose forward is repeated in backward.
+        training: False predicts a forward pass alone.
+
+    Raises:
+        ValueError: if no strategy applies to the shape.
+    """
+    pass_of = _Pass(shape, options, ranks, model, element_size, spans_nodes)
+    forward = pass_of.compute(model.forward) + pass_of.exchanges()
+    if not training:
+        return forward
+
+    repeated = recomputed * pass_of.compute(model.forward)
+    if pass_of.strategy.resends(options):
+        repeated += recomputed * pass_of.exchanges()
+    backward = pass_of.compute(model.backward, backward=True) + pass_of.exchanges()
+    return forward + repeated + backward
+
+
+class _Pass:
+    """Seconds of the parts of one pass on the busiest rank."""
+
+    def __init__(
+        self,
+        shape: BatchShape,
+        options: Options,
+        ranks: int,
+        model: ModelCosts,
+        element_size: int,
+        spans_nodes: bool,
+    ) -> None:
+        self.shape, self.options, self.ranks = shape, options, ranks
+        self.model, self.element_size = model, element_size
+        self.rates: CostModel = options.cost_model
+        self.link = self.rates.link(spans_nodes=spans_nodes)
+        self.strategy: type[Strategy] = strategy_for(shape, options, ranks)
+
+        # Blocks wait for the exchange before them, so each takes as long as on its busiest rank.
+        layouts = self.strategy.token_layouts(shape)
+        self.tokens = sum(max(shape.entries(layout, ranks)) for layout in layouts) / 2
+
+    def compute(self, counts: PassCounts, *, backward: bool = False) -> float:
+        """Seconds of the operators of a forward pass, or of a backward pass."""
+        passes = 2 if backward else 1  # gradients of inputs and of weights
+        seconds = passes * self._products() / self.rates.flops
+
+        shape, share = self.shape, OF_IMAGES if self.are_images else 1.0
+        activations = share * shape.depth * counts.activations * self.tokens
+        seconds += self.rates.elementwise(activations, shape.width, self.element_size)
+        seconds += shape.depth * self._self_attention(backward) + self._cross_attention(backward)
+
+        operators = share * shape.depth * counts.operators + counts.once
+        return self.rates.with_launches(seconds, operators)
+
+    @property
+    def are_images(self) -> bool:
+        """Whether each temporal row is a single token, which gets its own value."""
+        shape = self.shape
+        return shape.frames == 1 and shape.windows is None and not shape.full
+
+    def exchanges(self) -> float:
+        """Seconds of the exchanges of one pass; 0 on one rank."""
+        found = self.strategy.exchanges(self.shape, self.options, self.element_size)
+        if self.ranks == 1 or not found:
+            return 0.0
+
+        calls = sum(getattr(one, "count", 1) for one in found)
+        sent = sum(one.estimate(self.shape, self.ranks) for one in found)
+        packed = EXCHANGE_ACTIVATIONS * sent / self.rates.memory_bandwidth
+        operators = EXCHANGE_OPERATORS * calls
+        return self.link.seconds(sent, calls) + self.rates.with_launches(packed, operators)
+
+    def _products(self) -> float:
+        """FLOPs of a forward pass outside of attention."""
+        per_token = self.model.flops.per_token
+        if self.are_images:
+            per_token -= 4.0 * self.shape.width**2 * self.shape.depth
+
+        # A rank projects the text of the samples of which it holds tokens.
+        samples = -(-self.shape.num_samples // self.ranks)
+        text = samples * self.model.text_length
+        return per_token * self.tokens + self.model.flops.per_text_token * text
+
+    def _self_attention(self, backward: bool) -> float:
+        """Seconds of a spatial and a temporal attention."""
+        T, S = self.shape.frames, self.shape.patches
+        spatial, temporal = {S: T}, {T: S}  # numbers of rows of a sample by their lengths
+        if self.shape.full:
+            spatial = temporal = {T * S: 1}
+        elif self.shape.windows is not None:
+            temporal = Counter(size * T for size in self.shape.windows.sizes)
+
+        layouts = self.strategy.attention_layouts(self.shape)
+        parts = list(zip(layouts, (spatial, temporal), strict=True))
+        if self.are_images:
+            del parts[1]
+        return sum(self._attention(layout, rows, backward) for layout, rows in parts)
+
+    def _attention(self, layout: str, rows: dict[int, int], backward: bool) -> float:
+        share = 1.0
+        if layout != REPLICATED:
+            held = self.shape.entries(layout, self.ranks)
+            share = max(held) / sum(held)
+
+        heads = share * self.shape.num_samples * self.shape.heads
+        width = self.shape.width // self.shape.heads
+        return sum(
+            self.rates.attention(heads * count, length, length, width, backward=backward)
+            for length, count in rows.items()
+        )
+
+    def _cross_attention(self, backward: bool) -> float:
+        """Seconds of all attention of tokens to text."""
+        shape, layers = self.shape, self.model.flops.per_pair / (4.0 * self.shape.width)
+        queries = max(1, round(self.tokens / shape.num_samples))
+        rows, width = layers * shape.num_samples * shape.heads, shape.width // shape.heads
+        text = self.model.text_length
+        return self.rates.attention(rows, queries, text, width, backward=backward)

@@ -1,0 +1,122 @@
+"""Training with mixed steps and a degree for each micro-batch: the same in every world."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mixed_clips import BUCKETS, TRAIN, write_mixed_set
+from ranks import run_ranks
+from runs import losses
+from safetensors.torch import load_file
+from world_runs import digests, train_in_worlds
+
+from opensora_sp.training.metrics import read_metrics
+
+STEPS = 5
+PER_STEP = 4
+MIXED = ["batch_order=mixed", f"micro_batches_per_step={PER_STEP}", f"max_steps={STEPS}"]
+
+
+def start(folder: Path) -> Path:
+    manifest = write_mixed_set(folder)
+    config = folder / "config.py"
+    config.write_text(TRAIN.format(buckets=BUCKETS, manifest=str(manifest), steps=STEPS))
+    return config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks with a degree for each micro-batch, and its end resumed."""
+    folder = tmp_path_factory.mktemp("mixed")
+    config = start(folder)
+    auto = [*MIXED, "sp_size=auto"]
+    whole = [*auto, f"outputs={folder / 'auto2'}", "ckpt_every=2"]
+    cut = [*auto, f"outputs={folder / 'cut'}"]
+    runs = [
+        (1, [*MIXED, "sp_size=1", f"outputs={folder / 'alone'}"], None),
+        (2, whole, None),
+        (2, cut, str(folder / "auto2" / "step_00000002")),
+    ]
+    run_ranks(2, train_in_worlds, config, runs)
+    return folder
+
+
+def weights(run_dir: Path) -> torch.Tensor:
+    tensors = load_file(run_dir / f"step_{STEPS:08d}" / "model" / "model.safetensors")
+    return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
+
+
+def assert_same_training(run_dir: Path, alone: Path) -> None:
+    """Losses and gradient norms of each step, and weights of the last, as of one process."""
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=2e-5)
+    found, expected = (
+        [line["grad_norm"] for line in read_metrics(one)] for one in (run_dir, alone)
+    )
+    assert found == pytest.approx(expected, rel=2e-4)
+    # Adam moves each weight by about lr = 1e-3 in a step.
+    assert (weights(run_dir) - weights(alone)).abs().max() < 2e-4
+
+
+def test_a_degree_for_each_micro_batch_trains_as_one_process(folder: Path) -> None:
+    alone = losses(folder / "alone")
+    assert len(alone) == STEPS and len(set(alone)) == STEPS
+    assert_same_training(folder / "auto2", folder / "alone")
+
+
+def test_a_scheduled_run_resumes_to_the_last_bit(folder: Path) -> None:
+    assert losses(folder / "cut") == losses(folder / "auto2")[2:]
+    resumed = digests(folder / "cut", STEPS)
+    assert resumed == digests(folder / "auto2", STEPS) and len(resumed) == 3
+
+    state = json.loads((folder / "auto2" / "step_00000002" / "state.json").read_text())
+    assert state["batch_order"] == "mixed"
+    assert state["schedule"]["world_size"] == 2
+
+
+def test_the_log_names_share_degree_and_idle_time_of_buckets(folder: Path) -> None:
+    for line in read_metrics(folder / "auto2"):
+        shares = {name: one for name, one in line.items() if name.startswith("share/")}
+        assert sum(shares.values()) == pytest.approx(1) and "share/144p x 3" in shares
+        idle = sum(one for name, one in line.items() if name.startswith("idle/"))
+        assert 0 <= idle < 1
+        for name in shares:
+            assert 1 <= line[name.replace("share", "degree")] <= 2
+
+    log = (folder / "auto2" / "train.log").read_text()
+    assert log.count("buckets by predicted time: ") == STEPS
+    assert "processes in groups of 1, 2" in log
+
+
+@pytest.fixture(scope="module")
+def other_worlds(folder: Path) -> Path:
+    """The same steps on three ranks, with degrees of some buckets, on replicas, and resumed."""
+    degrees = "sp_size={'144p x 3': 2, '256 x 1': 1}"
+    runs: list[tuple[int, list[str], str | None]] = [
+        (3, [*MIXED, "sp_size=auto", f"outputs={folder / 'auto3'}"], None),
+        (3, [*MIXED, degrees, f"outputs={folder / 'map3'}"], None),
+        (2, [*MIXED, "sp_size=1", "zero_stage=1", f"outputs={folder / '2x1'}"], None),
+        (4, [*MIXED, "sp_size=2", f"outputs={folder / '2x2'}"], None),
+        (
+            3,
+            [*MIXED, "sp_size=auto", f"outputs={folder / 'moved'}"],
+            str(folder / "auto2" / "step_00000002"),
+        ),
+    ]
+    run_ranks(4, train_in_worlds, folder / "config.py", runs)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["auto3", "map3", "2x1", "2x2"])
+def test_other_worlds_train_the_same(other_worlds: Path, name: str) -> None:
+    assert_same_training(other_worlds / name, other_worlds / "alone")
+
+
+@pytest.mark.slow
+def test_another_world_resumes_the_same_micro_batches(other_worlds: Path) -> None:
+    moved, alone = other_worlds / "moved", other_worlds / "alone"
+    assert losses(moved) == pytest.approx(losses(alone)[2:], rel=2e-5)
+    assert (weights(moved) - weights(alone)).abs().max() < 2e-4

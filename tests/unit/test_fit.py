@@ -1,0 +1,302 @@
+"""Batch sizes that fit into memory with steps of equal time: ``opensora-sp plan --fit``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opensora_sp.cli import main
+from opensora_sp.cli.fitted import parse_memory
+from opensora_sp.config import TrainConfig, dump_config, load_train_config
+from opensora_sp.data.buckets import Buckets, with_batch_sizes
+from opensora_sp.models.recompute import EVERYTHING
+from opensora_sp.planner import batch_memory, buckets_of
+from opensora_sp.planner.batches import BatchSpec
+from opensora_sp.planner.checkpointing import budget_of, memory_for, recomputed_share
+from opensora_sp.planner.fit import (
+    AffineEstimator,
+    Fit,
+    FittedBatch,
+    Step,
+    common_time,
+    fit,
+    least_ranks,
+)
+from opensora_sp.training import batch_sizes
+
+SMALL = """
+vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
+text_encoder = dict(type="HashedBagOfWords", width=64, max_length=20)
+model = dict(
+    type="STDiT3", in_channels=3, caption_channels=64, model_max_length=20, hidden_size=64,
+    depth=2, num_heads=4,
+)
+bucket_config = {
+    "144p": {1: (1.0, 7), 5: ((0.5, 0.5), 7)},
+    "256": {4: (0.0, None)},
+}
+dataset = dict(type="VariableVideoText", manifest="none.csv")
+sp_size = 2
+precision = "fp32"
+grad_checkpoint = True
+max_steps = 2
+"""
+SAMPLING = str(Path(__file__).parents[2] / "configs/demo/sample.py")
+LEFT_OUT = ["bucket_config={'144p': {1: (1.0, None), 5: ((0.5, 0.5), 3)}}"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "small.py").write_text(SMALL)
+    return tmp_path / "small.py"
+
+
+# --- the choice
+
+
+def test_the_common_time_is_one_that_most_buckets_can_take() -> None:
+    # The third one takes 9 s for a single clip, the first at most 1 s.
+    steps = [Step(size, 0, seconds, False) for size, seconds in ((8, 1), (8, 5), (1, 9), (4, 6))]
+    assert common_time(steps) == 5
+    # Within a tenth all can take the longest.
+    assert common_time([Step(8, 0, 10, False), Step(8, 0, 9.5, False)]) == 10
+    assert common_time([Step(8, 0, 10, False), Step(8, 0, 5, False)]) == 5
+
+
+def made_of(sizes: dict[int, float]) -> Any:
+    """An estimator of a model whose needed bytes and seconds are the number of clips."""
+    peak = SimpleNamespace
+    return SimpleNamespace(
+        latents=lambda batch: (batch.batch_size,),
+        memory=lambda latents, ranks, brief: peak(
+            configured=peak(needed=sizes.get(latents[0], latents[0])), levels=[0]
+        ),
+        verified=lambda latents, ranks: peak(
+            configured=peak(needed=sizes.get(latents[0], latents[0])), levels=[0]
+        ),
+        seconds=lambda latents, ranks, levels: float(latents[0]),
+        checkpointing="auto",
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "common", "size", "decided_by"),
+    [
+        (100.0, 100.0, 100, "memory"),  # 25 clips a rank
+        (3.0, 100.0, 3, "memory"),  # fewer clips than ranks
+        (1e9, 100.0, 100, "time"),
+        (1e9, 42.0, 40, "time"),  # whole clips on each rank, within a tenth
+        (1e9, 11.0, 11, "time"),  # 8 would be shorter by a quarter
+        (1e9, 0.5, 1, "time"),  # one clip takes longer
+        (1e9, 1e6, 200, "largest batch"),
+    ],
+)
+def test_whole_clips_on_each_rank_are_preferred(
+    budget: float, common: float, size: int, decided_by: str
+) -> None:
+    from opensora_sp.planner.fit import _Bucket
+
+    bucket = _Bucket(made_of({}), BatchSpec(0, 1, (8, 8)), 4, memory_for(budget), 200)
+    found = bucket.fitted("name", common)
+    assert (found.batch.batch_size, found.decided_by) == (size, decided_by)
+    assert found.deviation == pytest.approx(size / common - 1)
+
+
+def test_deviations_within_a_tenth_or_a_clip_are_balanced() -> None:
+    def is_balanced(size: int, deviation: float, decided_by: str = "time") -> bool:
+        memory: Any = None
+        batch = BatchSpec(size, 1, (8, 8))
+        one = FittedBatch("name", batch, 4, memory, 10.0, decided_by, deviation)
+        return one.is_balanced
+
+    assert is_balanced(1, -0.4) and not is_balanced(1, 0.4)
+    assert is_balanced(4, -0.19) and not is_balanced(4, -0.3)
+    assert is_balanced(100, 0.1) and is_balanced(100, -0.1, "memory")
+    assert not is_balanced(1, -0.4, "memory") and not is_balanced(1, -0.4, "largest batch")
+
+
+def test_recomputed_share() -> None:
+    assert recomputed_share([0, 0]) == recomputed_share([-1]) == 1
+    assert recomputed_share([EVERYTHING, 0]) == 0.5
+    assert recomputed_share([1]) == pytest.approx(20 / 28)
+
+
+def test_memory_of_whole_clips_lies_on_a_line(config: Path) -> None:
+    cfg = load_train_config(config)
+    run = AffineEstimator(cfg, 2, None, "cpu", None)
+    latents = run.latents(BatchSpec(12, 5, (144, 256)))
+    on_line = run.memory(latents, 2, brief=True).configured.total
+    traced = run.verified(latents, 2).configured.total
+    # The first trace of a process also counts tables that later ones share.
+    assert on_line == pytest.approx(traced, rel=5e-3)
+    assert traced == batch_memory(cfg, 2, latents, memory_gb=1, device="cpu").configured.total
+
+
+def test_batches_fit_and_one_more_clip_a_rank_would_not(config: Path) -> None:
+    cfg, memory = load_train_config(config), memory_for(40e6)
+    found = fit(cfg, 4, memory, device="cpu")
+    assert list(found.sizes) == ["144p x 5", "144p x 1"]
+
+    for one in found.batches:
+        size, num_frames, (height, width) = (
+            one.batch.batch_size,
+            one.batch.num_frames,
+            one.batch.image_size,
+        )
+        assert size % 2 == 0 and one.is_balanced
+
+        def needed(
+            clips: int, shape: tuple[int, ...] = (3, num_frames, height // 4, width // 4)
+        ) -> float:
+            latents = (clips, *shape)
+            return batch_memory(cfg, 4, latents, memory_gb=1, device="cpu").configured.needed
+
+        assert needed(size) == one.memory.configured.needed <= budget_of(memory)
+        if one.decided_by == "memory":
+            assert needed(size + 2) > budget_of(memory)
+    assert "memory" in {one.decided_by for one in found.batches}
+
+
+def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
+    cfg, batch = load_train_config(config, ["sp_size=1"]), BatchSpec(4, 5, (144, 256))
+    run = AffineEstimator(cfg, 4, None, "cpu", None)
+    latents, levels = run.latents(batch), run.lowest_levels[0]
+    one, two = (run.peak(latents, ranks, levels).needed for ranks in (1, 2))
+
+    found = [
+        least_ranks(cfg, batch, memory_for(needed), num_gpus=4, sizes=(1, 2), device="cpu")
+        for needed in (one, two, two - 1e5)
+    ]
+    assert found == [1, 2, None]
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"), [("80GB", 80e9), ("80", 80e9), ("1.5 GiB", 1.5 * 1024**3)]
+)
+def test_units_of_memory(text: str, memory: float) -> None:
+    assert parse_memory(text) == memory
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bound", ["80TB", "80 gb", "GB", "0", "1..2GB", "-3GB"])
+def test_other_bounds_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], bound: str
+) -> None:
+    error = refused(capsys, str(config), f"--fit={bound}")
+    assert f"got --fit {bound!r}; expected the memory of one GPU in GB" in error
+
+
+def test_a_bound_that_no_batch_fits_names_buckets_and_the_least_memory(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(capsys, str(config), "--fit", "2GB", "--gpus", "4")
+    assert "got 2 GB of a device, into which not one clip fits of these buckets" in error
+    assert "144p x 5 (3." in error and "144p x 1 (3." in error
+    assert not (config.parent / "small_fit_2GB.py").exists()
+
+    least = error.partition("expected at least ")[2].partition(" GB")[0]
+    main(["plan", str(config), "--fit", least, "--gpus", "4"])
+    assert "GB peak" in capsys.readouterr().out
+
+
+def test_the_written_config_loads_and_replaces_nothing(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = config.parent / "small_fit_4GB.py"
+    arguments = [str(config), "--fit", "4GB", "--gpus", "4", "--largest-batch", "8"]
+    options = ["--cfg-options", "bucket_config={'144p': {1: (1.0, None)}}", "optimizer.lr=1e-3"]
+    main(["plan", *arguments, *options])
+    table = capsys.readouterr().out
+    assert (
+        "144p x 1      8      2" in table
+        and "largest batch" in table
+        and f"written: {out}" in table
+    )
+    assert max(map(len, table.splitlines()[:-1])) <= 100
+
+    text = out.read_text()
+    command = " ".join(text.replace("\\\\\n", " ").split())
+    assert f"opensora-sp plan {config} --fit 4GB --gpus 4" in command
+    cfg = load_train_config(out)
+    assert cfg.bucket_config == {"144p": {1: (1.0, 8)}}
+    assert (cfg.grad_checkpoint, cfg.optimizer.lr, cfg.sp_size) == ("auto", 1e-3, 2)
+
+    error = refused(capsys, *arguments)
+    assert f"got {out} to write, which exists; expected a new file; pass another --out" in error
+    assert out.read_text() == text
+    assert "got" in refused(capsys, *arguments, "--out", str(config), "--overwrite")
+
+
+def test_a_config_of_one_shape_gets_a_batch_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SMALL.partition("bucket_config")[0] + SMALL.partition("}\ndataset")[2].partition("\n")[2]
+    shape = 'num_frames = 2\nimage_size = (32, 32)\ndataset = dict(manifest="none.csv")\n'
+    (tmp_path / "one.py").write_text(text + shape)
+    out = tmp_path / "fitted.py"
+    fitting = ["--fit", "4", "--largest-batch", "6", "--out", str(out)]
+    main(["plan", str(tmp_path / "one.py"), *fitting])
+    assert "32x32 x 2      6" in capsys.readouterr().out
+    assert load_train_config(out).batch_size == 6
+
+
+def test_a_sampling_config_and_a_plan_without_gpus_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = str(tmp_path / "out.py")
+    error = refused(capsys, SAMPLING, "--fit", "80GB", "--out", out)
+    assert "got --fit with a sampling config" in error
+    assert "got no --gpus" in refused(capsys, str(config))
+    assert "without --fit" in refused(capsys, str(config), "--gpus", "2", "--out", out)
+
+
+# --- batch sizes that a config leaves out
+
+
+def test_batch_sizes_may_be_left_out(config: Path, tmp_path: Path) -> None:
+    cfg = load_train_config(config, LEFT_OUT)
+    assert Buckets.of(cfg.bucket_config or {}).without_batch_size == ["144p x 1"]
+    with pytest.raises(ValueError, match="that a run chooses at its start .144p x 1.*--fit"):
+        buckets_of(cfg)
+    with pytest.raises(ValueError, match="expected a batch size of at least 1.*None is chosen"):
+        load_train_config(config, ["bucket_config={'144p': {1: (1.0, 0)}}"])
+
+    # The whole config loads again, also if the largest bucket is the one without a size.
+    left_out = load_train_config(config, ["bucket_config={'144p': {1: (1.0, None)}}"])
+    (tmp_path / "dumped.py").write_text(dump_config(left_out))
+    assert load_train_config(tmp_path / "dumped.py") == left_out
+
+
+def test_sizes_are_filled_in_by_name(config: Path) -> None:
+    filled = with_batch_sizes({"144p": {1: (1.0, None), 5: ((0.5, 0.5), 3)}}, {"144p x 1": 9})
+    assert filled == {"144p": {1: (1.0, 9), 5: ((0.5, 0.5), 3)}}
+    provisional = batch_sizes.provisional(load_train_config(config, LEFT_OUT), None)
+    assert provisional.bucket_config == {"144p": {1: (1.0, 1), 5: ((0.5, 0.5), 3)}}
+
+
+def test_a_resumed_run_takes_the_sizes_of_its_checkpoint(config: Path, tmp_path: Path) -> None:
+    chosen = load_train_config(config, ["bucket_config={'144p': {1: (1.0, 9), 5: (0.5, 3)}}"])
+    state = f'{{"config": {chosen.model_dump_json()}}}'
+    (tmp_path / "state.json").write_text(state)
+    resumed = batch_sizes.recorded(load_train_config(config, LEFT_OUT), tmp_path)
+    assert resumed.bucket_config == {"144p": {1: (1.0, 9), 5: ((0.5, 0.5), 3)}}
+
+    other: TrainConfig = load_train_config(config, ["bucket_config={'256': {1: (1.0, None)}}"])
+    with pytest.raises(ValueError, match="got bucket_config without the batch size of 256 x 1"):
+        batch_sizes.recorded(other, tmp_path)
+
+
+def test_a_fit_as_json_values() -> None:
+    assert Fit(1e9, 2.0, []).to_dict() == {"memory": 1e9, "seconds": 2.0, "batches": []}
