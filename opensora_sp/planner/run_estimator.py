@@ -166,6 +166,7 @@ class RunEstimator:
             stage=self.cfg.zero_stage,
             element_size=self.dtype.itemsize,
             accumulates=self.micro_batches > 1,
+            accumulates_locally=self.cfg.schedules_groups,
         )
 
     @cached_property
@@ -276,6 +277,7 @@ class RunEstimator:
             dtype=self.dtype,
             levels=levels,
             micro_batches=self.micro_batches,
+            accumulates_locally=self.zero.accumulates_locally,
         )
 
     def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
