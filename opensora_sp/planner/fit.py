@@ -3,9 +3,9 @@ steps of the other buckets.
 
 Memory decides on the largest batch of a bucket, with everything recomputed if need be. Of the times
 that these batches take, the common one is that which most of these buckets can take; among equals,
-the longest. Each bucket then gets the batch that comes closest to it without taking longer, and keeps
-as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples of
-their number are preferred: then each rank holds whole clips, and nothing is sent.
+the longest. Each bucket then gets the batch that comes closest to it without taking longer, and
+keeps as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples
+of their number are preferred: then each rank holds whole clips, and nothing is sent.
 
 Memory is affine in the number of clips for one shape and level of gradient checkpointing. So two
 batch sizes are traced and others lie on the line through them, except for the one that is chosen.
