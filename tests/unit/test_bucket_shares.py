@@ -55,7 +55,7 @@ def test_numbers_of_a_scheduled_step() -> None:
 
     assert numbers["share/720p x 51"] == pytest.approx(8 / 11)
     assert numbers["share/144p x 1"] == pytest.approx(3 / 11)
-    assert list(numbers)[0] == "share/720p x 51"
+    assert next(iter(numbers)) == "share/720p x 51"
     assert 1 <= numbers["degree/144p x 1"] <= numbers["degree/720p x 51"] <= 4
     assert sum(numbers[f"idle/{name}"] for name in ("720p x 51", "144p x 1")) < 0.1
     assert shares.take() == {}
