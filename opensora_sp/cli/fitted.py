@@ -31,17 +31,24 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
             bucket of which not one clip fits.
     """
     from opensora_sp.config import load_either
+    from opensora_sp.parallel.cost_model_file import cost_model_of
     from opensora_sp.planner.fit import LARGEST_BATCH, fit
+    from opensora_sp.planner.run_plan import check_numbers, gpu_of
 
     memory = parse_memory(args.fit)
     out = check_out(args.config, args.out, args.fit, overwrite=args.overwrite)
     cfg = _training_config(load_either(args.config, args.cfg_options)[0])
+    num_gpus = args.gpus
+    if num_gpus is None:
+        num_gpus = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
+    check_numbers(num_gpus, args.gpus_per_node, None)
     fitted = fit(
         cfg,
-        args.gpus or (cfg.sp_size if isinstance(cfg.sp_size, int) else 1),
+        num_gpus,
         memory,
         gpus_per_node=args.gpus_per_node,
-        largest_batch=args.largest_batch or LARGEST_BATCH,
+        cost_model=cost_model_of(cfg.cost_model, default=gpu_of(args.gpu or "H100")),
+        largest_batch=LARGEST_BATCH if args.largest_batch is None else args.largest_batch,
         progress=progress,
     )
 

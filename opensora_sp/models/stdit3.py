@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from .base import MODEL_POINTS, ConditionedModel
@@ -121,7 +122,8 @@ class STDiT3(ConditionedModel):
             mask_index: indices of the conditioning frames, the same in all samples. These frames
                 attend to ``y_null`` instead of y. Required with ``cond``; may be empty.
             y_null: text features for these frames, shaped like y, or the result of
-                ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null.
+                ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null. By
+                default the null caption, unless y is encoded.
             drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Each entry skips a block's
                 modulated branches.
 
@@ -137,8 +139,10 @@ class STDiT3(ConditionedModel):
         t = self.t_embedder(self.timesteps(timestep, x_mask))  # [B, m, C]
         t = t + self.fps_embedder(fps, len(x))[:, None]  # [B, m, C]
         text = self.embed_text(y, mask, drop_caption)
-        if mask_index and y_null is not None:
-            text = text.followed_by(self.embed_text(y_null, mask, None))
+        if mask_index:
+            nulls = torch.ones(len(x), dtype=torch.bool) if y_null is None else None
+            null_text = self.embed_text(y if y_null is None else y_null, mask, nulls)
+            text = text.followed_by(null_text)
         conditioning = Conditioning(
             self.t_block(t).unflatten(-1, (6, -1)),  # [B, m, 6, C]
             self.conditioning_frames(x_mask),  # [B, T]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.recompute import OFFLOADED
+from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.rank_groups import group_sizes, nested_groups
 
 from .batches import BatchSpec, batches_by_name
@@ -98,6 +99,7 @@ def fit(
     names: Iterable[str] | None = None,
     gpus_per_node: int | None = None,
     device: str = "cuda",
+    cost_model: CostModel | None = None,
     largest_batch: int = LARGEST_BATCH,
     progress: Callable[[list[str]], Iterable[str]] = iter,
 ) -> Fit:
@@ -108,13 +110,22 @@ def fit(
         names: of the buckets; None is all of them.
         gpus_per_node: by which exchanges use the network.
         device: "cuda" or "cpu".
+        cost_model: rates by which times are predicted; None is the config's, or an H100's.
         largest_batch: clips of a batch that are never exceeded.
         progress: iterates over the names and may show how far it is.
 
     Raises:
-        ValueError: if a bucket has no batch that fits, with the least memory that one clip takes.
+        ValueError: if a bucket has no batch that fits, with the least memory that one clip takes,
+            or for a limit below one clip.
     """
     estimator = AffineEstimator(cfg, num_gpus, memory / 1e9, device, None, gpus_per_node)
+    if largest_batch < 1:
+        raise ValueError(
+            f"got --largest-batch {largest_batch}; expected at least 1; pass the clips of a batch "
+            "that are never to be exceeded"
+        )
+    if cost_model is not None:
+        estimator.options = cfg.parallel_options(cost_model)
     batches = batches_by_name(cfg)
     chosen = list(batches) if names is None else list(names)
 
