@@ -20,10 +20,6 @@ REFERENCE_WIDTH = 1152  # of STDiT3-XL/2, for which the latency of a preset is s
 TIMES = ("latency", "network_latency", "shortest_kernel", "launch")  # in seconds; may be 0
 MIN_RATE = 1e-30
 
-# Activations ``[tokens, C]`` that norms, modulation, GELU and copies of a block of STDiT3 read and
-# write in forward.
-BLOCK_ACTIVATIONS = 41
-
 CHUNK_LAUNCHES = 40  # of one more chunk at the end of a block: 10 in forward, 30 in backward
 FP8_LAUNCHES = 12  # of scaling and rounding in an exchange, on both sides
 
@@ -172,18 +168,15 @@ class CostModel:
         held = max(shape.entries(row_layout, ranks))
         of_heads = -(-num_units * heads // ranks)  # units of one head on the busiest rank
 
-        link = self.link(spans_nodes=False)
-        whole = self._block(unit, width) + self.attention(heads, unit, unit, width // heads)
-        split = self._block(held, width) + self.attention(of_heads, unit, unit, width // heads)
-        return FewUnitsCosts(
-            whole=whole + link.seconds(2 * sent * unit, exchanges=2),
-            heads=split + link.seconds(4 * sent * held, exchanges=2),
-        )
+        def compute(tokens: int, of_heads: int) -> float:
+            attention = self.attention(of_heads, unit, unit, width // heads)
+            return block_flops(tokens, width) / self.flops + attention
 
-    def _block(self, tokens: int, width: int) -> float:
-        """Seconds of a block's forward pass without its self-attention."""
-        elementwise = self.elementwise(BLOCK_ACTIVATIONS * tokens, width, ELEMENT_BYTES)
-        return block_flops(tokens, width) / self.flops + elementwise
+        link = self.link(spans_nodes=False)
+        return FewUnitsCosts(
+            whole=compute(unit, heads) + link.seconds(2 * sent * unit, exchanges=2),
+            heads=compute(held, of_heads) + link.seconds(4 * sent * held, exchanges=2),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All rates by name, as JSON values."""
