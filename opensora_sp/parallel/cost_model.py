@@ -223,19 +223,19 @@ H100 = CostModel(flops=711e12, bandwidth=350e9, latency=5.9e-6, name="H100")
 # An H100 differs in its memory alone.
 H200 = replace(H100, memory_bandwidth=3.87e12, memory=141e9, name="H200")
 
-# One thread of a server's CPU in fp32, and gloo between two processes of one machine.
+# One thread of a server's CPU in fp32, measured by --calibrate; gloo on one machine is assumed.
 CPU = CostModel(
-    flops=60e9,
+    flops=80e9,
     bandwidth=1e9,
     latency=200e-6,
     network_bandwidth=1e9,
     network_latency=400e-6,
-    attention_forward=30e9,
-    attention_backward=30e9,
+    attention_forward=60e9,
+    attention_backward=65e9,
     attention_tile=(1, 1),
-    memory_bandwidth=8e9,
+    memory_bandwidth=8.5e9,
     shortest_kernel=0.0,
-    launch=10e-6,
+    launch=15e-6,
     asynchronous=False,
     to_host=8e9,
     peak=100e9,
