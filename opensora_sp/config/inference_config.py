@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -51,11 +52,14 @@ class InferenceConfig(Common):
     prompt_path: str | None = None
     """.txt or .csv file of prompts, if `prompts` is empty."""
 
-    aes: float | None = None
+    aes: float | str | None = None
     """Aesthetic score appended to prompts, as in the release's training; None appends none."""
 
-    flow: float | None = None
+    flow: float | str | None = None
     """Motion score appended to prompts; None appends none."""
+
+    score_style: Literal["numbers", "words"] = "numbers"
+    """Wording of the scores: numbers as in Open-Sora 1.2, or words as in 1.3."""
 
     camera_motion: str | None = None
     """Camera motion appended to prompts; None appends none."""
@@ -83,6 +87,9 @@ class InferenceConfig(Common):
     mask_strategy: str | None = None
     """Placement of the conditioning frames; see docs/sampling.md."""
 
+    cond_type: Literal["i2v_head", "i2v_tail", "i2v_loop", "v2v_head"] | None = None
+    """Conditioning frames as in Open-Sora 1.3, of a model with `use_cond`; see docs/sampling.md."""
+
     loop: int = Field(1, ge=1)
     """Parts of a video, each continuing the one before."""
 
@@ -94,3 +101,33 @@ class InferenceConfig(Common):
 
     outputs: str = "samples"
     """Folder of the samples."""
+
+    def _rules(self) -> Iterator[Callable[[], object]]:
+        yield from super()._rules()
+        yield self._scores_have_numbers
+        yield self._condition_fits
+
+    def _scores_have_numbers(self) -> None:
+        for name in ("aes", "flow"):
+            value = getattr(self, name)
+            if self.score_style == "words" or not isinstance(value, str):
+                continue
+            try:
+                float(value)
+            except ValueError:
+                raise ValueError(
+                    f"got {name} = {value!r} with score_style 'numbers'; expected a number; write "
+                    "one, or set score_style='words'"
+                ) from None
+
+    def _condition_fits(self) -> None:
+        if self.cond_type is None:
+            return
+        takes_frames = getattr(self.model_spec.config, "use_cond", False)
+        if not takes_frames or self.scheduler["type"] != "rflow" or self.batch_size != 1:
+            raise ValueError(
+                f"got cond_type {self.cond_type!r} with model.use_cond {takes_frames}, scheduler "
+                f"{self.scheduler['type']!r} and batch_size {self.batch_size}; expected a model "
+                "with use_cond=True, 'rflow' and batch_size=1; correct these, or place frames by "
+                "mask_strategy"
+            )

@@ -1,4 +1,4 @@
-"""Translation rules for the keys of Open-Sora 1.0 to 1.2 configs of STDiT models.
+"""Translation rules for the keys of Open-Sora 1.0 to 1.3 configs of STDiT models.
 
 ``translate.py`` applies ``RULES``. A key without a rule has the same meaning here, or is refused as
 unknown.
@@ -14,7 +14,7 @@ from .draft import Draft
 
 Run = Literal["train", "sample"]
 DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "VariableVideoText"}
-VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2")
+VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2", "OpenSoraVAE_V1_3")
 
 AUTOENCODER = "use a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
 OTHER_MODEL = "use an STDiT model, or parallelize a custom model (docs/custom_model.md)"
@@ -78,6 +78,22 @@ def _text(value: Any, draft: Draft) -> dict[str, Any]:
 def _qk_norm(value: Any, draft: Draft) -> dict[str, Any]:
     of_1_1 = str(draft.get("model.type")).startswith("STDiT2") and draft.foreign
     return {"model.qk_norm_legacy": True} if of_1_1 and value else {}
+
+
+def _of_1_3(value: Any, draft: Draft) -> dict[str, Any]:
+    """What Open-Sora 1.3 has in its code, by its kind of attention."""
+    if not (draft.foreign and value):
+        return {}
+    return {
+        "model.use_cond": True,
+        "model.in_channels": 16,
+        "scheduler.legacy_frame_count": "v1.3",
+    }
+
+
+def _sampling_of_1_3(value: Any, draft: Draft) -> dict[str, Any]:
+    implied = _of_1_3(value, draft)
+    return implied | {"score_style": "words"} if implied else {}
 
 
 def _frozen(*patterns: str) -> Callable[[Any, Draft], tuple[str, ...]]:
@@ -161,6 +177,9 @@ RULES: tuple[Rule, ...] = (
          note="for STDiT2 it sets qk_norm_legacy=True, as in Open-Sora 1.1"),
     *(Rule(f"model.{key}", "model.attention", inert=(None,), value={True: "auto", False: "sdpa"})
       for key in ("enable_flash_attn", "enable_flashattn")),
+    *(Rule("model.kernel_size", "model.kernel_size", run=run, inert=(None,), also=also,
+           note="of Open-Sora 1.3: with conditioning frames, latents of its VAE and its wording")
+      for run, also in (("train", _of_1_3), ("sample", _sampling_of_1_3))),
     Rule("model.enable_layernorm_kernel", note="torch's layer norm is used; apex is not needed"),
     Rule("model.enable_sequence_parallelism", note="sp_size alone turns it on"),
     Rule("model.use_x_mask", note="every model takes frame masks"),
@@ -204,7 +223,15 @@ RULES: tuple[Rule, ...] = (
          note="timesteps are drawn uniformly, which needs more steps to the same loss",
          refused={"dpm-solver": "this sampler is not supported; write scheduler=dict(type='iddpm', "
                   "num_sampling_steps=100, ...)"}),
+    *(Rule(key, f"scheduler.{key}", run="sample", inert=(None,))
+      for key in ("image_cfg_scale", "use_sdedit", "use_oscillation_guidance_for_text",
+                  "use_oscillation_guidance_for_image")),
     # optimization
+    Rule("use_cosine_scheduler", "lr_schedule", run="train", value={True: "cosine"},
+         note="without warm-up of its own"),
+    Rule("accumulation_steps", run="train", inert=(None, 1),
+         refused="set accumulation_steps=None and micro_batches_per_step to as many for each "
+                 "replica"),
     Rule("lr", "optimizer.lr", run="train"),
     Rule("adam_eps", "optimizer.eps", run="train", inert=(None,)),
     Rule("weight_decay", "optimizer.weight_decay", run="train", inert=(None,)),

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from opensora_sp.components import nearest
 from opensora_sp.data import Buckets, ClipShape
-from opensora_sp.diffusion import check_mask_ratios
+from opensora_sp.diffusion import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.rank_groups import check_degrees
 
@@ -154,6 +154,11 @@ class TrainConfig(Common):
     frames.
     """
 
+    mask_types: dict[str, float] | None = None
+    """Weight of each kind of conditioning frames of a model with `use_cond`, drawn for a
+    micro-batch, as in Open-Sora 1.3; see docs/data.md. None: no such frames.
+    """
+
     validation: Validation | None = None
     """Sampling and held-out loss during training; None is off."""
 
@@ -230,6 +235,7 @@ class TrainConfig(Common):
         yield self._degrees_fit
         yield self._training_precision
         yield self._blocks_to_recompute
+        yield self._condition_fits
 
     def _blocks_to_recompute(self) -> None:
         if self.grad_checkpoint != "auto":
@@ -289,6 +295,26 @@ class TrainConfig(Common):
         if value is not None:
             check_mask_ratios(value)
         return value
+
+    @field_validator("mask_types")
+    @classmethod
+    def _mask_types(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None:
+            check_mask_types(value)
+        return value
+
+    def _condition_fits(self) -> None:
+        if self.mask_types is None:
+            return
+        takes_frames = getattr(self.model_spec.config, "use_cond", False)
+        is_flow = self.scheduler["type"] == "rflow"
+        if not takes_frames or not is_flow or self.mask_ratios is not None:
+            raise ValueError(
+                f"got mask_types with model.use_cond {takes_frames}, scheduler "
+                f"{self.scheduler['type']!r} and mask_ratios {self.mask_ratios}; expected a model "
+                "with use_cond=True, 'rflow' and no mask_ratios; correct these, or remove "
+                "mask_types"
+            )
 
     def _training_precision(self) -> None:
         if self.precision == "fp64":

@@ -129,6 +129,7 @@ def velocity_loss(
     target: Tensor,
     x_mask: Tensor | None = None,
     video_mask: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Squared error of each sample: this rank's sum, divided by the count of the whole sample.
 
@@ -139,13 +140,29 @@ def velocity_loss(
         x_mask: bool ``[B, F]``; frames where it is False do not count.
         video_mask: bool ``[B, F, h, w]``, the input of the model. Clips of different sizes have the
             same weight.
+        weights: of each frame, ``[F]``; None is 1 for all. See ``frame_weights``.
 
     Returns:
         ``[B]``: each sample's mean for a whole output. For shards, a part of it; the parts of all
         ranks add up to the mean. A sample without counted frames gives 0.
     """
-    local = Positions.of(prediction, target, x_mask=x_mask, video_mask=video_mask)
-    return local.means((local.predicted[..., : target.shape[1]] - local.tensors[0]).square())
+    tensors = [target]
+    if weights is not None:
+        tensors.append(weights[None, None, :, None, None].expand(len(target), 1, *target.shape[2:]))
+    local = Positions.of(prediction, *tensors, x_mask=x_mask, video_mask=video_mask)
+
+    errors = (local.predicted[..., : target.shape[1]] - local.tensors[0]).square()
+    return local.means(errors if weights is None else errors * local.tensors[1])
+
+
+def frame_weights(num_frames: int, given: Sequence[int], weight: float) -> Tensor:
+    """Weights of frames ``[F]``: ``weight`` for those ``given``, and a mean of 1 over all."""
+    given = sorted(set(given))
+    others = num_frames - len(given)
+    rest = (num_frames - len(given) * weight) / others if others else 1.0
+    weights = torch.full((num_frames,), rest)
+    weights[given] = weight
+    return weights
 
 
 def samples_of_mean(weight: LossWeight, *, micro_batch: int, sizes: Sequence[int]) -> int:

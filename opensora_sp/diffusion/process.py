@@ -5,7 +5,7 @@ Legend: B samples, c latent channels, F latent frames, h x w latent size, N time
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ class Noised:
         t: timesteps of the process, ``[B]``.
         x_mask: bool ``[B, F]``, False for conditioning frames.
         video_mask: bool ``[B, F, h, w]``, False outside of a clip that is smaller than the batch.
+        given_frames: numbers of conditioning frames that are predicted as the others are, but with
+            a weight of their own (Open-Sora 1.3).
     """
 
     x_t: Tensor
@@ -49,6 +51,7 @@ class Noised:
     t: Tensor
     x_mask: Tensor | None
     video_mask: Tensor | None = None
+    given_frames: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -58,11 +61,17 @@ class Noised:
         noise: Tensor,
         t: Tensor,
         x_mask: Tensor | None,
+        given_frames: Sequence[int] = (),
     ) -> Noised:
         """Noise a batch ``[B, c, F, h, w]`` up to t ``[B]``, but for its conditioning frames."""
         x_t = process.noisy_input(x_start, noise, t, x_mask)
         return cls(
-            x_t=x_t, target=process.target(x_start, noise), x_start=x_start, t=t, x_mask=x_mask
+            x_t=x_t,
+            target=process.target(x_start, noise),
+            x_start=x_start,
+            t=t,
+            x_mask=x_mask,
+            given_frames=given_frames,
         )
 
 
@@ -101,7 +110,7 @@ class DiffusionProcess(Protocol):
     cfg_scale: float
 
     def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
-        """The guided prediction; ``inputs`` are for the doubled batch."""
+        """The guided prediction for one call of ``sample``; ``inputs`` are for the doubled batch."""
 
     def sample(
         self,

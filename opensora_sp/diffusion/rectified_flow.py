@@ -17,8 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .loss import velocity_loss
-from .process import Geometry, Noised, Prediction, by_frame, guided, per_sample
+from .given_frames import check_drop_condition
+from .image_guidance import GivenFrames, Guidance, Scales
+from .loss import frame_weights, velocity_loss
+from .process import Geometry, Noised, Prediction, by_frame, per_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +30,24 @@ class RectifiedFlow:
     ``use_timestep_transform`` shifts timesteps towards noise for larger and longer videos,
     ``transform_scale`` times as far. ``legacy_frame_count`` estimates latent frames as Open-Sora
     1.2 does: 5 for each whole 17 frames of a video. This is right for its own VAE, and 0 below 17
-    frames.
+    frames. With "v1.3" it is a quarter of the frames, 0 below 5, and only videos are scaled.
 
     With ``sample_method`` "logit-normal" the logits of training timesteps are normal with mean
     ``loc`` and standard deviation ``scale`` (Esser et al., 2024). This has more timesteps in the
     middle of the path than "uniform".
 
+    The others are of Open-Sora 1.3 (``image_guidance.py``). ``image_cfg_scale`` guides by
+    conditioning frames, None as far as ``cfg_scale`` by text. ``use_oscillation_guidance`` alternates
+    scales with 1 from step ``force_num`` on, for text or image alone as its variants are set.
+    ``scale_image_weight`` raises the image's weight over frames from ``initial_image_scale``,
+    ``use_flaw_fix`` keeps deviations. With ``use_sdedit`` conditioning frames are noised data in each
+    step (Meng et al., 2022) and not generated. In training, ``x_cond_weight`` is the weight of
+    conditioning frames in the loss, and ``drop_condition`` how often caption and frames are dropped
+    (``given_frames.py``).
+
     Raises:
-        ValueError: for numbers of steps below 1, or a scale that is not positive.
+        ValueError: for numbers of steps below 1, a scale that is not positive, or unknown names in
+            ``drop_condition``.
     """
 
     num_timesteps: int = 1000
@@ -44,10 +56,21 @@ class RectifiedFlow:
     use_discrete_timesteps: bool = False
     use_timestep_transform: bool = False
     transform_scale: float = 1.0
-    legacy_frame_count: bool = False
+    legacy_frame_count: bool | Literal["v1.3"] = False
     sample_method: Literal["uniform", "logit-normal"] = "uniform"
     loc: float = 0.0
     scale: float = 1.0
+    image_cfg_scale: float | None = None
+    use_oscillation_guidance: bool = False
+    use_oscillation_guidance_for_text: bool | None = None
+    use_oscillation_guidance_for_image: bool | None = None
+    force_num: int = 10
+    scale_image_weight: bool = False
+    initial_image_scale: float = 1.0
+    use_flaw_fix: bool = False
+    use_sdedit: bool = False
+    x_cond_weight: float = 1.0
+    drop_condition: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_timesteps", "num_sampling_steps", "transform_scale", "scale"):
@@ -60,6 +83,7 @@ class RectifiedFlow:
                 f"got sample_method {self.sample_method!r}; expected 'uniform' or 'logit-normal'; "
                 "choose one of them"
             )
+        check_drop_condition(self.drop_condition)
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:
         """Accept any model: output channels beyond those of the latent are ignored."""
@@ -105,11 +129,38 @@ class RectifiedFlow:
 
     def losses(self, prediction: Tensor | Any, noised: Noised) -> Tensor:
         """Squared error of the velocity, ``[B]``; see ``velocity_loss``."""
-        return velocity_loss(prediction, noised.target, noised.x_mask, noised.video_mask)
+        weights = None
+        if noised.given_frames and self.x_cond_weight != 1:
+            weights = frame_weights(
+                noised.target.shape[2], noised.given_frames, self.x_cond_weight
+            ).to(noised.target)
+        return velocity_loss(prediction, noised.target, noised.x_mask, noised.video_mask, weights)
 
     def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
-        """The guided velocity of a model; see ``guided``."""
-        return guided(model, self.cfg_scale, **inputs)
+        """The guided velocity of a model, for one call of ``sample``; see ``Guidance``.
+
+        With ``mask_index`` among the inputs, frames guide as well, and the inputs are for the batch
+        of three.
+        """
+        by_image = bool(inputs.get("mask_index"))
+        return Guidance(model, self.scales, by_image=by_image, flaw_fix=self.use_flaw_fix, **inputs)
+
+    @property
+    def scales(self) -> Scales:
+        """The guidance scales of each step."""
+
+        def oscillates(own: bool | None) -> bool:
+            return self.use_oscillation_guidance if own is None else own
+
+        return Scales(
+            text=self.cfg_scale,
+            image=self.cfg_scale if self.image_cfg_scale is None else self.image_cfg_scale,
+            text_oscillates=oscillates(self.use_oscillation_guidance_for_text),
+            image_oscillates=oscillates(self.use_oscillation_guidance_for_image),
+            force_num=self.force_num,
+            image_start=self.initial_image_scale if self.scale_image_weight else None,
+            num_steps=self.num_sampling_steps,
+        )
 
     def sampling_timesteps(
         self, num_samples: int, geometry: Geometry | None = None, **options: Any
@@ -134,6 +185,7 @@ class RectifiedFlow:
         *,
         geometry: Geometry | None = None,
         frame_levels: Tensor | None = None,
+        given: GivenFrames | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
@@ -145,18 +197,26 @@ class RectifiedFlow:
                 1.
             frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a
                 frame is moved along: 1 generates it, 0 keeps it, values between edit it.
-            draw_noise: ``draw_noise(step)`` of the shape of z, needed with ``frame_levels``.
+            given: conditioning frames that ``predict`` is told of, which ``use_sdedit`` replaces
+                by noised data in each step.
+            draw_noise: ``draw_noise(step)`` of the shape of z, needed with ``frame_levels`` and for
+                ``use_sdedit``.
             on_step: called after each step.
 
         Returns:
             Data of the shape of ``z``.
 
         Raises:
-            ValueError: for ``frame_levels`` without ``draw_noise``.
+            ValueError: for ``frame_levels`` or ``use_sdedit`` without ``draw_noise``.
         """
+        edits = self.use_sdedit and given is not None and bool(given.index)
         if frame_levels is not None and draw_noise is None:
             raise ValueError(
                 "got frame_levels without draw_noise; expected noise for each step; pass it"
+            )
+        if edits and draw_noise is None:
+            raise ValueError(
+                "got use_sdedit without draw_noise; expected noise for each step; pass it"
             )
 
         # Timesteps rounded to bf16 would be other timesteps.
@@ -166,6 +226,9 @@ class RectifiedFlow:
         was_active = None if frame_levels is None else frame_levels == 1
 
         for i, (t, next_t) in enumerate(pairwise([*timesteps, torch.zeros_like(timesteps[0])])):
+            if edits:
+                assert given is not None and draw_noise is not None
+                z = given.replaced(z, self.add_noise(given.latents, draw_noise(i), t))
             active, previous = None, z
             if frame_levels is not None:
                 assert was_active is not None and draw_noise is not None
@@ -197,11 +260,16 @@ class RectifiedFlow:
 
         ratio_space = (geometry.height * geometry.width / 512**2).sqrt()
         frames = geometry.num_frames
+        scale: float | Tensor = self.transform_scale
         if self.legacy_frame_count:
             # The first sample decides whether these are images.
             is_image = frames[:1] == 1
-            frames = torch.where(is_image, torch.ones_like(frames), frames // 17 * 5)
+            is_1_3 = self.legacy_frame_count == "v1.3"
+            estimated = (frames - 1) // 4 if is_1_3 else frames // 17 * 5
+            frames = torch.where(is_image, torch.ones_like(frames), estimated)
+            if is_1_3:
+                scale = torch.where(is_image, 1.0, self.transform_scale)
 
-        ratio = ratio_space * frames.sqrt() * self.transform_scale
+        ratio = ratio_space * frames.sqrt() * scale
         t = t / self.num_timesteps
         return ratio * t / (1 + (ratio - 1) * t) * self.num_timesteps

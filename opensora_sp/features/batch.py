@@ -14,7 +14,7 @@ from torch import Tensor
 from opensora_sp.conditions import size_conditions
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.diffusion import DiffusionProcess, Noised
+from opensora_sp.diffusion import DiffusionProcess, GivenFrames, Noised
 from opensora_sp.transfer import to_device
 
 from .draws import Draws
@@ -47,7 +47,8 @@ class Batch:
     @property
     def of_group(self) -> dict[str, Any]:
         """The tensors that are equal on all ranks of a group: not latents and captions."""
-        shared = {name: one for name, one in self.inputs.items() if name not in ("y", "mask")}
+        own = ("y", "mask", "cond", "mask_index")
+        shared = {name: one for name, one in self.inputs.items() if name not in own}
         return {"ids": self.ids} | shared
 
 
@@ -84,8 +85,25 @@ class BatchMaker:
             drop_caption=drop_caption,
             drop_path=draws.drop_path,
             **numbers,
+            **_given_frames(latents, draws),
         )
         if x_mask is not None:
             x_mask = to_device(x_mask, self.device)
-        noised = Noised.of(self.flow, latents, draws.noise, t, x_mask)
+        index = () if draws.condition is None else draws.condition.index
+        noised = Noised.of(self.flow, latents, draws.noise, t, x_mask, index)
         return Batch(noised, inputs, draws.ids, features.text_lengths)
+
+
+def _given_frames(latents: Tensor, draws: Draws) -> dict[str, Any]:
+    """What the model takes of conditioning frames that lie beside its input; nothing of none."""
+    condition = draws.condition
+    if condition is None or not condition.index:
+        return {}
+
+    if draws.reference_noise is not None:
+        latents = latents + condition.noise * draws.reference_noise
+    inputs = GivenFrames(latents, condition.index).inputs()
+    if condition.drops_frames:
+        # Their places stay.
+        inputs["cond"] = torch.zeros_like(latents)
+    return inputs

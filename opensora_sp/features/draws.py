@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import MicroBatch
-from opensora_sp.diffusion import draw_frame_mask
+from opensora_sp.diffusion import DrawnCondition, draw_condition, draw_frame_mask
 from opensora_sp.randomness import generator, normal, uniform
 
 Key = tuple[int, ...]
@@ -35,6 +35,8 @@ class Draws:
     frame_mask: tuple[tuple[bool, ...], ...] | None  # [B][f], False for conditioning frames
     drop_caption: tuple[bool, ...] | None  # [B]; the host counts tokens
     drop_path: Tensor | None  # bool [2 * depth, B], True for branches to drop
+    condition: DrawnCondition | None = None  # of all clips
+    reference_noise: Tensor | None = None  # float32 [B, c, f, h, w], if the condition is noisy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class DrawConfig:
         bins: K, where each clip has a timestep in each part of [0, 1); None for one in all of it.
         mask_ratios: probabilities of frame masks; None for no masks.
         patch_frames: latent frames of a patch, within which a frame mask is equal.
+        mask_types: weights of the kinds of conditioning frames; None for none.
+        drop_condition: weights of what is dropped of captions and conditioning frames.
         caption_rate: probability of dropping a caption.
         path_rates: probability of dropping each branch of the model, float64 ``[2 * depth]``.
     """
@@ -56,6 +60,8 @@ class DrawConfig:
     purpose: str = ""
     bins: int | None = None
     mask_ratios: Mapping[str, float] | None = None
+    mask_types: Mapping[str, float] | None = None
+    drop_condition: Mapping[str, float] | None = None
     patch_frames: int = 1
     caption_rate: float = 0.0
     path_rates: Tensor | None = None
@@ -72,6 +78,8 @@ class DrawConfig:
             seed=cfg.seed,
             channels=channels,
             mask_ratios=cfg.mask_ratios,
+            mask_types=cfg.mask_types,
+            drop_condition=cfg.scheduler.get("drop_condition"),
             patch_frames=model_config.patch_size[0],
             caption_rate=model_config.class_dropout_prob,
             path_rates=rates,
@@ -84,15 +92,34 @@ class DrawConfig:
 
     def draw(self, keys: Sequence[Key], latent_size: tuple[int, int, int]) -> Draws:
         """The draws of clips with these keys, whose latents have this size (f, h, w)."""
-        size, purpose = (self.channels, *latent_size), f"{self.purpose}noise"
+        size, condition = (self.channels, *latent_size), self._condition(keys, latent_size[0])
+        drop_caption, reference_noise = self._drop_caption(keys), None
+        if condition is not None and condition.drops_text:
+            drop_caption = (True,) * len(keys)
+        if condition is not None and condition.noise:
+            reference_noise = self._noise(keys, size, "reference_noise")
+
         return Draws(
             ids=torch.tensor([key[-1] for key in keys]),
-            noise=torch.stack([normal(size, self.seed, purpose, *key) for key in keys]),
+            noise=self._noise(keys, size, "noise"),
             timesteps=self._timesteps(keys),
             frame_mask=self._frame_mask(keys, latent_size[0]),
-            drop_caption=self._drop_caption(keys),
+            drop_caption=drop_caption,
             drop_path=self._drop_path(keys),
+            condition=condition,
+            reference_noise=reference_noise,
         )
+
+    def _noise(self, keys: Sequence[Key], size: tuple[int, ...], purpose: str) -> Tensor:
+        purpose = f"{self.purpose}{purpose}"
+        return torch.stack([normal(size, self.seed, purpose, *key) for key in keys])
+
+    def _condition(self, keys: Sequence[Key], num_frames: int) -> DrawnCondition | None:
+        """One for all clips: the model takes the same conditioning frames of each."""
+        if self.mask_types is None:
+            return None
+        draws = generator(self.seed, f"{self.purpose}condition", *keys[0])
+        return draw_condition(self.mask_types, self.drop_condition, num_frames, draws)
 
     def _timesteps(self, keys: Sequence[Key]) -> Tensor:
         purpose = f"{self.purpose}timestep"

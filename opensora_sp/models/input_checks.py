@@ -252,7 +252,8 @@ def check_conditioning_frames(
 
     num_frames = -(-x.shape[2] // config.patch_size[0])
     in_range = all(0 <= frame < num_frames for frame in mask_index)
-    if y_null is None or config.skip_y_embedder or not in_range:
+    has_null = y_null is not None or isinstance(y, Tensor)
+    if not has_null or config.skip_y_embedder or not in_range:
         raise ValueError(
             f"got mask_index {list(mask_index)}, y_null "
             f"{'missing' if y_null is None else 'passed'} and skip_y_embedder "
@@ -261,5 +262,5 @@ def check_conditioning_frames(
         )
 
     # The shape of y_null was compared with that of y, unless one of them is encoded.
-    if isinstance(y, Text) or isinstance(y_null, Text):
+    if y_null is not None and (isinstance(y, Text) or isinstance(y_null, Text)):
         check_text(config, len(x), y_null, None, None)

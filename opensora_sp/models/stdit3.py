@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from .base import MODEL_POINTS, ConditionedModel
@@ -121,7 +122,8 @@ class STDiT3(ConditionedModel):
             mask_index: indices of the conditioning frames, the same in all samples. These frames
                 attend to ``y_null`` instead of y. Required with ``cond``; may be empty.
             y_null: text features for these frames, shaped like y, or the result of
-                ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null.
+                ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null. By
+                default the null caption, unless y is encoded.
             drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Each entry skips a block's
                 modulated branches.
 
@@ -137,8 +139,10 @@ class STDiT3(ConditionedModel):
         t = self.t_embedder(self.timesteps(timestep, x_mask))  # [B, m, C]
         t = t + self.fps_embedder(fps, len(x))[:, None]  # [B, m, C]
         text = self.embed_text(y, mask, drop_caption)
-        if mask_index and y_null is not None:
-            text = text.followed_by(self.embed_text(y_null, mask, None))
+        if mask_index:
+            nulls = torch.ones(len(x), dtype=torch.bool) if y_null is None else None
+            null_text = self.embed_text(y if y_null is None else y_null, mask, nulls)
+            text = text.followed_by(null_text)
         conditioning = Conditioning(
             self.t_block(t).unflatten(-1, (6, -1)),  # [B, m, 6, C]
             self.conditioning_frames(x_mask),  # [B, T]
@@ -156,15 +160,16 @@ class STDiT3(ConditionedModel):
             x = self.add_conditioning_frames(x, cond, cond_mask, rows)
         x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
+        pairs = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
+        tables = conditioning.tables([block.scale_shift_table for pair in pairs for block in pair])
         scales = self.branch_scales(drop_path)
-        pairs = zip(self.spatial_blocks, self.temporal_blocks, strict=True)
         for i, (spatial_block, temporal_block) in enumerate(pairs):
-            x = self.run_part(spatial_block, x, conditioning.spatial(rows), scales[2 * i])
+            own = tables[2 * i], scales[2 * i]
+            x = self.run_part(spatial_block, x, conditioning.spatial(rows), *own)
             x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
 
-            last = i + 1 == config.depth
-            condition = conditioning.temporal(rows)
-            x = self.run_part(temporal_block, x, condition, scales[2 * i + 1], last=last)
+            last, own = i + 1 == config.depth, (tables[2 * i + 1], scales[2 * i + 1])
+            x = self.run_part(temporal_block, x, conditioning.temporal(rows), *own, last=last)
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C], spatial rows
 

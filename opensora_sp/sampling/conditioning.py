@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opensora_sp.diffusion import GivenFrames
 from opensora_sp.json_reader import parse_json
 
 
@@ -170,6 +171,49 @@ def nearest_point(value: int, grid: int, maximum: int) -> int:
     below, rest = divmod(value, grid)
     rounds_up = 2 * rest > grid and below + 1 < maximum // grid
     return (below + rounds_up) * grid
+
+
+def frames_of_kind(
+    kind: str,
+    references: Sequence[Tensor],
+    previous: Tensor | None,
+    *,
+    loop: int,
+    loops: int,
+    length: int,
+    latent: Tensor,
+) -> GivenFrames:
+    """The conditioning frames of one loop, as Open-Sora 1.3 names them; the others are 0.
+
+    The first loop begins with the first frame of the first reference ("i2v_head", "i2v_loop") or
+    with up to ``length`` of them ("v2v_head"), the later ones with the last ``length`` frames of the
+    loop before. "i2v_loop" ends with the first frame of the second reference, or else the last of
+    the first: in a single loop, or in each later one. "i2v_tail" ends the last loop so, and a single
+    loop with the last frame of the first reference.
+
+    Args:
+        kind: one of ``CONDITION_KINDS``.
+        references: latents ``[c, f_i, h, w]``, at least one.
+        previous: latents ``[c, f, h, w]`` of the loop before.
+        latent: ``[c, f, h, w]``, for shape, dtype and device.
+    """
+    head = tail = latent[:, :0]
+    if previous is not None:
+        head = previous[:, -length:]
+    elif kind != "i2v_tail":
+        head = references[0][:, : length if kind == "v2v_head" else 1]
+
+    has_tail = {"i2v_loop": loop > 0 or loops == 1, "i2v_tail": loop == loops - 1}
+    if has_tail.get(kind, False):
+        is_second = len(references) > 1 and (kind == "i2v_loop" or loop > 0)
+        tail = references[1][:, :1] if is_second else references[0][:, -1:]
+
+    frames, num_frames = torch.zeros_like(latent), latent.shape[1]
+    head = head[:, : num_frames - tail.shape[1]]
+    frames[:, : head.shape[1]] = head
+    frames[:, num_frames - tail.shape[1] :] = tail
+    index = [*range(head.shape[1]), *range(num_frames - tail.shape[1], num_frames)]
+    return GivenFrames(frames[None], index)
 
 
 def prompt_of_loop(prompt: str, loop: int) -> str:

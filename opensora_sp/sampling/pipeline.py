@@ -17,12 +17,13 @@ from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
-from opensora_sp.diffusion import unguided
+from opensora_sp.diffusion import GivenFrames, unguided
+from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
 from opensora_sp.models.compile import reporting_compilation
 from opensora_sp.parallel import SequenceMesh
 
-from .conditioning import Insertion, Prompt, insert_references, prompt_of_loop
+from .conditioning import Insertion, Prompt, frames_of_kind, insert_references, prompt_of_loop
 from .decoding import Frames, decode, frames_of
 from .requests import Request
 
@@ -74,6 +75,7 @@ class Pipeline:
         *,
         text: Text | None = None,
         conditioning: Sequence[ConditioningFrames] | None = None,
+        given: GivenFrames | None = None,
         loop: int = 0,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
@@ -82,6 +84,7 @@ class Pipeline:
         Args:
             text: the result of ``encode`` for the prompts of this loop; encoded here if None.
             conditioning: for each request, its conditioning frames; other loops' are ignored.
+            given: conditioning frames that the model takes beside its input (Open-Sora 1.3).
             loop: which part of a looped video this is.
             on_step: called after each sampling step.
 
@@ -105,13 +108,16 @@ class Pipeline:
             torch.tensor([request.fps for request in batch], device=self.device),
             latent_frames=z.shape[2],
         )
-        predict = self._prediction(text or self.encode(batch, loop), numbers)
+        copies = self._copies(given)
+        text = text or self.encode(batch, loop, copies=copies)
+        predict = self._prediction(text, numbers, copies, given)
         latents = self.flow.sample(
             # Each step is a context of its own; the first one of a shape compiles.
             reporting_compilation("sampling")(predict),
             z,
             geometry=geometry,
             frame_levels=levels,
+            **({} if given is None else {"given": given}),
             draw_noise=lambda k: noise("sample_draw", k),
             on_step=on_step,
         )
@@ -124,27 +130,50 @@ class Pipeline:
             )
         return latents
 
-    def _prediction(self, text: Text, numbers: dict[str, Tensor]) -> Callable[..., Tensor]:
+    def _copies(self, given: GivenFrames | None) -> int:
+        """Predictions of a step: 3 with guidance by conditioning frames, 2 with that by text."""
+        if given is not None and given.index:
+            return 3
+        return 2 if self.guides else 1
+
+    def _prediction(
+        self, text: Text, numbers: dict[str, Tensor], copies: int, given: GivenFrames | None
+    ) -> Callable[..., Tensor]:
         """The model's prediction as a function of latents and timestep, guided where asked for."""
-        if not self.guides:
+        if copies == 1:
             return unguided(self.model, y=text, **numbers)
 
-        doubled = {name: torch.cat([value, value]) for name, value in numbers.items()}
-        return self.flow.guide(self.model, y=text, **doubled)
+        inputs: dict[str, Any] = {
+            name: torch.cat([value] * copies) for name, value in numbers.items()
+        }
+        if given is not None and given.index:
+            null = self._null_text(copies * len(given.latents))
+            inputs |= given.guided_inputs() | dict(y_null=null)
+        return self.flow.guide(self.model, y=text, **inputs)
+
+    def _null_text(self, count: int) -> Text:
+        """The null caption of so many samples, which conditioning frames attend to."""
+        y = torch.zeros(count, 1, 1, self.text_encoder.width, device=self.device)
+        encode_text: Any = self.model.encode_text
+        return encode_text(y, None, torch.ones(count, dtype=torch.bool))
 
     @torch.no_grad()
-    def encode(self, batch: Sequence[Request], loop: int = 0) -> Text:
+    def encode(self, batch: Sequence[Request], loop: int = 0, *, copies: int | None = None) -> Text:
         """The text condition of every step: the prompts and, with guidance, the negative prompts.
 
         A request without a negative prompt is guided away from the unconditional prediction. A text
         that several requests share is encoded once.
+
+        Args:
+            copies: predictions of a step; the first is that of the prompts. By default as without
+                conditioning frames.
         """
         texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
-        drop = [False] * len(batch)
-        if self.guides:
+        prompts, drop = list(texts), [False] * len(batch)
+        for _ in range((copies or self._copies(None)) - 1):
             negative = [request.negative_prompt for request in batch]
             drop += [text is None for text in negative]
-            texts += [prompt if text is None else text for prompt, text in zip(texts, negative)]
+            texts += [prompt if text is None else text for prompt, text in zip(prompts, negative)]
 
         distinct = list(dict.fromkeys(texts))
         y, mask = self.text_encoder.encode(distinct)
@@ -196,6 +225,7 @@ class Pipeline:
         for path in prompt.references:
             limits = self.cfg.limits
             frames = read_frames(path, time_limit=limits.seconds, limits=limits)
+            frames = frames[: planned_whole_frames(self.cfg.vae, len(frames))]
             clip = to_clip(frames, size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))
         return ConditioningFrames(latents, prompt.insertions)
@@ -210,10 +240,13 @@ class Pipeline:
         cfg, parts = self.cfg, list[Tensor]()
         conditioning = [self.conditioning(request.prompt, request.size) for request in batch]
         length = cfg.condition_frame_length
-        texts, text = list[str](), None
+        encoded, text = list[Any](), None
 
         for loop in range(cfg.loop):
-            if parts:
+            given = None
+            if cfg.cond_type is not None:
+                given = self._given(batch, conditioning, parts, loop)
+            elif parts:
                 end = Insertion(
                     loop, reference_start=-length, length=length, edit=cfg.condition_frame_edit
                 )
@@ -223,16 +256,43 @@ class Pipeline:
                 ]
 
             # Most prompts are the same in all loops, and encoding is expensive.
-            loop_texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
-            if loop_texts != texts:
-                texts, text = loop_texts, self.encode(batch, loop)
+            copies = self._copies(given)
+            wanted = [copies, *(prompt_of_loop(request.prompt.text, loop) for request in batch)]
+            if wanted != encoded:
+                encoded, text = wanted, self.encode(batch, loop, copies=copies)
 
             parts.append(
                 self.latents(
-                    batch, text=text, conditioning=conditioning, loop=loop, on_step=on_step
+                    batch,
+                    text=text,
+                    conditioning=None if given is not None else conditioning,
+                    given=given,
+                    loop=loop,
+                    on_step=on_step,
                 )
             )
         return parts
+
+    def _given(
+        self,
+        batch: Sequence[Request],
+        conditioning: Sequence[ConditioningFrames],
+        parts: Sequence[Tensor],
+        loop: int,
+    ) -> GivenFrames:
+        """The conditioning frames of a loop of a single video, by ``cond_type``."""
+        cfg, (request,) = self.cfg, batch
+        assert cfg.cond_type is not None
+        size = (self.vae.channels, *self.vae.latent_size(*request.shape))
+        return frames_of_kind(
+            cfg.cond_type,
+            conditioning[0].references,
+            parts[-1][0] if parts else None,
+            loop=loop,
+            loops=cfg.loop,
+            length=cfg.condition_frame_length,
+            latent=torch.zeros(size, device=self.device, dtype=self.dtype),
+        )
 
     def num_frames(self, request: Request) -> int:
         """Frames of the whole video, all its loops."""

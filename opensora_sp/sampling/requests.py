@@ -17,7 +17,11 @@ from torch import Tensor
 from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data import Limits
 from opensora_sp.data.video import UNREADABLE, Probed, probe
-from opensora_sp.encoders import planned_latent_size
+from opensora_sp.encoders import (
+    planned_decoded_frames,
+    planned_latent_size,
+    planned_whole_frames,
+)
 from opensora_sp.randomness import normal
 
 from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
@@ -25,6 +29,24 @@ from .lettering import JOINERS
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200
+# Scores in words, as in Open-Sora 1.3, by their lower bounds.
+AESTHETIC_WORDS = {
+    -math.inf: "terrible",
+    4: "very poor",
+    4.5: "poor",
+    5: "fair",
+    5.5: "good",
+    6: "very good",
+    6.5: "excellent",
+}
+MOTION_WORDS = {
+    -math.inf: "very low",
+    0.5: "low",
+    2: "fair",
+    5: "high",
+    10: "very high",
+    20: "extremely high",
+}
 # Of a run; the others are of a prompt.
 MAX_VIDEOS = 100_000
 MAX_CHARACTERS, MAX_REFERENCES = 20_000, 64
@@ -177,17 +199,17 @@ def _check_at_most(allowed: int, number: int, what: str, of: str) -> None:
 
 
 def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
-    """Append the config's scores to the text of each loop, worded as in training Open-Sora 1.2.
+    """Append the config's scores to the text of each loop, worded as in training Open-Sora 1.2 or,
+    with ``score_style`` "words", 1.3.
 
     A score that the prompt states itself is kept.
     """
-    aes, flow = (None if score is None else f"{score:.1f}" for score in (cfg.aes, cfg.flow))
-    scores = {"aesthetic score:": aes, "motion score:": flow, "camera motion:": cfg.camera_motion}
+    sentences = _score_words(cfg) if cfg.score_style == "words" else _score_numbers(cfg)
 
     def scored(text: str) -> str:
-        for name, value in scores.items():
-            if value is not None and name not in text:
-                text += f" {name} {value}."
+        for phrase, sentence in sentences.items():
+            if sentence is not None and phrase not in text:
+                text += f" {sentence}."
         return text
 
     if not prompt.text.startswith("|"):
@@ -197,6 +219,38 @@ def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
     empty, *parts = re.split(r"(\|\s*\d+\s*\|)", prompt.text)
     texts = [part if i % 2 == 0 else scored(part.strip()) for i, part in enumerate(parts)]
     return replace(prompt, text="".join([empty, *texts]))
+
+
+def _score_numbers(cfg: InferenceConfig) -> dict[str, str | None]:
+    """By the phrase that a prompt may have itself: the sentence of each score, None for none."""
+    values = {
+        "aesthetic score:": None if cfg.aes is None else f"{float(cfg.aes):.1f}",
+        "motion score:": None if cfg.flow is None else f"{float(cfg.flow):.1f}",
+        "camera motion:": cfg.camera_motion,
+    }
+    return {name: None if value is None else f"{name} {value}" for name, value in values.items()}
+
+
+def _score_words(cfg: InferenceConfig) -> dict[str, str | None]:
+    """``_score_numbers`` in the words of Open-Sora 1.3."""
+    aes, flow = _graded(cfg.aes, AESTHETIC_WORDS), _graded(cfg.flow, MOTION_WORDS)
+    camera = cfg.camera_motion
+    return {
+        "aesthetic score is": aes and f"The aesthetic score is {aes}",
+        "motion strength is": flow and f"The motion strength is {flow}",
+        "camera motion:": camera and f"camera motion: {camera}",
+    }
+
+
+def _graded(score: float | str | None, words: dict[float, str]) -> str | None:
+    """The word of the highest bound that a score reaches; texts that are no numbers stay."""
+    if score is None:
+        return None
+    try:
+        reached = [word for bound, word in words.items() if float(score) >= bound]
+    except ValueError:
+        return str(score)
+    return reached[-1]
 
 
 def batches_of(
@@ -242,7 +296,11 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
         for path in request.prompt.references:
             found = probe_once(path, cfg.limits)
             warn_once(path, (found.height, found.width), request.size)
-            counts.append(planned_latent_size(cfg.vae, found.num_frames, *request.size)[0])
+            kept = planned_whole_frames(cfg.vae, found.num_frames)
+            counts.append(planned_latent_size(cfg.vae, kept, *request.size)[0])
+        if cfg.cond_type is not None:
+            _check_condition(cfg.cond_type, request.prompt)
+            continue
         check_insertions(request.prompt.insertions, counts, frames=frames, loops=cfg.loop)
 
 
@@ -250,9 +308,17 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
     """Latent frames of one loop of a video.
 
     Raises:
-        ValueError: if the model has position tables for another size.
+        ValueError: if the model has position tables for another size, or the autoencoder does not
+            give back as many frames.
     """
     latent_size = planned_latent_size(cfg.vae, *request.shape)
+    decoded = planned_decoded_frames(cfg.vae, request.num_frames)
+    if decoded != request.num_frames:
+        raise ValueError(
+            f"got {request.num_frames} frames for {request.prompt.text!r}, of which the vae "
+            f"{cfg.vae['type']!r} gives back {decoded}; expected a count that comes back; "
+            f"set num_frames={planned_whole_frames(cfg.vae, request.num_frames)}"
+        )
     wanted = cfg.model_spec.input_size
     if wanted is not None and wanted != latent_size:
         raise ValueError(
@@ -261,6 +327,17 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
             f"input_size {wanted}; change the size, or take a checkpoint of that size"
         )
     return latent_size[0]
+
+
+def _check_condition(kind: str, prompt: Prompt) -> None:
+    """Raise ValueError if a prompt does not fit the kind of conditioning frames."""
+    if not prompt.references or prompt.mask_strategy is not None:
+        raise ValueError(
+            f"got cond_type {kind!r} with {len(prompt.references)} references and mask_strategy "
+            f"{prompt.mask_strategy!r} for {prompt.text!r}; expected at least one reference and no "
+            "mask_strategy, since the kind places its frames; pass reference_path, or set "
+            "cond_type=None"
+        )
 
 
 def _warn_of_size(path: Path, found: tuple[int, int], wanted: tuple[int, int]) -> None:

@@ -16,7 +16,11 @@ KEPT = (
     "vae.micro_frame_size", "text_encoder.type", "text_encoder.from_pretrained", "scheduler.type",
     "scheduler.num_sampling_steps", "scheduler.cfg_scale", "scheduler.cfg_channel",
     "scheduler.timestep_respacing", "scheduler.use_timestep_transform",
-    "scheduler.use_discrete_timesteps", "scheduler.sample_method",
+    "scheduler.use_discrete_timesteps", "scheduler.sample_method", "cond_type", "mask_types",
+    "model.use_spatial_rope", "model.class_dropout_prob", "vae.z_channels",
+    "vae.micro_batch_size_2d", "vae.use_tiled_conv3d", "vae.tile_size", "vae.normalization",
+    "vae.temporal_overlap", "scheduler.scale_image_weight", "scheduler.initial_image_scale",
+    "scheduler.use_oscillation_guidance", "scheduler.use_flaw_fix", "scheduler.drop_condition",
 )  # fmt: skip
 """Keys of public configs that have the same meaning here."""
 
@@ -147,6 +151,107 @@ lr = 1e-4
 ema_decay = 0.99
 adam_eps = 1e-15
 warmup_steps = 1000
+"""
+VAE_1_3 = """
+vae = dict(
+    type="OpenSoraVAE_V1_3",
+    from_pretrained="hpcai/vae",
+    z_channels=16,
+    micro_batch_size=1,
+    micro_batch_size_2d=4,
+    micro_frame_size=17,
+    use_tiled_conv3d=True,
+    tile_size=4,
+    normalization="video",
+    temporal_overlap=True,
+    force_huggingface=True,
+)
+"""
+V1_3 = f"""
+dataset = dict(type="VariableVideoTextDataset", transform_name="resize_crop")
+bucket_config = {{"360p": {{49: (1.0, 10), 113: (1.0, 4)}}, "720p": {{49: (0.25, 2)}}}}
+drop_condition = {{"cond": 0.1, "text": 0.1, "null": 0.1, "keep": 0.7}}
+mask_types = {{"i2v_head": 5, "i2v_tail": 2, "v2v_head_noisy": 2, "other": 1, "none": 2}}
+grad_checkpoint = True
+num_workers = 8
+num_bucket_build_workers = 16
+dtype = "bf16"
+plugin = "zero2"
+sp_size = 2
+model = dict(
+    type="STDiT3-XL/2",
+    from_pretrained=None,
+    qk_norm=True,
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+    freeze_y_embedder=True,
+    class_dropout_prob=0.1,
+    kernel_size=(8, 8, -1),
+    use_spatial_rope=True,
+)
+{VAE_1_3}
+text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300, shardformer=True)
+scheduler = dict(
+    type="rflow",
+    use_timestep_transform=True,
+    sample_method="logit-normal",
+    drop_condition=drop_condition,
+)
+seed = 42
+outputs = "outputs"
+wandb = False
+epochs = 1
+log_every = 8
+ckpt_every = 200
+grad_clip = 1.0
+lr = 1e-4
+ema_decay = 0.99
+adam_eps = 1e-15
+warmup_steps = 1000
+use_cosine_scheduler = False
+accumulation_steps = 1
+del drop_condition
+"""
+SAMPLING_1_3 = f"""
+num_frames = 113
+resolution = "360p"
+aspect_ratio = "9:16"
+fps = 24
+frame_interval = 1
+save_dir = "samples"
+multi_resolution = "STDiT2"
+seed = 42
+batch_size = 1
+dtype = "bf16"
+cond_type = "i2v_head"
+condition_frame_length = 5
+use_sdedit = True
+use_oscillation_guidance_for_text = True
+use_oscillation_guidance_for_image = True
+model = dict(
+    type="STDiT3-XL/2",
+    from_pretrained="hpcai-tech/OpenSora-STDiT-v4",
+    qk_norm=True,
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+    kernel_size=(8, 8, -1),
+    use_spatial_rope=True,
+    class_dropout_prob=0.0,
+    force_huggingface=True,
+)
+{VAE_1_3}
+text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300)
+scheduler = dict(
+    type="rflow",
+    use_timestep_transform=True,
+    num_sampling_steps=30,
+    cfg_scale=7.5,
+    scale_image_weight=True,
+    initial_image_scale=1.0,
+)
+image_cfg_scale = 5.0
+aes = 7.0
+flow = None
 """
 SAMPLING = """
 resolution = "240p"
@@ -279,6 +384,22 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         (True, {}, {"model.attention": "auto"}),
         (False, {}, {"model.attention": "sdpa"}),
     ],
+    "model.kernel_size": [
+        (
+            (8, 8, -1),
+            {"lr": 1.0},
+            {
+                "model.kernel_size": (8, 8, -1),
+                "model.use_cond": True,
+                "model.in_channels": 16,
+                "scheduler.legacy_frame_count": "v1.3",
+                "score_style": None,
+            },
+        ),
+        ((8, 8, -1), {"fps": 24, "dtype": "bf16"}, {"score_style": "words"}),
+        ((8, 8, -1), {}, {"model.use_cond": None}),
+        (None, {"lr": 1.0}, {"model.use_cond": None}),
+    ],
     "model.enable_layernorm_kernel": [(True, {}, {})],
     "model.enable_sequence_parallelism": [(True, {}, {})],
     "model.use_x_mask": [(True, {}, {})],
@@ -350,6 +471,20 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         ("iddpm-speed", {}, {"scheduler.type": "iddpm"}),
         ("dpm-solver", {}, "num_sampling_steps=100"),
     ],
+    **{
+        f"{key}": [
+            (value, {"fps": 24}, {f"scheduler.{key}": value}),
+            (None, {"fps": 24}, {f"scheduler.{key}": None}),
+        ]
+        for key, value in {
+            "image_cfg_scale": 5.0,
+            "use_sdedit": True,
+            "use_oscillation_guidance_for_text": True,
+            "use_oscillation_guidance_for_image": False,
+        }.items()
+    },
+    "use_cosine_scheduler": [(True, {}, {"lr_schedule": "cosine"}), (False, {}, {})],
+    "accumulation_steps": [(1, {}, {}), (4, {}, "set accumulation_steps=None")],
     "lr": [(1e-4, {}, {"optimizer.lr": 1e-4}), (1e-4, {"optimizer.lr": 1.0}, "got both lr")],
     "adam_eps": [(1e-15, {}, {"optimizer.eps": 1e-15})],
     "weight_decay": [(0.1, {}, {"optimizer.weight_decay": 0.1})],
