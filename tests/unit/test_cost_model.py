@@ -15,6 +15,7 @@ from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.parallel.cost_model import CPU, H100, H200, PRESETS, CostModel, preset_of
 from opensora_sp.parallel.cost_model_file import cost_model_of, read_cost_model, write_cost_model
 from opensora_sp.planner.calibration import fitted_link
+from opensora_sp.runtime.rank_info import RankInfo, find_differences
 from opensora_sp.sampling import requests
 from opensora_sp.sampling.process_groups import choose_groups
 
@@ -102,6 +103,13 @@ def test_ranks_compare_all_rates():
     assert len(settings) == len(dataclasses.fields(CostModel))
     differing = [name for name in settings if settings[name] != H200.as_settings()[name]]
     assert differing == ["cost_model.memory_bandwidth", "cost_model.memory", "cost_model.name"]
+
+    joined = []
+    for rank, rates in enumerate((H100, H100, dataclasses.replace(H100, latency=1e-5))):
+        joined.append(RankInfo(rank, 3, "host", settings=rates.as_settings()))
+    assert not find_differences(joined[:2])
+    message = find_differences(joined)
+    assert "got different settings: cost_model.latency" in message and "1e-05" in message
 
 
 def test_sampling_shares_a_batch_where_links_are_fast():
