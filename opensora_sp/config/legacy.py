@@ -226,6 +226,7 @@ RULES: tuple[Rule, ...] = (
     *(Rule(key, f"scheduler.{key}", run="sample", inert=(None,))
       for key in ("image_cfg_scale", "use_sdedit", "use_oscillation_guidance_for_text",
                   "use_oscillation_guidance_for_image")),
+    Rule("drop_condition", "scheduler.drop_condition", run="train", yields=True),
     # optimization
     Rule("use_cosine_scheduler", "lr_schedule", run="train", value={True: "cosine"},
          note="without warm-up of its own"),
