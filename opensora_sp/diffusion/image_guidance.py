@@ -1,8 +1,8 @@
 """Guidance of Open-Sora 1.3: by text and by conditioning frames, each with its own scale.
 
 With conditioning frames a step predicts three times: with caption and frames, with the frames
-alone and with neither. The result is ``neither + s_image (frames - neither) + s_text (both - frames)``, as
-in InstructPix2Pix (Brooks et al., 2023).
+alone and with neither. The result is ``neither + s_image (frames - neither) + s_text (both -
+frames)``, as in InstructPix2Pix (Brooks et al., 2023).
 
 Legend: B samples, c latent channels, F latent frames, h x w latent size.
 """

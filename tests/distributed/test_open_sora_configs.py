@@ -455,7 +455,7 @@ def test_one_of_1_3_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     for more, message in {
         "reference_path=None": "got cond_type 'i2v_loop' with 0 references and mask_strategy None",
-        "mask_strategy=0": "with 1 references and mask_strategy '0'",
+        "mask_strategy='0'": "with 1 references and mask_strategy '0'",
         "reference_path=none.png": "got reference 'none.png', which is not a file",
     }.items():
         bad = ["reference_path=fox.png", more][-1 if "reference" in more else 0 :]
