@@ -3,11 +3,13 @@
 python -m benchmarks mixed_sizes                   # the table of docs/mixed_sizes.md
 python -m benchmarks mixed_sizes --ranks 64 --stages 3 --steps 5
 
-Computed by the cost model of an H100, without one. Clips: 100,000, of which 30 % are images; heights of 240,
-360, 480, 720, 1080 and 2160 pixels for 5, 15, 15, 40, 20 and 5 %; three quarters at 16:9, a tenth
-each at 4:3 and 9:16, 5 % square; videos of 24 frames/s whose seconds are lognormal, with median 6
-and sigma 0.7, cut to 1 to 60. Buckets are those of Open-Sora 1.2, whose batches each fit one GPU of
-80 GB. A step has a micro-batch for every two ranks: four for each eight ranks, a node.
+Computed by the cost model of an H100, without one.
+
+Clips: 100,000, of which 30 % are images; heights of 240, 360, 480, 720, 1080 and 2160 pixels for 5,
+15, 15, 40, 20 and 5 %; three quarters at 16:9, a tenth each at 4:3 and 9:16, 5 % square; videos of
+24 frames/s whose seconds are lognormal, with median 6 and sigma 0.7, cut to 1 to 60. Buckets are
+those of Open-Sora 1.2, whose batches each fit one GPU of 80 GB. A step has a micro-batch for every
+two ranks: four for each eight ranks, a node.
 
 Every order has the same micro-batches. "wait" is by how much the slowest rank exceeds the mean of
 all ranks. "efficiency" is the time that micro-batches would take on one rank each, without waiting

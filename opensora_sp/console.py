@@ -99,10 +99,11 @@ def parse_bool(text: str) -> bool:
     return text.lower() in TRUE
 
 
-def config_arguments(description: str) -> argparse.ArgumentParser:
+def config_arguments(description: str, *, needs_config: bool = True) -> argparse.ArgumentParser:
     """A parser with the two arguments that every script takes: the config, and overrides of it."""
     parser = Parser(description=description)
-    parser.add_argument("config", help="mmengine-style .py config")
+    number = None if needs_config else "?"
+    parser.add_argument("config", nargs=number, help="mmengine-style .py config")
     parser.add_argument(
         "--cfg-options",
         nargs="+",

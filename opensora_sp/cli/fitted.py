@@ -31,17 +31,24 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
             bucket of which not one clip fits.
     """
     from opensora_sp.config import load_either
+    from opensora_sp.parallel.cost_model_file import cost_model_of
     from opensora_sp.planner.fit import LARGEST_BATCH, fit
+    from opensora_sp.planner.run_plan import check_numbers, gpu_of
 
     memory = parse_memory(args.fit)
     out = check_out(args.config, args.out, args.fit, overwrite=args.overwrite)
     cfg = _training_config(load_either(args.config, args.cfg_options)[0])
+    num_gpus = args.gpus
+    if num_gpus is None:
+        num_gpus = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
+    check_numbers(num_gpus, args.gpus_per_node, None)
     fitted = fit(
         cfg,
-        args.gpus or (cfg.sp_size if isinstance(cfg.sp_size, int) else 1),
+        num_gpus,
         memory,
         gpus_per_node=args.gpus_per_node,
-        largest_batch=args.largest_batch or LARGEST_BATCH,
+        cost_model=cost_model_of(cfg.cost_model, default=gpu_of(args.gpu or "H100")),
+        largest_batch=LARGEST_BATCH if args.largest_batch is None else args.largest_batch,
         progress=progress,
     )
 
@@ -129,8 +136,9 @@ def table(fit: Fit, cfg: TrainConfig) -> str:
     if uneven:
         listed = ", ".join(f"{one.name} by {one.deviation:+.0%}" for one in uneven)
         notes.append(
-            f"Deviating by more than a tenth and than one clip: {listed}. Either one clip takes "
-            "longer than the batches of others that fit, or a larger batch is not allowed."
+            f"Deviating by more than a tenth and than one clip: {listed}. One clip takes longer "
+            "than the batches of others that fit, a larger batch is not allowed, or ranks would "
+            "have to share its clips."
         )
     for note in notes:
         lines += textwrap.wrap(note, COLUMNS)

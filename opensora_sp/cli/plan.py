@@ -27,7 +27,7 @@ Rows = dict[str, tuple[str, ...]]  # cells by the name of their row
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = config_arguments(HELP)
+    parser = config_arguments(HELP, needs_config=False)
     add = parser.add_argument
 
     add(
@@ -54,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="B",
         help="of --fit: clips of a batch that are never exceeded (512)",
     )
+    add(
+        "--calibrate",
+        metavar="FILE",
+        help="measure this machine's speed in under a minute and write it for the config key "
+        "cost_model; under torchrun its links, too; CONFIG may be left out",
+    )
     return parser
 
 
@@ -63,16 +69,20 @@ def run(args: argparse.Namespace) -> None:
     from opensora_sp.config import load_either
     from opensora_sp.planner import plan
 
+    from .calibrated import run_calibration
     from .fitted import run_fit
 
     # disable=None: no bar where stderr is no terminal.
     progress = partial(
         tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
     )
+    if args.calibrate is not None:
+        run_calibration(args)
+        return
+    _check_options(args)
     if args.fit is not None:
         run_fit(args, progress)
         return
-    _check_options(args)
     cfg, _ = load_either(args.config, args.cfg_options)
     result = plan(
         cfg,
@@ -87,7 +97,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for a plan without ``--gpus``, or with options of ``--fit``."""
+    """Raise ValueError without a config; without ``--fit`` also without ``--gpus``, or with options
+    of ``--fit``.
+    """
+    if args.config is None:
+        raise ValueError(
+            "got no CONFIG; expected a config to plan; pass its path, or --calibrate FILE alone"
+        )
+    if args.fit is not None:
+        return
     if args.gpus is None:
         raise ValueError(
             "got no --gpus; expected the number of processes of the run; pass for example --gpus 8"

@@ -7,9 +7,10 @@ after the sum of the seconds of all micro-batches of its groups.
 
 To find a short step, an end is assumed, and micro-batches are placed, the longest first: each in
 the smallest group that it ends in by then, and among these in the one that is free first. Bisection
-finds the earliest end for which all can be placed. This is the dual approximation of Mounié, Rapine
-and Trystram (A 3/2-approximation algorithm for scheduling independent monotonic malleable tasks,
-SIAM J. Comput. 2007), with list scheduling in place of their shelves.
+finds the earliest end for which all can be placed. Then micro-batches of the rank that ends last
+change places with others, as long as it helps. The bisection is the dual approximation of Mounié,
+Rapine and Trystram (A 3/2-approximation algorithm for scheduling independent monotonic malleable
+tasks, SIAM J. Comput. 2007), with list scheduling in place of their shelves.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ Seconds = Callable[[MicroBatch, RankGroup], float]
 it does not fit their memory or may not run there."""
 # A step that is shorter by less than this share is not looked for.
 PRECISION = 0.002
+# A step that is longer than any can be by less than this factor is taken.
+CLOSE = 1.005
+# Steps that are longer than the best one by less than this factor are improved as well.
+PROMISING = 1.05
+# Exchanges in one step.
+MAX_EXCHANGES = 400
 
 
 class Assigned(NamedTuple):
@@ -43,8 +50,8 @@ def schedule(
 ) -> list[Assigned]:
     """Assign each micro-batch of a step to a group of the family.
 
-    The step is at most 0.2 % longer than one with groups of any one size, where the longest
-    micro-batches are placed first, each in the group that is free first.
+    The step is at most 0.5 % longer than one with groups of any one size, where the longest
+    micro-batches come first, each in the group that is free first.
 
     Returns:
         Groups from large to small; in a group, micro-batches in the order in which they are passed.
@@ -122,6 +129,7 @@ class _Tree:
         size: int64 ``[G]``, the size of each group, as an index of ``sizes``.
         stop: for each group, the index after the last group inside it.
         parent: the smallest group around each; -1 where there is none.
+        start, stop_rank: int64 ``[G]``, the ranks of each group.
     """
 
     def __init__(self, family: tuple[RankGroup, ...]) -> None:
@@ -129,6 +137,9 @@ class _Tree:
         self.world_size = max(group.stop for group in family)
         self.sizes = group_sizes(family)
         self.size = np.array([self.sizes.index(group.size) for group in self.groups])
+
+        self.start = np.array([group.start for group in self.groups])
+        self.stop_rank = np.array([group.stop for group in self.groups])
 
         self.stop = [len(self.groups)] * len(self.groups)
         self.parent: list[int] = []
@@ -138,6 +149,17 @@ class _Tree:
                 self.stop[around.pop()] = index
             self.parent.append(around[-1] if around else -1)
             around.append(index)
+
+    def ends(self, busy: np.ndarray) -> np.ndarray:
+        """When the last rank of each group ends, ``[G]``, by the seconds of each rank."""
+        ends = np.empty(len(self.groups))
+        # Between the groups of a size there may be ranks of none.
+        busy = np.append(busy, 0.0)
+        for size in range(len(self.sizes)):
+            of_size = np.flatnonzero(self.size == size)
+            bounds = np.stack([self.start[of_size], self.stop_rank[of_size]], axis=1).ravel()
+            ends[of_size] = np.maximum.reduceat(busy, bounds)[::2]
+        return ends
 
 
 _tree = lru_cache(maxsize=4)(_Tree)
@@ -162,24 +184,21 @@ def _table(micro_batches: Sequence[MicroBatch], tree: _Tree, seconds: Seconds) -
 
 def _shortest(tree: _Tree, table: np.ndarray) -> list[int]:
     """The group of each micro-batch, in the shortest step that is found."""
-    seconds = table.min(axis=1)
-    order = np.argsort(-seconds, kind="stable").tolist()
     # No step is shorter than its work divided by the ranks, or than its longest micro-batch.
     work = (table * tree.sizes).min(axis=1).sum() / tree.world_size
-    least = max(work, seconds.max(initial=0.0))
-
+    least = max(work, table.min(axis=1).max(initial=0.0))
     one_by_one = np.where(np.isinf(table), 0.0, table).max(axis=1).sum() * (1 + PRECISION)
-    best = _place(tree, table, order, range(len(tree.sizes)), one_by_one)
-    assert best is not None
+
+    best: _Placed | None = None
     for sizes in _choices(len(tree.sizes)):
-        too_early, end = least, best.end * (1 - PRECISION)
-        while end > too_early:
-            placed = _place(tree, table, order, sizes, end)
-            if placed is None:
-                too_early = end
-            else:
-                best = placed
-            end = min((too_early + best.end) / 2, best.end * (1 - PRECISION))
+        if best is not None and best.end < least * CLOSE:
+            break
+        limit = one_by_one if best is None else best.end * PROMISING
+        placed = _earliest(tree, table, sizes, least, limit)
+        if placed is not None:
+            improved = _exchanged(tree, table, placed, least)
+            best = improved if best is None or improved.end < best.end else best
+    assert best is not None
     return best.groups
 
 
@@ -195,6 +214,25 @@ class _Placed(NamedTuple):
 
     groups: list[int]
     end: float
+
+
+def _earliest(
+    tree: _Tree, table: np.ndarray, sizes: range, least: float, limit: float
+) -> _Placed | None:
+    """Bisect between ``least`` and ``limit`` for the earliest end; None where all is later."""
+    # The longest first, in the smallest groups; before these what does not fit them.
+    order = np.lexsort((-table.min(axis=1), -table[:, sizes.start])).tolist()
+    best, too_early, end = None, least, limit
+    while end > too_early:
+        placed = _place(tree, table, order, sizes, end)
+        if placed is None:
+            too_early = end
+        else:
+            best = placed
+        if best is None:
+            break
+        end = min((too_early + best.end) / 2, best.end * (1 - PRECISION))
+    return best
 
 
 def _place(
@@ -226,3 +264,57 @@ def _place(
             free[around] = latest
             around = tree.parent[around]
     return _Placed(groups, float(free.max()))
+
+
+def _exchanged(tree: _Tree, table: np.ndarray, placed: _Placed, least: float) -> _Placed:
+    """Let the last rank end earlier, as long as that is possible.
+
+    A micro-batch of the rank that ends last moves to another group, or changes places with one of
+    another group, where these ranks then all end earlier than it did.
+    """
+    groups = np.array(placed.groups)
+    busy = np.zeros(tree.world_size)
+    for row, index in enumerate(groups):
+        busy[tree.start[index] : tree.stop_rank[index]] += table[row, tree.size[index]]
+
+    for _ in range(MAX_EXCHANGES):
+        if busy.max() <= least * (1 + PRECISION):
+            break
+        changed = _best_exchange(tree, table, groups, busy)
+        if not changed:
+            break
+        for row, index in changed.items():
+            former = groups[row]
+            busy[tree.start[former] : tree.stop_rank[former]] -= table[row, tree.size[former]]
+            busy[tree.start[index] : tree.stop_rank[index]] += table[row, tree.size[index]]
+            groups[row] = index
+    return min(placed, _Placed(groups.tolist(), float(busy.max())), key=lambda one: one.end)
+
+
+def _best_exchange(
+    tree: _Tree, table: np.ndarray, groups: np.ndarray, busy: np.ndarray
+) -> dict[int, int]:
+    """The new groups of one or two micro-batches; none where none let the last rank end earlier."""
+    last, ends = int(busy.argmax()), tree.ends(busy)
+    best, changed = busy[last] * (1 - 1e-6), {}
+    own = table[np.arange(len(groups)), tree.size[groups]]
+    has_last = (tree.start[groups] <= last) & (last < tree.stop_rank[groups])
+    for row in np.flatnonzero(has_last).tolist():
+        index = int(groups[row])
+        freed = ends[index] - own[row]
+        apart = (tree.start >= tree.stop_rank[index]) | (tree.stop_rank <= tree.start[index])
+
+        # Group by group: the end where the micro-batch moves there.
+        moved = np.maximum(ends + table[row, tree.size], freed)
+        moved[~apart] = np.inf
+        if moved.min() < best:
+            best, changed = moved.min(), {row: int(moved.argmin())}
+
+        # Micro-batch by micro-batch: the end where the two change places.
+        there = ends[groups] - own + table[row, tree.size[groups]]
+        swapped = np.maximum(there, freed + table[:, tree.size[index]])
+        swapped[~apart[groups]] = np.inf
+        if swapped.min() < best:
+            other = int(swapped.argmin())
+            best, changed = swapped.min(), {row: int(groups[other]), other: index}
+    return changed

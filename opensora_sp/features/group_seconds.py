@@ -17,7 +17,7 @@ class GroupSeconds:
 
     Args:
         work: predicts seconds by the run's cost model.
-        ranks_per_node: groups on several nodes exchange over the network.
+        ranks_per_node: larger groups exchange over the network.
         least_ranks: the fewest ranks whose memory a micro-batch fits.
     """
 
@@ -37,6 +37,6 @@ class GroupSeconds:
         degree = self.degrees.get(micro_batch.bucket, group.size)
         if group.size != degree or group.size < self.least_ranks(micro_batch):
             return math.inf
-        first, last = (rank // self.ranks_per_node for rank in (group.start, group.stop - 1))
+        spans_nodes = group.size > self.ranks_per_node
         num_samples = len(micro_batch.ids)
-        return self.work.seconds(micro_batch.shape, num_samples, group.size, first != last)
+        return self.work.seconds(micro_batch.shape, num_samples, group.size, spans_nodes)

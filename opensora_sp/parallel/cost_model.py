@@ -217,7 +217,9 @@ class CostModel:
                     f"{getattr(H100, name)!r}; measure it anew with opensora-sp plan --calibrate "
                     "FILE"
                 )
-        read = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
+        read: dict[str, Any] = {}
+        for name, value in values.items():
+            read[name] = tuple(value) if isinstance(value, list) else value
         return cls(**read)
 
 

@@ -2,10 +2,10 @@
 steps of the other buckets.
 
 Memory decides on the largest batch of a bucket, with everything recomputed if need be. Of the times
-that these batches take, the common one is that which most buckets can take; among equals, the
-longest. Each bucket then gets the batch that comes closest to it without taking longer, and keeps
-as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples of
-their number are preferred: then each rank holds whole clips, and nothing is sent.
+that these batches take, the common one is that which most of these buckets can take; among equals,
+the longest. Each bucket then gets the batch that comes closest to it without taking longer, and
+keeps as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples
+of their number are preferred: then each rank holds whole clips, and nothing is sent.
 
 Memory is affine in the number of clips for one shape and level of gradient checkpointing. So two
 batch sizes are traced and others lie on the line through them, except for the one that is chosen.
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.recompute import OFFLOADED
+from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.rank_groups import group_sizes, nested_groups
 
 from .batches import BatchSpec, batches_by_name
@@ -98,6 +99,7 @@ def fit(
     names: Iterable[str] | None = None,
     gpus_per_node: int | None = None,
     device: str = "cuda",
+    cost_model: CostModel | None = None,
     largest_batch: int = LARGEST_BATCH,
     progress: Callable[[list[str]], Iterable[str]] = iter,
 ) -> Fit:
@@ -108,13 +110,22 @@ def fit(
         names: of the buckets; None is all of them.
         gpus_per_node: by which exchanges use the network.
         device: "cuda" or "cpu".
+        cost_model: rates by which times are predicted; None is the config's, or an H100's.
         largest_batch: clips of a batch that are never exceeded.
         progress: iterates over the names and may show how far it is.
 
     Raises:
-        ValueError: if a bucket has no batch that fits, with the least memory that one clip takes.
+        ValueError: if a bucket has no batch that fits, with the least memory that one clip takes,
+            or for a limit below one clip.
     """
     estimator = AffineEstimator(cfg, num_gpus, memory / 1e9, device, None, gpus_per_node)
+    if largest_batch < 1:
+        raise ValueError(
+            f"got --largest-batch {largest_batch}; expected at least 1; pass the clips of a batch "
+            "that are never to be exceeded"
+        )
+    if cost_model is not None:
+        estimator.options = cfg.parallel_options(cost_model)
     batches = batches_by_name(cfg)
     chosen = list(batches) if names is None else list(names)
 
@@ -127,7 +138,10 @@ def fit(
         buckets[name] = bucket
     _check_all_fit(lacking, memory)
 
-    common = common_time([bucket.step(bucket.largest_size) for bucket in buckets.values()])
+    # Buckets that only the limit keeps short, such as small images, do not shorten the others.
+    by_memory = [one for one in buckets.values() if not one.is_limited]
+    deciding = by_memory or list(buckets.values())
+    common = common_time([bucket.step(bucket.largest_size) for bucket in deciding])
     return Fit(memory, common, [one.fitted(name, common) for name, one in buckets.items()])
 
 
@@ -260,6 +274,11 @@ class _Bucket:
         return self.largest
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the limit on clips, and not memory, decides on the largest batch."""
+        return self.largest_size + self.ranks > self.limit
+
+    @property
     def least_needed(self) -> float:
         """Bytes that one clip needs if as little as possible is kept on the device."""
         latents, lowest = self._latents(1), self.estimator.lowest_levels[-1]
@@ -310,9 +329,9 @@ class _Bucket:
         return _last(longer, is_short) or whole or 1
 
     def _decided_by(self, size: int) -> str:
-        if size + self.ranks > self.limit and size >= self.largest_size:
-            return LIMIT
-        return MEMORY if size >= self.largest_size else TIME
+        if size < self.largest_size:
+            return TIME
+        return LIMIT if self.is_limited else MEMORY
 
     def _step(self, size: int, memory: Memory) -> Step:
         seconds = self.estimator.seconds(self._latents(size), self.ranks, memory.levels)

@@ -87,7 +87,8 @@ class RunEstimator:
         # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
-        self.spans_nodes = spans_nodes(num_gpus, self.ranks, gpus_per_node or num_gpus)
+        self.gpus_per_node = gpus_per_node or num_gpus
+        self.spans_nodes = spans_nodes(num_gpus, self.ranks, self.gpus_per_node)
 
         rates = cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
         self.options = cfg.parallel_options(rates)
@@ -165,6 +166,7 @@ class RunEstimator:
             stage=self.cfg.zero_stage,
             element_size=self.dtype.itemsize,
             accumulates=self.micro_batches > 1,
+            accumulates_locally=self.cfg.schedules_groups,
         )
 
     @cached_property
@@ -252,7 +254,7 @@ class RunEstimator:
             ranks,
             model=self.costs,
             element_size=self.dtype.itemsize,
-            spans_nodes=self.spans_nodes,
+            spans_nodes=spans_nodes(self.num_gpus, ranks, self.gpus_per_node),
             recomputed=recomputed_share(levels),
         )
 
@@ -275,6 +277,7 @@ class RunEstimator:
             dtype=self.dtype,
             levels=levels,
             micro_batches=self.micro_batches,
+            accumulates_locally=self.zero.accumulates_locally,
         )
 
     def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:

@@ -9,7 +9,7 @@ from typing import Any
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.parallel import Options
-from opensora_sp.parallel.cost_model import GPUS
+from opensora_sp.parallel.cost_model import GPUS, CostModel
 from opensora_sp.parallel.strategies import applicable_strategy, strategy_options
 
 from .advice import better_balance, less_memory
@@ -113,11 +113,10 @@ def plan(
     Raises:
         ValueError: if the numbers do not fit each other or the config.
     """
-    _check_numbers(num_gpus, gpus_per_node, memory_gb)
-    if gpu is not None and gpu not in GPUS:
-        raise ValueError(f"got --gpu {gpu!r}; expected one of {list(GPUS)}; correct the name")
-    if memory_gb is None and gpu is not None:
-        memory_gb = GPUS[gpu].memory / 1e9
+    check_numbers(num_gpus, gpus_per_node, memory_gb)
+    if gpu is not None:
+        of_gpu = gpu_of(gpu).memory / 1e9
+        memory_gb = of_gpu if memory_gb is None else memory_gb
     run, buckets = (
         RunEstimator(cfg, num_gpus, memory_gb, device, gpu, gpus_per_node),
         buckets_of(cfg),
@@ -149,6 +148,17 @@ def _communicators(
     if cfg.sp_size is None or isinstance(cfg.sp_size, int):
         return None
     return communicators(num_gpus, gpus_per_node or min(num_gpus, GPUS_OF_NODE))
+
+
+def gpu_of(name: str) -> CostModel:
+    """The rates of a GPU by its name.
+
+    Raises:
+        ValueError: if it is none of ``GPUS``.
+    """
+    if name not in GPUS:
+        raise ValueError(f"got --gpu {name!r}; expected one of {list(GPUS)}; correct the name")
+    return GPUS[name]
 
 
 def checkpoint_levels(
@@ -223,7 +233,8 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, *, brief: bool) -> BatchEsti
     )
 
 
-def _check_numbers(num_gpus: int, gpus_per_node: int | None, memory_gb: float | None) -> None:
+def check_numbers(num_gpus: int, gpus_per_node: int | None, memory_gb: float | None) -> None:
+    """Raise ValueError unless there are processes, on nodes that are all full, with some memory."""
     if num_gpus < 1:
         raise ValueError(
             f"got --gpus {num_gpus}; expected at least 1; pass the number of processes of the run"

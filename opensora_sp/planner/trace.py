@@ -123,7 +123,7 @@ def run_step(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
-    inputs = _inputs(model, latents, device)
+    inputs = step_inputs(model, latents, device)
     target = torch.zeros(latents, device=device) if training else None
     yield "inputs"
 
@@ -139,7 +139,7 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]:
+def step_inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]:
     """The inputs of a run. All captions are the null caption, which is as long as a text can be."""
     config: Any = model.config
     size = latents[0]

@@ -136,12 +136,12 @@ class AccumulatingZeroOptimizer(SequenceZeroOptimizer):
         max_elements = GATHERED_BUCKETS * self._reduce_bucket_size
         for group, local in self._local.items():
             shards = local.reduce(max_elements)
-            masters = self._master_param_groups_of_current_rank[group]
+            weights = self._master_param_groups_of_current_rank[group]
             parameters = self._working_param_groups[group]
-            for parameter, shard, master in zip(parameters, shards, masters, strict=True):
+            for parameter, shard, weight in zip(parameters, shards, weights, strict=True):
                 store = self.pid_to_grad_store[id(parameter)]
                 # Without master weights, a gradient has the dtype of the model's weights.
-                gradient = shard.to(master.dtype)
+                gradient = shard.to(weight.dtype)
                 store.append_gradients_by_param_id(gradient, group, id(parameter))
 
     def step(self, closure: None = None) -> None:

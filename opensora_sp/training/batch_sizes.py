@@ -28,6 +28,7 @@ from opensora_sp.features.build import (
 )
 from opensora_sp.features.cached import check_clips
 from opensora_sp.json_reader import read_json
+from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.planner.fit import Fit, fit
 from opensora_sp.runtime import check_shared_memory
 
@@ -130,6 +131,7 @@ def _fit(cfg: TrainConfig, memory: float, device: torch.device) -> Fit:
         names=Buckets.of(cfg.bucket_config).without_batch_size,
         gpus_per_node=None if of_node is None else int(of_node),
         device=device.type,
+        cost_model=cost_model_of(cfg.cost_model),
     )
 
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from html import escape
+from itertools import chain
 from pathlib import Path
 
+from opensora_sp.data import Assigned, ClipShape, MicroBatch, busy_seconds
+from opensora_sp.data.schedule import schedule
 from opensora_sp.parallel.layout import balanced_range, balanced_sizes
+from opensora_sp.rank_groups import RankGroup, fixed_groups, nested_groups
 
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
 RANKS = ("#4263eb", "#f08c00", "#0ca678", "#ae3ec9")
@@ -307,6 +311,68 @@ def _conditioning(sheet: Drawing, x: float, y: float) -> None:
     sheet.text(x + 83, y + 201, "the same in both layouts", 12.5, SOFT)
 
 
+# Seconds on one rank of a step's micro-batches, by what they hold.
+MIXED = {"a clip of 16 s": [12.0], "clips of 2 s": [4.0, 4.0, 3.0], "images": [2.0, 2.0, 1.5, 1.5]}
+
+
+def mixed_sizes() -> str:
+    """A step on eight ranks, in pairs of ranks and scheduled on groups of any size."""
+    world, costs = 8, list(chain.from_iterable(MIXED.values()))
+    shape = ClipShape(1, 1, 1)
+    micro_batches = [MicroBatch(n, 0, shape, (n,), cost) for n, cost in enumerate(costs)]
+
+    sheet = Drawing(720, 352, "A step of eight micro-batches on eight ranks")
+    for x, title, about, family in (
+        (70, "sp_size=2", "replicas of two ranks wait for the long clip", fixed_groups(world, 2)),
+        (420, 'sp_size="auto"', "a group of ranks for each micro-batch", nested_groups(world, 8)),
+    ):
+        sheet.head(x + 130, title, about)
+        sheet.side(x - 14, 84 + world * 13, "ranks")
+        _timeline(sheet, x, 84, schedule(micro_batches, family, _shared_seconds), world)
+
+    x = 150.0
+    for kind, name in enumerate(MIXED):
+        sheet.box(x, 318, 15, 15, RANKS[kind], rx=4)
+        sheet.text(x + 22, 330, name, anchor="start")
+        x += 130
+    sheet.box(x, 318, 15, 15, OUTSIDE, rx=4)
+    sheet.text(x + 22, 330, "waiting", anchor="start")
+    return sheet.svg()
+
+
+def _shared_seconds(micro_batch: MicroBatch, group: RankGroup) -> float:
+    # The ranks of a group lose a little in exchanges.
+    return micro_batch.cost / group.size + 0.04 * (group.size - 1)
+
+
+def _timeline(sheet: Drawing, x: float, y: float, assigned: list[Assigned], world: int) -> None:
+    """Micro-batches from left to right, a row for each rank."""
+    width, tall = 42.0, 26
+    end = busy_seconds(assigned, world, _shared_seconds).max()
+    sheet.box(x, y, end * width, world * tall - 2, OUTSIDE)
+
+    free = [0.0] * world
+    for micro_batch, group in assigned:
+        begin, taken = free[group.start], _shared_seconds(micro_batch, group)
+        sheet.box(
+            x + begin * width,
+            y + group.start * tall,
+            taken * width - 2,
+            group.size * tall - 2,
+            RANKS[_kind(micro_batch.number)],
+        )
+        free[group.start : group.stop] = [begin + taken] * group.size
+    sheet.text(x, y + world * tall + 18, "time →", 12, SOFT, anchor="start")
+
+
+def _kind(number: int) -> int:
+    """Which kind of ``MIXED`` a micro-batch is of."""
+    kinds: list[int] = []
+    for kind, costs in enumerate(MIXED.values()):
+        kinds += [kind] * len(costs)
+    return kinds[number]
+
+
 def favicon() -> str:
     """Nine tokens of three ranks."""
     cells = ""
@@ -324,6 +390,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "heads.svg": heads,
     "gradients.svg": gradients,
     "masks.svg": masks,
+    "mixed_sizes.svg": mixed_sizes,
     "favicon.svg": favicon,
 }
 

@@ -187,8 +187,8 @@ def numbers(stage: int, precision: str, **options: Any) -> tuple[Numbers, Any, A
 def everything(optimizer: Any) -> dict[str, Tensor]:
     parts = optimizer.shards.state_parts()
     found = {name: part.tensor.clone() for name, part in parts.items()}
-    masters = optimizer.shards.master_weights
-    return found | {f"master/{name}": master.clone() for name, master in masters.items()}
+    weights = optimizer.shards.master_weights
+    return found | {f"master/{name}": weight.clone() for name, weight in weights.items()}
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from opensora_sp.config.optimizer import STATES, Optimizer
+from opensora_sp.planner.memory import ModelSizes, Persistent, Zero
 
 STEPS, MAX_NORM = 4, 3.0
 CASES: dict[str, dict[str, Any]] = {
@@ -116,12 +118,32 @@ class Run:
 def agrees_with_one_process(case: str, stage: int) -> None:
     run = Run(case, stage, "fp32")
     run.train(0, STEPS)
+    assert predicted_bytes(case, stage) == state_bytes(run)
+
     expected, _ = one_process(case)
     for name, weights in expected.items():
         found = run.module[name].detach()
         torch.testing.assert_close(
             found, weights, rtol=2e-5, atol=2e-6, msg=lambda text: f"{case}, {stage}: {text}"
         )
+
+
+def predicted_bytes(case: str, stage: int) -> int:
+    """The planner's bytes of moments and scalars on one rank."""
+    sizes = ModelSizes(final=(), pairs=(), rest=tuple(map(math.prod, SHAPES)), frozen=0)
+    zero = Zero(dist.get_world_size(), stage, element_size=4)
+    moments, scalars = settings(case).moments, settings(case).scalars
+    kept = Persistent.training(sizes, zero, moments=len(moments), scalars=len(scalars))
+    return kept.moments
+
+
+def state_bytes(run: Run) -> int:
+    total = 0
+    for state in run.optimizer.shards.states().values():
+        for value in state.values():
+            if value is not None:
+                total += value.numel() * value.element_size()
+    return total
 
 
 def resumes_bit_by_bit(case: str, stage: int, precision: str, folder: Path) -> None:

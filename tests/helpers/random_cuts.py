@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -12,7 +13,7 @@ from parity_cases import FULL, Case, make_inputs
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.rank_groups import RankGroup, nested_groups
+from opensora_sp.rank_groups import RankGroup
 
 BASE = replace(FULL, mask=False, x_mask=True)
 
@@ -36,14 +37,13 @@ class Assigned:
         return torch.randn(self.inputs()["x"].shape, generator=generator, dtype=torch.float64)
 
 
-def draw_step(world_size: int, seed: int, output: str) -> list[Assigned]:
+def draw_step(family: tuple[RankGroup, ...], seed: int, output: str) -> list[Assigned]:
     """Micro-batches of 1 to 3 samples, on groups of any sizes, the largest groups first.
 
-    A world of several ranks has a group of several, and single ranks without any micro-batch.
+    One group at least has several ranks.
     """
     random = Random(seed)
-    family = nested_groups(world_size, random.choice([2, 4, 8]))
-    several = [group for group in family if group.size > 1] or list(family)
+    several = [group for group in family if group.size > 1]
     groups = [random.choice(several), *random.choices(family, k=3)]
 
     step = []
@@ -54,12 +54,18 @@ def draw_step(world_size: int, seed: int, output: str) -> list[Assigned]:
 
 
 def run_step(
-    model: torch.nn.Module, mesh: SequenceMesh, step: list[Assigned], *, weight: float = 1.0
+    model: torch.nn.Module,
+    mesh: SequenceMesh,
+    step: list[Assigned],
+    *,
+    weight: float = 1.0,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Forward and backward of this rank's micro-batches, each on its group.
 
     Args:
         weight: of the losses of groups smaller than the world; another one than 1 is wrong.
+        backward: runs the backward pass of a loss.
 
     Returns:
         Of each of them, by number, the output, and this rank's gradients of x and y.
@@ -72,7 +78,7 @@ def run_step(
         with mesh.using(one.group):
             inputs = one.inputs()
             loss = group_loss(model, mesh, one, inputs, num_samples)
-            (loss * (1.0 if one.group.size == mesh.world_size else weight)).backward()
+            backward(loss * (1.0 if one.group.size == mesh.world_size else weight))
             with torch.no_grad():
                 output = model(**one.inputs())
         found[one.number] = output, inputs["x"].grad, _gradient(inputs["y"])

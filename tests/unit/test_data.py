@@ -159,7 +159,9 @@ def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> 
         assert sorted(micro_batches) == plan.step(number)
 
 
-def test_a_run_from_before_short_clips_were_skipped_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_from_before_short_clips_were_skipped_can_be_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Even one whose order now has fewer clips than a batch; other numbers of clips are refused."""
     manifest = write_toy_set(tmp_path, 6)
     lines = manifest.read_text().splitlines()
@@ -182,6 +184,11 @@ def test_a_run_from_before_short_clips_were_skipped_can_be_resumed(tmp_path: Pat
     (checkpoint / "state.json").write_text(json.dumps(state))
     check_resume(cfg, checkpoint, make_dataset(cfg))
     assert nothing_left(cfg, checkpoint, make_dataset(cfg)) is None
+    # Former versions have one loss_weight, and another one is logged.
+    assert "loss_weight" not in caplog.text
+    changed = cfg.model_copy(update={"loss_weight": "micro_batch"})
+    check_resume(changed, checkpoint, make_dataset(cfg))
+    assert "loss_weight is 'micro_batch', and was 'sample' up to" in caplog.text
 
     cfg = cfg.model_copy(update={"batch_size": 1})
     (checkpoint / "state.json").write_text(json.dumps(state | {"batch_size": 1, "num_samples": 7}))

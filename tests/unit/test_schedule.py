@@ -81,7 +81,7 @@ def test_no_step_is_longer_than_one_of_a_fixed_degree(world_size: int, seed: int
     ours = length(schedule(made(costs), nested_groups(world_size, NODE), seconds), world_size)
     for sp_size in (1, 2, 4, 8):
         if world_size % sp_size == 0:
-            assert ours <= fixed_length(costs, world_size, sp_size) * 1.0021, sp_size
+            assert ours <= fixed_length(costs, world_size, sp_size) * 1.005, sp_size
 
 
 @pytest.mark.parametrize(("world_size", "steps"), [(8, 10), (64, 5)])
@@ -182,3 +182,29 @@ def test_the_loader_yields_each_rank_its_own_micro_batches(num_workers: int) -> 
             # One group for each.
             assert len(of_step) == 2
         assert counted >= 2 * members
+
+
+def test_a_ledger_has_each_clip_once_also_when_another_world_resumes() -> None:
+    """Eight ranks take the first steps of an epoch, three take the others."""
+    plan = MicroBatchPlan(
+        num_samples=60, batch_size=2, micro_batches_per_step=5, seed=1, shape=ClipShape(1, 8, 8)
+    )
+    consumed: list[int] = []
+    for world_size, steps in [(8, range(0, 4)), (3, range(4, 6))]:
+        family = nested_groups(world_size, NODE)
+        for rank in range(world_size):
+            batches = ScheduledBatches(
+                plan,
+                start=steps.start,
+                stop=steps.stop,
+                rank=rank,
+                family=family,
+                seconds=seconds,
+                request_of=request_of,
+            )
+            for request in batches:
+                assert request.group is not None
+                # The first rank of a group counts its clips.
+                if rank == request.group.start:
+                    consumed += request.micro_batch.ids
+    assert sorted(consumed) == list(range(60))

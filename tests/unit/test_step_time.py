@@ -24,7 +24,7 @@ from opensora_sp.planner.operators import (
     TEMPORAL,
     OperatorCounter,
 )
-from opensora_sp.planner.step_time import EXCHANGES, StepTime, predict_step
+from opensora_sp.planner.step_time import EXCHANGES, ZERO, StepTime, predict_step
 from opensora_sp.planner.trace import meta_model
 
 H200 = GPUS["H200"]
@@ -167,3 +167,16 @@ def test_copies_to_the_host_run_beside_the_computation():
     # What takes longer than forward, a quarter of the step, is waited for.
     slow = predict(*latents, levels=[OFFLOADED], gpu=dataclasses.replace(H200, to_host=1e9))
     assert slow.seconds == pytest.approx(0.75 * kept.seconds + slow.host_copies.seconds / 2)
+
+
+def test_gradients_are_reduced_in_each_micro_batch_or_once_in_fp32():
+    how = dict(world=4, ranks=1, micro_batches=3)
+    reduced = predict(1, 4, 2, 8, 8, **how).work[ZERO].bytes
+    once = predict(1, 4, 2, 8, 8, **how, accumulates_locally=True).work[ZERO].bytes
+    trained = sum(
+        p.numel() for p in meta_model("STDiT3", XL2, BF16).parameters() if p.requires_grad
+    )
+
+    # And weights are gathered in bf16; a rank sends to three others.
+    assert reduced == (3 * 2 + 2) * trained * 3 / 4
+    assert once == (4 + 2) * trained * 3 / 4

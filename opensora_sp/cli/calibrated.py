@@ -1,0 +1,65 @@
+"""``opensora-sp plan --calibrate``: measure the rates of this machine and write them as a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opensora_sp.planner.calibration import Calibration
+
+
+def run_calibration(args: argparse.Namespace) -> None:
+    """Measure and print the rates; rank 0 writes the file.
+
+    Raises:
+        ValueError: on every rank, if the file cannot be written or ranks cannot join.
+    """
+    from opensora_sp.config import load_either
+    from opensora_sp.data.atomic import check_writable
+    from opensora_sp.parallel import closing_process_group
+    from opensora_sp.parallel.cost_model_file import write_cost_model
+    from opensora_sp.planner.calibration import calibrate
+    from opensora_sp.runtime import raise_on_all_ranks
+    from opensora_sp.runtime.versions import versions
+    from opensora_sp.sampling.run import join_processes
+
+    path = Path(args.calibrate)
+    with raise_on_all_ranks():
+        config = None
+        if args.config is not None:
+            cfg, _ = load_either(args.config, args.cfg_options)
+            config = cfg.model_spec.config
+        check_writable(path.parent, "--calibrate")
+
+    device = join_processes()
+    with closing_process_group():
+        found = calibrate(device, config)
+
+    if os.environ.get("RANK", "0") == "0":
+        write_cost_model(path, found.model, found.facts(versions()))
+        sys.stdout.write(table(found) + f"\n{path}: use it with cost_model={str(path)!r}\n")
+
+
+def table(found: Calibration) -> str:
+    """The measured rates; those of links only where there are several ranks."""
+    rates = found.model
+    lines = [
+        f"{rates.name}",
+        f"  matrix products     {rates.flops / 1e9:>12,.4g} GFLOP/s",
+        f"  attention           {rates.attention_forward / 1e9:>12,.4g} GFLOP/s forward, "
+        f"{rates.attention_backward / 1e9:,.4g} backward",
+        f"  elementwise kernels {rates.memory_bandwidth / 1e9:>12,.4g} GB/s",
+        f"  launches            {rates.launch * 1e6:>12,.4g} us",
+    ]
+    for spans_nodes in (False, True):
+        link = rates.link(spans_nodes=spans_nodes)
+        if f"all-to-all {link.name}" in found.measured:
+            lines.append(
+                f"  links {link.name:13} {link.bandwidth / 1e9:>12,.4g} GB/s, "
+                f"{link.latency * 1e6:,.4g} us"
+            )
+    return "\n".join(lines)

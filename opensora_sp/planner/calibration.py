@@ -1,0 +1,278 @@
+"""Measure the rates of a cost model on the machine at hand: ``opensora-sp plan --calibrate``.
+
+Products and attention are measured by themselves, launches by a model that computes next to
+nothing, and elementwise kernels by what a pair of blocks takes beside all of these. An all-to-all
+between the ranks of a node, and between nodes, takes a latency and the time of its bytes: a line
+through several sizes. Every number is the least of its repeats, as other processes only add time.
+On a CPU with one thread, its own CPU time counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.parallel import Options
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import CostModel, Link, preset_of
+from opensora_sp.parallel.cost_model_file import device_name
+
+from .micro_batch_time import ModelCosts, seconds_of
+from .trace import step_inputs
+
+REPEATS, EXCHANGES_REPEATED = 7, 10
+CPU_WIDTH, HEADS, TEXT = 384, 6, 32
+"""Sizes of the pair of blocks; a GPU computes one of STDiT3-XL/2."""
+UNLIMITED = 1e30  # bytes per second
+SENT_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+
+
+@dataclass
+class Calibration:
+    """The rates found, and for each measurement its seconds, sizes and number of repeats."""
+
+    model: CostModel
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def facts(self, versions: dict[str, str]) -> dict[str, Any]:
+        """What the file says beside the rates."""
+        return {
+            "device": self.model.name,
+            "versions": versions,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "measured": self.measured,
+        }
+
+
+def calibrate(device: torch.device, config: Any = None) -> Calibration:
+    """Measure this process's device, and its links to the other ranks. Collective.
+
+    Args:
+        device: of this rank.
+        config: of a model, whose width and heads are taken; None takes those of ``CPU_WIDTH`` on a
+            CPU, of STDiT3-XL/2 on a GPU.
+
+    Returns:
+        Equal on all ranks: the rates of rank 0. A link that there is not has its preset's rates.
+    """
+    found = _Measurement(device, config)
+    for measure in (found.products, found.attention, found.launches, found.elementwise):
+        measure()
+    found.links()
+
+    result = [Calibration(found.rates, found.measured)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(result, src=0)
+    return result[0]
+
+
+class _Measurement:
+    """Measures one rate after the other; ``rates`` has all found so far."""
+
+    def __init__(self, device: torch.device, config: Any) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        preset, name = preset_of(device_name()), device_name() or "CPU"
+        if self.on_gpu:
+            total = torch.cuda.get_device_properties(device).total_memory
+            preset = dataclasses.replace(preset, memory=float(total))
+        self.rates = dataclasses.replace(preset, name=name)
+        self.measured: dict[str, dict[str, Any]] = {}
+
+        self.width, self.heads = CPU_WIDTH, HEADS
+        if config is not None:
+            self.width, self.heads = config.hidden_size, config.num_heads
+        elif self.on_gpu:
+            self.width, self.heads = 1152, 16
+        self.tokens = 16_384 if self.on_gpu else 1_024
+
+    def products(self) -> None:
+        """Matrix products of an MLP, forward."""
+        x = self._random(self.tokens, self.width)
+        up = self._random(4 * self.width, self.width)
+        down = self._random(self.width, 4 * self.width)
+        seconds = self._seconds(lambda: F.linear(F.linear(x, up), down))
+        self._found("products", seconds, tokens=self.tokens, width=self.width)
+        flops = 16.0 * self.tokens * self.width**2
+        self.rates = dataclasses.replace(self.rates, flops=flops / seconds)
+
+    def attention(self) -> None:
+        """Attention over rows of 256 tokens, forward and backward, as blocks compute it."""
+        length, width = 256, self.width // self.heads
+        rows = self.tokens // length
+        q, k, v = (self._random(rows, self.heads, length, width) for _ in range(3))
+        forward = self._seconds(lambda: F.scaled_dot_product_attention(q, k, v))
+
+        for one in (q, k, v):
+            one.requires_grad_()
+        out = F.scaled_dot_product_attention(q, k, v)
+        grad = torch.ones_like(out)
+        backward = self._seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, True))
+
+        sizes = dict(rows=rows, length=length, heads=self.heads, width=self.width)
+        self._found("attention forward", forward, **sizes)
+        self._found("attention backward", backward, **sizes)
+        unit = dataclasses.replace(self.rates, attention_forward=1.0, attention_backward=1.0)
+        arguments = (rows * self.heads, length, length, width)
+        self.rates = dataclasses.replace(
+            self.rates,
+            attention_forward=unit.attention(*arguments) / forward,
+            # The rate of the tiles alone: what is summed in fp32 is small beside these.
+            attention_backward=unit.attention(*arguments, backward=True) / backward,
+        )
+
+    def launches(self) -> None:
+        """Operators of a step whose tensors have next to no elements."""
+        seconds, model = self._step(width=8 * 2, heads=2, size=(1, 2, 2, 2), depth=2)
+        operators = 2 * (model.forward.operators + model.backward.operators)
+        operators += model.forward.once + model.backward.once
+        self._found("launches", seconds, operators=operators)
+        self.rates = dataclasses.replace(self.rates, launch=seconds / operators)
+
+    def elementwise(self) -> None:
+        """What a step takes beside products, attention and launches."""
+        size = (1, 16, 64, 64) if self.on_gpu else (1, 8, 32, 32)
+        seconds, model = self._step(self.width, self.heads, size, depth=2)
+        self._found("step", seconds, latents=list(size), width=self.width, pairs=2)
+
+        def predicted(memory_bandwidth: float) -> float:
+            rates = dataclasses.replace(self.rates, memory_bandwidth=memory_bandwidth)
+            shape = BatchShape.of(model.flops.config, size[0], size[1:])
+            options = Options(cost_model=rates)
+            return seconds_of(shape, options, 1, model=model, element_size=self.dtype.itemsize)
+
+        without, at_one = predicted(UNLIMITED), predicted(1.0)
+        beside = max(seconds - without, 0.05 * seconds)
+        bandwidth = (at_one - without) / beside
+        self.rates = dataclasses.replace(self.rates, memory_bandwidth=bandwidth)
+
+    def links(self) -> None:
+        """All-to-alls within this rank's node, and over all nodes."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+
+        nodes = _ranks_by_node()
+        for ranks in nodes:
+            group = dist.new_group(ranks)  # every rank makes every group
+            if dist.get_rank() in ranks and len(ranks) > 1:
+                link = self._link(group, "inside a node")
+                self.rates = dataclasses.replace(
+                    self.rates, bandwidth=link.bandwidth, latency=link.latency
+                )
+        if len(nodes) > 1:
+            link = self._link(None, "between nodes")
+            self.rates = dataclasses.replace(
+                self.rates, network_bandwidth=link.bandwidth, network_latency=link.latency
+            )
+
+    def _link(self, group: Any, name: str) -> Link:
+        ranks = dist.get_world_size(group)
+        sent, seconds = [], []
+        for nbytes in SENT_BYTES:
+            elements = max(1, nbytes // (4 * ranks)) * ranks
+            data = torch.zeros(elements, device=self.device)
+            exchange = partial(dist.all_to_all_single, torch.empty_like(data), data, group=group)
+
+            slowest = torch.tensor(self._wall(exchange), device=self.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            sent.append(4.0 * elements * (ranks - 1) / ranks)
+            seconds.append(float(slowest))
+
+        self.measured[f"all-to-all {name}"] = {
+            "ranks": ranks,
+            "sent bytes": sent,
+            "seconds": seconds,
+            "repeats": EXCHANGES_REPEATED,
+        }
+        return fitted_link(name, sent, seconds)
+
+    def _step(
+        self, width: int, heads: int, size: tuple[int, int, int, int], depth: int
+    ) -> tuple[float, ModelCosts]:
+        """Seconds of forward and backward of a small STDiT3, and its costs."""
+        config: Any = dataclasses.replace(
+            resolve_config("STDiT3-XL/2"),
+            hidden_size=width,
+            num_heads=heads,
+            depth=depth,
+            caption_channels=width,
+            model_max_length=TEXT,
+        )
+        model = _model_on(config, self.device, self.dtype)
+        latents = (size[0], config.in_channels, *size[1:])
+
+        inputs = step_inputs(model, latents, self.device.type)
+
+        def step() -> None:
+            model(**inputs).square().mean().backward()
+            model.zero_grad(set_to_none=True)
+
+        return self._seconds(step), ModelCosts.of("STDiT3", config)
+
+    def _seconds(self, function: Callable[[], Any]) -> float:
+        """Seconds of this process's work: the least of ``REPEATS`` calls after one more."""
+        own_time = not self.on_gpu and torch.get_num_threads() == 1
+        return self._least(function, time.thread_time if own_time else time.perf_counter, REPEATS)
+
+    def _wall(self, function: Callable[[], Any]) -> float:
+        return self._least(function, time.perf_counter, EXCHANGES_REPEATED)
+
+    def _least(
+        self, function: Callable[[], Any], clock: Callable[[], float], repeats: int
+    ) -> float:
+        function()
+        taken = []
+        for _ in range(repeats):
+            self._synchronize()
+            start = clock()
+            function()
+            self._synchronize()
+            taken.append(clock() - start)
+        return min(taken)
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def _random(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, device=self.device, dtype=self.dtype)
+
+    def _found(self, name: str, seconds: float, **sizes: Any) -> None:
+        self.measured[name] = {"seconds": seconds, "repeats": REPEATS, **sizes}
+
+
+def fitted_link(name: str, sent: Sequence[float], seconds: Sequence[float]) -> Link:
+    """The link whose line through ``seconds`` over bytes has the least relative errors."""
+    weights = 1 / np.asarray(seconds)
+    per_byte, latency = np.polyfit(sent, seconds, 1, w=weights)
+    fastest = max(one / taken for one, taken in zip(sent, seconds, strict=True))
+    bandwidth = 1 / per_byte if per_byte > 0 else fastest
+    return Link(name, float(bandwidth), max(0.0, float(latency)))
+
+
+def _ranks_by_node() -> list[list[int]]:
+    """The ranks of each host, in order."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    return list(nodes.values())
+
+
+def _model_on(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with device:
+        return model_class("STDiT3")(config).to(dtype)
