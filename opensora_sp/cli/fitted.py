@@ -136,8 +136,9 @@ def table(fit: Fit, cfg: TrainConfig) -> str:
     if uneven:
         listed = ", ".join(f"{one.name} by {one.deviation:+.0%}" for one in uneven)
         notes.append(
-            f"Deviating by more than a tenth and than one clip: {listed}. Either one clip takes "
-            "longer than the batches of others that fit, or a larger batch is not allowed."
+            f"Deviating by more than a tenth and than one clip: {listed}. One clip takes longer "
+            "than the batches of others that fit, a larger batch is not allowed, or ranks would "
+            "have to share its clips."
         )
     for note in notes:
         lines += textwrap.wrap(note, COLUMNS)

@@ -76,13 +76,13 @@ def run(args: argparse.Namespace) -> None:
     progress = partial(
         tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
     )
-    if args.fit is not None:
-        run_fit(args, progress)
-        return
     if args.calibrate is not None:
         run_calibration(args)
         return
     _check_options(args)
+    if args.fit is not None:
+        run_fit(args, progress)
+        return
     cfg, _ = load_either(args.config, args.cfg_options)
     result = plan(
         cfg,
@@ -97,11 +97,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for a plan without config or ``--gpus``, or with options of ``--fit``."""
+    """Raise ValueError without a config; without ``--fit`` also without ``--gpus``, or with options
+    of ``--fit``.
+    """
     if args.config is None:
         raise ValueError(
             "got no CONFIG; expected a config to plan; pass its path, or --calibrate FILE alone"
         )
+    if args.fit is not None:
+        return
     if args.gpus is None:
         raise ValueError(
             "got no --gpus; expected the number of processes of the run; pass for example --gpus 8"

@@ -115,7 +115,7 @@ class StepLoader:
         self._loader: DataLoader[LoadedBatch] = DataLoader(
             MicroBatchReader(dataset, draw),
             batch_size=None,
-            sampler=batches,  # type: ignore[arg-type]
+            sampler=batches,
             num_workers=num_workers,
             pin_memory=device.type == "cuda",
             worker_init_fn=worker_init_fn,

@@ -116,9 +116,14 @@ class STDiT3Block(ModulatedBlock):
     ) -> None:
         super().__init__(config, qk_norm=config.qk_norm, rope=rope, in_frame=in_frame)
 
-    def forward(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
-        """Rows ``[R, L, C]`` -> ``[R, L, C]``."""
-        entries = condition.entries(self.scale_shift_table, ATTENTION, branch_scale)
+    def forward(
+        self, x: Tensor, condition: Condition, table: Tensor, branch_scale: Tensor | None
+    ) -> Tensor:
+        """Rows ``[R, L, C]`` -> ``[R, L, C]``, modulated by a ``table`` ``[B, m, 6, C]``.
+
+        The table is ``scale_shift_table`` and the timestep's (``Conditioning.tables``).
+        """
+        entries = condition.entries_of(table, ATTENTION, branch_scale)
         # Attention to the text and the residual connection: backward gets a gradient from each.
         x, same = kernels.add_gated_twice(*self.attend_row(x, condition, entries[:MLP]))
         attended = self.attend_text(same, condition)

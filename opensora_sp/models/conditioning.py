@@ -134,7 +134,9 @@ class Condition:
         of which kernels find those of a token.
         """
         # By views: the backward of an index with slices fills a tensor with zeros for each.
-        states = table.unsqueeze(2).unsqueeze(2).unbind(1)  # m of [B, 1, 1, k, C]
+        table = table.unsqueeze(2).unsqueeze(2)  # [B, m, 1, 1, k, C]
+        # That of unbind is a copy, of a single state as well.
+        states = (table.squeeze(1),) if table.shape[1] == 1 else table.unbind(1)
         if self.frames is None or ignore_frames:
             chosen = states[0]
         else:
@@ -155,7 +157,7 @@ class Condition:
 
         Args:
             first: the first of these entries.
-            scale: ``[B]``, multiplied into those of them that are gates (drop-path).
+            scale: see ``entries_of``.
         """
         part, skipped = divmod(first, self.modulation[0].shape[2])
         modulation = self.modulation[part]
@@ -163,6 +165,17 @@ class Condition:
             modulation = modulation[:, :, skipped : skipped + len(table)]
         # Of as many dims: the gradient of one state of one sample is no sum.
         table = table[None, None] + modulation  # [B, m, n, C]
+        return self.entries_of(table, first, scale, ignore_frames=ignore_frames)
+
+    def entries_of(
+        self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The n entries of a block's modulation ``[B, m, n, C]``, per token.
+
+        Args:
+            first: the first of these entries.
+            scale: ``[B]``, multiplied into those of them that are gates (drop-path).
+        """
         if scale is not None:
             factors = table.new_ones(len(table), 1, table.shape[2], 1)
             first_gate = ENTRIES - 1 - first % ENTRIES
@@ -204,6 +217,15 @@ class Conditioning:
     temporal_rope: RotaryEmbedding | None = None
     at_once: int | None = None
     _conditions: dict[bool, Condition] = field(default_factory=dict, init=False)
+
+    def tables(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The modulation of each block, ``[B, m, k, C]``, by their own tables ``[k, C]``.
+
+        All are added at once. In backward, too, one sum stands for an addition and a cast of each
+        block.
+        """
+        wide = torch.promote_types(self.modulation.dtype, torch.float32)
+        return (torch.stack([*own])[:, None, None] + self.modulation.to(wide)).unbind()
 
     def spatial(self, rows: Rows) -> Condition:
         """The conditions of the local rows, for attention within a frame; computed once."""

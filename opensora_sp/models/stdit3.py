@@ -160,15 +160,16 @@ class STDiT3(ConditionedModel):
             x = self.add_conditioning_frames(x, cond, cond_mask, rows)
         x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
+        pairs = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
+        tables = conditioning.tables([block.scale_shift_table for pair in pairs for block in pair])
         scales = self.branch_scales(drop_path)
-        pairs = zip(self.spatial_blocks, self.temporal_blocks, strict=True)
         for i, (spatial_block, temporal_block) in enumerate(pairs):
-            x = self.run_part(spatial_block, x, conditioning.spatial(rows), scales[2 * i])
+            own = tables[2 * i], scales[2 * i]
+            x = self.run_part(spatial_block, x, conditioning.spatial(rows), *own)
             x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
 
-            last = i + 1 == config.depth
-            condition = conditioning.temporal(rows)
-            x = self.run_part(temporal_block, x, condition, scales[2 * i + 1], last=last)
+            last, own = i + 1 == config.depth, (tables[2 * i + 1], scales[2 * i + 1])
+            x = self.run_part(temporal_block, x, conditioning.temporal(rows), *own, last=last)
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C], spatial rows
 

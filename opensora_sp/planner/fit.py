@@ -2,10 +2,10 @@
 steps of the other buckets.
 
 Memory decides on the largest batch of a bucket, with everything recomputed if need be. Of the times
-that these batches take, the common one is that which most buckets can take; among equals, the
-longest. Each bucket then gets the batch that comes closest to it without taking longer, and keeps
-as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples of
-their number are preferred: then each rank holds whole clips, and nothing is sent.
+that these batches take, the common one is that which most of these buckets can take; among equals,
+the longest. Each bucket then gets the batch that comes closest to it without taking longer, and
+keeps as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples
+of their number are preferred: then each rank holds whole clips, and nothing is sent.
 
 Memory is affine in the number of clips for one shape and level of gradient checkpointing. So two
 batch sizes are traced and others lie on the line through them, except for the one that is chosen.
@@ -138,7 +138,10 @@ def fit(
         buckets[name] = bucket
     _check_all_fit(lacking, memory)
 
-    common = common_time([bucket.step(bucket.largest_size) for bucket in buckets.values()])
+    # Buckets that only the limit keeps short, such as small images, do not shorten the others.
+    by_memory = [one for one in buckets.values() if not one.is_limited]
+    deciding = by_memory or list(buckets.values())
+    common = common_time([bucket.step(bucket.largest_size) for bucket in deciding])
     return Fit(memory, common, [one.fitted(name, common) for name, one in buckets.items()])
 
 
@@ -271,6 +274,11 @@ class _Bucket:
         return self.largest
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the limit on clips, and not memory, decides on the largest batch."""
+        return self.largest_size + self.ranks > self.limit
+
+    @property
     def least_needed(self) -> float:
         """Bytes that one clip needs if as little as possible is kept on the device."""
         latents, lowest = self._latents(1), self.estimator.lowest_levels[-1]
@@ -321,9 +329,9 @@ class _Bucket:
         return _last(longer, is_short) or whole or 1
 
     def _decided_by(self, size: int) -> str:
-        if size + self.ranks > self.limit and size >= self.largest_size:
-            return LIMIT
-        return MEMORY if size >= self.largest_size else TIME
+        if size < self.largest_size:
+            return TIME
+        return LIMIT if self.is_limited else MEMORY
 
     def _step(self, size: int, memory: Memory) -> Step:
         seconds = self.estimator.seconds(self._latents(size), self.ranks, memory.levels)

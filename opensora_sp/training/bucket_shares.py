@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -37,8 +37,8 @@ class BucketShares:
 
     def _reset(self) -> None:
         self._total = 0.0
-        self._busy: Counter[str] = Counter()
-        self._idle: Counter[str] = Counter()
+        self._busy: defaultdict[str, float] = defaultdict(float)
+        self._idle: defaultdict[str, float] = defaultdict(float)
         self._ranks: Counter[str] = Counter()
         self._micro_batches: Counter[str] = Counter()
 
@@ -96,7 +96,7 @@ class BucketShares:
         """
         computed = sum(self._busy.values())
         numbers: dict[str, float] = {}
-        for bucket, busy in self._busy.most_common():
+        for bucket, busy in sorted(self._busy.items(), key=lambda one: -one[1]):
             numbers[f"share/{bucket}"] = busy / computed
             numbers[f"degree/{bucket}"] = self._ranks[bucket] / self._micro_batches[bucket]
             numbers[f"idle/{bucket}"] = self._idle[bucket] / self._total

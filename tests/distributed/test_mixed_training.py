@@ -29,10 +29,11 @@ def start(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two ranks with a degree for each micro-batch, and its end resumed."""
+    """A run on two ranks with degrees of 1 and 2 in each step, and its end resumed."""
     folder = tmp_path_factory.mktemp("mixed")
     config = start(folder)
-    auto = [*MIXED, "sp_size=auto"]
+    # With "auto" alone, groups of CPUs would share little: their exchanges take long.
+    auto = [*MIXED, "sp_size={'144p x 3': 2, '256 x 3': 2}"]
     whole = [*auto, f"outputs={folder / 'auto2'}", "ckpt_every=2"]
     cut = [*auto, f"outputs={folder / 'cut'}"]
     runs = [
@@ -79,11 +80,12 @@ def test_a_scheduled_run_resumes_to_the_last_bit(folder: Path) -> None:
 def test_the_log_names_share_degree_and_idle_time_of_buckets(folder: Path) -> None:
     for line in read_metrics(folder / "auto2"):
         shares = {name: one for name, one in line.items() if name.startswith("share/")}
-        assert sum(shares.values()) == pytest.approx(1) and "share/144p x 3" in shares
+        assert sum(shares.values()) == pytest.approx(1)
         idle = sum(one for name, one in line.items() if name.startswith("idle/"))
         assert 0 <= idle < 1
         for name in shares:
-            assert 1 <= line[name.replace("share", "degree")] <= 2
+            degree = line[name.replace("share", "degree")]
+            assert degree == 2 if name in ("share/144p x 3", "share/256 x 3") else 1 <= degree <= 2
 
     log = (folder / "auto2" / "train.log").read_text()
     assert log.count("buckets by predicted time: ") == STEPS

@@ -266,7 +266,7 @@ def test_the_report_names_dropped_clips_and_the_reason(tmp_path: Path, work: Wor
         ),
         (["bucket_config={'240p': {1: (1.5, 1)}}"], "expected probabilities from 0 to 1"),
         (["bucket_config={'240p': {1: ((1.0, 0.5), 1)}}"], "expected one probability for images"),
-        (["bucket_config={'240p': {5: (1.0, None)}}"], "expected a batch size of at least 1"),
+        (["bucket_config={'240p': {5: (1.0, 0)}}"], "expected a batch size of at least 1"),
         (["bucket_config={'240p': {5: (0.0, None)}}"], "keeps no clip"),
         (["bucket_config={'240p': 3}"], "expected for example"),
         (["num_frames=7"], "got num_frames 7 beside bucket_config"),

@@ -140,10 +140,12 @@ def test_stdit3_block() -> None:
         block = with_state(STDiT3Block(config, rope=rope), tensors)
         lengths = tensors["input/lengths"].tolist()
         layout = TEMPORAL if case["temporal"] else SPATIAL
-        condition, _ = conditioned(tensors, layout, T, S, width, tensors["input/y"][0], lengths)
+        text = tensors["input/y"][0]
+        condition, modulation = conditioned(tensors, layout, T, S, width, text, lengths)
+        table = block.scale_shift_table + modulation
         x = tensors["input/x"].view(2, T, S, width)
         rows = x.transpose(1, 2) if case["temporal"] else x
-        out = block(rows.flatten(0, 1), condition, None).view(rows.shape)
+        out = block(rows.flatten(0, 1), condition, table, None).view(rows.shape)
         close((out.transpose(1, 2) if case["temporal"] else out).flatten(1, 2), tensors["output"])
 
 

@@ -13,7 +13,7 @@ from opensora_sp.models import build_model
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import H100, ChunkCosts
+from opensora_sp.parallel.cost_model import CPU, H100, ChunkCosts
 from opensora_sp.parallel.debug.parity import ATTRIBUTE
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import strategy_options, with_chunks
@@ -39,6 +39,10 @@ def test_no_other_number_of_chunks_saves_more(spans_nodes):
 def chosen(size: tuple[int, ...], ranks: int, *, between: bool, **options: Any) -> Options:
     shape = BatchShape.of(XL2, size[0], size[1:])  # type: ignore[arg-type]
     return with_chunks(Options(**options), shape, ranks, element_size=2, spans_nodes=between)
+
+
+def test_a_cpu_sends_nothing_in_chunks():
+    assert ChunkCosts(CPU, CPU.link(spans_nodes=True), 20e9).best_number == 1
 
 
 @pytest.mark.parametrize(("size", "ranks"), SHIPPED)
@@ -77,7 +81,7 @@ def test_the_links_of_a_mesh_decide(between):
     with torch.device("meta"):
         model = build_model("STDiT3", hidden_size=1152, depth=1, num_heads=16, **text).bfloat16()
     mesh = SequenceMesh.imagined(8, 0)
-    mesh.spans_nodes = between
+    mesh._current = replace(mesh._current, spans_nodes=between)
     parallelize(model, mesh)
     strategy = getattr(model, ATTRIBUTE).strategy(model.config.grid(1, (64, 64, 64)))
     assert strategy.options.overlap_chunks == (2 if between else 1)
@@ -92,16 +96,16 @@ def test_groups_that_span_nodes(monkeypatch):
 
 def lines(sp_size: int = 8, *, between: bool = False, **options: Any) -> list[str]:
     mesh = SequenceMesh.imagined(sp_size, 0)
-    mesh.spans_nodes = between
+    mesh._current = replace(mesh._current, spans_nodes=between)
     cfg = SimpleNamespace(
-        sequence_parallel=options,
         vae=dict(type="PatchPoolVAE", pool=(1, 8, 8)),
         num_frames=64,
         size=(512, 512),
         batch_size=1,
     )
     module = SimpleNamespace(config=XL2, dtype=SimpleNamespace(itemsize=2))
-    trainer: Any = SimpleNamespace(cfg=cfg, mesh=mesh, module=module)
+    parallel = Options(**options)
+    trainer: Any = SimpleNamespace(cfg=cfg, mesh=mesh, module=module, options=parallel)
     return describe_exchanges(trainer)
 
 
