@@ -40,6 +40,7 @@ def run_calibration(args: argparse.Namespace) -> None:
         found = calibrate(device, config)
 
     if os.environ.get("RANK", "0") == "0":
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_cost_model(path, found.model, found.facts(versions()))
         sys.stdout.write(table(found) + f"\n{path}: use it with cost_model={str(path)!r}\n")
 

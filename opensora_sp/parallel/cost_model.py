@@ -20,10 +20,6 @@ REFERENCE_WIDTH = 1152  # of STDiT3-XL/2, for which the latency of a preset is s
 TIMES = ("latency", "network_latency", "shortest_kernel", "launch")  # in seconds; may be 0
 MIN_RATE = 1e-30
 
-# Activations ``[tokens, C]`` that norms, modulation, GELU and copies of a block of STDiT3 read and
-# write in forward.
-BLOCK_ACTIVATIONS = 41
-
 CHUNK_LAUNCHES = 40  # of one more chunk at the end of a block: 10 in forward, 30 in backward
 FP8_LAUNCHES = 12  # of scaling and rounding in an exchange, on both sides
 
@@ -172,18 +168,15 @@ class CostModel:
         held = max(shape.entries(row_layout, ranks))
         of_heads = -(-num_units * heads // ranks)  # units of one head on the busiest rank
 
-        link = self.link(spans_nodes=False)
-        whole = self._block(unit, width) + self.attention(heads, unit, unit, width // heads)
-        split = self._block(held, width) + self.attention(of_heads, unit, unit, width // heads)
-        return FewUnitsCosts(
-            whole=whole + link.seconds(2 * sent * unit, exchanges=2),
-            heads=split + link.seconds(4 * sent * held, exchanges=2),
-        )
+        def compute(tokens: int, of_heads: int) -> float:
+            attention = self.attention(of_heads, unit, unit, width // heads)
+            return block_flops(tokens, width) / self.flops + attention
 
-    def _block(self, tokens: int, width: int) -> float:
-        """Seconds of a block's forward pass without its self-attention."""
-        elementwise = self.elementwise(BLOCK_ACTIVATIONS * tokens, width, ELEMENT_BYTES)
-        return block_flops(tokens, width) / self.flops + elementwise
+        link = self.link(spans_nodes=False)
+        return FewUnitsCosts(
+            whole=compute(unit, heads) + link.seconds(2 * sent * unit, exchanges=2),
+            heads=compute(held, of_heads) + link.seconds(4 * sent * held, exchanges=2),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All rates by name, as JSON values."""
@@ -230,19 +223,19 @@ H100 = CostModel(flops=711e12, bandwidth=350e9, latency=5.9e-6, name="H100")
 # An H100 differs in its memory alone.
 H200 = replace(H100, memory_bandwidth=3.87e12, memory=141e9, name="H200")
 
-# One thread of a server's CPU in fp32, and gloo between two processes of one machine.
+# One thread of a server's CPU in fp32, measured by --calibrate; gloo on one machine is assumed.
 CPU = CostModel(
-    flops=60e9,
+    flops=80e9,
     bandwidth=1e9,
     latency=200e-6,
     network_bandwidth=1e9,
     network_latency=400e-6,
-    attention_forward=30e9,
-    attention_backward=30e9,
+    attention_forward=60e9,
+    attention_backward=65e9,
     attention_tile=(1, 1),
-    memory_bandwidth=8e9,
+    memory_bandwidth=8.5e9,
     shortest_kernel=0.0,
-    launch=10e-6,
+    launch=15e-6,
     asynchronous=False,
     to_host=8e9,
     peak=100e9,

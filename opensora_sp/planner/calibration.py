@@ -32,7 +32,7 @@ from opensora_sp.parallel.cost_model_file import device_name
 from .micro_batch_time import ModelCosts, seconds_of
 from .trace import step_inputs
 
-REPEATS, EXCHANGES_REPEATED = 7, 10
+REPEATS, EXCHANGES_REPEATED = 5, 10
 CPU_WIDTH, HEADS, TEXT = 384, 6, 32
 """Sizes of the pair of blocks; a GPU computes one of STDiT3-XL/2."""
 UNLIMITED = 1e30  # bytes per second

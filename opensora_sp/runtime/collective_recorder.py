@@ -132,6 +132,11 @@ class CollectiveRecorder:
                 "returned": {name: group.returned for name, group in self._groups.items()},
             }
 
+    def peers(self) -> list[int]:
+        """The ranks that this one sends to or receives from at the moment."""
+        with self._lock:
+            return sorted({call.peer for call in self._open if call.peer is not None})
+
     def pending(self) -> list[Collective]:
         """What may be pending: calls that some thread is in, and the newest of each group."""
         with self._lock:

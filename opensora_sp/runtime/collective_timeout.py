@@ -12,6 +12,8 @@ from .collective_recorder import Collective, CollectiveRecorder
 from .heartbeats import INTERVAL, Heartbeat
 
 SILENT_HEARTBEATS = 2  # of this rank, in which a peer that has written none counts as stopped
+# Of this rank, in which a peer that waits for another rank may report that one.
+PATIENT_HEARTBEATS = 4
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ class CollectiveTimeout:
                 return self._report(call, silent, are_silent=True)
             return None
         if call.peer is not None:
+            others = set(heartbeats[call.peer].waits_for) - {self._rank}
+            if others and heartbeat - snapshot.at < PATIENT_HEARTBEATS:
+                return None
             return self._report(call, heartbeats)
 
         # Where the call has returned, the backend is asynchronous: peers must have returned, too.

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -41,6 +42,7 @@ class Heartbeat:
         returned: how many of these have returned to the host.
         location: the line of source that its main thread runs.
         has_left: whether the rank has left the run.
+        waits_for: the ranks that it sends to or receives from at the moment.
     """
 
     number: int
@@ -48,6 +50,7 @@ class Heartbeat:
     returned: dict[str, int]
     location: str
     has_left: bool
+    waits_for: Sequence[int] = ()
 
 
 NO_HEARTBEAT = Heartbeat(-1, {}, {}, "an unknown line", False)

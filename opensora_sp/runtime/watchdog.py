@@ -358,9 +358,14 @@ class Watchdog:
 
     def _write_heartbeat(self) -> None:
         location = location_of_thread(self._main_thread)
-        counts = self._recorder.counts()
         self._store.write(
-            Heartbeat(self._number, **counts, location=location, has_left=self._ended.is_set())
+            Heartbeat(
+                self._number,
+                **self._recorder.counts(),
+                location=location,
+                has_left=self._ended.is_set(),
+                waits_for=self._recorder.peers(),
+            )
         )
 
     def _report(self, reason: str) -> None:

@@ -39,8 +39,8 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 BEFORE_HEARTBEATS = ("the process group", "heartbeats")
 FOREVER = 600.0
-# Until a heartbeat has the place of a rank that is about to freeze.
-SETTLED = 1.5
+# Until the others have read a heartbeat with the place of a rank that is about to freeze.
+SETTLED = 3.0
 LAG = 2.0
 FREEZES: dict[str, Callable[[], Any]] = {
     "stop": partial(signal.raise_signal, signal.SIGSTOP),

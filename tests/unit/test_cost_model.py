@@ -15,6 +15,7 @@ from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.parallel.cost_model import CPU, H100, H200, PRESETS, CostModel, preset_of
 from opensora_sp.parallel.cost_model_file import cost_model_of, read_cost_model, write_cost_model
 from opensora_sp.planner.calibration import fitted_link
+from opensora_sp.runtime.rank_info import RankInfo, find_differences
 from opensora_sp.sampling import requests
 from opensora_sp.sampling.process_groups import choose_groups
 
@@ -103,6 +104,13 @@ def test_ranks_compare_all_rates():
     differing = [name for name in settings if settings[name] != H200.as_settings()[name]]
     assert differing == ["cost_model.memory_bandwidth", "cost_model.memory", "cost_model.name"]
 
+    joined = []
+    for rank, rates in enumerate((H100, H100, dataclasses.replace(H100, latency=1e-5))):
+        joined.append(RankInfo(rank, 3, "host", settings=rates.as_settings()))
+    assert not find_differences(joined[:2])
+    message = find_differences(joined)
+    assert "got different settings: cost_model.latency" in message and "1e-05" in message
+
 
 def test_sampling_shares_a_batch_where_links_are_fast():
     cfg = load_inference_config("configs/stdit3/inference/64x512x512.py")
@@ -122,14 +130,13 @@ def test_a_line_through_exchanges_gives_bandwidth_and_latency():
     assert odd.bandwidth == 1e7 / 1e-4 and odd.latency >= 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_plan_says_what_it_lacks(tmp_path, capsys):
+    in_a_file = tmp_path / "file"
+    in_a_file.touch()
+    for arguments, message in (
         ([], "got no CONFIG; expected a config to plan"),
-        (["--calibrate", "/proc/none/rates.json"], "got --calibrate '/proc/none'"),
-    ],
-)
-def test_plan_says_what_it_lacks(arguments, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["plan", *arguments])
-    assert end.value.code == 2 and message in capsys.readouterr().err
+        (["--calibrate", str(in_a_file / "rates.json")], "is no folder that can be written"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["plan", *arguments])
+        assert end.value.code == 2 and message in capsys.readouterr().err

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -197,3 +198,30 @@ def test_a_run_whose_log_is_stuck_ends_after_grace_time(monkeypatch: pytest.Monk
     finally:
         stuck.released.set()
         log.removeHandler(stuck)
+
+
+class Sends(Peers):
+    """Heartbeats in a run in which rank 2 sends to rank 0, and rank 0 may wait for rank 1."""
+
+    def __init__(self, own: int, peer: int, waits_for: list[int]) -> None:
+        operation = "recv" if own == 0 else "send"
+        super().__init__(
+            -1, own, Collective(operation, [], "0", 7, (own, peer), peer, "writer.py:210")
+        )
+        self.waits_for = waits_for
+
+    def of(self, rank: int) -> Heartbeat:
+        return replace(super().of(rank), waits_for=self.waits_for if rank == 0 else [])
+
+
+def test_a_sender_leaves_the_report_to_a_peer_that_waits_for_another_rank() -> None:
+    """In a save, rank 0 receives from rank 1, which has left, while rank 2 sends to rank 0."""
+    reported, report = Sends(own=0, peer=1, waits_for=[1]).first_report()
+    assert report is not None and "missing: rank 1, which" in report
+
+    later, report = Sends(own=2, peer=0, waits_for=[1]).first_report()
+    assert report is not None and reported + 2 <= later <= TIMEOUT + 8
+
+    # Rank 0 waits for this one alone, or for none.
+    for waits_for in ([2], []):
+        assert Sends(own=2, peer=0, waits_for=waits_for).first_report()[0] == reported

@@ -1,7 +1,7 @@
 """16 frames of 256x256; every clip is shared by 2 GPUs.
 
 Predicted for eager mode, without the encoders:
-    8 x H100: 27.3 GB, 0.19 s a step, MFU 22%
+    8 x H100: 27.3 GB, 0.16 s a step, MFU 26%
     8 x H200: 27.3 GB, 0.14 s a step, MFU 30%
 """
 

@@ -4,7 +4,7 @@ torchrun --nproc_per_node 8 scripts/precompute.py \\
     configs/stdit3/train/16x256x256_sp2.py -o cache/16x256x256
 
 Predicted for eager mode, without the encoders:
-    8 x H100: 27.3 GB, 0.19 s a step, MFU 22%
+    8 x H100: 27.3 GB, 0.16 s a step, MFU 26%
     8 x H200: 27.3 GB, 0.14 s a step, MFU 30%
 """
 
