@@ -66,10 +66,11 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from opensora_sp.config import load_either
+    from opensora_sp.config import TrainConfig, load_either
     from opensora_sp.planner import plan
 
     from .calibrated import run_calibration
+    from .cut import describe_cut
     from .fitted import run_fit
 
     # disable=None: no bar where stderr is no terminal.
@@ -92,8 +93,13 @@ def run(args: argparse.Namespace) -> None:
         gpu=args.gpu,
         progress=progress,
     )
-    text = json.dumps(result.to_dict(), indent=1) if args.json else table(result)
-    sys.stdout.write(text + "\n")
+    if args.json:
+        sys.stdout.write(json.dumps(result.to_dict(), indent=1) + "\n")
+        return
+    lines = [table(result)]
+    if isinstance(cfg, TrainConfig):
+        lines += describe_cut(cfg, args.gpus, args.gpus_per_node, args.gpu)
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _check_options(args: argparse.Namespace) -> None:

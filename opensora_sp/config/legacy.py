@@ -177,9 +177,10 @@ RULES: tuple[Rule, ...] = (
          note="for STDiT2 it sets qk_norm_legacy=True, as in Open-Sora 1.1"),
     *(Rule(f"model.{key}", "model.attention", inert=(None,), value={True: "auto", False: "sdpa"})
       for key in ("enable_flash_attn", "enable_flashattn")),
-    *(Rule("model.kernel_size", "model.kernel_size", run=run, inert=(None,), also=also,
-           note="of Open-Sora 1.3: with conditioning frames, latents of its VAE and its wording")
-      for run, also in (("train", _of_1_3), ("sample", _sampling_of_1_3))),
+    Rule("model.kernel_size", "model.kernel_size", run="train", inert=(None,), also=_of_1_3,
+         note="of Open-Sora 1.3, with conditioning frames and latents of its VAE"),
+    Rule("model.kernel_size", "model.kernel_size", run="sample", inert=(None,),
+         also=_sampling_of_1_3, note="as in training; scores are written in words"),
     Rule("model.enable_layernorm_kernel", note="torch's layer norm is used; apex is not needed"),
     Rule("model.enable_sequence_parallelism", note="sp_size alone turns it on"),
     Rule("model.use_x_mask", note="every model takes frame masks"),
@@ -226,6 +227,7 @@ RULES: tuple[Rule, ...] = (
     *(Rule(key, f"scheduler.{key}", run="sample", inert=(None,))
       for key in ("image_cfg_scale", "use_sdedit", "use_oscillation_guidance_for_text",
                   "use_oscillation_guidance_for_image")),
+    Rule("drop_condition", "scheduler.drop_condition", run="train", yields=True),
     # optimization
     Rule("use_cosine_scheduler", "lr_schedule", run="train", value={True: "cosine"},
          note="without warm-up of its own"),

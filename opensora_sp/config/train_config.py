@@ -156,7 +156,7 @@ class TrainConfig(Common):
 
     mask_types: dict[str, float] | None = None
     """Weight of each kind of conditioning frames of a model with `use_cond`, drawn for a
-    micro-batch, as in Open-Sora 1.3; see docs/data.md. None: no such frames.
+    micro-batch, as in Open-Sora 1.3; see docs/concepts/masks.md. None: none.
     """
 
     validation: Validation | None = None

@@ -28,7 +28,7 @@ class DrawnCondition:
 
     Attributes:
         index: numbers of the conditioning frames.
-        drops_frames, drops_text: whether the model is given no latents of these frames (their places
+        drops_frames, drops_text: whether the model gets no latents of these frames (their places
             stay), or no captions.
         noise: standard deviation of the noise in their latents.
     """

@@ -1,8 +1,8 @@
 """Guidance of Open-Sora 1.3: by text and by conditioning frames, each with its own scale.
 
-With conditioning frames a step predicts three times: with caption and frames, with the frames alone
-and with neither. The result is ``neither + s_image (frames - neither) + s_text (both - frames)``, as
-in InstructPix2Pix (Brooks et al., 2023).
+With conditioning frames a step predicts three times: with caption and frames, with the frames
+alone and with neither. The result is ``neither + s_image (frames - neither) + s_text (both -
+frames)``, as in InstructPix2Pix (Brooks et al., 2023).
 
 Legend: B samples, c latent channels, F latent frames, h x w latent size.
 """
@@ -71,8 +71,8 @@ class Scales:
         text, image: the full scales.
         text_oscillates, image_oscillates: guide by 1 in every second step, from ``force_num`` on.
         image_start: weight of the first frame, from which that of the image rises linearly to the
-            last frame; its upper end falls to ``image_start`` over the steps. None is one weight for
-            all frames and steps.
+            last frame; its upper end falls to ``image_start`` over the steps. None is one weight
+            for all frames and steps.
         num_steps: number of steps.
     """
 

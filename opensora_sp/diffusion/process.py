@@ -110,7 +110,7 @@ class DiffusionProcess(Protocol):
     cfg_scale: float
 
     def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
-        """The guided prediction for one call of ``sample``; ``inputs`` are for the doubled batch."""
+        """The guided prediction of one ``sample``; ``inputs`` are for the doubled batch."""
 
     def sample(
         self,

@@ -37,11 +37,11 @@ class RectifiedFlow:
     middle of the path than "uniform".
 
     The others are of Open-Sora 1.3 (``image_guidance.py``). ``image_cfg_scale`` guides by
-    conditioning frames, None as far as ``cfg_scale`` by text. ``use_oscillation_guidance`` alternates
-    scales with 1 from step ``force_num`` on, for text or image alone as its variants are set.
-    ``scale_image_weight`` raises the image's weight over frames from ``initial_image_scale``,
-    ``use_flaw_fix`` keeps deviations. With ``use_sdedit`` conditioning frames are noised data in each
-    step (Meng et al., 2022) and not generated. In training, ``x_cond_weight`` is the weight of
+    conditioning frames, None as far as ``cfg_scale`` by text. ``use_oscillation_guidance``
+    alternates scales with 1 from step ``force_num`` on, for text or image alone as its variants are
+    set. ``scale_image_weight`` raises the image's weight over frames from ``initial_image_scale``,
+    ``use_flaw_fix`` keeps deviations. With ``use_sdedit`` conditioning frames are noised data in
+    each step (Meng et al., 2022) and not generated. In training, ``x_cond_weight`` is the weight of
     conditioning frames in the loss, and ``drop_condition`` how often caption and frames are dropped
     (``given_frames.py``).
 

@@ -4,7 +4,7 @@ Legend: B samples, F frames of video, c latent channels, f x h x w latent size; 
 ``width = 8 w``.
 
     video  [B, 3, F, height, width]   chunks of 17 frames: of frames 0 to 16, then of 17 to 33,
-      |                               or, with ``temporal_overlap``, of 16 to 32; each independently:
+      |                               or, with ``temporal_overlap``, of 16 to 32; each by itself:
       | SpaceTimeVAE
       v [B, c, 5, h, w]               all chunks one after the other
       | (z - mean) / std
@@ -25,7 +25,7 @@ from opensora_sp.dtypes import DTYPES
 from .base import chunks
 from .latent_statistics import STATISTICS
 from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
-from .space_time_vae import SpaceTimeVAE, tile_convolutions
+from .space_time_vae import FrameStep, SpaceTimeVAE, tile_convolutions
 from .video_vae import DiagonalGaussian
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
@@ -51,8 +51,8 @@ class OpenSoraVAEv13(FrozenEncoder):
         micro_batch_size_2d: frames in one call of the layers that see single frames; None for all.
         normalization: "video" or "video_5frames" (statistics of each latent frame of a chunk of 17
             frames); None leaves latents as they are.
-        use_tiled_conv3d: convolve in tiles of about ``tile_size`` positions, which needs less memory
-            and changes no result.
+        use_tiled_conv3d: convolve in tiles of about ``tile_size`` positions, which needs less
+            memory and changes no result.
         dtype: "fp32", "bf16" or "fp16" for the weights; latents and videos are float32.
         offload: keep the weights on the CPU between calls.
 
@@ -92,7 +92,7 @@ class OpenSoraVAEv13(FrozenEncoder):
             self.vae = build_network(saved_config(files.folder) or {}, z_channels, files.source)
         load_strictly(self.vae, files)
         for module in self.vae.modules():
-            if hasattr(module, "micro_batch_size"):
+            if isinstance(module, FrameStep):
                 module.micro_batch_size = micro_batch_size_2d
         if use_tiled_conv3d:
             tile_convolutions(self.vae, tile_size)

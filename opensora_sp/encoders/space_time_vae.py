@@ -3,7 +3,7 @@
 The layers are those of Stable Diffusion's autoencoder (Rombach et al., 2022) with causal 3D
 convolutions in place of 2D ones, as in MAGVIT-v2 (Yu et al., 2023). Some levels resample height and
 width, the others time as well. Group norm takes its statistics over all frames, so it matters how a
-clip is cut (``open_sora_vae_v13.py``). Parameter names are those of the public Open-Sora checkpoints.
+clip is cut (``open_sora_vae_v13.py``). Parameter names are those of the public checkpoints.
 
 Legend: B samples, C channels (c of latents), T frames, f latent frames, H x W pixels, h x w latent
 size.

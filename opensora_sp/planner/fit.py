@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.models.recompute import OFFLOADED
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.rank_groups import group_sizes, nested_groups
 
@@ -141,7 +141,7 @@ def fit(
     # Buckets that only the limit keeps short, such as small images, do not shorten the others.
     by_memory = [one for one in buckets.values() if not one.is_limited]
     deciding = by_memory or list(buckets.values())
-    common = common_time([bucket.step(bucket.largest_size) for bucket in deciding])
+    common = common_time([bucket.times for bucket in deciding])
     return Fit(memory, common, [one.fitted(name, common) for name, one in buckets.items()])
 
 
@@ -245,6 +245,13 @@ class Step(NamedTuple):
     offloads: bool
 
 
+class Times(NamedTuple):
+    """Seconds of a bucket's shortest and longest micro-batch."""
+
+    shortest: float
+    longest: float
+
+
 class _Bucket:
     """The batch sizes of one bucket on ``ranks`` ranks."""
 
@@ -277,6 +284,19 @@ class _Bucket:
     def is_limited(self) -> bool:
         """Whether the limit on clips, and not memory, decides on the largest batch."""
         return self.largest_size + self.ranks > self.limit
+
+    @cached_property
+    def times(self) -> Times:
+        """Seconds of the shortest batch, which recomputes no more than it has to, and of the
+        largest one.
+        """
+        of_config = self.estimator.lowest_levels[0]
+        levels = [EVERYTHING] if self.estimator.checkpointing == "auto" else of_config
+        shortest = [
+            self.estimator.seconds(self._latents(size), self.ranks, levels)
+            for size in (1, self.ranks)
+        ]
+        return Times(min(shortest), self.step(self.largest_size).seconds)
 
     @property
     def least_needed(self) -> float:
@@ -319,8 +339,11 @@ class _Bucket:
         )
 
     def _size_for(self, common: float) -> int:
+        # Small batches may all take as long: the host needs it to launch their operators.
+        limit = max(common, self.times.shortest)
+
         def is_short(size: int) -> bool:
-            return self.step(size).seconds <= common and self.fits(size)
+            return self.step(size).seconds <= limit and self.fits(size)
 
         whole = _last(range(self.ranks, self.largest_size + 1, self.ranks), is_short)
         longer = range((whole or 0) + 1, min((whole or 0) + self.ranks, self.largest_size + 1))
@@ -341,19 +364,15 @@ class _Bucket:
         return self.estimator.latents(replace(self.batch, batch_size=size))
 
 
-def common_time(largest: Sequence[Step]) -> float:
-    """The time that most buckets can take, among equals the longest.
-
-    Args:
-        largest: the longest step of each bucket; its shortest takes as long as one clip of it.
-    """
+def common_time(buckets: Sequence[Times]) -> float:
+    """The longest step of a bucket whose time most buckets can take, among equals the longest."""
 
     def preference(seconds: float) -> tuple[int, float]:
-        too_short = sum(step.seconds < (1 - TOLERANCE) * seconds for step in largest)
-        too_long = sum(step.seconds / step.size > seconds for step in largest)
+        too_short = sum(one.longest < (1 - TOLERANCE) * seconds for one in buckets)
+        too_long = sum(one.shortest > (1 + TOLERANCE) * seconds for one in buckets)
         return too_short + too_long, -seconds
 
-    return min((step.seconds for step in largest), key=preference)
+    return min((one.longest for one in buckets), key=preference)
 
 
 def _check_all_fit(lacking: Mapping[str, float], memory: float) -> None:

@@ -186,13 +186,13 @@ def frames_of_kind(
     """The conditioning frames of one loop, as Open-Sora 1.3 names them; the others are 0.
 
     The first loop begins with the first frame of the first reference ("i2v_head", "i2v_loop") or
-    with up to ``length`` of them ("v2v_head"), the later ones with the last ``length`` frames of the
-    loop before. "i2v_loop" ends with the first frame of the second reference, or else the last of
-    the first: in a single loop, or in each later one. "i2v_tail" ends the last loop so, and a single
-    loop with the last frame of the first reference.
+    with up to ``length`` of them ("v2v_head"), the later ones with the last ``length`` frames of
+    the loop before. "i2v_loop" ends with the first frame of the second reference, or else the last
+    of the first: in a single loop, or in each later one. "i2v_tail" ends the last loop so, and a
+    single loop with the last frame of the first reference.
 
     Args:
-        kind: one of ``CONDITION_KINDS``.
+        kind: "i2v_head", "i2v_tail", "i2v_loop" or "v2v_head".
         references: latents ``[c, f_i, h, w]``, at least one.
         previous: latents ``[c, f, h, w]`` of the loop before.
         latent: ``[c, f, h, w]``, for shape, dtype and device.

@@ -191,6 +191,8 @@ def facts_of(
 
     names: tuple[str, ...] = ("loop", "condition_frame_length", "condition_frame_edit", "save_fps")
     facts |= {key: getattr(cfg, key) for key in names}
+    if cfg.cond_type is not None:
+        facts["cond_type"] = cfg.cond_type
 
     names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     facts["config"] = {key: getattr(cfg, key) for key in names}

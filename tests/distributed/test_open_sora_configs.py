@@ -1,4 +1,4 @@
-"""Configs written for Open-Sora 1.0, 1.1 and 1.2 load, train and sample; what their keys become."""
+"""Configs written for Open-Sora 1.0 to 1.3 load, train and sample; what their keys become."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ import pytest
 import reference_legacy
 import torch
 import torch.distributed as dist
-from open_sora_configs import CASES, KEPT, OTHER_MODELS, SAMPLING, V1_0, V1_1, V1_2
+from open_sora_configs import (
+    CASES,
+    KEPT,
+    OTHER_MODELS,
+    SAMPLING,
+    SAMPLING_1_3,
+    V1_0,
+    V1_1,
+    V1_2,
+    V1_3,
+)
 from ranks import run_ranks
 from runs import ROOT, write_toy_set
 from safetensors.torch import load_file, save_file
@@ -70,6 +80,50 @@ def test_training_configs_load_as_they_are(tmp_path: Path) -> None:
     assert third.freeze == ("y_embedder.*",) and third.epochs == 1 and third.warmup_steps == 1000
     assert third.optimizer.lr == 3e-4 and third.optimizer.eps == 1e-15 and third.ema_decay == 0.99
     assert third.dataset.manifest == "x.csv" and third.vae["micro_frame_size"] == 17
+
+
+def test_configs_of_1_3_load(tmp_path: Path) -> None:
+    """Its code implies conditioning frames, 16 channels, its frame count and its wording."""
+    write(tmp_path, v13=V1_3, sample=SAMPLING_1_3)
+    cfg = load_train_config(tmp_path / "v13.py", ["dataset.manifest=x.csv"])
+    assert cfg.model["use_cond"] is True and cfg.model["in_channels"] == 16
+    assert cfg.mask_types is not None and cfg.mask_types["i2v_head"] == 5
+    assert cfg.scheduler["drop_condition"]["keep"] == 0.7
+    assert cfg.scheduler["legacy_frame_count"] == "v1.3"
+    assert cfg.vae["temporal_overlap"] and cfg.vae["normalization"] == "video"
+
+    sampling = load_inference_config(tmp_path / "sample.py")
+    assert sampling.cond_type == "i2v_head" and sampling.score_style == "words"
+    assert sampling.scheduler["image_cfg_scale"] == 5.0 and sampling.scheduler["use_sdedit"]
+    assert (sampling.num_frames, sampling.size) == (113, (360, 640))
+
+
+BAD_1_3 = {
+    "cond_type=v2v_loop": "Input should be 'i2v_head', 'i2v_tail', 'i2v_loop' or 'v2v_head'",
+    "batch_size=2": "with model.use_cond True, scheduler 'rflow' and batch_size 2; expected a",
+    "model.use_cond=False": "got cond_type 'i2v_head' with model.use_cond False",
+    "vae.micro_frame_size=16": "got vae.micro_frame_size 16; expected 1 more than a multiple of 4",
+}
+
+
+@pytest.mark.parametrize("option", BAD_1_3)
+def test_options_of_1_3_that_do_not_fit(option: str, tmp_path: Path) -> None:
+    write(tmp_path, sample=SAMPLING_1_3)
+    with pytest.raises(ValueError, match=re.escape(BAD_1_3[option])):
+        load_inference_config(tmp_path / "sample.py", [option])
+
+
+def test_training_options_of_1_3_that_do_not_fit(tmp_path: Path) -> None:
+    write(tmp_path, v13=V1_3)
+    for option, message in {
+        "mask_types={'i2v_haed': 1}": "got 'i2v_haed' in mask_types; expected one of",
+        "mask_ratios={'image_head': 0.5}": "expected a model with use_cond=True, 'rflow' and no",
+        "model.use_cond=False": "got mask_types with model.use_cond False",
+        "scheduler.drop_condition={'both': 1}": "got 'both' in scheduler.drop_condition; expected",
+        "mask_types={'none': 0}": "expected a weight above 0",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load_train_config(tmp_path / "v13.py", ["dataset.manifest=x.csv", option])
 
 
 def test_what_is_missing_is_still_reported(tmp_path: Path) -> None:
@@ -196,9 +250,9 @@ def test_keys_that_are_kept_are_known(tmp_path: Path) -> None:
     from opensora_sp.config import InferenceConfig, TrainConfig
     from opensora_sp.config.files import read_config
 
-    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, sample=SAMPLING)
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3, sample=SAMPLING, i2v=SAMPLING_1_3)
     known = {*KEPT, *(rule.old for rule in RULES)}
-    for name in ("v10", "v11", "v12", "sample"):
+    for name in ("v10", "v11", "v12", "v13", "sample", "i2v"):
         for key, value in read_config(tmp_path / f"{name}.py").values.items():
             inner = value if key in ("dataset", "model", "vae", "text_encoder", "scheduler") else {}
             assert {key, *(f"{key}.{part}" for part in inner)} <= known, (name, key)
@@ -247,7 +301,7 @@ def train_them(folder: Path) -> dict[str, Any]:
     launch(0)
     trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
     found: dict[str, Any] = {}
-    for name in ("v10", "v11", "v12", "v10_again"):
+    for name in ("v10", "v11", "v12", "v13", "v10_again"):
         path = folder / ("v10_dump.py" if name == "v10_again" else f"{name}.py")
         dumped = [f"outputs={folder / name}"]
         own = [
@@ -260,6 +314,7 @@ def train_them(folder: Path) -> dict[str, Any]:
             if name == "v10"
             else [*BUCKETED]
         )
+        own += WINDOWED if name == "v13" else []
         cfg = load_train_config(path, dumped if name == "v10_again" else [*dumped, *own])
         if name == "v10" and dist.get_rank() == 0:
             (folder / "v10_dump.py").write_text(dump_config(cfg))
@@ -291,8 +346,12 @@ BUCKETED = [
 ]
 
 
+# Heads whose width has a third of the channels for each axis, in windows.
+WINDOWED = ["model.hidden_size=36", "model.kernel_size=(2, 2, -1)"]
+
+
 def test_they_train(tmp_path: Path) -> None:
-    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2)
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3)
     manifest = write_toy_set(tmp_path, 4)
     rows = [
         one._replace(path=Path(one.path.name), num_frames=6, height=180, width=320)
@@ -305,6 +364,8 @@ def test_they_train(tmp_path: Path) -> None:
     assert {steps for steps, *_ in found.values()} == {2}  # one epoch of four clips
     frozen = {name: {key.partition(".")[0] for key in keys} for name, (_, keys, _) in found.items()}
     assert frozen["v12"] - frozen["v11"] == {"y_embedder"} and "y_embedder" not in frozen["v10"]
+    assert frozen["v13"] - frozen["v11"] == {"y_embedder"}
+    assert {name.partition(".")[0] for name in found["v13"][2]} >= {"x_embedder_cond"}
     assert all("final_layer.linear.weight" in changed for *_, changed in found.values())
 
     last = [
@@ -362,6 +423,44 @@ def test_one_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.num_frames == 8
     with av.open(str(files[0])) as container:
         assert container.streams.video[0].average_rate == 8  # fps / frame_interval
+
+
+def test_one_of_1_3_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    from opensora_sp.checkpoint import write_model_config
+    from opensora_sp.data.video import probe
+    from opensora_sp.sampling import sample
+
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, sample=SAMPLING_1_3)
+    Image.new("RGB", (60, 40), "red").save("fox.png")
+    options = [
+        *TINY[:-1],
+        *WINDOWED,
+        *("num_frames=5", "resolution=32x48", "aspect_ratio=None", "dtype=fp32", "loop=2"),
+        *("condition_frame_length=2", "cond_type=i2v_loop", "scheduler.num_sampling_steps=2"),
+        *("model.from_pretrained=weights", "model.pred_sigma=False", "prompt=['a red fox']"),
+    ]
+    cfg = load_inference_config("sample.py", [*options, "reference_path=fox.png"])
+    config = {"name" if key == "type" else key: value for key, value in cfg.model.items()}
+    model = build_model(**config)
+    (tmp_path / "weights").mkdir()
+    save_file(model.state_dict(), tmp_path / "weights" / "model.safetensors")
+    write_model_config(tmp_path / "weights", "STDiT3", model.config)
+
+    (path,) = sample(cfg)
+    assert probe(path).num_frames == 8
+    assert "a red fox The aesthetic score is excellent." in path.with_suffix(".json").read_text()
+
+    for more, message in {
+        "reference_path=None": "got cond_type 'i2v_loop' with 0 references and mask_strategy None",
+        "mask_strategy='0'": "with 1 references and mask_strategy '0'",
+        "reference_path=none.png": "got reference 'none.png', which is not a file",
+    }.items():
+        bad = ["reference_path=fox.png", more][-1 if "reference" in more else 0 :]
+        with pytest.raises(ValueError, match=re.escape(message)):
+            sample(load_inference_config("sample.py", [*options, *bad]))
 
 
 def test_a_rule_says_why() -> None:

@@ -210,7 +210,6 @@ adam_eps = 1e-15
 warmup_steps = 1000
 use_cosine_scheduler = False
 accumulation_steps = 1
-del drop_condition
 """
 SAMPLING_1_3 = f"""
 num_frames = 113
@@ -483,6 +482,14 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
             "use_oscillation_guidance_for_image": False,
         }.items()
     },
+    "drop_condition": [
+        ({"keep": 1}, {}, {"scheduler.drop_condition": {"keep": 1}}),
+        (
+            {"keep": 1},
+            {"scheduler.drop_condition": {"text": 1}},
+            {"scheduler.drop_condition": {"text": 1}},
+        ),
+    ],
     "use_cosine_scheduler": [(True, {}, {"lr_schedule": "cosine"}), (False, {}, {})],
     "accumulation_steps": [(1, {}, {}), (4, {}, "set accumulation_steps=None")],
     "lr": [(1e-4, {}, {"optimizer.lr": 1e-4}), (1e-4, {"optimizer.lr": 1.0}, "got both lr")],

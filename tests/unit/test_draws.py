@@ -24,7 +24,9 @@ from opensora_sp.randomness import normal, uniform
 
 SHAPE, LATENT_SIZE = ClipShape(7, 28, 20), (7, 7, 5)
 MODEL = SimpleNamespace(class_dropout_prob=0.4, drop_path=0.3, depth=3, patch_size=(2, 2, 2))
-TRAINING = SimpleNamespace(seed=7, mask_ratios={"random": 0.5, "image_head": 0.3})
+TRAINING = SimpleNamespace(
+    seed=7, mask_ratios={"random": 0.5, "image_head": 0.3}, mask_types=None, scheduler={}
+)
 RULES = DrawConfig.of_training(TRAINING, MODEL, channels=3)
 
 

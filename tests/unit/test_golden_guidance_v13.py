@@ -212,7 +212,7 @@ def test_training_losses(name: str) -> None:
         close(cond, one["trace/cond"])
         close(given["cond_mask"], one["trace/cond_mask"])
         inputs = dict(cond=cond, cond_mask=given["cond_mask"], y_null=one["trace/y_null"])
-    # With a frame mask the release does not tell the network of it.
+    # With a frame mask the release does not pass it to the network.
     coefficients = about["toy_network"]["coefficients"]
     prediction = toy(noised.x_t, t, one["trace/y"], coefficients, **inputs)
     losses = flow.losses(prediction, noised)
