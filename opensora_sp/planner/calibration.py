@@ -143,7 +143,7 @@ class _Measurement:
 
     def elementwise(self) -> None:
         """What a step takes beside products, attention and launches."""
-        size = (1, 16, 64, 64) if self.on_gpu else (1, 8, 32, 32)
+        size = (1, 16, 64, 64) if self.on_gpu else (1, 4, 32, 32)
         seconds, model = self._step(self.width, self.heads, size, depth=2)
         self._found("step", seconds, latents=list(size), width=self.width, pairs=2)
 

@@ -314,7 +314,7 @@ def train_them(folder: Path) -> dict[str, Any]:
             if name == "v10"
             else [*BUCKETED]
         )
-        own += WINDOWED if name == "v13" else []
+        own += [*WINDOWED, *CONDITIONED] if name == "v13" else []
         cfg = load_train_config(path, dumped if name == "v10_again" else [*dumped, *own])
         if name == "v10" and dist.get_rank() == 0:
             (folder / "v10_dump.py").write_text(dump_config(cfg))
@@ -348,6 +348,12 @@ BUCKETED = [
 
 # Heads whose width has a third of the channels for each axis, in windows.
 WINDOWED = ["model.hidden_size=36", "model.kernel_size=(2, 2, -1)"]
+# Videos alone, since images have no conditioning frames; the embedder's gradient is 0 in step 1.
+CONDITIONED = [
+    "bucket_config={'144p': {3: (1.0, 1)}}",
+    "mask_types={'i2v_head': 1, 'i2v_loop': 1}",
+    "scheduler.drop_condition={'keep': 1}",
+]
 
 
 def test_they_train(tmp_path: Path) -> None:
