@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, collectives, parallelize, unwrap
+from opensora_sp.parallel.cost_model import H100
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
@@ -140,7 +141,10 @@ def held_after_backward() -> None:
     mesh, case = SequenceMesh(dist.get_world_size()), Case((1, 8, 16, 32), checkpoint=True)
     live, calls = {}, {}
     for options in ({}, dict(overlap_backward=True), dict(overlap_chunks=4, overlap_backward=True)):
-        model, inputs = parallelize(make_model(case), mesh, **options), make_inputs(case)
+        # Chunks of at least 256 tokens.
+        links = replace(H100, bandwidth=100e9)
+        model = parallelize(make_model(case), mesh, cost_model=links, **options)
+        inputs = make_inputs(case)
         with torch.no_grad():
             model(**inputs)  # plans are made once, and stay
         with CommLedger() as counter, LivePeak() as seen:
