@@ -131,7 +131,7 @@ def check(words: list[str]) -> None:
         sampling.parse(after(words, "scripts/inference.py"))
     elif words[0] == "opensora-sp":
         args = COMMANDS[words[1]].parser().parse_args(after(words, words[1]))
-        if hasattr(args, "config"):
+        if getattr(args, "config", None) is not None:
             load_either(args.config, args.cfg_options)
     elif words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
