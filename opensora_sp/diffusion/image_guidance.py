@@ -42,7 +42,7 @@ class GivenFrames:
         return mask
 
     def inputs(self) -> dict[str, Any]:
-        """The inputs of the model that state them: ``cond``, ``cond_mask`` and ``mask_index``."""
+        """Inputs of the model: ``cond``, ``cond_mask`` and ``mask_index``."""
         # The other frames may be NaN, where a rank has no need of them.
         mask = self.mask
         cond = torch.where(mask.bool(), self.latents, 0.0)

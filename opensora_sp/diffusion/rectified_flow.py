@@ -197,7 +197,7 @@ class RectifiedFlow:
                 1.
             frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a
                 frame is moved along: 1 generates it, 0 keeps it, values between edit it.
-            given: conditioning frames that ``predict`` receives, which ``use_sdedit`` replaces
+            given: conditioning frames that are inputs of ``predict``, which ``use_sdedit`` replaces
                 by noised data in each step.
             draw_noise: ``draw_noise(step)`` of the shape of z, needed with ``frame_levels`` and for
                 ``use_sdedit``.

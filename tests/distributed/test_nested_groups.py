@@ -170,11 +170,9 @@ def optimizer_steps_in_worlds(sizes: list[int]) -> list[float | None]:
     return in_worlds(optimizer_steps, cases, modules=["opensora_sp.plugin"])
 
 
-@pytest.mark.parametrize(
-    "sizes", [[3], pytest.param([2, 4, 5, 7, 8], marks=pytest.mark.slow)], ids=["3", "others"]
-)
-def test_clipped_steps_and_ema_weights_equal_one_process(sizes: list[int]) -> None:
-    for of_rank in run_ranks(max(sizes), optimizer_steps_in_worlds, sizes):
+@pytest.mark.slow
+def test_clipped_steps_and_ema_weights_equal_one_process() -> None:
+    for of_rank in run_ranks(7, optimizer_steps_in_worlds, [3, 7]):
         # The EMA's factor and the norm that gradients are clipped to are numbers in fp32.
         assert all(found is None or found < 1e-7 for found in of_rank), of_rank
 
