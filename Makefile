@@ -60,7 +60,8 @@ test-all: test
 	$(PYTEST) -m "$(SLOW) and serial"
 
 # In process, without ranks: what compares numbers, which another processor rounds in another order.
-UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow golden_vae attention conditioning encoded_text \
+UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow golden_vae golden_vae_v13 \
+	golden_guidance_v13 attention conditioning encoded_text \
 	encoders frame_masks masks resolutions
 
 test-default-cpu: $(VENV)/.installed

@@ -24,8 +24,8 @@ from .parallel import (
 )
 from .parallel.batch_shape import BatchShape
 from .parallel.cost_model import H100
-from .parallel.cost_model_file import cost_model_of
 from .parallel.strategies import Strategy, strategy_for
+from .runtime.cost_model_file import cost_model_of
 
 LatentShape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
 

@@ -9,8 +9,8 @@ from opensora_sp.data.schedule import schedule
 from opensora_sp.features.build import Work
 from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.parallel.cost_model import GPUS
-from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.rank_groups import fixed_groups, nested_groups
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 
 def describe_cut(

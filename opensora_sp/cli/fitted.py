@@ -31,9 +31,9 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
             bucket of which not one clip fits.
     """
     from opensora_sp.config import load_either
-    from opensora_sp.parallel.cost_model_file import cost_model_of
     from opensora_sp.planner.fit import LARGEST_BATCH, fit
     from opensora_sp.planner.run_plan import check_numbers, gpu_of
+    from opensora_sp.runtime.cost_model_file import cost_model_of
 
     memory = parse_memory(args.fit)
     out = check_out(args.config, args.out, args.fit, overwrite=args.overwrite)

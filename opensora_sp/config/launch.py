@@ -8,8 +8,8 @@ import torch
 
 from opensora_sp.models.kernels import check_kernels
 from opensora_sp.parallel import check_sp_size
-from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.rank_groups import group_sizes, nested_groups
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .findings import raise_together
 from .inference_config import InferenceConfig

@@ -25,10 +25,10 @@ from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.planner.checkpointing import recomputed_share
 from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
 from opensora_sp.planner.sharing import busiest_work
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .cached import CachedSource
 from .sources import Encoders, Source

@@ -17,9 +17,9 @@ from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import GPUS
-from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .attention_kernels import Kernels, attention_kernels
 from .batches import BatchSpec

@@ -6,9 +6,8 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,7 +49,7 @@ class Heartbeat:
     returned: dict[str, int]
     location: str
     has_left: bool
-    waits_for: Sequence[int] = ()
+    waits_for: list[int] = field(default_factory=list)
 
 
 NO_HEARTBEAT = Heartbeat(-1, {}, {}, "an unknown line", False)

@@ -37,7 +37,6 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
-from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.runtime import (
     StartLimit,
     Watchdog,
@@ -46,6 +45,7 @@ from opensora_sp.runtime import (
     join_rendezvous,
     raise_on_all_ranks,
 )
+from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.host_checks import use_device
 
 from .decoding import writer_of

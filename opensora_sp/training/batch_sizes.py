@@ -28,9 +28,9 @@ from opensora_sp.features.build import (
 )
 from opensora_sp.features.cached import check_clips
 from opensora_sp.json_reader import read_json
-from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.planner.fit import Fit, fit
 from opensora_sp.runtime import check_shared_memory
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .activations import memory_of, smallest
 

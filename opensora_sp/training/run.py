@@ -17,8 +17,8 @@ from opensora_sp.console import exit_interrupted
 from opensora_sp.determinism import use_deterministic_kernels
 from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.parallel.cost_model_file import cost_model_of
 from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .ending import nothing_left
 from .metrics import log_to

@@ -107,7 +107,9 @@ class RankOfMany(SequenceMesh):
         if dist.is_initialized():
             shutdown_process_group(drain=False)
         dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
-        self.sp_group = dist.group.WORLD
+        (own,) = self.own
+        self._current = replace(own, sp_group=dist.group.WORLD)
+        self.own = (self._current,)
 
 
 def weights_of(case: Case) -> int:

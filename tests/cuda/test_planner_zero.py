@@ -16,8 +16,7 @@ from opensora_sp.models.recompute import levels_of
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.planner.memory import ModelSizes, Persistent, Zero, training_peak
-from opensora_sp.planner.trace import _inputs as model_inputs
-from opensora_sp.planner.trace import trace_activations
+from opensora_sp.planner.trace import step_inputs, trace_activations
 
 pytestmark = requires_stub
 WORLD, SP_SIZE = 8, 4
@@ -93,7 +92,7 @@ def on_two_steps(case: Case) -> None:
 
     for name in ("first", "second"):
         phase(name)
-        inputs = model_inputs(model, case.latents, "cuda")
+        inputs = step_inputs(model, case.latents, "cuda")
         target = torch.zeros(case.latents, device="cuda")
         losses = velocity_loss(boosted(**inputs, output="shards"), target)
         loss = rank_loss(losses, global_samples=case.latents[0], world_size=WORLD)

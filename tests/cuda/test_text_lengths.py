@@ -84,7 +84,7 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
     )
     micro_batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
     model, source, clips = model_on(device), encoders_on(device), Clips()
-    mesh = SimpleNamespace(sp_size=1, sp_rank=0)
+    mesh = SequenceMesh()
     shared = ShardedEncoder(
         mesh, model, clips, plan, source, CorruptSamples(clips.rows, mesh, 1.0), device
     )

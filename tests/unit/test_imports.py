@@ -21,6 +21,7 @@ SHARED = (
     "compile_cache",
     "contexts",
     "dynamo",
+    "rank_groups",
     "transfer",
 )  # modules of the package that need torch only
 WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from opensora_sp.json_reader import read_json
-
-from .cost_model import PRESETS, CostModel, preset_of
+from opensora_sp.parallel.cost_model import PRESETS, CostModel, preset_of
 
 MAX_BYTES = 1 << 16
 KEYS = {"cost_model", "device", "versions", "date", "measured"}
