@@ -98,6 +98,7 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
         seed=3,
         scheduler={"type": "rflow"},
         mask_ratios={"random": 0.7},
+        mask_types=None,
         model_spec=ModelSpec.parse(MODEL),
     )
     config = SimpleNamespace(patch_size=(1, 2, 2), class_dropout_prob=drop_rate, drop_path=0.0)

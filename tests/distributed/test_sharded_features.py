@@ -246,6 +246,7 @@ def shared(
         seed=3,
         scheduler={"type": "iddpm" if more.get("pred_sigma") else "rflow"},
         mask_ratios={"random": 0.7},
+        mask_types=None,
         model_spec=ModelSpec.parse({"type": kind}),
     )
     model = make_model(name)
