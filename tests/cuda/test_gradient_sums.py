@@ -323,11 +323,13 @@ def test_no_compiled_backward_adds_by_index() -> None:
         rows = grid.rows(TEMPORAL).take(start, stop)
         modulation = torch.randn(batch, 2, 6, 24, dtype=torch.bfloat16, requires_grad=True)
         given = torch.tensor([[True, False, False]]).repeat(batch, 1)
-        condition = Conditioning(
-            modulation, given, Text(torch.zeros(batch, 24), [1] * batch)
-        ).temporal(rows)
+        text = Text(torch.zeros(batch, 24), [1] * batch)
+        conditioning = Conditioning(modulation, given, text)
         x = torch.randn(rows.count, 3, 24, dtype=torch.bfloat16, requires_grad=True)
-        torch.compile(block, fullgraph=True, backend=backend)(x, condition, None).sum().backward()
+        inputs = x, conditioning.temporal(rows)
+        for table in (None, *conditioning.tables([block.scale_shift_table])):
+            compiled = torch.compile(block, fullgraph=True, backend=backend)
+            compiled(*inputs, table, None).sum().backward()
         order = torch.randperm(rows.count)
         torch.compile(take, fullgraph=True, backend=backend)(x, order).square().sum().backward()
     torch._dynamo.reset()

@@ -251,7 +251,8 @@ def shared(
     )
     model = make_model(name)
 
-    alone, *_ = encode_clips(SimpleNamespace(sp_size=1, sp_rank=0), model, ids, encoder, shape)
+    one = SequenceMesh.imagined(1, 0)
+    alone, *_ = encode_clips(one, model, ids, encoder, shape)
     assert not alone.latents.isnan().any()
     wanted = gradients(model, cfg, ids, alone, 1, False)
 
