@@ -5,7 +5,7 @@ from .given_frames import DrawnCondition, check_mask_types, draw_condition, give
 from .iddpm import IDDPM
 from .image_guidance import GivenFrames
 from .loss import Positions, rank_loss, samples_of_mean, velocity_loss
-from .process import DiffusionProcess, Geometry, Noised, guided, unguided
+from .process import DiffusionProcess, Geometry, Noised, guided, predictions_per_step, unguided
 from .rectified_flow import RectifiedFlow
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "frame_mask",
     "given_frames",
     "guided",
+    "predictions_per_step",
     "rank_loss",
     "samples_of_mean",
     "unguided",

@@ -125,6 +125,18 @@ class DiffusionProcess(Protocol):
         """Sample data from noise ``z [B, c, F, h, w]``; ``draw_noise(k)`` is the k-th draw."""
 
 
+def predictions_per_step(process: DiffusionProcess, *, by_frames: bool) -> int:
+    """Predictions that a sampling step makes of each sample: by how much guidance enlarges a batch.
+
+    Args:
+        by_frames: whether conditioning frames guide (``image_guidance.py``). This takes three,
+            whatever the scales; guidance by text alone takes two, and a ``cfg_scale`` of 1 one.
+    """
+    if by_frames:
+        return 3
+    return 1 if process.cfg_scale == 1 else 2
+
+
 def unguided(model: Callable[..., Tensor], **inputs: Any) -> Prediction:
     """The conditional prediction alone: guidance of scale 1 at half the cost."""
     return lambda x, t, x_mask: model(x, t, x_mask=x_mask, **inputs).to(x.dtype)

@@ -17,7 +17,7 @@ from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
-from opensora_sp.diffusion import GivenFrames, unguided
+from opensora_sp.diffusion import GivenFrames, predictions_per_step, unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
 from opensora_sp.models.compile import reporting_compilation
@@ -65,7 +65,6 @@ class Pipeline:
         self.device = device
 
         self.flow = build_component(cfg.scheduler, SCHEDULERS)  # a DiffusionProcess
-        self.guides = self.flow.cfg_scale != 1
         self.dtype = torch.float64 if cfg.precision == "fp64" else torch.float32
 
     @torch.no_grad()
@@ -131,10 +130,9 @@ class Pipeline:
         return latents
 
     def _copies(self, given: GivenFrames | None) -> int:
-        """Predictions of a step: 3 with guidance by conditioning frames, 2 with that by text."""
-        if given is not None and given.index:
-            return 3
-        return 2 if self.guides else 1
+        """Predictions of a step; a loop without conditioning frames is guided by text alone."""
+        by_frames = given is not None and bool(given.index)
+        return predictions_per_step(self.flow, by_frames=by_frames)
 
     def _prediction(
         self, text: Text, numbers: dict[str, Tensor], copies: int, given: GivenFrames | None
