@@ -188,8 +188,8 @@ def frames_of_kind(
     The first loop begins with the first frame of the first reference ("i2v_head", "i2v_loop") or
     with up to ``length`` of them ("v2v_head"), the later ones with the last ``length`` frames of
     the loop before. "i2v_loop" ends with the first frame of the second reference, or else the last
-    of the first: in a single loop, or in each later one. "i2v_tail" ends the last loop so, and a
-    single loop with the last frame of the first reference.
+    of the first: in a single loop, or in each later one. "i2v_tail" ends the last of
+    several loops so, and a single loop always with the last frame of the first reference.
 
     Args:
         kind: "i2v_head", "i2v_tail", "i2v_loop" or "v2v_head".
