@@ -156,7 +156,13 @@ def velocity_loss(
 
 
 def frame_weights(num_frames: int, given: Sequence[int], weight: float) -> Tensor:
-    """Weights of frames ``[F]``: ``weight`` for those ``given``, and a mean of 1 over all."""
+    """Weights of frames ``[F]``: ``weight`` for those ``given``, and a mean of 1 over all.
+
+    If all frames are given, each has ``weight``, which is then the mean (Open-Sora 1.3).
+
+    Args:
+        weight: 0 to 1; more would leave less than nothing to the other frames.
+    """
     given = sorted(set(given))
     others = num_frames - len(given)
     rest = (num_frames - len(given) * weight) / others if others else 1.0

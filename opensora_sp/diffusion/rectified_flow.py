@@ -46,8 +46,8 @@ class RectifiedFlow:
     (``given_frames.py``).
 
     Raises:
-        ValueError: for numbers of steps below 1, a scale that is not positive, or unknown names in
-            ``drop_condition``.
+        ValueError: for numbers of steps below 1, a scale that is not positive, an
+            ``x_cond_weight`` outside of 0 to 1, or unknown names in ``drop_condition``.
     """
 
     num_timesteps: int = 1000
@@ -82,6 +82,11 @@ class RectifiedFlow:
             raise ValueError(
                 f"got sample_method {self.sample_method!r}; expected 'uniform' or 'logit-normal'; "
                 "choose one of them"
+            )
+        if not 0 <= self.x_cond_weight <= 1:
+            raise ValueError(
+                f"got scheduler.x_cond_weight {self.x_cond_weight}; expected 0 to 1, so that the "
+                "weights of the other frames are positive; change it"
             )
         check_drop_condition(self.drop_condition)
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from golden_values import GOLDEN, close, close_gradient, under
+from parity_cases import make_inputs, make_model
+from window_cases import WindowCase
 
 from opensora_sp.diffusion import (
     Geometry,
@@ -22,6 +24,8 @@ from opensora_sp.diffusion import (
     given_frames,
 )
 from opensora_sp.diffusion.image_guidance import Scales, fix_flaws
+from opensora_sp.diffusion.loss import frame_weights
+from opensora_sp.features.batch import frames_beside_the_input
 from opensora_sp.models import STDiT3, STDiT3Config
 from opensora_sp.sampling.conditioning import Prompt, frames_of_kind, prompt_of_loop
 from opensora_sp.sampling.requests import with_scores
@@ -219,6 +223,41 @@ def test_training_losses(name: str) -> None:
     close(losses, one["loss"])
     (gradient,) = torch.autograd.grad(losses.sum(), x_start)
     close_gradient(gradient, one["grad/x_start"], floor=1e-6)
+
+
+def test_weights_of_conditioning_frames_are_0_to_1() -> None:
+    for weight in (-0.1, 2.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"got scheduler.x_cond_weight {weight}; expected 0"):
+            RectifiedFlow(x_cond_weight=weight)
+    assert frame_weights(5, range(4), 0.0).tolist() == [0, 0, 0, 0, 5]
+    assert frame_weights(2, range(2), 0.5).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("frames", [1, 5], ids=["image", "none"])
+def test_training_without_conditioning_frames_adds_the_biases_of_both_embedders(
+    frames: int,
+) -> None:
+    """The release passes ``cond`` and ``cond_mask`` of zeros (notes of the golden losses)."""
+    case = WindowCase((2, frames, 4, 6), kernel=(2, 3), cond=True)
+    model, inputs = make_model(case), make_inputs(case)
+    inputs = {k: v for k, v in inputs.items() if not k.startswith(("cond", "y_null", "mask_index"))}
+    draws: Any = SimpleNamespace(
+        condition=draw_condition({"none": 1}, None, frames, np.random.default_rng(0)),
+        reference_noise=None,
+    )
+    # Of latents that no rank needs, nothing is read.
+    latents = torch.full_like(inputs["x"], torch.nan)
+    given = frames_beside_the_input(latents, draws)
+    assert given["mask_index"] == []
+    assert not given["cond"].any() and not given["cond_mask"].any()
+
+    biases = [model.x_embedder_cond.proj.bias, model.x_embedder_cond_mask.proj.bias]
+    with torch.no_grad():
+        found, without = model(**inputs, **given), model(**inputs)
+        model.x_embedder.proj.bias += sum(biases)
+        wanted = model(**inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    assert (found - without).abs().max() > 1e-4
 
 
 def test_training_kinds() -> None:
