@@ -14,7 +14,7 @@ from torch import Tensor
 from opensora_sp.conditions import size_conditions
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.diffusion import DiffusionProcess, GivenFrames, Noised
+from opensora_sp.diffusion import ConditioningFrames, DiffusionProcess, Noised
 from opensora_sp.transfer import to_device
 
 from .draws import Draws
@@ -106,7 +106,7 @@ def frames_beside_the_input(latents: Tensor, draws: Draws) -> dict[str, Any]:
 
     if draws.reference_noise is not None:
         latents = latents + condition.noise * draws.reference_noise
-    inputs = GivenFrames(latents, condition.index).inputs()
+    inputs = ConditioningFrames(latents, condition.index).inputs()
     if condition.drops_frames:
         # Their places stay.
         inputs["cond"] = torch.zeros_like(latents)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opensora_sp.diffusion import GivenFrames
+from opensora_sp.diffusion import ConditioningFrames
 from opensora_sp.json_reader import parse_json
 
 
@@ -182,7 +182,7 @@ def frames_of_kind(
     loops: int,
     length: int,
     latent: Tensor,
-) -> GivenFrames:
+) -> ConditioningFrames:
     """The conditioning frames of one loop, as Open-Sora 1.3 names them; the others are 0.
 
     The first loop begins with the first frame of the first reference ("i2v_head", "i2v_loop") or
@@ -213,7 +213,7 @@ def frames_of_kind(
     frames[:, : head.shape[1]] = head
     frames[:, num_frames - tail.shape[1] :] = tail
     index = [*range(head.shape[1]), *range(num_frames - tail.shape[1], num_frames)]
-    return GivenFrames(frames[None], index)
+    return ConditioningFrames(frames[None], index)
 
 
 def prompt_of_loop(prompt: str, loop: int) -> str:

@@ -16,12 +16,12 @@ from parity_cases import make_inputs, make_model
 from window_cases import WindowCase
 
 from opensora_sp.diffusion import (
+    ConditioningFrames,
     Geometry,
-    GivenFrames,
     Noised,
     RectifiedFlow,
+    conditioning_frames,
     draw_condition,
-    given_frames,
 )
 from opensora_sp.diffusion.image_guidance import Scales, fix_flaws
 from opensora_sp.diffusion.loss import frame_weights
@@ -72,7 +72,7 @@ def sampled(flow: RectifiedFlow, case: dict, one: dict, network: Any, **inputs: 
     seen: list[Any] = []
     given = None
     if case["mask_index"]:
-        given = GivenFrames(one["input/z_cond"], case["mask_index"])
+        given = ConditioningFrames(one["input/z_cond"], case["mask_index"])
         assert torch.equal(given.mask, one["input/z_cond_mask"])
         inputs |= given.guided_inputs()
 
@@ -85,7 +85,7 @@ def sampled(flow: RectifiedFlow, case: dict, one: dict, network: Any, **inputs: 
         z,
         geometry=geometry_of(case, len(z)),
         frame_levels=one.get("input/mask"),
-        given=given,
+        conditioning_frames=given,
         draw_noise=None if draws is None else draws.__getitem__,
     )
     return out, seen
@@ -205,12 +205,12 @@ def test_training_losses(name: str) -> None:
             x_start=x_start,
             t=t,
             x_mask=x_mask,
-            given_frames=index,
+            conditioning_frames=index,
         )
     inputs: dict[str, Any] = {}
     if index:
         latents = one.get("input/x_noisy_ref", x_start)
-        given = GivenFrames(latents, index).inputs()
+        given = ConditioningFrames(latents, index).inputs()
         drawn = case["condition_drawn"]
         cond = torch.zeros_like(x_start) if drawn in ("text", "null") else given["cond"]
         close(cond, one["trace/cond"])
@@ -266,19 +266,19 @@ def test_training_kinds() -> None:
     for kind, frames, index in table["rows"]:
         if isinstance(index, str):
             with pytest.raises(ValueError, match=f"got '{kind}' in mask_types; expected one of"):
-                given_frames(kind, frames, rng)
+                conditioning_frames(kind, frames, rng)
         else:
-            assert given_frames(kind, frames, rng) == sorted(set(index)), (kind, frames)
+            assert conditioning_frames(kind, frames, rng) == sorted(set(index)), (kind, frames)
 
     edges = {}
     for kind, frames, _, _, index in table["random_kinds"]["rows"]:
         if isinstance(index, str):
             with pytest.raises(ValueError, match="expected at least 3"):
-                given_frames(kind, frames, rng)
+                conditioning_frames(kind, frames, rng)
         else:
             edges.setdefault((kind, frames), set()).add(tuple(index))
     for (kind, frames), known in edges.items():
-        found = {tuple(given_frames(kind, frames, rng)) for _ in range(300)}
+        found = {tuple(conditioning_frames(kind, frames, rng)) for _ in range(300)}
         assert known <= found and all(len(one) < frames for one in found)
 
 

@@ -14,7 +14,7 @@ from parity_cases import make_inputs, make_model
 from ranks import run_ranks
 from window_cases import WindowCase
 
-from opensora_sp.diffusion import GivenFrames, Noised, RectifiedFlow, rank_loss
+from opensora_sp.diffusion import ConditioningFrames, Noised, RectifiedFlow, rank_loss
 from opensora_sp.parallel import SequenceMesh, parallelize
 
 pytestmark = pytest.mark.core
@@ -43,13 +43,13 @@ def sampled(mesh: SequenceMesh | None) -> torch.Tensor:
 
     tripled: dict[str, Any] = {k: torch.cat([v.detach()] * 3) for k, v in inputs.items()}
     tripled["y"] = torch.cat([inputs["y"].detach(), null, null])
-    given = GivenFrames(torch.sin(3 * z), [0, 4])
+    given = ConditioningFrames(torch.sin(3 * z), [0, 4])
     guide = FLOW.guide(
         model, **tripled, **given.guided_inputs(), y_null=torch.cat([torch.cos(null)] * 3)
     )
     noise = [torch.cos(z * (i + 1)) for i in range(FLOW.num_sampling_steps)]
     with torch.no_grad():
-        return FLOW.sample(guide, z, given=given, draw_noise=noise.__getitem__)
+        return FLOW.sample(guide, z, conditioning_frames=given, draw_noise=noise.__getitem__)
 
 
 def trained(mesh: SequenceMesh | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -62,7 +62,7 @@ def trained(mesh: SequenceMesh | None) -> tuple[torch.Tensor, dict[str, torch.Te
         flow, x, torch.cos(7 * x), torch.tensor([200.0, 700.0]).double(), None, index
     )
     inputs = {k: v for k, v in inputs.items() if k not in CONDITION}
-    inputs |= GivenFrames(x, index).inputs() | dict(x=noised.x_t, timestep=noised.t)
+    inputs |= ConditioningFrames(x, index).inputs() | dict(x=noised.x_t, timestep=noised.t)
     if mesh is None:
         losses = flow.losses(model(**inputs), noised)
         losses.mean().backward()
