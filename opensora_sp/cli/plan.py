@@ -177,7 +177,8 @@ def _speed(time: StepTime | None) -> str:
 def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
     spec, tokens, sharing = estimate.bucket, estimate.tokens, estimate.sharing
     height, width = spec.image_size
-    guided = ", doubled for guidance" if tokens["samples"] > spec.batch_size else ""
+    copies = tokens["samples"] // spec.batch_size
+    guided = f", times {copies} for guidance" if copies > 1 else ""
     lines = [
         f"batches of {spec.batch_size} x {spec.num_frames} frames x {height}x{width}{guided}: "
         f"B={tokens['samples']} T={tokens['frames']} S={tokens['patches']}, "

@@ -1,18 +1,23 @@
 """Diffusion processes: what the model is trained to predict, and how samples are drawn from it."""
 
+from .conditioning_frames import (
+    DrawnCondition,
+    check_mask_types,
+    conditioning_frames,
+    draw_condition,
+)
 from .frame_masks import check_mask_ratios, draw_frame_mask, frame_mask
-from .given_frames import DrawnCondition, check_mask_types, draw_condition, given_frames
 from .iddpm import IDDPM
-from .image_guidance import GivenFrames
+from .image_guidance import ConditioningFrames
 from .loss import Positions, rank_loss, samples_of_mean, velocity_loss
-from .process import DiffusionProcess, Geometry, Noised, guided, unguided
+from .process import DiffusionProcess, Geometry, Noised, guided, predictions_per_step, unguided
 from .rectified_flow import RectifiedFlow
 
 __all__ = [
     "DiffusionProcess",
     "DrawnCondition",
     "Geometry",
-    "GivenFrames",
+    "ConditioningFrames",
     "IDDPM",
     "Noised",
     "Positions",
@@ -22,8 +27,9 @@ __all__ = [
     "draw_condition",
     "draw_frame_mask",
     "frame_mask",
-    "given_frames",
+    "conditioning_frames",
     "guided",
+    "predictions_per_step",
     "rank_loss",
     "samples_of_mean",
     "unguided",

@@ -23,7 +23,7 @@ RESCALED = 0.7
 
 
 @dataclass(frozen=True)
-class GivenFrames:
+class ConditioningFrames:
     """Conditioning frames of a batch of clips.
 
     Attributes:

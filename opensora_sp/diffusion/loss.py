@@ -155,13 +155,19 @@ def velocity_loss(
     return local.means(errors if weights is None else errors * local.tensors[1])
 
 
-def frame_weights(num_frames: int, given: Sequence[int], weight: float) -> Tensor:
-    """Weights of frames ``[F]``: ``weight`` for those ``given``, and a mean of 1 over all."""
-    given = sorted(set(given))
-    others = num_frames - len(given)
-    rest = (num_frames - len(given) * weight) / others if others else 1.0
+def frame_weights(num_frames: int, conditioning_frames: Sequence[int], weight: float) -> Tensor:
+    """Weights of frames ``[F]``: ``weight`` for ``conditioning_frames``, and a mean of 1 over all.
+
+    If these are all frames, each has ``weight``, which is then the mean (Open-Sora 1.3).
+
+    Args:
+        weight: 0 to 1; more would leave less than nothing to the other frames.
+    """
+    index = sorted(set(conditioning_frames))
+    others = num_frames - len(index)
+    rest = (num_frames - len(index) * weight) / others if others else 1.0
     weights = torch.full((num_frames,), rest)
-    weights[given] = weight
+    weights[index] = weight
     return weights
 
 

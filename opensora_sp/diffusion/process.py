@@ -41,8 +41,8 @@ class Noised:
         t: timesteps of the process, ``[B]``.
         x_mask: bool ``[B, F]``, False for conditioning frames.
         video_mask: bool ``[B, F, h, w]``, False outside of a clip that is smaller than the batch.
-        given_frames: numbers of conditioning frames that are predicted as the others are, but with
-            a weight of their own (Open-Sora 1.3).
+        conditioning_frames: their numbers, where they are predicted as the others are, but with a
+            weight of their own (Open-Sora 1.3).
     """
 
     x_t: Tensor
@@ -51,7 +51,7 @@ class Noised:
     t: Tensor
     x_mask: Tensor | None
     video_mask: Tensor | None = None
-    given_frames: Sequence[int] = ()
+    conditioning_frames: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -61,7 +61,7 @@ class Noised:
         noise: Tensor,
         t: Tensor,
         x_mask: Tensor | None,
-        given_frames: Sequence[int] = (),
+        conditioning_frames: Sequence[int] = (),
     ) -> Noised:
         """Noise a batch ``[B, c, F, h, w]`` up to t ``[B]``, but for its conditioning frames."""
         x_t = process.noisy_input(x_start, noise, t, x_mask)
@@ -71,7 +71,7 @@ class Noised:
             x_start=x_start,
             t=t,
             x_mask=x_mask,
-            given_frames=given_frames,
+            conditioning_frames=conditioning_frames,
         )
 
 
@@ -123,6 +123,18 @@ class DiffusionProcess(Protocol):
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
         """Sample data from noise ``z [B, c, F, h, w]``; ``draw_noise(k)`` is the k-th draw."""
+
+
+def predictions_per_step(process: DiffusionProcess, *, by_frames: bool) -> int:
+    """Predictions that a sampling step makes of each sample: by how much guidance enlarges a batch.
+
+    Args:
+        by_frames: whether conditioning frames guide (``image_guidance.py``). This takes three,
+            whatever the scales; guidance by text alone takes two, and a ``cfg_scale`` of 1 one.
+    """
+    if by_frames:
+        return 3
+    return 1 if process.cfg_scale == 1 else 2
 
 
 def unguided(model: Callable[..., Tensor], **inputs: Any) -> Prediction:

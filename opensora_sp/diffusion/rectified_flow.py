@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .given_frames import check_drop_condition
-from .image_guidance import GivenFrames, Guidance, Scales
+from .conditioning_frames import check_drop_condition
+from .image_guidance import ConditioningFrames, Guidance, Scales
 from .loss import frame_weights, velocity_loss
 from .process import Geometry, Noised, Prediction, by_frame, per_sample
 
@@ -43,11 +43,11 @@ class RectifiedFlow:
     ``use_flaw_fix`` keeps deviations. With ``use_sdedit`` conditioning frames are noised data in
     each step (Meng et al., 2022) and not generated. In training, ``x_cond_weight`` is the weight of
     conditioning frames in the loss, and ``drop_condition`` how often caption and frames are dropped
-    (``given_frames.py``).
+    (``conditioning_frames.py``).
 
     Raises:
-        ValueError: for numbers of steps below 1, a scale that is not positive, or unknown names in
-            ``drop_condition``.
+        ValueError: for numbers of steps below 1, a scale that is not positive, an
+            ``x_cond_weight`` outside of 0 to 1, or unknown names in ``drop_condition``.
     """
 
     num_timesteps: int = 1000
@@ -82,6 +82,11 @@ class RectifiedFlow:
             raise ValueError(
                 f"got sample_method {self.sample_method!r}; expected 'uniform' or 'logit-normal'; "
                 "choose one of them"
+            )
+        if not 0 <= self.x_cond_weight <= 1:
+            raise ValueError(
+                f"got scheduler.x_cond_weight {self.x_cond_weight}; expected 0 to 1, so that the "
+                "weights of the other frames are positive; change it"
             )
         check_drop_condition(self.drop_condition)
 
@@ -130,9 +135,9 @@ class RectifiedFlow:
     def losses(self, prediction: Tensor | Any, noised: Noised) -> Tensor:
         """Squared error of the velocity, ``[B]``; see ``velocity_loss``."""
         weights = None
-        if noised.given_frames and self.x_cond_weight != 1:
+        if noised.conditioning_frames and self.x_cond_weight != 1:
             weights = frame_weights(
-                noised.target.shape[2], noised.given_frames, self.x_cond_weight
+                noised.target.shape[2], noised.conditioning_frames, self.x_cond_weight
             ).to(noised.target)
         return velocity_loss(prediction, noised.target, noised.x_mask, noised.video_mask, weights)
 
@@ -185,7 +190,7 @@ class RectifiedFlow:
         *,
         geometry: Geometry | None = None,
         frame_levels: Tensor | None = None,
-        given: GivenFrames | None = None,
+        conditioning_frames: ConditioningFrames | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
@@ -197,7 +202,7 @@ class RectifiedFlow:
                 1.
             frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a
                 frame is moved along: 1 generates it, 0 keeps it, values between edit it.
-            given: conditioning frames that are inputs of ``predict``, which ``use_sdedit`` replaces
+            conditioning_frames: those that are inputs of ``predict``; ``use_sdedit`` replaces them
                 by noised data in each step.
             draw_noise: ``draw_noise(step)`` of the shape of z, needed with ``frame_levels`` and for
                 ``use_sdedit``.
@@ -209,7 +214,9 @@ class RectifiedFlow:
         Raises:
             ValueError: for ``frame_levels`` or ``use_sdedit`` without ``draw_noise``.
         """
-        edits = self.use_sdedit and given is not None and bool(given.index)
+        edits = (
+            self.use_sdedit and conditioning_frames is not None and bool(conditioning_frames.index)
+        )
         if frame_levels is not None and draw_noise is None:
             raise ValueError(
                 "got frame_levels without draw_noise; expected noise for each step; pass it"
@@ -227,8 +234,10 @@ class RectifiedFlow:
 
         for i, (t, next_t) in enumerate(pairwise([*timesteps, torch.zeros_like(timesteps[0])])):
             if edits:
-                assert given is not None and draw_noise is not None
-                z = given.replaced(z, self.add_noise(given.latents, draw_noise(i), t))
+                assert conditioning_frames is not None and draw_noise is not None
+                z = conditioning_frames.replaced(
+                    z, self.add_noise(conditioning_frames.latents, draw_noise(i), t)
+                )
             active, previous = None, z
             if frame_levels is not None:
                 assert was_active is not None and draw_noise is not None

@@ -190,6 +190,7 @@ class OpenSoraVAEv13(FrozenEncoder):
         return sum(lengths) - shared
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Latent size of any number of frames, also of one that ``normalization`` does not fit."""
         return self.planned_latent_size(
             num_frames,
             height,
@@ -207,16 +208,23 @@ class OpenSoraVAEv13(FrozenEncoder):
 
         Each chunk is rounded up. Height and width are rounded down by the first of three halvings,
         and up by the others.
+
+        Raises:
+            ValueError: for options that do not fit each other, or a number of latent frames that
+                the statistics of ``normalization`` do not fit.
         """
         check_options(**options)
         latent_frames = sum(latent_frames_of(n) for n in _chunk_lengths(num_frames, **options))
+        if options.get("normalization") == "video_5frames":
+            check_period(latent_frames)
         return latent_frames, _halved(height), _halved(width)
 
     @classmethod
     def planned_whole_frames(cls, num_frames: int, **options: Any) -> int:
-        """The most frames, up to ``num_frames``, that are whole chunks and come back as they are.
+        """Frames of a reference that are kept: whole chunks, or a single frame where none is whole.
 
-        As references are cut by the release; a single frame where no chunk is whole.
+        References are cut so by the release. Without chunks these are the most that come back.
+        With them, the first frames of another chunk would come back as well.
         """
         size, overlap = _chunking(**options)
         step, shared = (TIME_FACTOR, 1) if size is None else (size - overlap, int(overlap))
@@ -245,11 +253,7 @@ class OpenSoraVAEv13(FrozenEncoder):
         period = shift.shape[2]
         if period == 1 or latent_frames == 1:
             return shift[:, :, :1], scale[:, :, :1]
-        if latent_frames % period:
-            raise ValueError(
-                f"got {latent_frames} latent frames with vae.normalization 'video_5frames'; "
-                "expected 1 or a multiple of 5; choose another frame count, or 'video'"
-            )
+        check_period(latent_frames)
         repeats = (1, 1, latent_frames // period, 1, 1)
         return shift.repeat(repeats), scale.repeat(repeats)
 
@@ -299,6 +303,15 @@ def check_options(**options: Any) -> None:
         raise ValueError(
             f"got vae.normalization {normalization!r} with z_channels {options['z_channels']}; "
             "expected 16 channels, of which statistics are known; set normalization=None"
+        )
+
+
+def check_period(latent_frames: int) -> None:
+    """Raise ValueError unless statistics of 5 frames fit into so many latent frames."""
+    if latent_frames != 1 and latent_frames % 5:
+        raise ValueError(
+            f"got {latent_frames} latent frames with vae.normalization 'video_5frames'; "
+            "expected 1 or a multiple of 5; choose another frame count, or 'video'"
         )
 
 

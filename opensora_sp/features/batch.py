@@ -14,7 +14,7 @@ from torch import Tensor
 from opensora_sp.conditions import size_conditions
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.diffusion import DiffusionProcess, GivenFrames, Noised
+from opensora_sp.diffusion import ConditioningFrames, DiffusionProcess, Noised
 from opensora_sp.transfer import to_device
 
 from .draws import Draws
@@ -85,7 +85,7 @@ class BatchMaker:
             drop_caption=drop_caption,
             drop_path=draws.drop_path,
             **numbers,
-            **_given_frames(latents, draws),
+            **frames_beside_the_input(latents, draws),
         )
         if x_mask is not None:
             x_mask = to_device(x_mask, self.device)
@@ -94,15 +94,19 @@ class BatchMaker:
         return Batch(noised, inputs, draws.ids, features.text_lengths)
 
 
-def _given_frames(latents: Tensor, draws: Draws) -> dict[str, Any]:
-    """What the model takes of conditioning frames that lie beside its input; nothing of none."""
+def frames_beside_the_input(latents: Tensor, draws: Draws) -> dict[str, Any]:
+    """What the model takes of conditioning frames that lie beside its input.
+
+    Images and clips of the kind "none" give zeros, so the biases of both embedders are added as in
+    Open-Sora 1.3. Nothing is passed in training without ``mask_types``.
+    """
     condition = draws.condition
-    if condition is None or not condition.index:
+    if condition is None:
         return {}
 
     if draws.reference_noise is not None:
         latents = latents + condition.noise * draws.reference_noise
-    inputs = GivenFrames(latents, condition.index).inputs()
+    inputs = ConditioningFrames(latents, condition.index).inputs()
     if condition.drops_frames:
         # Their places stay.
         inputs["cond"] = torch.zeros_like(latents)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.attention_table import Platform
@@ -100,7 +101,7 @@ class RunEstimator:
 
         self.training = isinstance(cfg, TrainConfig)
         self.checkpointing: bool | int | Literal["auto", "offload"] = False
-        self.micro_batches, self.guides = 1, False
+        self.micro_batches, self.predictions = 1, 1
         # A plan is that of a machine where Triton is, whatever this one has.
         self.compiles = cfg.compile == "blocks" or (cfg.compile == "auto" and device == "cuda")
         if isinstance(cfg, TrainConfig):
@@ -108,7 +109,9 @@ class RunEstimator:
             replicas = num_gpus // self.ranks
             self.micro_batches = -(-(cfg.micro_batches_per_step or replicas) // replicas)
         else:
-            self.guides = build_component(cfg.scheduler, SCHEDULERS).cfg_scale != 1
+            process = build_component(cfg.scheduler, SCHEDULERS)
+            by_frames = cfg.cond_type is not None
+            self.predictions = predictions_per_step(process, by_frames=by_frames)
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -130,9 +133,12 @@ class RunEstimator:
         return attention_kernels(self.config, latents, self.dtype, self.platform, triton=triton)
 
     def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
-        """Shape of the model's input ``[B, c, frames, height, width]``, doubled for guidance."""
+        """Shape of the model's input ``[B, c, frames, height, width]``.
+
+        In sampling B counts all predictions of a step.
+        """
         size = planned_latent_size(self.cfg.vae, bucket.num_frames, *bucket.image_size)
-        return bucket.batch_size * (2 if self.guides else 1), self.config.in_channels, *size
+        return bucket.batch_size * self.predictions, self.config.in_channels, *size
 
     def shape(self, bucket: BatchSpec) -> BatchShape:
         return self.shape_of(self.latents(bucket))

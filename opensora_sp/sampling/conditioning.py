@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opensora_sp.diffusion import GivenFrames
+from opensora_sp.diffusion import ConditioningFrames
 from opensora_sp.json_reader import parse_json
 
 
@@ -182,14 +182,14 @@ def frames_of_kind(
     loops: int,
     length: int,
     latent: Tensor,
-) -> GivenFrames:
+) -> ConditioningFrames:
     """The conditioning frames of one loop, as Open-Sora 1.3 names them; the others are 0.
 
     The first loop begins with the first frame of the first reference ("i2v_head", "i2v_loop") or
     with up to ``length`` of them ("v2v_head"), the later ones with the last ``length`` frames of
     the loop before. "i2v_loop" ends with the first frame of the second reference, or else the last
-    of the first: in a single loop, or in each later one. "i2v_tail" ends the last loop so, and a
-    single loop with the last frame of the first reference.
+    of the first: in a single loop, or in each later one. "i2v_tail" ends the last of
+    several loops so, and a single loop always with the last frame of the first reference.
 
     Args:
         kind: "i2v_head", "i2v_tail", "i2v_loop" or "v2v_head".
@@ -213,7 +213,7 @@ def frames_of_kind(
     frames[:, : head.shape[1]] = head
     frames[:, num_frames - tail.shape[1] :] = tail
     index = [*range(head.shape[1]), *range(num_frames - tail.shape[1], num_frames)]
-    return GivenFrames(frames[None], index)
+    return ConditioningFrames(frames[None], index)
 
 
 def prompt_of_loop(prompt: str, loop: int) -> str:

@@ -2,7 +2,8 @@
 
 The autoencoder decodes each piece of a clip independently (``independent_pieces``). In each turn
 every rank decodes one piece and sends the frames to the rank that writes their video. So a rank
-holds at most P decoded pieces, however long the clip is. A piece is decoded by the same call on
+holds at most P decoded pieces. A clip whose chunks share frames (``temporal_overlap``) is one
+piece, so memory grows with its length. A piece is decoded by the same call on
 every rank, so the frames are bitwise equal on any number of processes.
 
 Legend: B videos, c latent channels, f x h x w latent size, P ranks of the SP group.

@@ -17,7 +17,7 @@ from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
-from opensora_sp.diffusion import GivenFrames, unguided
+from opensora_sp.diffusion import ConditioningFrames, predictions_per_step, unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
 from opensora_sp.models.compile import reporting_compilation
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ConditioningFrames:
+class PlacedReferences:
     """Conditioning frames of one video: reference latents ``[c, f_i, h, w]`` and their places."""
 
     references: list[Tensor]
     insertions: list[Insertion]
 
-    def with_reference(self, latents: Tensor, insertion: Insertion) -> ConditioningFrames:
+    def with_reference(self, latents: Tensor, insertion: Insertion) -> PlacedReferences:
         """Add a reference; ``insertion`` says where its frames are placed."""
         added = replace(insertion, reference=len(self.references))
-        return ConditioningFrames([*self.references, latents], [added, *self.insertions])
+        return PlacedReferences([*self.references, latents], [added, *self.insertions])
 
     def in_loop(self, loop: int) -> bool:
         """Whether any frame is placed in this loop."""
@@ -65,7 +65,6 @@ class Pipeline:
         self.device = device
 
         self.flow = build_component(cfg.scheduler, SCHEDULERS)  # a DiffusionProcess
-        self.guides = self.flow.cfg_scale != 1
         self.dtype = torch.float64 if cfg.precision == "fp64" else torch.float32
 
     @torch.no_grad()
@@ -74,8 +73,8 @@ class Pipeline:
         batch: Sequence[Request],
         *,
         text: Text | None = None,
-        conditioning: Sequence[ConditioningFrames] | None = None,
-        given: GivenFrames | None = None,
+        conditioning: Sequence[PlacedReferences] | None = None,
+        conditioning_frames: ConditioningFrames | None = None,
         loop: int = 0,
         on_step: Callable[[], object] | None = None,
     ) -> Tensor:
@@ -84,7 +83,7 @@ class Pipeline:
         Args:
             text: the result of ``encode`` for the prompts of this loop; encoded here if None.
             conditioning: for each request, its conditioning frames; other loops' are ignored.
-            given: conditioning frames that the model takes beside its input (Open-Sora 1.3).
+            conditioning_frames: what the model takes beside its input (Open-Sora 1.3).
             loop: which part of a looped video this is.
             on_step: called after each sampling step.
 
@@ -108,16 +107,16 @@ class Pipeline:
             torch.tensor([request.fps for request in batch], device=self.device),
             latent_frames=z.shape[2],
         )
-        copies = self._copies(given)
+        copies = self._copies(conditioning_frames)
         text = text or self.encode(batch, loop, copies=copies)
-        predict = self._prediction(text, numbers, copies, given)
+        predict = self._prediction(text, numbers, copies, conditioning_frames)
         latents = self.flow.sample(
             # Each step is a context of its own; the first one of a shape compiles.
             reporting_compilation("sampling")(predict),
             z,
             geometry=geometry,
             frame_levels=levels,
-            **({} if given is None else {"given": given}),
+            **({} if conditioning_frames is None else {"conditioning_frames": conditioning_frames}),
             draw_noise=lambda k: noise("sample_draw", k),
             on_step=on_step,
         )
@@ -130,14 +129,17 @@ class Pipeline:
             )
         return latents
 
-    def _copies(self, given: GivenFrames | None) -> int:
-        """Predictions of a step: 3 with guidance by conditioning frames, 2 with that by text."""
-        if given is not None and given.index:
-            return 3
-        return 2 if self.guides else 1
+    def _copies(self, conditioning_frames: ConditioningFrames | None) -> int:
+        """Predictions of a step; a loop without conditioning frames is guided by text alone."""
+        by_frames = conditioning_frames is not None and bool(conditioning_frames.index)
+        return predictions_per_step(self.flow, by_frames=by_frames)
 
     def _prediction(
-        self, text: Text, numbers: dict[str, Tensor], copies: int, given: GivenFrames | None
+        self,
+        text: Text,
+        numbers: dict[str, Tensor],
+        copies: int,
+        conditioning_frames: ConditioningFrames | None,
     ) -> Callable[..., Tensor]:
         """The model's prediction as a function of latents and timestep, guided where asked for."""
         if copies == 1:
@@ -146,9 +148,9 @@ class Pipeline:
         inputs: dict[str, Any] = {
             name: torch.cat([value] * copies) for name, value in numbers.items()
         }
-        if given is not None and given.index:
-            null = self._null_text(copies * len(given.latents))
-            inputs |= given.guided_inputs() | dict(y_null=null)
+        if conditioning_frames is not None and conditioning_frames.index:
+            null = self._null_text(copies * len(conditioning_frames.latents))
+            inputs |= conditioning_frames.guided_inputs() | dict(y_null=null)
         return self.flow.guide(self.model, y=text, **inputs)
 
     def _null_text(self, count: int) -> Text:
@@ -202,7 +204,7 @@ class Pipeline:
                 )
 
     def _insert(
-        self, z: Tensor, conditioning: Sequence[ConditioningFrames], loop: int
+        self, z: Tensor, conditioning: Sequence[PlacedReferences], loop: int
     ) -> tuple[Tensor, Tensor]:
         """Put conditioning frames into the noise; also returns the level of each frame ``[B, f]``.
 
@@ -219,7 +221,7 @@ class Pipeline:
         return torch.stack(latents), torch.stack(levels).to(z.dtype)
 
     @torch.no_grad()
-    def conditioning(self, prompt: Prompt, size: tuple[int, int]) -> ConditioningFrames:
+    def conditioning(self, prompt: Prompt, size: tuple[int, int]) -> PlacedReferences:
         """Read and encode a prompt's references, resized to the video's (height, width)."""
         latents = []
         for path in prompt.references:
@@ -228,7 +230,7 @@ class Pipeline:
             frames = frames[: planned_whole_frames(self.cfg.vae, len(frames))]
             clip = to_clip(frames, size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))
-        return ConditioningFrames(latents, prompt.insertions)
+        return PlacedReferences(latents, prompt.insertions)
 
     def looped(
         self, batch: Sequence[Request], *, on_step: Callable[[], object] | None = None
@@ -243,9 +245,9 @@ class Pipeline:
         encoded, text = list[Any](), None
 
         for loop in range(cfg.loop):
-            given = None
+            conditioning_frames = None
             if cfg.cond_type is not None:
-                given = self._given(batch, conditioning, parts, loop)
+                conditioning_frames = self._frames_of_kind(batch, conditioning, parts, loop)
             elif parts:
                 end = Insertion(
                     loop, reference_start=-length, length=length, edit=cfg.condition_frame_edit
@@ -256,7 +258,7 @@ class Pipeline:
                 ]
 
             # Most prompts are the same in all loops, and encoding is expensive.
-            copies = self._copies(given)
+            copies = self._copies(conditioning_frames)
             wanted = [copies, *(prompt_of_loop(request.prompt.text, loop) for request in batch)]
             if wanted != encoded:
                 encoded, text = wanted, self.encode(batch, loop, copies=copies)
@@ -265,21 +267,21 @@ class Pipeline:
                 self.latents(
                     batch,
                     text=text,
-                    conditioning=None if given is not None else conditioning,
-                    given=given,
+                    conditioning=None if conditioning_frames is not None else conditioning,
+                    conditioning_frames=conditioning_frames,
                     loop=loop,
                     on_step=on_step,
                 )
             )
         return parts
 
-    def _given(
+    def _frames_of_kind(
         self,
         batch: Sequence[Request],
-        conditioning: Sequence[ConditioningFrames],
+        conditioning: Sequence[PlacedReferences],
         parts: Sequence[Tensor],
         loop: int,
-    ) -> GivenFrames:
+    ) -> ConditioningFrames:
         """The conditioning frames of a loop of a single video, by ``cond_type``."""
         cfg, (request,) = self.cfg, batch
         assert cfg.cond_type is not None

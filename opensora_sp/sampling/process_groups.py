@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -104,9 +105,8 @@ def _seconds_by_shape(
     """Predicts a forward pass of a batch on one of the groups of so many ranks."""
     spec, options = cfg.model_spec, cfg.parallel_options(cost_model)
     model = ModelCosts.of(spec.name, spec.config)
-    copies = 1 if build_component(cfg.scheduler, SCHEDULERS).cfg_scale == 1 else 2
-    if cfg.cond_type is not None:
-        copies = 3
+    process = build_component(cfg.scheduler, SCHEDULERS)
+    copies = predictions_per_step(process, by_frames=cfg.cond_type is not None)
 
     @functools.cache
     def seconds(size: tuple[int, int, int], count: int) -> float:

@@ -314,10 +314,12 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
     latent_size = planned_latent_size(cfg.vae, *request.shape)
     decoded = planned_decoded_frames(cfg.vae, request.num_frames)
     if decoded != request.num_frames:
+        counts = range(request.num_frames, 0, -1)
+        advised = next((n for n in counts if planned_decoded_frames(cfg.vae, n) == n), 1)
         raise ValueError(
             f"got {request.num_frames} frames for {request.prompt.text!r}, of which the vae "
             f"{cfg.vae['type']!r} gives back {decoded}; expected a count that comes back; "
-            f"set num_frames={planned_whole_frames(cfg.vae, request.num_frames)}"
+            f"set num_frames={advised}"
         )
     wanted = cfg.model_spec.input_size
     if wanted is not None and wanted != latent_size:

@@ -367,6 +367,10 @@ def test_they_train(tmp_path: Path) -> None:
     assert frozen["v13"] - frozen["v11"] == {"y_embedder"}
     assert all("final_layer.linear.weight" in changed for *_, changed in found.values())
 
+    # Every step of 1.3 passes conditioning frames or zeros, so the second one changes these.
+    embedders = {f"x_embedder_cond{part}.proj.bias" for part in ("", "_mask")}
+    assert embedders <= found["v13"][2]
+
     last = [
         load_file(tmp_path / name / "step_00000002" / "model" / "model.safetensors")
         for name in ("v10", "v10_again")

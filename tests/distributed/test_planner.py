@@ -544,9 +544,16 @@ def test_windows_are_traced_on_several_ranks() -> None:
     assert 0 < traced[1] < traced[0]
 
 
-@pytest.mark.parametrize(("cfg_scale", "times"), [(4.0, 2), (1.0, 1)])
-def test_only_guidance_doubles_a_batch_of_samples(cfg_scale: float, times: int) -> None:
-    cfg = load_inference_config(CONFIGS / "demo/sample.py", [f"scheduler.cfg_scale={cfg_scale}"])
-    run = RunEstimator(cfg, 1, None, "cpu", None)
-    (bucket,) = buckets_of(cfg)
-    assert run.latents(bucket)[0] == times * cfg.batch_size
+FRAMES = ["cond_type=i2v_head", "model.use_cond=True", "batch_size=1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "times"), [(["batch_size=4"], (2, 1)), (FRAMES, (3, 3))], ids=["text", "frames"]
+)
+def test_guidance_enlarges_a_batch_of_samples(options: list[str], times: tuple[int, int]) -> None:
+    for cfg_scale, copies in zip((4.0, 1.0), times, strict=True):
+        scale = f"scheduler.cfg_scale={cfg_scale}"
+        cfg = load_inference_config(CONFIGS / "demo/sample.py", [scale, *options])
+        run = RunEstimator(cfg, 1, None, "cpu", None)
+        (bucket,) = buckets_of(cfg)
+        assert run.latents(bucket)[0] == copies * cfg.batch_size

@@ -12,16 +12,20 @@ import numpy as np
 import pytest
 import torch
 from golden_values import GOLDEN, close, close_gradient, under
+from parity_cases import make_inputs, make_model
+from window_cases import WindowCase
 
 from opensora_sp.diffusion import (
+    ConditioningFrames,
     Geometry,
-    GivenFrames,
     Noised,
     RectifiedFlow,
+    conditioning_frames,
     draw_condition,
-    given_frames,
 )
 from opensora_sp.diffusion.image_guidance import Scales, fix_flaws
+from opensora_sp.diffusion.loss import frame_weights
+from opensora_sp.features.batch import frames_beside_the_input
 from opensora_sp.models import STDiT3, STDiT3Config
 from opensora_sp.sampling.conditioning import Prompt, frames_of_kind, prompt_of_loop
 from opensora_sp.sampling.requests import with_scores
@@ -68,7 +72,7 @@ def sampled(flow: RectifiedFlow, case: dict, one: dict, network: Any, **inputs: 
     seen: list[Any] = []
     given = None
     if case["mask_index"]:
-        given = GivenFrames(one["input/z_cond"], case["mask_index"])
+        given = ConditioningFrames(one["input/z_cond"], case["mask_index"])
         assert torch.equal(given.mask, one["input/z_cond_mask"])
         inputs |= given.guided_inputs()
 
@@ -81,7 +85,7 @@ def sampled(flow: RectifiedFlow, case: dict, one: dict, network: Any, **inputs: 
         z,
         geometry=geometry_of(case, len(z)),
         frame_levels=one.get("input/mask"),
-        given=given,
+        conditioning_frames=given,
         draw_noise=None if draws is None else draws.__getitem__,
     )
     return out, seen
@@ -201,12 +205,12 @@ def test_training_losses(name: str) -> None:
             x_start=x_start,
             t=t,
             x_mask=x_mask,
-            given_frames=index,
+            conditioning_frames=index,
         )
     inputs: dict[str, Any] = {}
     if index:
         latents = one.get("input/x_noisy_ref", x_start)
-        given = GivenFrames(latents, index).inputs()
+        given = ConditioningFrames(latents, index).inputs()
         drawn = case["condition_drawn"]
         cond = torch.zeros_like(x_start) if drawn in ("text", "null") else given["cond"]
         close(cond, one["trace/cond"])
@@ -221,25 +225,60 @@ def test_training_losses(name: str) -> None:
     close_gradient(gradient, one["grad/x_start"], floor=1e-6)
 
 
+def test_weights_of_conditioning_frames_are_0_to_1() -> None:
+    for weight in (-0.1, 2.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"got scheduler.x_cond_weight {weight}; expected 0"):
+            RectifiedFlow(x_cond_weight=weight)
+    assert frame_weights(5, range(4), 0.0).tolist() == [0, 0, 0, 0, 5]
+    assert frame_weights(2, range(2), 0.5).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("frames", [1, 5], ids=["image", "none"])
+def test_training_without_conditioning_frames_adds_the_biases_of_both_embedders(
+    frames: int,
+) -> None:
+    """The release passes ``cond`` and ``cond_mask`` of zeros (notes of the golden losses)."""
+    case = WindowCase((2, frames, 4, 6), kernel=(2, 3), cond=True)
+    model, inputs = make_model(case), make_inputs(case)
+    inputs = {k: v for k, v in inputs.items() if not k.startswith(("cond", "y_null", "mask_index"))}
+    draws: Any = SimpleNamespace(
+        condition=draw_condition({"none": 1}, None, frames, np.random.default_rng(0)),
+        reference_noise=None,
+    )
+    # Of latents that no rank needs, nothing is read.
+    latents = torch.full_like(inputs["x"], torch.nan)
+    given = frames_beside_the_input(latents, draws)
+    assert given["mask_index"] == []
+    assert not given["cond"].any() and not given["cond_mask"].any()
+
+    biases = [model.x_embedder_cond.proj.bias, model.x_embedder_cond_mask.proj.bias]
+    with torch.no_grad():
+        found, without = model(**inputs, **given), model(**inputs)
+        model.x_embedder.proj.bias += sum(biases)
+        wanted = model(**inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    assert (found - without).abs().max() > 1e-4
+
+
 def test_training_kinds() -> None:
     table = tables("training_mask_index")
     rng = np.random.default_rng(0)
     for kind, frames, index in table["rows"]:
         if isinstance(index, str):
             with pytest.raises(ValueError, match=f"got '{kind}' in mask_types; expected one of"):
-                given_frames(kind, frames, rng)
+                conditioning_frames(kind, frames, rng)
         else:
-            assert given_frames(kind, frames, rng) == sorted(set(index)), (kind, frames)
+            assert conditioning_frames(kind, frames, rng) == sorted(set(index)), (kind, frames)
 
     edges = {}
     for kind, frames, _, _, index in table["random_kinds"]["rows"]:
         if isinstance(index, str):
             with pytest.raises(ValueError, match="expected at least 3"):
-                given_frames(kind, frames, rng)
+                conditioning_frames(kind, frames, rng)
         else:
             edges.setdefault((kind, frames), set()).add(tuple(index))
     for (kind, frames), known in edges.items():
-        found = {tuple(given_frames(kind, frames, rng)) for _ in range(300)}
+        found = {tuple(conditioning_frames(kind, frames, rng)) for _ in range(300)}
         assert known <= found and all(len(one) < frames for one in found)
 
 

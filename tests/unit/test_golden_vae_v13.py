@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import golden_values
@@ -33,6 +35,8 @@ from opensora_sp.encoders.space_time_vae import (
     tile_convolutions,
 )
 from opensora_sp.encoders.video_vae import CausalConv3d
+from opensora_sp.sampling.conditioning import parse_prompt
+from opensora_sp.sampling.requests import Request, latent_frames
 
 pytestmark = pytest.mark.core
 load = partial(golden_values.load, "v13")
@@ -221,6 +225,36 @@ def test_sizes_of_latents_are_those_of_the_release_for_whole_chunks() -> None:
                 assert planned_decoded_frames(config, frames) == frames
                 compared += 1
     assert compared > 50
+
+
+def test_frames_that_statistics_do_not_fit_are_refused_before_loading() -> None:
+    """Statistics of 5 latent frames: 49 frames in chunks of 17 are 5 + 5 + 4."""
+    chunked = dict(type="OpenSoraVAE_V1_3", micro_batch_size=1, micro_frame_size=17)
+    config = {**chunked, "normalization": "video_5frames"}
+    for frames, latents in {1: 1, 17: 5, 34: 10, 51: 15}.items():
+        assert planned_latent_size(config, frames, 16, 16) == (latents, 2, 2)
+    for frames, latents in {13: 4, 18: 6, 49: 14}.items():
+        message = f"got {latents} latent frames with vae.normalization 'video_5frames'; expected 1"
+        with pytest.raises(ValueError, match=message):
+            planned_latent_size(config, frames, 16, 16)
+    assert planned_latent_size({**config, "temporal_overlap": True}, 49, 16, 16) == (15, 2, 2)
+
+
+def test_advised_frame_counts_are_the_longest_that_come_back() -> None:
+    """With chunks of 17 frames, the first of another chunk come back as well."""
+    vae = dict(type="OpenSoraVAE_V1_3", micro_batch_size=1, micro_frame_size=17)
+    cfg: Any = SimpleNamespace(vae=vae, model_spec=SimpleNamespace(input_size=None))
+    for frames, advised in {16: 13, 113: 111, 20: 18}.items():
+        request = Request(
+            prompt=parse_prompt("a fox", None, None),
+            num_frames=frames,
+            size=(16, 16),
+            fps=24.0,
+            seed=0,
+        )
+        with pytest.raises(ValueError, match=f"gives back {advised}; .*set num_frames={advised}$"):
+            latent_frames(cfg, request)
+        assert latent_frames(cfg, replace(request, num_frames=advised)) > 0
 
 
 def test_references_are_cut_as_by_the_release() -> None:

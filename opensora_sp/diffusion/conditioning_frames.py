@@ -39,7 +39,7 @@ class DrawnCondition:
     noise: float = 0.0
 
 
-def given_frames(kind: str, num_frames: int, rng: np.random.Generator) -> list[int]:
+def conditioning_frames(kind: str, num_frames: int, rng: np.random.Generator) -> list[int]:
     """Numbers of the conditioning frames of a kind, ascending; "none" has none.
 
     "i2v" and "i2v_head" have the first frame, "i2v_tail" the last, "i2v_loop" both; "v2v_head" and
@@ -95,7 +95,7 @@ def draw_condition(
     if num_frames < 3:
         return DrawnCondition(())
     return DrawnCondition(
-        index=tuple(given_frames(kind, num_frames, rng)),
+        index=tuple(conditioning_frames(kind, num_frames, rng)),
         drops_frames=drop in ("text", "null"),
         drops_text=drop in ("cond", "null"),
         noise=noise if kind.endswith(NOISY) else 0.0,

@@ -14,7 +14,7 @@ from parity_cases import make_inputs, make_model
 from ranks import run_ranks
 from window_cases import WindowCase
 
-from opensora_sp.diffusion import GivenFrames, Noised, RectifiedFlow, rank_loss
+from opensora_sp.diffusion import ConditioningFrames, Noised, RectifiedFlow, rank_loss
 from opensora_sp.parallel import SequenceMesh, parallelize
 
 pytestmark = pytest.mark.core
@@ -43,26 +43,27 @@ def sampled(mesh: SequenceMesh | None) -> torch.Tensor:
 
     tripled: dict[str, Any] = {k: torch.cat([v.detach()] * 3) for k, v in inputs.items()}
     tripled["y"] = torch.cat([inputs["y"].detach(), null, null])
-    given = GivenFrames(torch.sin(3 * z), [0, 4])
+    given = ConditioningFrames(torch.sin(3 * z), [0, 4])
     guide = FLOW.guide(
         model, **tripled, **given.guided_inputs(), y_null=torch.cat([torch.cos(null)] * 3)
     )
     noise = [torch.cos(z * (i + 1)) for i in range(FLOW.num_sampling_steps)]
     with torch.no_grad():
-        return FLOW.sample(guide, z, given=given, draw_noise=noise.__getitem__)
+        return FLOW.sample(guide, z, conditioning_frames=given, draw_noise=noise.__getitem__)
 
 
-def trained(mesh: SequenceMesh | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trained(
+    mesh: SequenceMesh | None, index: tuple[int, ...] = (0, 4)
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Each sample's loss, and gradients averaged over the ranks; the null caption by default."""
     flow = RectifiedFlow(x_cond_weight=0.25)
     model, inputs = make_model(TRAINED), make_inputs(TRAINED)
     x = inputs["x"].detach()
-    index = (0, 4)
     noised = Noised.of(
         flow, x, torch.cos(7 * x), torch.tensor([200.0, 700.0]).double(), None, index
     )
     inputs = {k: v for k, v in inputs.items() if k not in CONDITION}
-    inputs |= GivenFrames(x, index).inputs() | dict(x=noised.x_t, timestep=noised.t)
+    inputs |= ConditioningFrames(x, index).inputs() | dict(x=noised.x_t, timestep=noised.t)
     if mesh is None:
         losses = flow.losses(model(**inputs), noised)
         losses.mean().backward()
@@ -85,6 +86,10 @@ def trained(mesh: SequenceMesh | None) -> tuple[torch.Tensor, dict[str, torch.Te
     return losses, gradients
 
 
+def trained_without_frames() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return trained(SequenceMesh(sp_size=dist.get_world_size()), index=())
+
+
 def on_ranks() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     mesh = SequenceMesh(sp_size=dist.get_world_size())
     return sampled(mesh), *trained(mesh)
@@ -102,9 +107,24 @@ def test_as_in_one_process(world_size: int, one_process: tuple) -> None:
     for latents, losses, gradients in run_ranks(world_size, on_ranks):
         torch.testing.assert_close(latents, wanted, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(losses, wanted_losses, rtol=1e-10, atol=1e-12)
-        assert gradients.keys() == wanted_gradients.keys()
         assert wanted_gradients["x_embedder_cond.proj.weight"].abs().max() > 0
-        largest = max(g.abs().max().item() for g in wanted_gradients.values())
-        for name, gradient in wanted_gradients.items():
-            error = (gradients[name] - gradient).abs().max().item()
-            assert error <= 1e-9 * gradient.abs().max().item() + 1e-12 * largest, name
+        assert_close_gradients(gradients, wanted_gradients)
+
+
+def test_training_without_conditioning_frames_as_in_one_process() -> None:
+    """Zeros in their place train the biases of both embedders, and not their weights."""
+    wanted_losses, wanted = trained(None, index=())
+    for name in ("x_embedder_cond", "x_embedder_cond_mask"):
+        assert wanted[f"{name}.proj.bias"].abs().max() > 0
+        assert not wanted[f"{name}.proj.weight"].any()
+    for losses, gradients in run_ranks(2, trained_without_frames):
+        torch.testing.assert_close(losses, wanted_losses, rtol=1e-10, atol=1e-12)
+        assert_close_gradients(gradients, wanted)
+
+
+def assert_close_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        error = (found[name] - gradient).abs().max().item()
+        assert error <= 1e-9 * gradient.abs().max().item() + 1e-12 * largest, name
