@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from opensora_sp.checkpoint import (
     check_model_config,
@@ -236,9 +235,8 @@ def _evaluate(
     module = load_model(
         cfg, weights, mesh, device, encoders.vae, encoders.text_encoder, ema=settings.use_ema
     )
-    loss = HeldoutLoss(
-        _in_precision(module, cfg), module, mesh, dataset, encoders, BatchMaker(cfg, device)
-    )
+    # As in training, inputs are not cast: a timestep rounded to bf16 is another timestep.
+    loss = HeldoutLoss(module, module, mesh, dataset, encoders, BatchMaker(cfg, device))
 
     seeds = [cfg.seed + number for number in range(settings.seeds)]
     measured, empty = [], []
@@ -254,20 +252,6 @@ def _evaluate(
         shapes = [bucket.name for bucket in buckets if bucket.clips]
         raise none_readable("--manifest", dataset, ", ".join(shapes), loss.corrupt.last)
     return Evaluation(str(weights), settings.manifest, seeds, measured, empty)
-
-
-def _in_precision(module: Any, cfg: TrainConfig) -> Any:
-    """The model with inputs in the training's precision, as ColossalAI's wrapper passes them."""
-    dtype = DTYPES[cfg.precision]
-
-    def cast(value: Any) -> Any:
-        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_number else value
-
-    def call(x: torch.Tensor, **inputs: Any) -> Any:
-        return module(cast(x), **tree_map(cast, inputs))
-
-    return call
 
 
 def _measure(loss: HeldoutLoss, bucket: Bucket, bins: int, seeds: list[int]) -> BucketLoss | None:

@@ -39,12 +39,16 @@ def train(config: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, with the held-out loss of its weights."""
-    folder = tmp_path_factory.mktemp("evaluated")
+    return write_run(tmp_path_factory.mktemp("evaluated"))
+
+
+def write_run(folder: Path, *lines: str) -> Path:
     held = write_toy_set(folder / "held", 5, broken=(1,))
     config = TRAIN.format(manifest=str(write_toy_set(folder / "set", 7)))
     config += f"max_steps = 2\nckpt_every = 2\noutputs = {str(folder / 'run')!r}\n"
     config += f"validation = dict(every=2, manifest={str(held)!r}, bins={BINS}, use_ema=False)\n"
     (folder / "train.py").write_text(config)
+    config += "\n".join(lines)
     run_ranks(2, train, folder / "train.py")
     return folder
 
@@ -67,7 +71,12 @@ def losses(found: dict[str, Any]) -> list[float]:
     return [number for one in estimates for number in (one["mean"], one["half_width"])]
 
 
-def test_it_is_the_loss_of_validation(folder: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_it_is_the_loss_of_validation(folder: Path, tmp_path: Path, precision: str) -> None:
+    if precision != "fp32":
+        # A learning rate with which the loss depends on the timestep after two steps.
+        faster = "optimizer = dict(lr=0.1)"
+        folder = write_run(tmp_path, f"precision = {precision!r}", faster)
     found = evaluated(folder, "--no-ema", "--seeds", "1", ranks=2)
     (line,) = read_lines(folder / "run" / "validation.jsonl")
     (bucket,) = found["buckets"]
