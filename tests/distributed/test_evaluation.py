@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def write_run(folder: Path, *lines: str) -> Path:
     config = TRAIN.format(manifest=str(write_toy_set(folder / "set", 7)))
     config += f"max_steps = 2\nckpt_every = 2\noutputs = {str(folder / 'run')!r}\n"
     config += f"validation = dict(every=2, manifest={str(held)!r}, bins={BINS}, use_ema=False)\n"
-    (folder / "train.py").write_text(config)
     config += "\n".join(lines)
+    (folder / "train.py").write_text(config)
     run_ranks(2, train, folder / "train.py")
     return folder
 
@@ -123,6 +124,14 @@ def write_bucketed(folder: Path, numbers: str) -> Settings:
     )
 
 
+def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    """A checkpoint with a config and files of no weights."""
+    (folder / "ema").mkdir(parents=True)
+    (folder / "ema" / "model.safetensors").write_bytes(b"")
+    (folder / "state.json").write_text(json.dumps({"config": config}))
+    (folder / "COMMIT").write_text("")
+
+
 def test_clips_are_measured_in_every_bucket_that_they_fit(tmp_path: Path) -> None:
     *_, buckets = preflight(write_bucketed(tmp_path, "1000,2000,2000"))
     assert len(buckets) > 1 and len({bucket.name for bucket in buckets}) == len(buckets)
@@ -131,9 +140,45 @@ def test_clips_are_measured_in_every_bucket_that_they_fit(tmp_path: Path) -> Non
         assert list(bucket.clips.values()) == ([] if is_image else [[0]])
 
 
+def test_buckets_without_a_batch_size_are_measured_too(tmp_path: Path) -> None:
+    settings = write_bucketed(tmp_path, "1000,2000,2000")
+    # One chosen at the start, one of which training keeps nothing, one that is set.
+    changed = {"144p": {3: (1.0, None), 6: (0.0, 7)}, "256": {3: (0.5, 4)}}
+    settings = replace(settings, overrides=(f"bucket_config={changed!r}",))
+    assert batch_sizes(settings) == {"256 x 3": 4, "144p x 6": 1, "144p x 3": 1}
+
+    recorded = {"144p": {"3": [1.0, 5], "6": [0.0, 7]}}
+    run = tmp_path / "run" / "step_00000002"
+    write_checkpoint(run, {"bucket_config": recorded})
+    settings = replace(settings, ckpt=str(run))
+    assert batch_sizes(settings) == {"256 x 3": 4, "144p x 6": 7, "144p x 3": 5}
+
+
+def batch_sizes(settings: Settings) -> dict[str, int]:
+    *_, buckets = preflight(settings)
+    assert all(bucket.clips for bucket in buckets)
+    return {bucket.name: bucket.batch_size for bucket in buckets}
+
+
 def test_a_manifest_whose_clips_fit_no_bucket_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got 1 clips in .*none of which has the size and length"):
+    with pytest.raises(ValueError, match="got 1 clips in .*none of which has the size") as refused:
         preflight(write_bucketed(tmp_path, "2,8,8"))
+    # The table says why.
+    assert "1  fewer pixels than any resolution requires" in str(refused.value)
+
+
+def test_only_a_bucket_without_clips_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another error of the buckets is no reason to skip one."""
+
+    def fails(*args: object, **options: object) -> None:
+        raise ValueError("got a manifest that cannot be read")
+
+    settings = write_bucketed(tmp_path, "1000,2000,2000")
+    monkeypatch.setattr("opensora_sp.evaluation.run.BucketPlan", fails)
+    with pytest.raises(ValueError, match="got a manifest that cannot be read"):
+        preflight(settings)
 
 
 def test_an_empty_manifest_is_refused(folder: Path, tmp_path: Path) -> None:
