@@ -34,6 +34,7 @@ from opensora_sp.features.same_clips import agree_on_clips, by_name
 from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, raise_on_all_ranks
+from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.sampling.run import join_processes, load_model
 
 from .heldout import HeldoutLoss, none_readable
@@ -90,7 +91,8 @@ def evaluate(settings: Settings) -> Evaluation:
     """
     with raise_on_all_ranks():
         cfg, weights, dataset, buckets = preflight(settings)
-    device = join_processes(cfg.model_dump(mode="json"))
+        compared = compared_settings(settings, cfg, weights)
+    device = join_processes(compared)
     if not dist.is_initialized():
         # Alone; collectives of one process return what they get.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -127,6 +129,18 @@ def preflight(
         limits=cfg.limits,
     )
     return cfg, weights, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
+
+
+def compared_settings(settings: Settings, cfg: TrainConfig, weights: Path) -> dict[str, Any]:
+    """What must be equal on all ranks beside the clips, by its name."""
+    options = {
+        "--bins": settings.bins,
+        "--seeds": settings.seeds,
+        "--no-ema": not settings.use_ema,
+        # Hosts may have the run in different places.
+        "weights": "/".join(weights.parts[-2:]),
+    }
+    return cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings() | options
 
 
 def _check_numbers(settings: Settings) -> None:

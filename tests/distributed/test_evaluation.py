@@ -18,7 +18,7 @@ from runs import BIN, TRAIN, run_forked, write_toy_set
 
 from opensora_sp.config import load_train_config
 from opensora_sp.evaluation.report import BucketLoss, Estimate, Evaluation
-from opensora_sp.evaluation.run import Settings, preflight
+from opensora_sp.evaluation.run import Settings, compared_settings, preflight
 from opensora_sp.training.metrics import read_lines
 from opensora_sp.training.preflight import preflight as preflight_training
 from opensora_sp.training.trainer import Trainer
@@ -179,6 +179,28 @@ def test_only_a_bucket_without_clips_is_empty(
     monkeypatch.setattr("opensora_sp.evaluation.run.BucketPlan", fails)
     with pytest.raises(ValueError, match="got a manifest that cannot be read"):
         preflight(settings)
+
+
+@pytest.mark.parametrize(
+    ("changed", "different"),
+    [
+        (dict(bins=3), {"--bins"}),
+        (dict(seeds=2), {"--seeds"}),
+        (dict(use_ema=False), {"--no-ema", "weights"}),
+    ],
+)
+def test_ranks_compare_their_settings(
+    folder: Path, changed: dict[str, Any], different: set[str]
+) -> None:
+    settings = Settings(str(folder / "run"), str(folder / "held" / "clips.csv"))
+    first, second = compared(settings), compared(replace(settings, **changed))
+    assert {name for name in first if first[name] != second[name]} == different
+    assert first["weights"] == "step_00000002/ema" and first["cost_model.latency"] > 0
+
+
+def compared(settings: Settings) -> dict[str, Any]:
+    cfg, weights, *_ = preflight(settings)
+    return compared_settings(settings, cfg, weights)
 
 
 def test_an_empty_manifest_is_refused(folder: Path, tmp_path: Path) -> None:
