@@ -203,6 +203,15 @@ def compared(settings: Settings) -> dict[str, Any]:
     return compared_settings(settings, cfg, weights)
 
 
+def test_a_run_by_epochs_can_be_evaluated(folder: Path, tmp_path: Path) -> None:
+    """Its checkpoints also record how many steps the epochs were."""
+    state = json.loads((folder / "run" / "step_00000002" / "state.json").read_text())
+    run = tmp_path / "step_00000002"
+    write_checkpoint(run, state["config"] | {"epochs": 2, "max_steps": 2})
+    cfg, *_ = preflight(Settings(str(run), str(folder / "held" / "clips.csv")))
+    assert (cfg.epochs, cfg.max_steps) == (2, 0)
+
+
 def test_an_empty_manifest_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "held.csv").write_text("path,text\n")
     with pytest.raises(ValueError, match="without clips; expected at least one line"):
