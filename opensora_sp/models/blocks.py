@@ -117,13 +117,17 @@ class STDiT3Block(ModulatedBlock):
         super().__init__(config, qk_norm=config.qk_norm, rope=rope, in_frame=in_frame)
 
     def forward(
-        self, x: Tensor, condition: Condition, table: Tensor, branch_scale: Tensor | None
+        self, x: Tensor, condition: Condition, table: Tensor | None, branch_scale: Tensor | None
     ) -> Tensor:
         """Rows ``[R, L, C]`` -> ``[R, L, C]``, modulated by a ``table`` ``[B, m, 6, C]``.
 
-        The table is ``scale_shift_table`` and the timestep's (``Conditioning.tables``).
+        The table is ``scale_shift_table`` and the timestep's (``Conditioning.tables``); without one
+        they are added here.
         """
-        entries = condition.entries_of(table, ATTENTION, branch_scale)
+        if table is None:
+            entries = condition.entries(self.scale_shift_table, ATTENTION, branch_scale)
+        else:
+            entries = condition.entries_of(table, ATTENTION, branch_scale)
         # Attention to the text and the residual connection: backward gets a gradient from each.
         x, same = kernels.add_gated_twice(*self.attend_row(x, condition, entries[:MLP]))
         attended = self.attend_text(same, condition)

@@ -28,6 +28,7 @@ from .token_layout import SPATIAL, Rows
 
 IMAGE_FPS = 120.0
 ENTRIES = 3  # of a branch in a modulation: shift, scale and gate
+MAX_TABLES = 1 << 26  # bytes of the tables of all blocks together
 
 
 @dataclass(frozen=True)
@@ -218,13 +219,16 @@ class Conditioning:
     at_once: int | None = None
     _conditions: dict[bool, Condition] = field(default_factory=dict, init=False)
 
-    def tables(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
+    def tables(self, own: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The modulation of each block, ``[B, m, k, C]``, by their own tables ``[k, C]``.
 
         All are added at once. In backward, too, one sum stands for an addition and a cast of each
-        block.
+        block. As they are kept till the end of backward, there are none (None for each block) where
+        they take more than ``MAX_TABLES`` bytes: then a block adds its own.
         """
         wide = torch.promote_types(self.modulation.dtype, torch.float32)
+        if len(own) * self.modulation.numel() * wide.itemsize > MAX_TABLES:
+            return [None] * len(own)
         return (torch.stack([*own])[:, None, None] + self.modulation.to(wide)).unbind()
 
     def spatial(self, rows: Rows) -> Condition:

@@ -142,11 +142,12 @@ def test_stdit3_block() -> None:
         layout = TEMPORAL if case["temporal"] else SPATIAL
         text = tensors["input/y"][0]
         condition, modulation = conditioned(tensors, layout, T, S, width, text, lengths)
-        table = block.scale_shift_table + modulation
         x = tensors["input/x"].view(2, T, S, width)
         rows = x.transpose(1, 2) if case["temporal"] else x
-        out = block(rows.flatten(0, 1), condition, table, None).view(rows.shape)
-        close((out.transpose(1, 2) if case["temporal"] else out).flatten(1, 2), tensors["output"])
+        for table in (block.scale_shift_table + modulation, None):
+            out = block(rows.flatten(0, 1), condition, table, None).view(rows.shape)
+            out = (out.transpose(1, 2) if case["temporal"] else out).flatten(1, 2)
+            close(out, tensors["output"])
 
 
 def test_final_layer() -> None:

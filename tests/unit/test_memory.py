@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opensora_sp.models import build_model
+from opensora_sp.models.conditioning import MAX_TABLES, Conditioning, Text
 
 pytestmark = pytest.mark.core
 
@@ -86,3 +87,13 @@ def test_no_tensor_is_quadratic_in_a_length(name: str, T: int, side: int, masks:
     assert seen.numel <= bound, f"{seen.operation} makes {seen.numel} numbers"
     scores = 2 * 2 * T * (side * side) ** 2 if side > 1 else 2 * 2 * T**2
     assert scores > bound  # so the bound would catch an explicit matrix of scores
+
+
+def test_tables_of_all_blocks_are_made_at_once_unless_they_are_large() -> None:
+    """Of the 56 blocks of STDiT3-XL/2: a batch of 475 images would keep 0.7 GB."""
+    for samples, are_small in ((1, True), (475, False)):
+        modulation = torch.empty(samples, 1, 6, 1152, dtype=torch.bfloat16, device="meta")
+        conditioning = Conditioning(modulation, None, Text(torch.empty(0, 1152), [0]))
+        tables = conditioning.tables([torch.empty(6, 1152, device="meta")] * 56)
+        assert len(tables) == 56 and all((table is not None) == are_small for table in tables)
+        assert sum(table.nbytes for table in tables if table is not None) <= MAX_TABLES
