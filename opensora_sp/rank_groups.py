@@ -111,6 +111,18 @@ def check_degrees(sp_size: object) -> None:
         )
 
 
+def check_degrees_in(degrees: Mapping[str, int], world_size: int, ranks_per_node: int) -> None:
+    """Raise ValueError unless each bucket's degree is the size of a nested group of the world."""
+    sizes = group_sizes(nested_groups(world_size, ranks_per_node))
+    misfits = {name: degree for name, degree in degrees.items() if degree not in sizes}
+    if misfits:
+        raise ValueError(
+            f"got the degrees {misfits} in sp_size with {world_size} processes, {ranks_per_node} "
+            f"on a node; expected sizes of the groups that these form, of {sizes}; change the "
+            "degrees or the number of processes"
+        )
+
+
 def _middle(group: RankGroup, ranks_per_node: int) -> int:
     """Where a group is divided. Groups that are divided at nodes start at the first rank of one."""
     unit = ranks_per_node if group.spans_nodes(ranks_per_node) else 1

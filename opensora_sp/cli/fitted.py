@@ -40,7 +40,8 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
     cfg = _training_config(load_either(args.config, args.cfg_options)[0])
     num_gpus = args.gpus
     if num_gpus is None:
-        num_gpus = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
+        degrees = cfg.sp_size.values() if isinstance(cfg.sp_size, dict) else [cfg.sp_size]
+        num_gpus = max((degree for degree in degrees if isinstance(degree, int)), default=1)
     check_numbers(num_gpus, args.gpus_per_node, None)
     fitted = fit(
         cfg,

@@ -8,7 +8,7 @@ import torch
 
 from opensora_sp.models.kernels import check_kernels
 from opensora_sp.parallel import check_sp_size
-from opensora_sp.rank_groups import group_sizes, nested_groups
+from opensora_sp.rank_groups import check_degrees_in
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .findings import raise_together
@@ -36,16 +36,9 @@ def _check_sp_size(sp_size: int | str | dict[str, int], world_size: int) -> None
         check_sp_size(sp_size, world_size)
         return
 
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    sizes = group_sizes(nested_groups(world_size, ranks_per_node))
-    degrees = sp_size if isinstance(sp_size, dict) else {}
-    misfits = {name: degree for name, degree in degrees.items() if degree not in sizes}
-    if misfits:
-        raise ValueError(
-            f"got the degrees {misfits} in sp_size with {world_size} processes, {ranks_per_node} "
-            f"on a node; expected sizes of the groups that these form, of {sizes}; change the "
-            "degrees or the number of processes"
-        )
+    if isinstance(sp_size, dict):
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        check_degrees_in(sp_size, world_size, ranks_per_node)
 
 
 def _check_precision(precision: str) -> None:

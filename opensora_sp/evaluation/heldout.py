@@ -45,6 +45,7 @@ class HeldoutLoss:
         module: the bare model, parallelized over ``mesh``.
         dataset: the clips.
         batches: adds noise.
+        whole: give every rank all features, for a model that verifies its first batch.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class HeldoutLoss:
         dataset: VideoTextDataset,
         source: Source,
         batches: BatchMaker,
+        *,
+        whole: bool = False,
     ) -> None:
         self.model, self.module, self.mesh = model, module, mesh
         self.dataset, self.batches, self.device = dataset, batches, batches.device
         self.corrupt = CorruptSamples(dataset.rows, mesh, max_bad_fraction=1.0)
         self.encoder = ShardedEncoder(
-            mesh, module, dataset, None, source, self.corrupt, self.device
+            mesh, module, dataset, None, source, self.corrupt, self.device, whole=whole
         )
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -49,10 +49,11 @@ class SequenceGroup:
     sp_group: Any
     host_group: Any
     spans_nodes: bool
+    sp_size: int = field(init=False)
 
-    @property
-    def sp_size(self) -> int:
-        return self.ranks.size
+    def __post_init__(self) -> None:
+        # A number: compiled blocks read it, and graphs end at properties of a named tuple.
+        object.__setattr__(self, "sp_size", self.ranks.size)
 
 
 class SequenceMesh:

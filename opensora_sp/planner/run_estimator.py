@@ -19,6 +19,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import GPUS
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
+from opensora_sp.rank_groups import check_degrees_in
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .attention_kernels import Kernels, attention_kernels
@@ -88,6 +89,8 @@ class RunEstimator:
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
         self.gpus_per_node = gpus_per_node or num_gpus
+        if isinstance(cfg.sp_size, dict):
+            check_degrees_in(cfg.sp_size, num_gpus, self.gpus_per_node)
         self.spans_nodes = spans_nodes(num_gpus, self.ranks, self.gpus_per_node)
 
         rates = cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])

@@ -43,16 +43,14 @@ class BucketShares:
         self._micro_batches: Counter[str] = Counter()
 
     def see(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Count the micro-batches of a step, if they are of buckets."""
-        if not micro_batches[0].bucket:
-            return
+        """Count the micro-batches of a step, if they are of buckets or scheduled on groups."""
         if isinstance(self.rank_batches, ScheduledBatches):
             assigned = self.rank_batches.assigned(step)
             self._warn_of_nodes(step, assigned, self.rank_batches.seconds)
             self._count(assigned, self.rank_batches.seconds)
-            return
-        for one in rounds_of(micro_batches, self.mesh.family):
-            self._count(one, lambda micro_batch, group: micro_batch.cost)
+        elif micro_batches[0].bucket:
+            for one in rounds_of(micro_batches, self.mesh.family):
+                self._count(one, lambda micro_batch, group: micro_batch.cost)
 
     def _count(self, assigned: Sequence[Assigned], seconds: Seconds) -> None:
         """Add micro-batches after which all ranks wait for the slowest one.
@@ -63,7 +61,7 @@ class BucketShares:
         busy = np.zeros(self.mesh.world_size)
         last = [""] * self.mesh.world_size
         for micro_batch, group in assigned:
-            bucket, taken = micro_batch.bucket, seconds(micro_batch, group)
+            bucket, taken = name_of(micro_batch), seconds(micro_batch, group)
             busy[group.start : group.stop] += taken
             last[group.start : group.stop] = [bucket] * group.size
             self._busy[bucket] += taken * group.size
@@ -85,7 +83,7 @@ class BucketShares:
                 continue
             if any(np.isfinite(seconds(micro_batch, one)) for one in within):
                 self._has_warned = True
-                logger.warning(NODES, step, group, micro_batch.bucket)
+                logger.warning(NODES, step, group, name_of(micro_batch))
                 return
 
     def take(self) -> dict[str, float]:
@@ -113,6 +111,12 @@ def describe_shares(numbers: Mapping[str, float | None]) -> str:
             degree, idle = numbers[f"degree/{bucket}"], numbers[f"idle/{bucket}"]
             parts.append(f"{bucket}: {share:.1%} on {degree:.2g} ranks, idle {idle:.1%}")
     return "buckets by predicted time: " + "; ".join(parts)
+
+
+def name_of(micro_batch: MicroBatch) -> str:
+    """The bucket of a micro-batch; without buckets its frames and size."""
+    frames, height, width = micro_batch.shape
+    return micro_batch.bucket or f"{frames} x {height}x{width}"
 
 
 def rounds_of(

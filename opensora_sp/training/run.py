@@ -65,6 +65,9 @@ def train(
             use_deterministic_kernels()
         dataset, checkpoint = preflight(cfg, resume, traced, accept_new_data=accept_new_data)
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
+        if cfg.schedules_groups:
+            # Ranks that count another number of ranks on a node would form other groups.
+            compared["ranks_per_node"] = os.environ.get("LOCAL_WORLD_SIZE")
     from opensora_sp.plugin import current_device, launch
 
     launch(cfg.seed, compared, timeout=backend_timeout(cfg.collective_timeout))

@@ -111,7 +111,13 @@ class Validator:
         )
         if self.heldout is not None:
             self.loss = HeldoutLoss(
-                trainer.model, trainer.module, trainer.mesh, self.heldout, encoders, trainer.batches
+                trainer.model,
+                trainer.module,
+                trainer.mesh,
+                self.heldout,
+                encoders,
+                trainer.batches,
+                whole=cfg.sequence_parallel.verify,
             )
 
     def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watchdog | None) -> float:

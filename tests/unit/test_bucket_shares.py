@@ -13,6 +13,7 @@ import pytest
 from opensora_sp.cli.cut import describe_cut
 from opensora_sp.config import load_train_config
 from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, ReplicaBatches, ScheduledBatches
+from opensora_sp.data.schedule import schedule
 from opensora_sp.rank_groups import RankGroup, fixed_groups, nested_groups
 from opensora_sp.training.bucket_shares import BucketShares, describe_shares
 
@@ -63,6 +64,17 @@ def test_numbers_of_a_scheduled_step() -> None:
     assert sum(numbers[f"idle/{name}"] for name in ("720p x 51", "144p x 1")) < 0.1
     assert shares.take() == {}
     assert "720p x 51: 72.7% on" in describe_shares(numbers)
+
+
+def test_without_buckets_a_scheduled_step_is_named_by_its_shape() -> None:
+    family = nested_groups(4, 4)
+    shares = BucketShares(mesh_of(family), scheduled(family))
+    scheduled_step = [one._replace(bucket="") for one in STEP]
+    shares.rank_batches.assigned = lambda step: schedule(  # type: ignore[method-assign]
+        scheduled_step, family, lambda one, group: one.cost / group.size
+    )
+    shares.see(0, scheduled_step)
+    assert shares.take()["share/1 x 8x8"] == 1.0
 
 
 def test_replicas_wait_in_each_round() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from opensora_sp.config import load_train_config
 from opensora_sp.config.launch import check_launch
+from opensora_sp.planner import plan
 from opensora_sp.planner.communicators import BYTES_OF_PEER, communicators
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,8 @@ def test_degrees_of_buckets_fit_the_groups_of_the_processes(
         "sizes of the groups that these form, of [1, 2, 4, 8]; change the degrees or the number "
         "of processes"
     )
+    with pytest.raises(ValueError, match="got the degrees {'360p x 408': 7} in sp_size with 8 "):
+        plan(cfg, 8)
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     check_launch(load_train_config(BUCKETS, [*ON_CPU, "sp_size=auto"]), 7)
