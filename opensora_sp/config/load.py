@@ -76,6 +76,10 @@ def saved_train_config(
             with_numbers[resolution] = {int(frames): one for frames, one in entries.items()}
         values = {**values, "bucket_config": with_numbers}
 
+    if values.get("epochs") is not None:
+        # Beside them a run records how many steps they were.
+        values = {**values, "max_steps": 0}
+
     draft = Draft(dict(values), {(key,): str(source) for key in values})
     try:
         apply_options(draft, overrides or [])

@@ -75,9 +75,11 @@ class BucketPlan:
         micro_batches_per_step, seed: see ``sampler``.
         cost: estimate by which micro-batches are grouped into steps.
         batch_order: of the micro-batches of an epoch, "by_cost" or "mixed".
+        may_be_empty: accept that no clip is in any bucket.
 
     Raises:
-        ValueError: if no clip is in any bucket; the message has the table of ``describe``.
+        ValueError: if no clip is in any bucket and ``may_be_empty`` is False; the message has the
+            table of ``describe``.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class BucketPlan:
         seed: int,
         cost: Cost,
         batch_order: BatchOrder = "by_cost",
+        may_be_empty: bool = False,
     ) -> None:
         self.buckets = Buckets.of(bucket_config)
         if unknown := self.buckets.without_batch_size:
@@ -110,7 +113,7 @@ class BucketPlan:
         self.epoch = lru_cache(maxsize=2)(self._epoch)
         # First step of each epoch so far, and of the next one.
         self._starts = [0]
-        if not self.epoch(0).steps:
+        if not self.epoch(0).steps and not may_be_empty:
             table = "\n".join(self.describe())
             raise ValueError(
                 f"got no clip for any bucket in epoch 0 of {str(rows.file)!r}:\n{table}\n"

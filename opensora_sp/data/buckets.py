@@ -160,6 +160,18 @@ class Buckets:
             first = last
 
 
+def batch_sizes_of(config: Mapping[str, Mapping[Any, Any]]) -> dict[str, int]:
+    """The batch sizes that a bucket config, also one of a checkpoint, has by the names of its
+    entries.
+    """
+    sizes = {}
+    for resolution, by_frames in config.items():
+        for num_frames, (_, batch_size) in by_frames.items():
+            if batch_size is not None:
+                sizes[f"{resolution} x {num_frames}"] = batch_size
+    return sizes
+
+
 def with_batch_sizes(
     config: Mapping[str, Mapping[int, Any]], sizes: Mapping[str, int]
 ) -> dict[str, dict[int, Any]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from opensora_sp.checkpoint import (
     check_model_config,
@@ -28,14 +27,14 @@ from opensora_sp.config import (
     saved_train_config,
 )
 from opensora_sp.data import BucketPlan, ClipShape, VideoTextDataset
-from opensora_sp.data.buckets import Buckets
-from opensora_sp.dtypes import DTYPES
+from opensora_sp.data.buckets import Buckets, batch_sizes_of
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.same_clips import agree_on_clips, by_name
 from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, raise_on_all_ranks
+from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.sampling.run import join_processes, load_model
 
 from .heldout import HeldoutLoss, none_readable
@@ -92,7 +91,8 @@ def evaluate(settings: Settings) -> Evaluation:
     """
     with raise_on_all_ranks():
         cfg, weights, dataset, buckets = preflight(settings)
-    device = join_processes(cfg.model_dump(mode="json"))
+        compared = compared_settings(settings, cfg, weights)
+    device = join_processes(compared)
     if not dist.is_initialized():
         # Alone; collectives of one process return what they get.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -128,7 +128,19 @@ def preflight(
         time_limit=cfg.dataset.time_limit,
         limits=cfg.limits,
     )
-    return cfg, weights, dataset, _buckets(cfg, dataset)
+    return cfg, weights, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
+
+
+def compared_settings(settings: Settings, cfg: TrainConfig, weights: Path) -> dict[str, Any]:
+    """What must be equal on all ranks beside the clips, by its name."""
+    options = {
+        "--bins": settings.bins,
+        "--seeds": settings.seeds,
+        "--no-ema": not settings.use_ema,
+        # Hosts may have the run in different places.
+        "weights": "/".join(weights.parts[-2:]),
+    }
+    return cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings() | options
 
 
 def _check_numbers(settings: Settings) -> None:
@@ -149,10 +161,8 @@ def _config(settings: Settings) -> TrainConfig:
     if settings.config is not None:
         return load_train_config(settings.config, overrides)
 
-    path = Path(settings.ckpt)
-    checkpoint = newest_checkpoint(path) if path.is_dir() else None
-    state = None if checkpoint is None else checkpoint / "state.json"
-    values = read_json(state).get("config") if state is not None and state.is_file() else None
+    state = _state(settings)
+    values = None if state is None else read_json(state).get("config")
     if values is None:
         raise ValueError(
             f"got checkpoint {settings.ckpt!r}, which does not state its autoencoder, text "
@@ -163,6 +173,21 @@ def _config(settings: Settings) -> TrainConfig:
     return saved_train_config(values, state, overrides)
 
 
+def _state(settings: Settings) -> Path | None:
+    """The ``state.json`` of the checkpoint; None if other weights are evaluated."""
+    path = Path(settings.ckpt)
+    checkpoint = newest_checkpoint(path) if path.is_dir() else None
+    state = None if checkpoint is None else checkpoint / "state.json"
+    return state if state is not None and state.is_file() else None
+
+
+def _recorded_batch_sizes(settings: Settings) -> dict[str, int]:
+    """The batch sizes that the checkpoint's run had, by the names of its buckets."""
+    state = _state(settings)
+    config = {} if state is None else read_json(state).get("config", {})
+    return batch_sizes_of(config.get("bucket_config") or {})
+
+
 def _with_sp_size(cfg: TrainConfig, sp_size: int | None) -> TrainConfig:
     if sp_size is None:
         # Degrees of buckets, or of each micro-batch, are training's.
@@ -171,8 +196,13 @@ def _with_sp_size(cfg: TrainConfig, sp_size: int | None) -> TrainConfig:
     return cfg.model_copy(update={"sp_size": sp_size})
 
 
-def _buckets(cfg: TrainConfig, dataset: VideoTextDataset) -> list[Bucket]:
+def _buckets(
+    cfg: TrainConfig, dataset: VideoTextDataset, recorded: Mapping[str, int]
+) -> list[Bucket]:
     """The clips of each bucket; without buckets all clips, in the config's shape.
+
+    Args:
+        recorded: batch sizes, for buckets that have none in the config.
 
     Raises:
         ValueError: if no clip has the size and length of any bucket.
@@ -182,41 +212,49 @@ def _buckets(cfg: TrainConfig, dataset: VideoTextDataset) -> list[Bucket]:
         name = f"{shape.height}x{shape.width} x {shape.num_frames}"
         return [Bucket(name, cfg.batch_size, {shape: list(range(len(dataset)))})]
 
-    found = list(_by_bucket(cfg, dataset))
+    config = _keeping_all(cfg.bucket_config, recorded)
+    found = []
+    for entry in Buckets.of(config).entries:
+        alone = {entry.resolution: {entry.num_frames: (1.0, entry.batch_size)}}
+        members = _plan(cfg, dataset, alone).epoch(0).members
+        clips = {shape: ids.tolist() for shape, ids in members.items()}
+        found.append(Bucket(entry.name, entry.batch_size or 1, clips))
+
     if not any(bucket.clips for bucket in found):
-        names = ", ".join(bucket.name for bucket in found)
+        table = "\n".join(_plan(cfg, dataset, config).describe())
         raise ValueError(
             f"got {len(dataset)} clips in --manifest {str(dataset.rows.file)!r}, none of which has "
-            f"the size and length of a bucket ({names}); expected num_frames, height and width of "
+            f"the size and length of a bucket:\n{table}\nexpected num_frames, height and width of "
             "at least one bucket; index the files again with opensora-sp index, add longer or "
             "larger clips, or pass --cfg-options bucket_config=..."
         )
     return found
 
 
-def _by_bucket(cfg: TrainConfig, dataset: VideoTextDataset) -> Iterator[Bucket]:
-    """Each bucket alone, as if it kept all clips that fit it."""
-    assert cfg.bucket_config is not None
-    for entry in Buckets.of(cfg.bucket_config).entries:
-        if not entry.batch_size:
-            continue
-        alone = {entry.resolution: {entry.num_frames: (1.0, entry.batch_size)}}
-        clips = {}
-        try:
-            plan = BucketPlan(
-                dataset.rows,
-                alone,
-                frame_interval=cfg.dataset.frame_interval,
-                micro_batches_per_step=1,
-                seed=cfg.seed,
-                cost=lambda shape, number: 1.0,
-            )
-        except ValueError:
-            # No clip fits it.
-            pass
-        else:
-            clips = {shape: ids.tolist() for shape, ids in plan.epoch(0).members.items()}
-        yield Bucket(entry.name, entry.batch_size, clips)
+def _keeping_all(
+    config: Mapping[str, Mapping[int, Any]], recorded: Mapping[str, int]
+) -> dict[str, dict[int, Any]]:
+    """A bucket config that keeps all clips that fit, with a batch size for every bucket."""
+    changed: dict[str, dict[int, Any]] = {}
+    for entry in Buckets.of(config).entries:
+        batch_size = entry.batch_size or recorded.get(entry.name) or 1
+        changed.setdefault(entry.resolution, {})[entry.num_frames] = (1.0, batch_size)
+    return changed
+
+
+def _plan(
+    cfg: TrainConfig, dataset: VideoTextDataset, bucket_config: Mapping[str, Mapping[int, Any]]
+) -> BucketPlan:
+    """Which clips have the size and length of some buckets; there may be none."""
+    return BucketPlan(
+        dataset.rows,
+        bucket_config,
+        frame_interval=cfg.dataset.frame_interval,
+        micro_batches_per_step=1,
+        seed=cfg.seed,
+        cost=lambda shape, number: 1.0,
+        may_be_empty=True,
+    )
 
 
 def _evaluate(
@@ -236,9 +274,8 @@ def _evaluate(
     module = load_model(
         cfg, weights, mesh, device, encoders.vae, encoders.text_encoder, ema=settings.use_ema
     )
-    loss = HeldoutLoss(
-        _in_precision(module, cfg), module, mesh, dataset, encoders, BatchMaker(cfg, device)
-    )
+    # As in training, inputs are not cast: a timestep rounded to bf16 is another timestep.
+    loss = HeldoutLoss(module, module, mesh, dataset, encoders, BatchMaker(cfg, device))
 
     seeds = [cfg.seed + number for number in range(settings.seeds)]
     measured, empty = [], []
@@ -254,20 +291,6 @@ def _evaluate(
         shapes = [bucket.name for bucket in buckets if bucket.clips]
         raise none_readable("--manifest", dataset, ", ".join(shapes), loss.corrupt.last)
     return Evaluation(str(weights), settings.manifest, seeds, measured, empty)
-
-
-def _in_precision(module: Any, cfg: TrainConfig) -> Any:
-    """The model with inputs in the training's precision, as ColossalAI's wrapper passes them."""
-    dtype = DTYPES[cfg.precision]
-
-    def cast(value: Any) -> Any:
-        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_number else value
-
-    def call(x: torch.Tensor, **inputs: Any) -> Any:
-        return module(cast(x), **tree_map(cast, inputs))
-
-    return call
 
 
 def _measure(loss: HeldoutLoss, bucket: Bucket, bins: int, seeds: list[int]) -> BucketLoss | None:

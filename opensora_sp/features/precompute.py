@@ -49,6 +49,7 @@ from opensora_sp.data.cache_files import (
 )
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, init_worker, raise_on_all_ranks
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .build import make_dataset, make_encoders, make_plan, micro_batches_of_step, with_length
 from .cached import check_made_of, clips_used, made_of
@@ -82,9 +83,10 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         check_reproducible(cfg)
         check_writable(Path(folder), "the folder of a feature cache")
         dataset = make_dataset(cfg)
+        compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
     assert isinstance(dataset, VideoTextDataset)
 
-    launch(cfg.seed, cfg.model_dump(mode="json"), timeout=backend_timeout(cfg.collective_timeout))
+    launch(cfg.seed, compared, timeout=backend_timeout(cfg.collective_timeout))
     watchdog = Watchdog(
         peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=0.0
     )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import CachedFeatures
-from opensora_sp.data.buckets import Buckets, with_batch_sizes
+from opensora_sp.data.buckets import Buckets, batch_sizes_of, with_batch_sizes
 from opensora_sp.features.build import (
     TrainingSet,
     largest_batch,
@@ -66,13 +66,9 @@ def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     assert cfg.bucket_config is not None
     config: Mapping[str, Any] = read_json(checkpoint / "state.json").get("config", {})
 
-    known = {}
-    for resolution, by_frames in (config.get("bucket_config") or {}).items():
-        for num_frames, (_, batch_size) in by_frames.items():
-            known[f"{resolution} x {num_frames}"] = batch_size
-
+    known = batch_sizes_of(config.get("bucket_config") or {})
     names = Buckets.of(cfg.bucket_config).without_batch_size
-    unknown = [name for name in names if known.get(name) is None]
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(
             f"got bucket_config without the batch size of {', '.join(unknown)}, which {checkpoint} "

@@ -17,6 +17,8 @@ __all__ = ["check_optimizer", "check_same_state", "learning_rate", "make_optimiz
 def make_optimizer(cfg: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """An elementwise optimizer of torch by its name, or ColossalAI's HybridAdam on CUDA.
 
+    It has no state yet: the plugin, which shards the weights, makes what a class begins with.
+
     Raises:
         ValueError: for numbers that the class refuses.
     """
@@ -33,6 +35,8 @@ def make_optimizer(cfg: TrainConfig, parameters: list[torch.nn.Parameter]) -> to
             f"got options {options} of optimizer.type {name!r}; expected what torch.optim.{name} "
             f"takes ({error}); change them"
         ) from None
+    # Adagrad begins with a state of whole weights; the plugin makes one of this rank's shards.
+    made.state.clear()
     return made
 
 

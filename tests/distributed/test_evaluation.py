@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from runs import BIN, TRAIN, run_forked, write_toy_set
 
 from opensora_sp.config import load_train_config
 from opensora_sp.evaluation.report import BucketLoss, Estimate, Evaluation
-from opensora_sp.evaluation.run import Settings, preflight
+from opensora_sp.evaluation.run import Settings, compared_settings, preflight
 from opensora_sp.training.metrics import read_lines
 from opensora_sp.training.preflight import preflight as preflight_training
 from opensora_sp.training.trainer import Trainer
@@ -39,11 +40,15 @@ def train(config: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, with the held-out loss of its weights."""
-    folder = tmp_path_factory.mktemp("evaluated")
+    return write_run(tmp_path_factory.mktemp("evaluated"))
+
+
+def write_run(folder: Path, *lines: str) -> Path:
     held = write_toy_set(folder / "held", 5, broken=(1,))
     config = TRAIN.format(manifest=str(write_toy_set(folder / "set", 7)))
     config += f"max_steps = 2\nckpt_every = 2\noutputs = {str(folder / 'run')!r}\n"
     config += f"validation = dict(every=2, manifest={str(held)!r}, bins={BINS}, use_ema=False)\n"
+    config += "\n".join(lines)
     (folder / "train.py").write_text(config)
     run_ranks(2, train, folder / "train.py")
     return folder
@@ -67,7 +72,12 @@ def losses(found: dict[str, Any]) -> list[float]:
     return [number for one in estimates for number in (one["mean"], one["half_width"])]
 
 
-def test_it_is_the_loss_of_validation(folder: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_it_is_the_loss_of_validation(folder: Path, tmp_path: Path, precision: str) -> None:
+    if precision != "fp32":
+        # A learning rate with which the loss depends on the timestep after two steps.
+        faster = "optimizer = dict(lr=0.1)"
+        folder = write_run(tmp_path, f"precision = {precision!r}", faster)
     found = evaluated(folder, "--no-ema", "--seeds", "1", ranks=2)
     (line,) = read_lines(folder / "run" / "validation.jsonl")
     (bucket,) = found["buckets"]
@@ -114,6 +124,14 @@ def write_bucketed(folder: Path, numbers: str) -> Settings:
     )
 
 
+def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    """A checkpoint with a config and files of no weights."""
+    (folder / "ema").mkdir(parents=True)
+    (folder / "ema" / "model.safetensors").write_bytes(b"")
+    (folder / "state.json").write_text(json.dumps({"config": config}))
+    (folder / "COMMIT").write_text("")
+
+
 def test_clips_are_measured_in_every_bucket_that_they_fit(tmp_path: Path) -> None:
     *_, buckets = preflight(write_bucketed(tmp_path, "1000,2000,2000"))
     assert len(buckets) > 1 and len({bucket.name for bucket in buckets}) == len(buckets)
@@ -122,9 +140,76 @@ def test_clips_are_measured_in_every_bucket_that_they_fit(tmp_path: Path) -> Non
         assert list(bucket.clips.values()) == ([] if is_image else [[0]])
 
 
+def test_buckets_without_a_batch_size_are_measured_too(tmp_path: Path) -> None:
+    settings = write_bucketed(tmp_path, "1000,2000,2000")
+    # One chosen at the start, one of which training keeps nothing, one that is set.
+    changed = {"144p": {3: (1.0, None), 6: (0.0, 7)}, "256": {3: (0.5, 4)}}
+    settings = replace(settings, overrides=(f"bucket_config={changed!r}",))
+    assert batch_sizes(settings) == {"256 x 3": 4, "144p x 6": 1, "144p x 3": 1}
+
+    recorded = {"144p": {"3": [1.0, 5], "6": [0.0, 7]}}
+    run = tmp_path / "run" / "step_00000002"
+    write_checkpoint(run, {"bucket_config": recorded})
+    settings = replace(settings, ckpt=str(run))
+    assert batch_sizes(settings) == {"256 x 3": 4, "144p x 6": 7, "144p x 3": 5}
+
+
+def batch_sizes(settings: Settings) -> dict[str, int]:
+    *_, buckets = preflight(settings)
+    assert all(bucket.clips for bucket in buckets)
+    return {bucket.name: bucket.batch_size for bucket in buckets}
+
+
 def test_a_manifest_whose_clips_fit_no_bucket_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got 1 clips in .*none of which has the size and length"):
+    with pytest.raises(ValueError, match="got 1 clips in .*none of which has the size") as refused:
         preflight(write_bucketed(tmp_path, "2,8,8"))
+    # The table says why.
+    assert "1  fewer pixels than any resolution requires" in str(refused.value)
+
+
+def test_only_a_bucket_without_clips_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another error of the buckets is no reason to skip one."""
+
+    def fails(*args: object, **options: object) -> None:
+        raise ValueError("got a manifest that cannot be read")
+
+    settings = write_bucketed(tmp_path, "1000,2000,2000")
+    monkeypatch.setattr("opensora_sp.evaluation.run.BucketPlan", fails)
+    with pytest.raises(ValueError, match="got a manifest that cannot be read"):
+        preflight(settings)
+
+
+@pytest.mark.parametrize(
+    ("changed", "different"),
+    [
+        (dict(bins=3), {"--bins"}),
+        (dict(seeds=2), {"--seeds"}),
+        (dict(use_ema=False), {"--no-ema", "weights"}),
+    ],
+)
+def test_ranks_compare_their_settings(
+    folder: Path, changed: dict[str, Any], different: set[str]
+) -> None:
+    settings = Settings(str(folder / "run"), str(folder / "held" / "clips.csv"))
+    first, second = compared(settings), compared(replace(settings, **changed))
+    assert {name for name in first if first[name] != second[name]} == different
+    assert first["weights"] == "step_00000002/ema" and first["cost_model.latency"] > 0
+
+
+def compared(settings: Settings) -> dict[str, Any]:
+    cfg, weights, *_ = preflight(settings)
+    return compared_settings(settings, cfg, weights)
+
+
+def test_a_run_by_epochs_can_be_evaluated(folder: Path, tmp_path: Path) -> None:
+    """Its checkpoints also record how many steps the epochs were."""
+    state = json.loads((folder / "run" / "step_00000002" / "state.json").read_text())
+    run = tmp_path / "step_00000002"
+    write_checkpoint(run, state["config"] | {"epochs": 2, "max_steps": 2})
+    cfg, *_ = preflight(Settings(str(run), str(folder / "held" / "clips.csv")))
+    assert (cfg.epochs, cfg.max_steps) == (2, 0)
 
 
 def test_an_empty_manifest_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from opensora_sp.config.optimizer import STATES, Optimizer
 from opensora_sp.planner.memory import ModelSizes, Persistent, Zero
+from opensora_sp.training.optimizer import make_optimizer
 
 STEPS, MAX_NORM = 4, 3.0
 CASES: dict[str, dict[str, Any]] = {
@@ -197,6 +199,14 @@ def test_states_are_those_that_torch_keeps(case: str) -> None:
     }
     chosen = settings(case)
     assert kept == {*chosen.moments, *chosen.scalars}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_state_of_whole_weights_is_kept(case: str) -> None:
+    """The plugin makes what a class begins with, of shards."""
+    cfg = SimpleNamespace(optimizer=settings(case))
+    optimizer = make_optimizer(cfg, list(Parameters().parameters()))  # type: ignore[arg-type]
+    assert optimizer.param_groups and not optimizer.state
 
 
 def test_every_optimizer_of_torch_is_a_case() -> None:
