@@ -1,7 +1,7 @@
 """64 frames of 512x512, 65,536 tokens; every clip is shared by the 8 GPUs of a node.
 
 Predicted for eager mode, without the encoders:
-    8 x H100: 33.9 GB, 0.21 s a step, MFU 28%
+    8 x H100: 33.9 GB, 0.20 s a step, MFU 28%
     8 x H200: 33.9 GB, 0.18 s a step, MFU 32%
 """
 
