@@ -354,7 +354,10 @@ def faults_are_noticed() -> None:
             follows_one_process(2, "fp32", False)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world",
+    [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_steps_equal_one_process_whatever_each_rank_runs(world: int) -> None:
     run_ranks(world, parity)
 

@@ -137,6 +137,7 @@ def test_memory_of_whole_clips_lies_on_a_line(config: Path) -> None:
     assert traced == batch_memory(cfg, 2, latents, memory_gb=1, device="cpu").configured.total
 
 
+@pytest.mark.slow
 def test_batches_fit_and_one_more_clip_a_rank_would_not(config: Path) -> None:
     cfg, memory = load_train_config(config), memory_for(100e6)
     found = fit(cfg, 4, memory, device="cpu")
@@ -162,6 +163,7 @@ def test_batches_fit_and_one_more_clip_a_rank_would_not(config: Path) -> None:
     assert "memory" in {one.decided_by for one in found.batches}
 
 
+@pytest.mark.slow
 def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
     cfg, batch = load_train_config(config, ["sp_size=1"]), BatchSpec(4, 5, (144, 256))
     run = AffineEstimator(cfg, 4, None, "cpu", None)

@@ -161,8 +161,10 @@ def test_network_and_its_gradients(golden: tuple, folder: Path) -> None:
         close_gradient(parameters[name].grad, one[f"grad/{name}"], name=name)
 
 
-def case_names() -> list[str]:
-    return [case["case"] for case in load("autoencoder")[0]["chunked_cases"]]
+def case_names() -> list[Any]:
+    """One with overlap is fast, the others are slow."""
+    first, *others = sorted(case["case"] for case in load("autoencoder")[0]["chunked_cases"])
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
 @pytest.mark.parametrize("name", case_names())

@@ -55,7 +55,10 @@ def traced(
     return cost_model.with_launches(sum(one.seconds for one in work), operators)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    ["H100", *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS if name != "H100")],
+)
 def test_seconds_are_those_of_the_trace(preset):
     """Within 12 % for each of several sizes and degrees, so ratios agree within 25 %."""
     rates = PRESETS[preset]
