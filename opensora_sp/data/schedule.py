@@ -102,7 +102,7 @@ class ScheduledBatches:
         self.plan, self.steps, self.rank = plan, range(start, stop), rank
         self.family, self.seconds, self.request_of = family, seconds, request_of
         # Workers read a few steps ahead of the one that is computed.
-        self.assigned = lru_cache(maxsize=32)(self._assigned)
+        self.assigned = lru_cache(maxsize=128)(self._assigned)
 
     def _assigned(self, step: int) -> list[Assigned]:
         """All micro-batches of a step, with the groups that compute them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import MicroBatch
@@ -18,7 +18,7 @@ class GroupSeconds:
     Args:
         work: predicts seconds by the run's cost model.
         ranks_per_node: larger groups exchange over the network.
-        least_ranks: the fewest ranks whose memory a micro-batch fits.
+        least_ranks: by bucket, the fewest ranks whose memory its batches fit; 1 where it is not in.
     """
 
     def __init__(
@@ -27,15 +27,16 @@ class GroupSeconds:
         work: Work,
         *,
         ranks_per_node: int,
-        least_ranks: Callable[[MicroBatch], int] = lambda micro_batch: 1,
+        least_ranks: Mapping[str, int] | None = None,
     ) -> None:
-        self.work, self.ranks_per_node, self.least_ranks = work, ranks_per_node, least_ranks
+        self.work, self.ranks_per_node = work, ranks_per_node
+        self.least_ranks = least_ranks or {}
         self.degrees: Mapping[str, int] = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
 
     def __call__(self, micro_batch: MicroBatch, group: RankGroup) -> float:
         """Seconds of forward, recomputation and backward; infinity where it may not run."""
         degree = self.degrees.get(micro_batch.bucket, group.size)
-        if group.size != degree or group.size < self.least_ranks(micro_batch):
+        if group.size != degree or group.size < self.least_ranks.get(micro_batch.bucket, 1):
             return math.inf
         spans_nodes = group.size > self.ranks_per_node
         num_samples = len(micro_batch.ids)

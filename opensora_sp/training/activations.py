@@ -45,10 +45,9 @@ class ActivationBudget:
         # Sizes of groups whose first batch is also computed without sequence parallelism.
         self._unverified = {own.sp_size for own in mesh.own if cfg.sequence_parallel.verify}
         if cfg.grad_checkpoint == "auto":
-            free = memory_of(device) - reserved - _of_communicators(mesh, device)
-            self.memory = smallest(free, device)
+            self.memory = free_memory(mesh, device, reserved)
             # Of each process, before it pins any.
-            self._of_host = smallest(_share_of_host(psutil.virtual_memory().available), device)
+            self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
         else:
             module.set_grad_checkpoint(cfg.grad_checkpoint)
 
@@ -88,6 +87,11 @@ class ActivationBudget:
         self.module.set_grad_checkpoint(self._levels[key])
 
 
+def free_memory(mesh: SequenceMesh, device: torch.device, reserved: int) -> float:
+    """Bytes of the smallest device beside ``reserved`` ones and communicators. Collective."""
+    return _smallest(memory_of(device) - reserved - _of_communicators(mesh, device), device)
+
+
 def memory_of(device: torch.device) -> float:
     """Bytes of a GPU; on CPU this process's part of the host's."""
     if device.type == "cuda":
@@ -119,7 +123,7 @@ def _share_of_host(memory: int) -> float:
     return memory / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def smallest(memory: float, device: torch.device) -> float:
+def _smallest(memory: float, device: torch.device) -> float:
     """The least over all ranks, which have to choose alike."""
     least = torch.tensor(memory, dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)

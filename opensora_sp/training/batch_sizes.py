@@ -28,11 +28,12 @@ from opensora_sp.features.build import (
 )
 from opensora_sp.features.cached import check_clips
 from opensora_sp.json_reader import read_json
+from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.fit import Fit, fit
 from opensora_sp.runtime import check_shared_memory
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .activations import memory_of, smallest
+from .activations import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def with_chosen_batch_sizes(
     cfg: TrainConfig,
     dataset: TrainingSet,
     checkpoint: Path | None,
+    mesh: SequenceMesh,
     device: torch.device,
     reserved: int,
 ) -> TrainConfig:
@@ -103,7 +105,7 @@ def with_chosen_batch_sizes(
         logger.info("batch sizes of the run are kept, as recorded in %s", checkpoint)
         return known
 
-    memory = smallest(memory_of(device) - reserved, device)
+    memory = free_memory(mesh, device, reserved)
     chosen: list[dict[str, int]] = [{}]
     with on_rank_0("choosing batch sizes") as is_rank_0:
         if is_rank_0:

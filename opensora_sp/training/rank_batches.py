@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     Assigned,
     BatchPlan,
-    MicroBatch,
     ReadRequest,
     ReplicaBatches,
     ScheduledBatches,
@@ -27,7 +24,7 @@ from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.fit import least_ranks
 from opensora_sp.rank_groups import group_sizes
 
-from .activations import memory_of, smallest
+from .activations import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -78,39 +75,56 @@ def make_rank_batches(
 
 def _least_ranks(
     cfg: TrainConfig, mesh: SequenceMesh, device: torch.device, reserved: int
-) -> Callable[[MicroBatch], int]:
-    """The fewest ranks that a bucket's batches fit on, looked up when its first one is scheduled.
+) -> dict[str, int]:
+    """By bucket, the fewest ranks that its batches fit on. Collective.
 
-    It is more than all ranks for a bucket that fits none of the groups.
+    Raises:
+        ValueError: on all ranks, if the batches of a bucket fit on no group that they may run on.
     """
-    memory = smallest(memory_of(device) - reserved, device)
-    batches, sizes = batches_by_name(cfg), group_sizes(mesh.family)
-
-    @cache
-    def of_bucket(name: str) -> int:
-        batch = batches[name] if name else next(iter(batches.values()))
-        found = least_ranks(
+    memory = free_memory(mesh, device, reserved)
+    degrees = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
+    found, lacking = {}, []
+    for name, batch in batches_by_name(cfg).items():
+        sizes = [degrees[name]] if name in degrees else group_sizes(mesh.family)
+        ranks = least_ranks(
             cfg, batch, memory, num_gpus=mesh.world_size, sizes=sizes, device=device.type
         )
-        if found is not None and found > 1:
-            logger.info("batches of %s fit on %d ranks or more", name or "a step", found)
-        return found or mesh.world_size + 1
+        if ranks is None:
+            plural = "s" * (max(sizes) > 1)
+            lacking.append(f"{name} ({batch.batch_size} clips on {max(sizes)} rank{plural})")
+        else:
+            found[name if cfg.bucket_config is not None else ""] = ranks
 
-    return lambda micro_batch: of_bucket(micro_batch.bucket)
+    if lacking:
+        raise ValueError(
+            f"got {memory / 1e9:.2f} GB of a device, into which no batch of these fits: "
+            f"{', '.join(lacking)}; expected batches that fit on a group of ranks; lower their "
+            "batch sizes or raise their degrees in sp_size (opensora-sp plan CONFIG --fit "
+            f"{memory / 1e9:.0f}GB chooses both), set grad_checkpoint='auto', or start more "
+            "processes"
+        )
+    several = [f"{name or 'a step'}: {ranks}" for name, ranks in found.items() if ranks > 1]
+    if several:
+        logger.info("fewest ranks that batches fit on: %s", ", ".join(several))
+    return found
 
 
-def schedule_state(cfg: TrainConfig, mesh: SequenceMesh, work: Work) -> dict[str, Any]:
+def schedule_state(mesh: SequenceMesh, rank_batches: RankBatches) -> dict[str, Any]:
     """On what it depends which rank computes what, beside the seed and the step; for a checkpoint.
 
     Micro-batches, losses and draws depend on none of it, except for rounding.
     """
-    if not cfg.schedules_groups:
+    if not isinstance(rank_batches, ScheduledBatches):
         return {}
+    seconds = rank_batches.seconds
+    assert isinstance(seconds, GroupSeconds)
     return {
         "schedule": {
             "world_size": mesh.world_size,
             "ranks_per_node": mesh.ranks_per_node,
-            "cost_model": work.options.cost_model.to_dict(),
+            "cost_model": seconds.work.options.cost_model.to_dict(),
+            "least_ranks": dict(seconds.least_ranks),
+            "degrees": dict(seconds.degrees),
         }
     }
 

@@ -90,7 +90,9 @@ class Trainer:
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
         encoders = _allocated(device)
-        cfg = with_chosen_batch_sizes(cfg, dataset, checkpoint, device, reserved=encoders)
+        cfg = with_chosen_batch_sizes(
+            cfg, dataset, checkpoint, self.mesh, device, reserved=encoders
+        )
 
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
@@ -115,7 +117,7 @@ class Trainer:
         self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
         self.cfg = with_length(cfg, self.plan)
         self._build_data_path(reserved=encoders)
-        warn_of_other_schedule(state, schedule_state(self.cfg, self.mesh, self.work))
+        warn_of_other_schedule(state, schedule_state(self.mesh, self.rank_batches))
 
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),
@@ -211,7 +213,7 @@ class Trainer:
             "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
             "loss_weight": self.cfg.loss_weight,
-            **schedule_state(self.cfg, self.mesh, self.work),
+            **schedule_state(self.mesh, self.rank_batches),
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
             "skipped_steps": self.skipped,
@@ -267,13 +269,13 @@ class Trainer:
         self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
         self.batches = BatchMaker(cfg, self.device)
 
-        own = make_rank_batches(
+        self.rank_batches = make_rank_batches(
             cfg, self.plan, self.encoder, self.work, start=self.start, reserved=reserved
         )
-        self.bucket_shares = BucketShares(self.mesh, own)
+        self.bucket_shares = BucketShares(self.mesh, self.rank_batches)
         self.loader = StepLoader(
             self.dataset,
-            own,
+            self.rank_batches,
             num_workers=cfg.num_workers,
             seed=cfg.seed,
             draw=self.draws.draw_micro_batch,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from opensora_sp.cli import main
 from opensora_sp.cli.fitted import parse_memory
@@ -14,7 +15,7 @@ from opensora_sp.config import TrainConfig, dump_config, load_train_config
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.planner import batch_memory, buckets_of
-from opensora_sp.planner.batches import BatchSpec
+from opensora_sp.planner.batches import BatchSpec, batches_by_name
 from opensora_sp.planner.checkpointing import budget_of, memory_for, recomputed_share
 from opensora_sp.planner.fit import (
     AffineEstimator,
@@ -25,7 +26,8 @@ from opensora_sp.planner.fit import (
     fit,
     least_ranks,
 )
-from opensora_sp.training import batch_sizes
+from opensora_sp.rank_groups import nested_groups
+from opensora_sp.training import batch_sizes, rank_batches
 
 SMALL = """
 vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
@@ -175,6 +177,22 @@ def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
         for needed in (1.01 * one, (one + two) / 2, 0.99 * two)
     ]
     assert found == [1, 2, None]
+
+
+@pytest.mark.slow
+def test_a_bucket_that_fits_no_group_is_refused_before_the_first_step(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: Any = SimpleNamespace(world_size=2, family=nested_groups(2, 2))
+    for sp_size, asked in (("auto", "on 2 ranks"), ("{'144p x 5': 1}", "on 1 rank[^s]")):
+        cfg = load_train_config(config, [f"sp_size={sp_size}"])
+        monkeypatch.setattr(rank_batches, "free_memory", lambda *args: 80e9)
+        found = rank_batches._least_ranks(cfg, mesh, torch.device("cpu"), 0)
+        assert set(found) == set(batches_by_name(cfg)) and set(found.values()) == {1}
+
+        monkeypatch.setattr(rank_batches, "free_memory", lambda *args: 1e6)
+        with pytest.raises(ValueError, match=f"144p x 5 .* {asked}"):
+            rank_batches._least_ranks(cfg, mesh, torch.device("cpu"), 0)
 
 
 # --- the command

@@ -156,7 +156,7 @@ def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, comp
 
     monkeypatch.setattr(run_estimator, "trace_activations", trace)
     monkeypatch.setattr(activations, "memory_of", lambda device: 80e9)
-    monkeypatch.setattr(activations, "smallest", lambda memory, device: memory)
+    monkeypatch.setattr(activations, "_smallest", lambda memory, device: memory)
     monkeypatch.setattr(activations.dist, "get_world_size", lambda: 1)
     module: Any = SimpleNamespace(
         compile_backend="inductor" if compiled else None, set_grad_checkpoint=set_levels.append
