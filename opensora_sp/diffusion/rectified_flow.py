@@ -214,16 +214,13 @@ class RectifiedFlow:
         Raises:
             ValueError: for ``frame_levels`` or ``use_sdedit`` without ``draw_noise``.
         """
-        edits = (
-            self.use_sdedit and conditioning_frames is not None and bool(conditioning_frames.index)
-        )
-        if frame_levels is not None and draw_noise is None:
+        # Those that are noised data in each step.
+        has_frames = conditioning_frames is not None and bool(conditioning_frames.index)
+        edited = conditioning_frames if self.use_sdedit and has_frames else None
+        if draw_noise is None and not (frame_levels is None and edited is None):
+            what = "use_sdedit" if frame_levels is None else "frame_levels"
             raise ValueError(
-                "got frame_levels without draw_noise; expected noise for each step; pass it"
-            )
-        if edits and draw_noise is None:
-            raise ValueError(
-                "got use_sdedit without draw_noise; expected noise for each step; pass it"
+                f"got {what} without draw_noise; expected noise for each step; pass it"
             )
 
         # Timesteps rounded to bf16 would be other timesteps.
@@ -233,11 +230,9 @@ class RectifiedFlow:
         was_active = None if frame_levels is None else frame_levels == 1
 
         for i, (t, next_t) in enumerate(pairwise([*timesteps, torch.zeros_like(timesteps[0])])):
-            if edits:
-                assert conditioning_frames is not None and draw_noise is not None
-                z = conditioning_frames.replaced(
-                    z, self.add_noise(conditioning_frames.latents, draw_noise(i), t)
-                )
+            if edited is not None:
+                assert draw_noise is not None
+                z = edited.replaced(z, self.add_noise(edited.latents, draw_noise(i), t))
             active, previous = None, z
             if frame_levels is not None:
                 assert was_active is not None and draw_noise is not None

@@ -275,7 +275,15 @@ def _evaluate(
         cfg, weights, mesh, device, encoders.vae, encoders.text_encoder, ema=settings.use_ema
     )
     # As in training, inputs are not cast: a timestep rounded to bf16 is another timestep.
-    loss = HeldoutLoss(module, module, mesh, dataset, encoders, BatchMaker(cfg, device))
+    loss = HeldoutLoss(
+        module,
+        module,
+        mesh,
+        dataset,
+        encoders,
+        BatchMaker(cfg, device),
+        whole=cfg.sequence_parallel.verify,
+    )
 
     seeds = [cfg.seed + number for number in range(settings.seeds)]
     measured, empty = [], []

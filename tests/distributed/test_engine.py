@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from operator_counts import Operators, operators
 from parity_cases import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
@@ -19,25 +18,6 @@ from opensora_sp.parallel.cost_model import H100
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
-
-
-class Operators(TorchDispatchMode):
-    """Counts every operator that runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def operators(model: torch.nn.Module, case: Case) -> Counter[str]:
-    inputs = make_inputs(case)
-    with Operators() as seen:
-        model(**inputs).sum().backward()
-    return seen.counts
 
 
 @pytest.mark.parametrize("case", [PLAIN[0], replace(FULL, size=(2, 5, 7, 9), checkpoint=True)])

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import time
-from collections import Counter
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity_cases import PLAIN, Case, make_inputs, make_model
+from operator_counts import operators
+from parity_cases import PLAIN, make_inputs, make_model
 from random_cuts import BASE, Assigned, draw_step, mean_gradients, one_process_step, run_step
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import in_worlds
 
 from opensora_sp.data import ClipShape, MicroBatch
@@ -175,27 +174,6 @@ def test_clipped_steps_and_ema_weights_equal_one_process() -> None:
     for of_rank in run_ranks(7, optimizer_steps_in_worlds, [3, 7]):
         # The EMA's factor and the norm that gradients are clipped to are numbers in fp32.
         assert all(found is None or found < 1e-7 for found in of_rank), of_rank
-
-
-class Operators(TorchDispatchMode):
-    """Counts every operator that runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def operators(model: torch.nn.Module, case: Case) -> Counter[str]:
-    inputs = make_inputs(case)
-    with Operators() as seen:
-        model(**inputs).sum().backward()
-    return seen.counts
 
 
 def groups_of_a_mesh() -> dict[str, Any]:
