@@ -47,8 +47,8 @@ def describe_cut(
     busy = busy_seconds(assigned, world_size, seconds)
 
     lines = [
-        f"a step with a micro-batch of each bucket, scheduled by the speeds of {rates.name} alone, takes "
-        f"{busy.max():.3g} s;",
+        f"a step with a micro-batch of each bucket, scheduled by the speeds of {rates.name} alone, "
+        f"takes {busy.max():.3g} s;",
         f"the slowest rank computes {busy.max() / busy.mean() - 1:.1%} longer than the mean:",
         f"{'bucket':>14} {'clips':>6} {'ranks':>6} {'s':>8}  group",
     ]
