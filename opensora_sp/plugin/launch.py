@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.runtime import StartLimit, connect_ranks, join_rendezvous
+from opensora_sp.runtime import StartLimit, connect_hosts, connect_ranks, join_rendezvous
 
 from ._colossalai import get_accelerator, get_dist_logger, set_seed
 from .accelerator import use_cpu_if_nothing_else
@@ -45,6 +45,7 @@ def launch(
     # The store must live until the process group holds it.
     store = join_rendezvous(settings)
     with StartLimit.after(store):
+        connect_hosts(store)
         _launch(seed, timeout)
     del store
 

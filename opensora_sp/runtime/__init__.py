@@ -2,6 +2,7 @@
 
 from .environment import Launch
 from .host_checks import check_machine, check_shared_memory
+from .host_routes import connect_hosts
 from .processes import init_worker, leave_process_group
 from .rendezvous import connect_ranks, join_rendezvous, raise_on_all_ranks
 from .run_lock import RunLock
@@ -22,6 +23,7 @@ __all__ = [
     "backend_timeout",
     "check_machine",
     "check_shared_memory",
+    "connect_hosts",
     "connect_ranks",
     "init_worker",
     "join_rendezvous",

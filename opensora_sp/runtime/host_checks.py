@@ -149,6 +149,19 @@ def check_own_address(master: tuple[str, int]) -> None:
     )
 
 
+def gloo_address() -> str:
+    """The address at which gloo listens on this host; empty if there is none."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if names:
+        addresses = interfaces().get(names.split(",")[0].strip(), [])
+    else:
+        try:
+            addresses = resolve(socket.gethostname())
+        except OSError:
+            addresses = []
+    return min(addresses, key=lambda one: ":" in one, default="")
+
+
 def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:
     """Address and interface by which this host would reach another one; nothing is sent."""
     try:

@@ -41,6 +41,7 @@ from opensora_sp.runtime import (
     StartLimit,
     Watchdog,
     backend_timeout,
+    connect_hosts,
     connect_ranks,
     join_rendezvous,
     raise_on_all_ranks,
@@ -118,6 +119,7 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
     device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         with StartLimit.after(store):
+            connect_hosts(store)
             dist.init_process_group(backend, timeout=backend_timeout())
             connect_ranks(device)
     del store  # the process group keeps it

@@ -267,7 +267,8 @@ def expected(setup: Setup, hang: Hang, others: list[int]) -> dict[int, Any]:
 def enter_host(pids: list[int], rank: int) -> dict[str, str]:
     """In a rank: move to its host, from where rank 0 hosts the store."""
     hosts.enter_network(pids[rank])
-    return {"MASTER_ADDR": f"{hosts.NETWORK}.1", "GLOO_SOCKET_IFNAME": "eth0"}
+    of_host = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {"MASTER_ADDR": f"{hosts.NETWORK}.1", "GLOO_SOCKET_IFNAME": "eth0", **of_host}
 
 
 def run_to_its_end(

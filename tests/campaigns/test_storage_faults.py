@@ -198,9 +198,13 @@ def train_on(config: Path, outputs: Path, fault: Fault, also: Callable[[], Any] 
         outputs.with_name("struck").write_text(json.dumps(note))
         disk_faults.begin(fault.kind, outputs)
         if fault.passes:
-            Moment(END[fault.phase]).plant(partial(disk_faults.end, fault.kind, outputs))
+            Moment(END[fault.phase]).plant(mend)
         if also is not None:
             also()
+
+    def mend() -> None:
+        disk_faults.end(fault.kind, outputs)
+        outputs.with_name("mended").touch()
 
     Trainer._step = step
     if dist.get_rank() == fault.by:
@@ -247,7 +251,8 @@ class Disk:
         last = max(value[1] for _, value in outcomes if value is not None)
         self.check_errors(fault, errors, last, step, job.text)
 
-        if not fault.passes:
+        # One that passes is still there where it has ended the run before.
+        if not self.outputs.with_name("mended").exists():
             disk_faults.end(fault.kind, self.outputs)
         self.check_folders(fault, newest)
 
