@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora_sp.dynamo import uncompiled
 from opensora_sp.transfer import to_device
 
 from .attention import Backend, attention
@@ -214,8 +213,10 @@ class RotaryEmbedding3D(RotaryEmbedding):
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width // 3)
 
-    @uncompiled  # computed once for all blocks: no part of a block's graph
     def rotation(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
+        if torch.compiler.is_compiling():
+            # Only where a strategy has other rows attend. The cache would be guarded.
+            return super().rotation(rows, in_frame, device)
         key = ("rotation", rows.layout, rows.start, rows.stop, in_frame)
         compute = super().rotation
         return rows.grid.cached(key, lambda: compute(rows, in_frame, device))
