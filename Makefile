@@ -5,6 +5,7 @@
 # make test-mutations   ten planted faults, each of which make test has to catch
 # make lint   style, types, spelling, directions of imports; make scan   known vulnerabilities of what is installed
 # make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
+# make test-kernels-newest   Triton's kernels compiled for Blackwell as well, by a newer Triton, which it downloads
 # make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
 # make docs   the documentation as a site, build/site/index.html
 # Both make their own virtual environment in .venv and install what they need.
@@ -19,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-shutdown test-cuda-newest lint scan docs install clean
+.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-shutdown test-cuda-newest test-kernels-newest lint scan docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -98,6 +99,17 @@ $(CUDA_NEWEST)/.installed: .ci/newest_requirements.txt
 	$(CUDA_NEWEST)/bin/pip install --quiet --requirement .ci/newest_requirements.txt
 	$(CUDA_NEWEST)/bin/pip install --quiet --no-deps colossalai==0.5.0
 	$(CUDA_NEWEST)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+# The tests of machine code with a Triton that knows sm_100, beside the one of the virtual environment.
+NEWEST_TRITON := build/triton-newest
+KERNEL_TESTS := $(addprefix tests/unit/test_,kernel_tools.py modulation_kernels.py qk_norm_and_gelu.py short_rows.py)
+
+test-kernels-newest: $(VENV)/.installed $(NEWEST_TRITON)/.installed
+	PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m pytest -q -k "builds or machine_code or compiled_for" $(KERNEL_TESTS)
+
+$(NEWEST_TRITON)/.installed:
+	$(BIN)/pip install --quiet --no-deps --target $(NEWEST_TRITON) triton==3.4.0
 	touch $@
 
 lint: $(VENV)/.installed

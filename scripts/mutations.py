@@ -75,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "temporal rows with spatial positions",
-        "opensora_sp/models/layers.py",
+        "opensora_sp/models/positions.py",
         "return position_angles(rows.frames(device), self.freqs)",
         "return position_angles(rows.patches(device), self.freqs)",
         ("tests/unit/test_golden_models.py",),

@@ -24,9 +24,10 @@ from .blocks import ModulatedBlock
 from .compile import run_compiled
 from .conditioning import Condition, Text
 from .config import SharedConfig
+from .embedders import CaptionEmbedder, PatchEmbed3D
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
-from .layers import CaptionEmbedder, CrossAttention, PatchEmbed3D
+from .layers import CrossAttention
 from .recompute import EVERYTHING, Recompute, levels_of
 from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows

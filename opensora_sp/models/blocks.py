@@ -28,7 +28,8 @@ from .conditioning import Condition
 from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
 from .hook_points import Tokenwise
 from .kernels import Part
-from .layers import CrossAttention, Mlp, RotaryEmbedding, SelfAttention, deferred_bias
+from .layers import CrossAttention, Mlp, SelfAttention, deferred_bias
+from .positions import RotaryEmbedding
 from .recompute import EVERYTHING
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.

@@ -5,8 +5,8 @@ since parameters are inputs of a graph. Shapes are static: every bucket has grap
 
 What differs from batch to batch within a bucket is dynamic: the number of text tokens, the lengths
 of packed attention, which is one operator (``packed_operator.py``), and the tokens inside of masks.
-The exchanges of sequence parallelism run between graphs. Those inside of a block
-(``placement="branch"`` and strategies that distribute heads) end one.
+The exchanges of sequence parallelism run between graphs, or in one (``placement="branch"``). Those
+of strategies that distribute heads or gather tokens, and of low precision, end one.
 """
 
 from __future__ import annotations
@@ -150,9 +150,10 @@ def _mark_what_differs(condition: Condition) -> None:
     # Tensors of lengths are made here, and not where a graph is traced.
     mark(condition.packing.lengths, 1)
 
-    groups = condition.groups
-    if groups is not None and not groups.are_rows:
-        mark(groups.packing.lengths, 1)
+    # Those of the local rows, and of rows in which a part of these attends elsewhere.
+    for groups in condition.rows.grid.known_groups:
+        if not groups.are_rows:
+            mark(groups.packing.lengths, 1)
         if groups.index is not None:
             mark(groups.index, 0)
 

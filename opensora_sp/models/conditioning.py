@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from opensora_sp.transfer import to_device
 
 from . import kernels
-from .layers import RotaryEmbedding
 from .packing import Packing
+from .positions import RotaryEmbedding
 from .token_groups import Groups
 from .token_layout import SPATIAL, Rows
 

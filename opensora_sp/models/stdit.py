@@ -20,14 +20,9 @@ from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiTBlock
 from .conditioning import ENTRIES, Conditioning, Text
 from .config import STDiTConfig
+from .embedders import CaptionEmbedder, PatchEmbed3D, TimestepEmbedder
 from .input_checks import check_input_size, check_inputs
-from .layers import (
-    CaptionEmbedder,
-    PatchEmbed3D,
-    TimestepEmbedder,
-    frame_position_embedding,
-    position_embedding,
-)
+from .positions import frame_position_embedding, position_embedding
 
 
 class STDiT(ConditionedModel):

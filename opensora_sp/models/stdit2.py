@@ -18,15 +18,9 @@ from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiT2Block
 from .conditioning import ENTRIES, Conditioning, Text
 from .config import STDiT2Config
+from .embedders import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
 from .input_checks import check_inputs, check_sample_numbers
-from .layers import (
-    CaptionEmbedder,
-    PatchEmbed3D,
-    PositionEmbedding2D,
-    RotaryEmbedding,
-    SizeEmbedder,
-    TimestepEmbedder,
-)
+from .positions import PositionEmbedding2D, RotaryEmbedding
 
 
 class STDiT2(ConditionedModel):

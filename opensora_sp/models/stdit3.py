@@ -20,17 +20,10 @@ from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiT3Block
 from .conditioning import Conditioning, Text
 from .config import STDiT3Config
+from .embedders import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
 from .functions import with_zero_gradients
 from .input_checks import check_conditioning_frames, check_inputs, check_packed_lengths
-from .layers import (
-    CaptionEmbedder,
-    PatchEmbed3D,
-    PositionEmbedding2D,
-    RotaryEmbedding,
-    RotaryEmbedding3D,
-    SizeEmbedder,
-    TimestepEmbedder,
-)
+from .positions import PositionEmbedding2D, RotaryEmbedding, RotaryEmbedding3D
 from .token_layout import Rows
 
 DEFAULT_FPS = 24.0

@@ -130,6 +130,11 @@ class PatchGrid:
             entries[key] = compute()
         return entries[key]
 
+    @property
+    def known_groups(self) -> list[Groups]:
+        """The groups of tokens that were found so far."""
+        return [entry for entry in self._cache.entries.values() if isinstance(entry, Groups)]
+
     @uncompiled  # inside of a graph, the cache would be guarded
     def window_order(self, device: torch.device, *, inverse: bool = False) -> Tensor:
         """The patches window by window, or the permutation back to line by line: int64 ``[S]``."""

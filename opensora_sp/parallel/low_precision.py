@@ -33,14 +33,12 @@ def bytes_per_token(width: int, element_size: int, dtype: str | None) -> int:
     return width * FORWARD[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)
 
 
-@uncompiled  # communication runs between compiled graphs
+@uncompiled  # what is sent is rounded between compiled graphs
 def low_precision_exchange(
-    tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str, dtype: str | None
+    tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str, dtype: str
 ) -> Tensor:
-    """Exchange tokens ``[n, C]``, sent as "bf16" or "fp8"; None sends them as they are."""
+    """Exchange tokens ``[n, C]``, sent as "bf16" or "fp8"."""
     send = partial(exchange, plan=plan, group=group, kind=kind)
-    if dtype is None:
-        return send(tokens)
     exchanged: Tensor = _LowPrecisionExchange.apply(tokens, send, dtype)
     return exchanged
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.config import SharedConfig
-from opensora_sp.models.layers import CrossAttention, PatchEmbed3D
+from opensora_sp.models.embedders import PatchEmbed3D
+from opensora_sp.models.layers import CrossAttention
 from opensora_sp.parallel.batch_shape import BatchShape
 
 from .sharing import attention_work

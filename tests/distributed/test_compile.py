@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parity_cases import Case, assert_one_process_result
 from ranks import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
+from window_cases import WindowCase
 
 from opensora_sp.models import build_model, compile_blocks, packed_operator
 from opensora_sp.models.attention import attention
@@ -205,6 +206,7 @@ WAYS = [
     (Case((1, 5, 5, 6)), {}),
     (Case((1, 5, 5, 6), checkpoint=True), dict(overlap_chunks=2, overlap_backward=True)),
     (Case((1, 5, 5, 6), checkpoint=True), dict(placement="branch")),
+    (WindowCase((1, 5, 6, 6), kernel=(2, 2)), dict(placement="branch")),
 ]
 
 
@@ -223,16 +225,17 @@ def compiled_in_parallel() -> None:
     parity_cases.parallelize = parallelize_compiled  # what assert_one_process_result calls
     for case, options in WAYS:
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         before = counter.frame_count
         assert_one_process_result(case, mesh, **options)
         compiled = counter.frame_count
-        assert compiled > before, (case, options)
-        # The texts have other lengths.
+        # With gradients and without, whatever the depth.
+        assert compiled - before == 2 * GRAPHS, (case, options)
+        # The texts have other lengths, and the blocks are those of another model.
         assert_one_process_result(replace(case, mask=True), mesh, **options)
-        # Exchanges inside of a block end graphs, and the functions between them are compiled for
-        # each block anew: here for those of another model.
-        most = 2 * compiled if "placement" in options else compiled
-        assert counter.frame_count <= most, (case, options)
+        assert counter.frame_count == compiled, (case, options)
+        if "overlap_chunks" not in options:
+            assert not torch._dynamo.utils.counters["graph_break"], (case, options)
 
 
 @pytest.mark.slow

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from golden_values import close_table, load, under
+from golden_values import close, close_gradient, close_sum, close_table, load, under
 
-from opensora_sp.models import build_model
+from opensora_sp.models import build_model, compile_blocks
 
 CASES = [
     *("stdit_v10_video", "stdit_v12_framemask", "stdit_v12_image"),
@@ -45,3 +45,29 @@ def block_cases(file: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
 def with_state(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     module.load_state_dict(under(tensors, "state/"), strict=True)
     return module
+
+
+def check_output_and_gradients(
+    name: str, *, checkpointing: bool = False, compiled: bool = False
+) -> None:
+    """Compare a model with the reference values of a case, in float32."""
+    about, tensors = load("models", name)
+    model = built(about, tensors)
+    model.set_grad_checkpoint(checkpointing)
+    if compiled:
+        compile_blocks(model, backend="aot_eager")
+    inputs = inputs_of(tensors)
+    inputs["x"].requires_grad_()
+    output = model(**inputs)
+
+    assert output.dtype == torch.float32
+    close(output, tensors["output"])
+    loss = (output * tensors["probe"]).sum()
+    close_sum(loss, tensors["loss"])
+    loss.backward()
+    wanted = under(tensors, "grad/")
+    close_gradient(inputs["x"].grad, wanted.pop("input_x"), floor=1e-5, name="input_x")
+    assert wanted
+
+    for parameter, gradient in wanted.items():
+        close_gradient(model.get_parameter(parameter).grad, gradient, name=parameter)

@@ -18,10 +18,8 @@ from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
-CAPABILITIES = (80, 90)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -68,46 +66,47 @@ def builds_of(
     launch: Callable[..., Any], *args: Any, capability: int = 90, **options: Any
 ) -> list[KernelBuild]:
     """The kernels that `launch(*args, **options)` launches, in order, compiled."""
-    target = GPUTarget("cuda", capability, 32)
     builds: list[KernelBuild] = []
+    compile_and_run = JITFunction.run
 
     def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        builds.append(_build(kernel, args, grid, options, target))
+        compiled = compile_and_run(kernel, *args, grid=grid, warmup=True, **options)
+        builds.append(_described(kernel, compiled, grid, capability))
 
-    with mock.patch.object(JITFunction, "run", run):
-        launch(*args, **options)
+    triton.runtime.driver.set_active(_AbsentDevice(capability))
+    try:
+        with mock.patch.object(JITFunction, "run", run):
+            launch(*args, **options)
+    finally:
+        triton.runtime.driver.reset_active()
     assert builds, "no kernel was launched"
     return builds
 
 
-def _build(
-    kernel: JITFunction, args: Any, grid: Any, options: dict[str, Any], target: GPUTarget
+class _AbsentDevice:
+    """What Triton asks its driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # by which compiled kernels are kept
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _described(
+    kernel: JITFunction, compiled: Any, grid: tuple[int, ...], capability: int
 ) -> KernelBuild:
-    """As `JITFunction.run` of Triton 3.1 does it, without a device."""
-    if kernel.binder is None:
-        kernel.create_binder()
-    bound, types, *_ = kernel.binder(*args, **options, debug=kernel.debug)
-    values = tuple(bound.values())
-    names = [kernel.params[i].name for i in kernel.non_constexpr_indices]
-    signature = {
-        name: "*i8" if type_ == "none" else type_ for name, type_ in zip(names, types, strict=False)
-    }
-
-    attributes = kernel._get_config(*values)
-    constants = {
-        param.name: value
-        for param, value in zip(kernel.params, values, strict=True)
-        if param.is_constexpr or param.num in attributes.equal_to_1 or value is None
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    parsed = make_backend(target).parse_options(options)
-    compiled = triton.compile(source, target=target, options=parsed.__dict__)
-
     resources = _cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
     return KernelBuild(
         name=kernel.fn.__name__,
-        capability=target.arch,
-        grid=tuple(grid(bound) if callable(grid) else grid),
+        capability=capability,
+        grid=tuple(grid),
         registers=_number(r"\bREG:(\d+)", resources),
         # Triton's kernels have no stack but for spilled registers.
         spills=_number(r"\bSTACK:(\d+)", resources) + _number(r"\bLOCAL:(\d+)", resources),

@@ -20,7 +20,8 @@ from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, attention
 from opensora_sp.models.attention_table import HOPPER, Platform
 from opensora_sp.models.config import STDiT3Config
-from opensora_sp.models.layers import RotaryEmbedding, SelfAttention
+from opensora_sp.models.layers import SelfAttention
+from opensora_sp.models.positions import RotaryEmbedding
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
 
 pytestmark = pytest.mark.core

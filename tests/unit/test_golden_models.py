@@ -8,23 +8,30 @@ import json
 
 import pytest
 import torch
-from golden_models import CASES, block_cases, built, inputs_of, with_state
-from golden_values import GOLDEN, close, close_gradient, close_sum, close_table, load, under
+from golden_models import (
+    CASES,
+    block_cases,
+    built,
+    check_output_and_gradients,
+    inputs_of,
+    with_state,
+)
+from golden_values import GOLDEN, close, close_table, load, under
 
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.blocks import FinalLayer, STDiT3Block
 from opensora_sp.models.conditioning import Conditioning, Text
 from opensora_sp.models.config import SharedConfig, STDiT3Config
-from opensora_sp.models.layers import (
+from opensora_sp.models.embedders import (
     CaptionEmbedder,
-    CrossAttention,
     PatchEmbed3D,
-    PositionEmbedding2D,
-    RMSNorm,
-    RotaryEmbedding,
-    SelfAttention,
     SizeEmbedder,
     TimestepEmbedder,
+)
+from opensora_sp.models.layers import CrossAttention, RMSNorm, SelfAttention
+from opensora_sp.models.positions import (
+    PositionEmbedding2D,
+    RotaryEmbedding,
     frame_position_embedding,
     position_embedding,
 )
@@ -36,24 +43,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_output_and_gradients(name: str, checkpointing: bool) -> None:
-    about, tensors = load("models", name)
-    model = built(about, tensors)
-    model.set_grad_checkpoint(checkpointing)
-    inputs = inputs_of(tensors)
-    inputs["x"].requires_grad_()
-    output = model(**inputs)
-
-    assert output.dtype == torch.float32
-    close(output, tensors["output"])
-    loss = (output * tensors["probe"]).sum()
-    close_sum(loss, tensors["loss"])
-    loss.backward()
-    wanted = under(tensors, "grad/")
-    close_gradient(inputs["x"].grad, wanted.pop("input_x"), floor=1e-5, name="input_x")
-    assert wanted
-
-    for parameter, gradient in wanted.items():
-        close_gradient(model.get_parameter(parameter).grad, gradient, name=parameter)
+    check_output_and_gradients(name, checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize("name", CASES)

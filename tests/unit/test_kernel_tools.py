@@ -4,12 +4,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from capabilities import CAPABILITIES
 from interpreter import InterpreterError, run_interpreted
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+OTHERS = [one for one in CAPABILITIES if one != 90]
 
 
 def scale(dtype):
@@ -144,7 +147,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors():
     "capability, dtype",
     [
         (90, torch.bfloat16),
-        pytest.param(80, torch.bfloat16, marks=pytest.mark.slow),
+        *(pytest.param(one, torch.bfloat16, marks=pytest.mark.slow) for one in OTHERS),
         pytest.param(90, torch.float32, marks=pytest.mark.slow),
     ],
 )

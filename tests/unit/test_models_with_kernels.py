@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_models import check_output_and_gradients
 from interpreter import run_interpreted
 from random_weights import draw_weights
 from restarts import content_of
@@ -86,6 +87,25 @@ def test_gradients_where_the_input_of_blocks_is_offloaded() -> None:
     """The block sees its input in another layout of memory when it is recomputed."""
     assert run_interpreted(are_equal_when_offloaded, "STDiT")
     assert run_interpreted(are_equal_when_offloaded, "STDiT2")
+
+
+def golden(name: str, compiled: bool) -> None:
+    with using_kernels("triton"):
+        check_output_and_gradients(name, compiled=compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        ("stdit_v12_framemask", False),
+        ("stdit2_v12_framemask", False),
+        ("stdit3_v12_framemask", True),
+        ("stdit3_v13_window_cond", True),
+    ],
+)
+def test_reference_values_of_the_releases(name: str, compiled: bool) -> None:
+    run_interpreted(golden, name, compiled)
 
 
 # A clip of 2 frames; one pair of blocks, everything recomputed.

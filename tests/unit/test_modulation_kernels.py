@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from capabilities import CAPABILITIES
 from interpreter import run_interpreted
 
 from opensora_sp.models import kernels
@@ -246,7 +247,7 @@ def test_traffic_of_launches(which: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_builds(dtype: torch.dtype, capability: int) -> None:
     """Tokens travel in 128 bits, registers are not spilled, and nothing is added by atomics."""

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from capabilities import CAPABILITIES
 from interpreter import run_interpreted
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,8 @@ from opensora_sp.models import build_model
 from opensora_sp.models.kernels import using_kernels
 from opensora_sp.models.kernels.reference import gelu as reference_gelu
 from opensora_sp.models.kernels.reference import qk_norm as reference_qk_norm
-from opensora_sp.models.layers import Mlp, RotaryEmbedding, SelfAttention
+from opensora_sp.models.layers import Mlp, SelfAttention
+from opensora_sp.models.positions import RotaryEmbedding
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
 
 # Half the distance of two neighbouring numbers; all of it in bfloat16, which the interpreter
@@ -398,7 +400,7 @@ def launches(dtype: torch.dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_machine_code(dtype, capability):
     """No spills, no atomics, 128 bits at a time."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from capabilities import CAPABILITIES
 from interpreter import run_interpreted
 
 from opensora_sp.models.kernels.reference import short_rows as reference
@@ -193,7 +194,7 @@ def check_build(build, products, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("length", "padded"), [(15, 16), (30, 32)])
 def test_compiled_for_heads_of_72(capability, length, padded, capfd):
     forward, backward = builds(length, 72, torch.bfloat16, capability)

@@ -1,13 +1,14 @@
 """Calls by which a device's results of a Triton kernel are verified.
 
 Each module of ``reference`` has a function ``examples(sizes)`` that yields some for each of its
-functions: small ones, with the widths of the model and an odd number of tokens.
+functions: small ones, with the widths of the model and an odd number of tokens. Dtypes, strides and
+what is left out are those of the models' calls (``tests/unit/test_kernel_calls.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -50,12 +51,15 @@ class Example:
             and cast to the dtype that is verified, with the strides that they have.
         gradients: names of the tensors whose gradients are compared too.
         kept: names of the tensors that keep their dtype.
+        swapped: by the number of an output, two of its dims that are swapped in memory in the
+            gradient which backward gets. Others are contiguous.
     """
 
     function: str
     arguments: dict[str, Any]
     gradients: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    swapped: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -138,9 +138,12 @@ def _gradients(example: Example, arguments: dict[str, Any], outputs: tuple[Tenso
     differentiable = [output for output in outputs if output.requires_grad]
     weights = []
     for i, output in enumerate(differentiable):
-        drawn = normal(*output.shape, seed=i + 1)
         # Numbers that bf16 holds exactly: the same ones in every dtype.
-        weights.append(drawn.bfloat16().to(output.device, output.dtype))
+        drawn = normal(*output.shape, seed=i + 1).bfloat16()
+        weight = drawn.to(output.device, output.dtype)
+        if dims := example.swapped.get(i):
+            weight = weight.transpose(*dims).contiguous().transpose(*dims)
+        weights.append(weight)
 
     inputs = [arguments[name] for name in example.gradients]
     gradients = torch.autograd.grad(

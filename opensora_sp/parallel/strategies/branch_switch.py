@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..batch_shape import BatchShape
-from ..layout import SPATIAL_ROWS
+from ..collectives import exchange
+from ..layout import SPATIAL_ROWS, ExchangePlan
 from ..low_precision import bytes_per_token, low_precision_exchange
 from ..options import Options
 from ..protocols import Rows
@@ -15,6 +18,22 @@ from ..typed import Local
 from .base import BlockLayouts, GridOrShape
 from .exchanges import AllToAll, Exchange
 from .one_layout import OneLayout
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What the spatial attention of a batch takes, found before a block: it belongs to no graph.
+
+    Attributes:
+        rows: the spatial rows of this rank.
+        there, back: this rank's part in the exchanges before and after.
+        of_rows: what the attention takes beside these rows, if not all is found where it runs.
+    """
+
+    rows: Rows
+    there: ExchangePlan
+    back: ExchangePlan
+    of_rows: tuple[Any, ...] = ()
 
 
 class BranchSwitch(OneLayout):
@@ -26,6 +45,8 @@ class BranchSwitch(OneLayout):
 
     label = "switch of branches"
     condition = '`placement="branch"`'
+
+    _ahead: Ahead | None = None  # of the segment that runs
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
@@ -52,14 +73,41 @@ class BranchSwitch(OneLayout):
             AllToAll(shape.depth, SPATIAL_ROWS, temporal, token),
         ]
 
-    def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        spatial = self.local_rows(rows.transposed())
-        received = self._exchange(x, rows, spatial)
-        out = local(received.unflatten(0, (spatial.count, spatial.length)), spatial)
-        return self._exchange(out, spatial, rows).view(x.shape)
+    def segment(self, local: Local, function: Local, rows: Any, *args: Any, **options: Any) -> Any:
+        found = self._look_ahead(rows, args[0].device)
+        spatial: Any = found.rows
+        ahead = replace(found, of_rows=(None, spatial.groups()))
 
-    def _exchange(self, x: Tensor, source: Rows, target: Rows) -> Tensor:
-        plan = self.plan(source, self.layout_of(source), self.layout_of(target), x.device)
+        def started(*args: Any) -> Any:
+            self._ahead = ahead
+            try:
+                return function(*args)
+            finally:
+                self._ahead = None
+
+        return super().segment(local, started, rows, *args, **options)
+
+    def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+        # Outside of a segment nothing is known ahead.
+        ahead = self._ahead or self._look_ahead(rows, x.device)
+        spatial = ahead.rows
+        received = self._exchange(x.flatten(0, 1), ahead.there)
+        tokens = received.unflatten(0, (spatial.count, spatial.length))
+        out = local(tokens, spatial, *ahead.of_rows)
+        return self._exchange(out.flatten(0, 1), ahead.back).view(x.shape)
+
+    def _look_ahead(self, rows: Rows, device: torch.device) -> Ahead:
+        spatial = self.local_rows(rows.transposed())
+        layouts = self.layout_of(rows), self.layout_of(spatial)
+        return Ahead(
+            spatial,
+            there=self.plan(rows, *layouts, device),
+            back=self.plan(spatial, *reversed(layouts), device),
+        )
+
+    def _exchange(self, tokens: Tensor, plan: ExchangePlan) -> Tensor:
+        if self.options.comm_dtype is None:
+            return exchange(tokens, plan, self.group, kind="branch")
         return low_precision_exchange(
-            x.flatten(0, 1), plan, self.group, kind="branch", dtype=self.options.comm_dtype
+            tokens, plan, self.group, kind="branch", dtype=self.options.comm_dtype
         )

@@ -2,7 +2,7 @@
 
 Entries of a modulation are ``[b, 1 or n, 1 or L, C]``: of b samples of n rows, for each sample, for
 each of its rows or for each token of a row. Tokens ``[R, L, C]`` are those of all these rows, or
-the ``part`` of them that is given.
+the ``part`` of them that is given. Results have the dtype of ``x``; entries may be wider.
 
 Legend: R rows, L tokens of a row, C width, b samples of n rows.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,8 @@ def norm_modulate(
     """
     shift, scale = _of_rows(shift, x, part), _of_rows(scale, x, part)
     normalized = F.layer_norm(x, x.shape[-1:], eps=EPSILON)
-    return x, torch.addcmul(shift, _by_sample(normalized, shift), 1 + scale).flatten(0, 1)
+    modulated = torch.addcmul(shift, _by_sample(normalized, shift), 1 + scale)
+    return x, modulated.flatten(0, 1).to(x.dtype)
 
 
 def add_norm_modulate(
@@ -65,7 +67,7 @@ def add_norm_modulate(
     ``bias`` ``[C]`` is that of the branch's last layer, if it was left out there.
     """
     branch = branch if bias is None else branch + bias
-    return norm_modulate(x + branch, shift, scale, part)
+    return norm_modulate((x + branch).to(x.dtype), shift, scale, part)
 
 
 def add_gated(
@@ -78,7 +80,8 @@ def add_gated(
     """``x + gate * branch``; ``bias`` as in ``add_norm_modulate``."""
     branch = branch if bias is None else branch + bias
     gate = _of_rows(gate, x, part)
-    return torch.addcmul(_by_sample(x, gate), gate, _by_sample(branch, gate)).flatten(0, 1)
+    total = torch.addcmul(_by_sample(x, gate), gate, _by_sample(branch, gate))
+    return total.flatten(0, 1).to(x.dtype)
 
 
 def add_gated_twice(
@@ -107,34 +110,77 @@ def _by_sample(x: Tensor, entry: Tensor) -> Tensor:
 
 
 def examples(sizes: Sizes) -> Iterator[Example]:
-    """Entries of samples, of the frames of spatial rows and of those of temporal ones."""
-    tokens = {name: normal(6, 5, sizes.width, seed=i) for i, name in enumerate(("x", "branch"))}
-    bias = normal(sizes.width, seed=3)
-    for shape in ((2, 1, 1), (2, 3, 1), (2, 1, 5)):
-        entries = normal(*shape, 3, sizes.width, seed=2).unbind(-2)
-        shift, scale, gate = (entry.contiguous() for entry in entries)
+    """Calls as models make them, and without a bias, as where adapters stand in for layers.
 
-        modulation = dict(shift=shift, scale=scale)
-        of_norm, of_both = dict(x=tokens["x"], **modulation), tokens | modulation
-        yield Example("norm_modulate", of_norm, gradients=tuple(of_norm))
-        yield Example("add_norm_modulate", of_both, gradients=tuple(of_both))
-        yield Example("add_gated", tokens | dict(gate=gate), gradients=("x", "gate", "branch"))
+    Entries of samples, of the frames of spatial rows and of those of temporal ones; tokens and
+    gradients that lie in this layout or in the other one; all rows of samples, or some of them.
+    """
+    of_rows = (2, 3, 1)
+    for per in ((1, 1, 1), (2, 1, 1), of_rows, (2, 1, 5)):
+        for x_lies_across in (False, True):
+            # A kernel that took one for the other would be wrong in either case.
+            given = _arguments(sizes.width, per, x_lies_across=x_lies_across)
+            yield from _calls(given, gradients_lie_across=not x_lies_across)
+            # The final layer has a modulation of its own, in the dtype of tokens.
+            yield replace(_example("norm_modulate", given), kept=())
 
-        # Without the bias of the branch's last layer; tokens that lie in the other layout.
-        across = dict(x=_transposed(tokens["x"]), branch=tokens["branch"], bias=bias)
-        for function, own in (
-            ("add_norm_modulate", modulation),
-            ("add_gated_twice", {"gate": gate}),
-        ):
-            arguments = across | own
-            yield Example(function, arguments, gradients=tuple(arguments))
+    given = _arguments(sizes.width, of_rows, first=2)
+    yield from _calls(given)
+    yield from _calls(given | dict(bias=None), gradients_lie_across=True)
 
-    # One row of each of two samples of three rows.
-    x, branch = normal(2, 5, sizes.width), normal(2, 5, sizes.width, seed=1)
-    of_part = dict(x=x, gate=gate, branch=branch, part=Part(first=2, rows=3))
-    yield Example("add_gated", of_part, gradients=("x", "gate", "branch"))
+    # Several programs for an entry, and more sums than the kernel that adds them takes at a time.
+    for per, rows in (((2, 1, 1), (3, 37)), ((1, 140, 1), (140, 2))):
+        yield _example("add_norm_modulate", _arguments(sizes.width, per, rows=rows))
 
 
-def _transposed(x: Tensor) -> Tensor:
-    """The same numbers, with those of a row's first token next to each other."""
+FUNCTIONS = {
+    "norm_modulate": ("x", "shift", "scale", "part"),
+    "add_norm_modulate": ("x", "branch", "shift", "scale", "part", "bias"),
+    "add_gated": ("x", "gate", "branch", "part", "bias"),
+    "add_gated_twice": ("x", "gate", "branch", "part", "bias"),
+}
+
+
+def _calls(given: dict[str, Any], *, gradients_lie_across: bool = False) -> Iterator[Example]:
+    for function in FUNCTIONS:
+        example = _example(function, given)
+        yield replace(example, swapped={0: (0, 1)}) if gradients_lie_across else example
+
+
+def _example(function: str, given: dict[str, Any]) -> Example:
+    arguments = {name: given[name] for name in FUNCTIONS[function]}
+    gradients = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+    return Example(function, arguments, tuple(gradients), kept=("shift", "scale", "gate"))
+
+
+def _arguments(
+    width: int,
+    per: tuple[int, int, int],
+    *,
+    rows: tuple[int, int] = (3, 5),
+    first: int = 0,
+    x_lies_across: bool = False,
+) -> dict[str, Any]:
+    """Of b samples with entries ``per`` of them, ``[b, 1 or n, 1 or L]``.
+
+    Shift, scale and gate are cut out of one table, in float32. With ``first``, tokens are those
+    from this row of the first sample to the same of the last one.
+    """
+    (rows_of_sample, length), samples = rows, per[0]
+    shape = (samples - bool(first)) * rows_of_sample, length, width
+    x, branch = normal(*shape), normal(*shape, seed=1)
+    shift, scale, gate = normal(*per, 3, width, seed=2).unbind(-2)
+    return dict(
+        x=_across(x) if x_lies_across else x,
+        branch=branch,
+        bias=normal(width, seed=3),
+        shift=shift,
+        scale=scale,
+        gate=gate,
+        part=Part(first, rows_of_sample),
+    )
+
+
+def _across(x: Tensor) -> Tensor:
+    """The same numbers, row by row of the other layout."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)

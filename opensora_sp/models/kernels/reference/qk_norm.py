@@ -6,6 +6,7 @@ Legend: R rows, L tokens of a row, H heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,8 @@ def examples(sizes: Sizes) -> Iterator[Example]:
     yield _example(sizes, (3, 13), None)
     yield _example(sizes, (3, 13), _rotation(1, 13, sizes.head_width))
     yield _example(sizes, (2, long), _rotation(2, long, sizes.head_width))
-    yield _example_of_layer(sizes, (3, 13))
+    for rotation in (None, _rotation(1, 13, sizes.head_width), _rotation(3, 13, sizes.head_width)):
+        yield _example_of_layer(sizes, (3, 13), rotation)
 
 
 def _example(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Example:
@@ -78,8 +80,9 @@ def _example(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> E
     )
 
 
-def _example_of_layer(sizes: Sizes, shape: tuple[int, int]) -> Example:
-    example = _example(sizes, shape, None)
+def _example_of_layer(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Example:
+    """Attention leaves the gradients of queries token by token, or head by head."""
+    example = _example(sizes, shape, rotation)
     (*_, heads, width), inputs = example.arguments.pop("qkv").shape, 64
     layer = dict(
         x=activations(*shape, inputs),
@@ -87,7 +90,13 @@ def _example_of_layer(sizes: Sizes, shape: tuple[int, int]) -> Example:
         bias=normal(3 * heads * width, seed=4),
     )
     gradients = (*layer, "q_weight", "k_weight")
-    return Example("linear_qk_norm", layer | example.arguments, gradients=gradients)
+    return replace(
+        example,
+        function="linear_qk_norm",
+        arguments=layer | example.arguments,
+        gradients=gradients,
+        swapped={} if rotation is None else {0: (1, 2)},
+    )
 
 
 def _rotation(rows: int, length: int, width: int) -> Tensor:

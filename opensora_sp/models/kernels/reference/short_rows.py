@@ -30,12 +30,14 @@ def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def examples(sizes: Sizes) -> Iterator[Example]:
-    """Rows that are padded to 16 and to 32 tokens, of queries, keys and values side by side."""
+    """Rows that are padded to 16 and to 32 tokens: of queries, keys and values side by side, and
+    of queries and keys that a norm has written apart."""
     if sizes.head_width not in HEAD_WIDTHS:
         return
 
     for length in (15, 30):
         shape = 3, length, sizes.heads, sizes.head_width
         q, k, v = torch.stack([normal(*shape, seed=seed) for seed in range(3)], dim=2).unbind(2)
-        arguments = dict(q=q, k=k, v=v)
-        yield Example("attend_short_rows", arguments, gradients=("q", "k", "v"))
+        for queries, keys in ((q, k), (q.contiguous(), k.contiguous())):
+            arguments = dict(q=queries, k=keys, v=v)
+            yield Example("attend_short_rows", arguments, gradients=("q", "k", "v"))

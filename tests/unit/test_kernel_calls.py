@@ -1,0 +1,115 @@
+"""Kernels are verified in the forms in which models call them: dtypes, strides, what is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from interpreter import run_interpreted
+from kernel_calls import Call, calls_of, recorded_calls
+from random_weights import draw_weights
+from torch import Tensor
+
+from opensora_sp.models import build_model
+from opensora_sp.models.kernels import verification
+from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
+from opensora_sp.models.kernels.reference import modulation
+
+SIZES = Sizes(width=48, heads=2, hidden=192)
+COMMON = dict(hidden_size=48, depth=2, num_heads=2, caption_channels=8, model_max_length=6)
+V13 = dict(qk_norm=True, kernel_size=(2, 2, -1), use_spatial_rope=True)
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("STDiT", {}),
+    ("STDiT2", dict(qk_norm=True)),
+    ("STDiT3", dict(qk_norm=True)),
+    ("STDiT3", dict(qk_norm=False)),
+    ("STDiT3", V13),
+]
+
+
+def step(name: str, options: dict[str, Any], samples: int, frames: int, *, masked: bool) -> None:
+    """Forward and backward in bf16, as in a run: of clips or images, with conditioning frames."""
+    sizes = dict(input_size=(frames, 4, 4)) if name == "STDiT" else {}
+    model = draw_weights(build_model(name, **COMMON, **sizes, **options)).bfloat16()
+    numbers: dict[str, Any] = {key: torch.full((samples,), 24.0) for key in model.sample_inputs}
+    if masked:
+        numbers["x_mask"] = (torch.arange(frames) > 0).expand(samples, -1)
+
+    x, y = torch.randn(samples, 4, frames, 4, 4), torch.randn(samples, 1, 6, 8)
+    timestep = torch.full((samples,), 300.0)
+    model(x.bfloat16(), timestep, y.bfloat16(), **numbers).square().mean().backward()
+
+
+@pytest.fixture(scope="module")
+def of_models() -> dict[str, set[Call]]:
+    with recorded_calls() as calls:
+        for (name, options), samples, frames, masked in product(
+            MODELS, (1, 2), (1, 3), (False, True)
+        ):
+            step(name, options, samples, frames, masked=masked)
+    return calls
+
+
+def comparable(calls: set[Call]) -> Iterator[Call]:
+    """Without the gradients that attention leaves: on CUDA other kernels do."""
+    for call in calls:
+        if call.forms[0][0] != "of 0" or not call.function.endswith("qk_norm"):
+            yield call
+
+
+def test_examples_have_all_forms_of_the_models_calls(of_models: dict[str, set[Call]]) -> None:
+    for name in kernel_names():
+        verified = set.union(
+            *(calls_of(name, one, torch.bfloat16) for one in examples_of(name, SIZES))
+        )
+        missing = sorted(map(str, set(comparable(of_models[name])) - verified))
+        assert of_models[name] and not missing, "\n".join(missing)
+
+
+def test_tables_in_float32_are_among_the_models_calls(of_models: dict[str, set[Call]]) -> None:
+    """Or the test above would compare calls that no run makes."""
+    forms = {form for call in of_models["modulation"] for form in call.forms}
+    for entry in ("shift", "scale", "gate"):
+        for of in ("", ", of rows", ", of tokens"):
+            assert (entry, f"float32, cut out{of}") in forms
+    assert {("x", "bfloat16, across"), ("of 0", "bfloat16, across")} <= forms
+
+
+def as_if_dense(tables: Tensor) -> Tensor:
+    return tables.as_strided(tables.shape, (tables.shape[1], 1))
+
+
+def differing(fault: str) -> list[str]:
+    """The results in bf16 that are wrong where modulation takes one form for another."""
+    from opensora_sp.models.kernels.triton import modulation
+
+    tables, with_steps = modulation._tables, modulation._with_steps
+    if fault == "strides of tables":
+        modulation._tables = lambda *entries: list(map(as_if_dense, tables(*entries)))
+    elif fault == "tables in float32":
+        # All but those of the final layer, which are narrow.
+        modulation._tables = lambda *entries: [
+            table.bfloat16().view(torch.int16) if table.dtype == torch.float32 else table
+            for table in tables(*entries)
+        ]
+    else:
+        # Tokens and gradients of the other layout, read as if they lay in this one.
+        modulation._with_steps = lambda x: (with_steps(x)[0], x.shape[1], 1)
+
+    small = [one for one in examples_of("modulation", SIZES) if one.arguments["x"].numel() < 10_000]
+    with mock.patch.object(verification, "examples_of", lambda *args: small):
+        found = verification._verify("modulation", SIZES, torch.bfloat16, verification.CPU)
+    return [one.result for one in found if not one.ok]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["strides of tables", "tables in float32", "layout"])
+def test_faults_in_these_forms_are_found(fault: str) -> None:
+    found = run_interpreted(differing, fault)
+    assert any(result.startswith("output") for result in found)
+    assert any(result.startswith("gradient") for result in found)
+    assert {result.split()[-1] for result in found} == set(modulation.FUNCTIONS)
